@@ -173,12 +173,10 @@ def indices_of(source: Source, lines: list[Quarantined]) -> dict[Quarantined, in
     wanted: dict[str, list[Quarantined]] = {}
     for line in lines:
         wanted.setdefault(line.key, []).append(line)
-    keys = getattr(source, "keys", None)
     best: dict[Quarantined, tuple[int, int]] = {}  # (length of the object's name that agrees, index)
     for begin in range(0, len(source), _BLOCK):
         indices = np.arange(begin, min(begin + _BLOCK, len(source)))
-        names = keys(indices) if keys is not None else map(source.key, indices.tolist())
-        for index, name in enumerate(names, begin):
+        for index, name in enumerate(source.keys(indices), begin):
             for line in wanted.get(name, ()):
                 agreement = _agreement(line.source, source.origin(index))
                 if line not in best or agreement > best[line][0]:

@@ -167,7 +167,6 @@ def compile_pipeline(
         begin_s = time.perf_counter()
         source = kind.open(config.source, connector)
         list_s = time.perf_counter() - begin_s
-        index_s = getattr(source, "index_s", 0.0)
         batch = config.batch
         schedule = _with_batches(BatchSampler(len(source), rank, world_size, batch.size, batch.drop_last))
         inline_reason = why_inline(config, source, connector)
@@ -179,8 +178,8 @@ def compile_pipeline(
             1 if inline_reason is not None else _num_workers(config),
             slowdown,
             owns_connector,
-            list_s=list_s - index_s,
-            index_s=index_s,
+            list_s=list_s - source.index_s,
+            index_s=source.index_s,
             inline_reason=inline_reason,
             has_given_ranks=has_given_ranks,
         )

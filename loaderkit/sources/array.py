@@ -20,7 +20,7 @@ from loaderkit._internal.settings import as_tuple
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, FormatError, SourceError
-from loaderkit.sources.base import FieldRange, Records, Sample, SourceKind
+from loaderkit.sources.base import FieldRange, Records, RecordSource, Sample, SourceKind
 from loaderkit.sources.formats.npy import NpyHeader, read_npy_header
 from loaderkit.sources.listing import numbered
 
@@ -77,14 +77,12 @@ class ArrayArgs(StoreArgs):
         return self.key.lower().endswith(".npy")
 
 
-class ArraySource:
-    """The records of one object of `connector`, or the windows of them. Implements `Source` and `RecordSource`.
+class ArraySource(RecordSource):
+    """The records of one object of `connector`, or the windows of them.
 
     Raises `FormatError` if the file is not what it should be, `ConfigError` if `args` do not fit it, `SourceError` if it is
     empty, and what the connector raises.
     """
-
-    classes: list[str] | None = None
 
     def __init__(self, connector: Connector, args: ArrayArgs) -> None:
         self._connector = connector

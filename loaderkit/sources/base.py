@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,51 +45,66 @@ class Table(NamedTuple):
     constants: Mapping[str, list[Any]] = MappingProxyType({})  # the fields known without reading: one value per sample
 
 
-class Source(Protocol):
-    """A finite set of samples in canonical order, numbered from 0.
+class Source(ABC):
+    """A finite set of samples in canonical order, numbered from 0. What is not abstract is a hook that has a default."""
 
-    A source may also have `table(indices) -> Table | None`, the ranges of many samples (None: ask one by one, as their fields
-    differ), and `keys(indices) -> list[str]`.
-    """
+    classes: list[str] | None = None
+    index_s: float = 0.0  # of the time that opening took: for the indexes of archives
 
-    classes: list[str] | None
-
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def key(self, index: int) -> str:
         """The sample's key, unique inside its origin."""
 
+    def keys(self, indices: NDArray[np.int64]) -> list[str]:
+        """The keys of several samples."""
+        return list(map(self.key, indices.tolist()))
+
+    @abstractmethod
     def origin(self, index: int) -> str:
         """The object the sample lies in, for messages."""
 
+    @abstractmethod
     def ranges(self, index: int) -> list[FieldRange]:
         """The byte ranges that make up the sample. Raises `SourceError` if a wanted field is missing."""
 
+    def table(self, indices: NDArray[np.int64]) -> Table | None:
+        """The ranges of several samples; None if their fields differ: `ranges` and `constants` are called for each then."""
+        return None
+
+    @abstractmethod
     def constants(self, index: int) -> Sample:
         """The fields known without reading (the class from the folder's name); a fresh dict."""
 
+    @abstractmethod
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
         """Cut the samples into runs of about `block_bytes`, never across an object that holds several samples.
 
         Returns the first sample of every block and, last, the number of samples: int64 [number of blocks + 1].
         """
 
+    @abstractmethod
     def fingerprint(self) -> str:
         """A short digest of what the samples are: keys and sizes, not where they lie or when they were written."""
 
 
-class ItemSource(Protocol):
-    """What a `Source` of Python objects has instead of `ranges`."""
+class ItemSource(Source):
+    """A source of Python objects, which has no ranges."""
 
     dataset: Any
     """The object with the items: dataset[index]."""
 
+    @abstractmethod
     def items(self, indices: list[int]) -> list[Any] | None:
         """Several items in one call; None if the object has no such call, or it failed."""
 
+    @abstractmethod
     def sample(self, item: Any) -> Sample:
         """The fields of an item; a fresh dict. Raises ValueError."""
 
+    @abstractmethod
     def columns(self, items: list[Any]) -> dict[str, list[Any]] | None:
         """The fields of several items, column by column; None if they need to be taken one by one."""
 
@@ -106,20 +122,19 @@ class Records(NamedTuple):
     num_bytes: int
 
 
-class RecordSource(Protocol):
-    """What a `Source` whose samples are `Records` has besides, so that a chunk of them is read at once."""
+class RecordSource(Source):
+    """A source whose samples are `Records` of one object, so that a chunk of them is read at once."""
 
     records: Records
 
     @property
+    @abstractmethod
     def file(self) -> ObjectInfo:
         """The object that holds them, as it was when the source was opened."""
 
+    @abstractmethod
     def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first byte of every sample: int64 [n]."""
-
-    def keys(self, indices: NDArray[np.int64]) -> list[str]:
-        """The keys of several samples; any source may have this."""
 
 
 def _none(args: Any) -> None:

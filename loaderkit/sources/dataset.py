@@ -22,7 +22,7 @@ from loaderkit._internal.settings import as_tuple
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
-from loaderkit.sources.base import FieldRange, Sample, Source, SourceKind
+from loaderkit.sources.base import FieldRange, ItemSource, Sample, Source, SourceKind
 from loaderkit.sources.listing import numbered
 
 
@@ -116,8 +116,8 @@ def _size_of(dataset: Any) -> int:
 _SINGLE = {np.ndarray, int, float, bytes}  # common types: isinstance() would take longer
 
 
-class DatasetSource:
-    """The items of an object, by its own indices. Implements `Source` and `ItemSource`."""
+class DatasetSource(ItemSource):
+    """The items of an object, by its own indices."""
 
     def __init__(self, dataset: Any, args: DatasetArgs) -> None:
         self.dataset = dataset

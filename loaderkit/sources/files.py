@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from itertools import chain, islice
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from loaderkit._internal.settings import as_tuple
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import SourceError
-from loaderkit.sources.base import FieldRange, Sample, SourceKind, Table, shortened
+from loaderkit.sources.base import FieldRange, Sample, Source, SourceKind, Table, shortened
 from loaderkit.sources.fields import (
     IMAGE_EXTENSIONS,
     FieldMap,
@@ -34,7 +34,6 @@ from loaderkit.sources.patterns import Patterns
 _MAX_COUNTED = 10_000
 _MAX_EXTENSIONS = 6
 
-_Value = TypeVar("_Value")
 _Named = TypeVar("_Named", tuple[str, ...], dict[str, int])
 
 
@@ -99,7 +98,7 @@ class FilesArgs(StoreArgs):
         return given if isinstance(given, dict) else {name: number for number, name in enumerate(given)}
 
 
-class FilesSource:
+class FilesSource(Source):
     """The files of `connector` that match, in the order of the UTF-8 bytes of their keys.
 
     A key is the path relative to `url` with its extension. With `label: parent`, `classes` are the sorted names of all
@@ -109,8 +108,6 @@ class FilesSource:
     the files beside the images. Raises `SourceError` if nothing matches, a file fits no field, has no partner or its folder is
     no class, and what listing raises.
     """
-
-    classes: list[str] | None
 
     def __init__(self, connector: Connector, args: FilesArgs) -> None:
         self._connector = connector
@@ -142,7 +139,6 @@ class FilesSource:
                 f"{args.url!r} holds {len(self._listing)} images and {self.left_out.total()} other files "
                 f"({said_counts(self.left_out)}): say in `include` which are the samples, as in '**/*.jpg', or '**/*' for all"
             )
-        self.classes = None
         if args.label == "parent":
             labels = np.array(folder_ids, np.int64)
             if args.classes is None:
@@ -177,12 +173,15 @@ class FilesSource:
 
     def table(self, indices: NDArray[np.int64]) -> Table | None:
         """The whole files, if all files of a field have one extension."""
-        listings = [self._listing, *self._partners.values()]
-        if len(self._extensions) > len(listings):
+        if len(self._extensions) > 1 + len(self._partners):
             return None
-        keys = _by_sample([files.keys.take(indices) for files in listings])
-        sizes = _by_sample([files.sizes[indices].tolist() for files in listings])
-        etags: list[str | None] = [*_by_sample([files.etags.take(indices) for files in listings])]
+        keys, sizes, etags = self._listing.take(indices)
+        if self._partners:
+            columns: list[Any] = [(keys, sizes, etags), *(files.take(indices) for files in self._partners.values())]
+            # By column: the values of all fields, sample by sample.
+            keys, sizes, etags = (
+                [*chain.from_iterable(zip(*column, strict=True))] for column in zip(*columns, strict=True)
+            )
         constants = {} if self.classes is None else {"label": self._labels[indices].tolist()}
         return Table(tuple(self._extensions), Ranges(keys, [0] * len(sizes), sizes, etags), constants)
 
@@ -278,11 +277,6 @@ class FilesSource:
             f"no file below {self._args.url!r} matches {self._patterns}: {seen}; check `url` and "
             + ("`include`" if self._first is None else "`fields`")
         )
-
-
-def _by_sample(columns: list[list[_Value]]) -> list[_Value]:
-    """The values of several fields, sample by sample."""
-    return columns[0] if len(columns) == 1 else [*chain.from_iterable(zip(*columns, strict=True))]
 
 
 def _extension(key: str) -> str:

@@ -19,7 +19,7 @@ from loaderkit.connectors.base import Ranges
 from loaderkit.connectors.ranges import RangeRequest, RangeSlice, coalesce
 from loaderkit.errors import SourceError
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, SamplePermutation
-from loaderkit.sources.base import Source
+from loaderkit.sources.base import RecordSource, Source
 
 _MOST_SAMPLES = 4096  # planned at a time
 _NUM_COALESCED = 256  # consecutive samples whose ranges are coalesced
@@ -51,8 +51,6 @@ class Forecast:
         if isinstance(order, BlockOrder) and bounds is not None:
             longest = int(np.diff(bounds).max(initial=0))
             self._window = longest * order.window * order.num_lanes // schedule.world_size
-        records = getattr(source, "records", None)
-        self._record_bytes = records.num_bytes if records is not None else None
 
     @property
     def window(self) -> int:
@@ -143,14 +141,14 @@ class Forecast:
 
     def _wanted(self, indices: NDArray[np.int64], numbers: list[int]) -> list[RangeRequest]:
         """The ranges of samples with the indices `numbers` in the rank's order."""
-        if self._record_bytes is not None:
-            file, starts = self._source.file, self._source.starts(indices)  # type: ignore[attr-defined]
+        source = self._source
+        if isinstance(source, RecordSource):
+            file, num_bytes = source.file, source.records.num_bytes
             return [
-                RangeRequest(file.key, start, self._record_bytes, file.etag, number)
-                for start, number in zip(starts.tolist(), numbers, strict=True)
+                RangeRequest(file.key, start, num_bytes, file.etag, number)
+                for start, number in zip(source.starts(indices).tolist(), numbers, strict=True)
             ]
-        table_of = getattr(self._source, "table", None)
-        table = table_of(indices) if table_of is not None else None
+        table = source.table(indices)
         if table is not None:
             ranges: Ranges = table.ranges
             num_fields = max(1, len(table.fields))
@@ -159,7 +157,7 @@ class Forecast:
         distinct: list[RangeRequest] = []
         for index, number in zip(indices.tolist(), numbers, strict=True):
             try:
-                parts = self._source.ranges(index)
+                parts = source.ranges(index)
             except SourceError:  # a field is missing; `read` raises the error
                 continue
             distinct += [RangeRequest(*part.range, number) for part in parts]

@@ -104,6 +104,10 @@ class Listing:
     def __getitem__(self, index: int) -> ObjectInfo:
         return ObjectInfo(self.keys[index], int(self.sizes[index]), self.etags[index])
 
+    def take(self, indices: NDArray[np.int64]) -> tuple[list[str], list[int], list[str | None]]:
+        """The keys, sizes and etags of several objects."""
+        return self.keys.take(indices), self.sizes[indices].tolist(), [*self.etags.take(indices)]
+
 
 def cut_blocks(
     sizes: NDArray[np.int64], block_bytes: int, boundaries: NDArray[np.int64] | None = None

@@ -24,7 +24,7 @@ from loaderkit import native
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import AccessDeniedError, ObjectNotFoundError, SourceError
-from loaderkit.sources.base import FieldRange, Sample, SourceKind, Table
+from loaderkit.sources.base import FieldRange, Sample, Source, SourceKind, Table
 from loaderkit.sources.fields import FieldMap, Fields, Include, described_fields
 from loaderkit.sources.formats.tar_index import TarIndex, default_cache_dir, load_index
 from loaderkit.sources.listing import StringTable, cut_blocks
@@ -68,7 +68,7 @@ class TarArgs(StoreArgs):
         return self.url[self.url.rfind("/") + 1 :] if self.url.endswith(".tar") else self.include
 
 
-class TarSource:
+class TarSource(Source):
     """The samples of all matching archives: archives by the UTF-8 bytes of their keys, samples in archive order.
 
     `connector` reads below `args.root`; `load` returns the members of one archive, and is called from several threads.
@@ -76,9 +76,6 @@ class TarSource:
     hidden ones, and those without an extension. Raises `SourceError` if a named archive is missing, there is no sample, the
     members of a sample are not adjacent, or two members of a sample are the same field; and what `load` raises.
     """
-
-    classes: list[str] | None = None
-    index_s = 0.0  # the time to read or build the indexes
 
     def __init__(self, connector: Connector, args: TarArgs, load: Callable[[ObjectInfo], TarIndex]) -> None:
         self._connector = connector

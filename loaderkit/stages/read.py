@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import accumulate
 from operator import getitem
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 from loaderkit import native
 from loaderkit._internal.forks import ending_forks
@@ -77,7 +77,6 @@ def read_ranges(
     All fields of a chunk's samples, except those that `fetch` reads, lie in one buffer, reused from chunk to chunk. `as_bytes`:
     no stage decodes them, so samples get copies.
     """
-    table_of = getattr(source, "table", None) if fetch is None else None
     bulk = bulk_of(connector)
     read_many = None if bulk.read_many is None else ending_forks(bulk.read_many)
     read_into = ending_forks(connector.read_into)
@@ -98,7 +97,7 @@ def read_ranges(
         return list(map(Encoded, views, extensions)), errors
 
     def run(chunk: SampleChunk) -> int:
-        table = None if table_of is None else table_of(chunk.indices)
+        table = source.table(chunk.indices) if fetch is None else None
         if table is None:
             plan = _one_by_one(source, chunk, failed, fetch)
             extensions = [extension for names in plan.names for _, extension in names]
@@ -106,7 +105,7 @@ def read_ranges(
             values, errors = read_all(chunk, ranges, extensions, owners)
             plan.fill(chunk, values)
         else:
-            num_samples, num_fields = len(chunk), len(table.fields)
+            num_samples, num_fields = len(chunk.indices), len(table.fields)
             ranges, num_bytes = table.ranges, sum(table.ranges.lengths)
             extensions = [extension for _, extension in table.fields] * num_samples
 
@@ -228,13 +227,14 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     failed, connector = context.failed(stage), context.connector
     is_last = len(context.before_batch) == 1
     if context.gives == "items":
-        return stage.ready("sample", read_items(cast(ItemSource, context.source), failed, is_last=is_last))
+        assert isinstance(context.source, ItemSource)
+        return stage.ready("sample", read_items(context.source, failed, is_last=is_last))
     assert connector is not None
     # A reader may wait for its threads.
     interrupt = connector.stop if isinstance(connector, ReadAheadConnector) else None
     if context.gives == "records":
-        source = cast(RecordSource, context.source)
-        run = read_records(source, connector, failed, is_last=is_last, reuse=context.may_reuse)
+        assert isinstance(context.source, RecordSource)
+        run = read_records(context.source, connector, failed, is_last=is_last, reuse=context.may_reuse)
     else:
         direct = _direct_read(connector, context)
         fetch = direct.fetch if direct is not None else None

@@ -163,6 +163,9 @@ class Shards:
     def key(self, index: int) -> str:
         return "ab"[index % 2]
 
+    def keys(self, indices: Any) -> list[str]:
+        return list(map(self.key, indices.tolist()))
+
     def origin(self, index: int) -> str:
         return self._names[index // 2]
 

@@ -21,7 +21,7 @@ from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config import registry
 from loaderkit.pipeline.config.kind_methods import source_method, stage_method
-from loaderkit.sources.base import FieldRange, Sample, SourceKind
+from loaderkit.sources.base import FieldRange, ItemSource, Sample, SourceKind
 from loaderkit.stages.base import StageArgs, StageKind
 
 # ------------------------------------------------------------------------------------------ what their modules hold
@@ -34,10 +34,8 @@ class SquaresArgs(SourceArgs):
     num: int = Field(description="how many")
 
 
-class Squares:
-    """Item i is i * i. Implements `Source` and `ItemSource`."""
-
-    classes: list[str] | None = None
+class Squares(ItemSource):
+    """Item i is i * i."""
 
     def __init__(self, num: int) -> None:
         self.dataset = [{"square": index * index} for index in range(num)]

@@ -36,7 +36,7 @@ class BatchAssembler:
 
     def __init__(self, source: Source, shape: BatchShape, run: Callable[..., Any] | None = None) -> None:
         """`run` calls the function that assembles a batch: `TransferStream.run` where fields of it lie on a GPU."""
-        self._keys = getattr(source, "keys", None) or (lambda indices: list(map(source.key, indices.tolist())))
+        self._keys = source.keys
         self._shape = shape
         self._run = run
 

@@ -147,7 +147,8 @@ class FileConnector(BulkConnector):
         keys, starts, lengths, etags = ranges
         failed: Iterable[int] | None = range(len(keys))
         if _is_plain("/".join({*keys})):
-            failed = native.read_many(self._base, keys, starts, lengths, etags, offsets, buffer)
+            path_of = self._base.__add__  # no call of Python for each of them
+            failed = native.read_many(path_of, keys, starts, lengths, etags, offsets, buffer)
         # Each failed range is read again by itself, so that it raises its own error or succeeds.
         errors: dict[int, ConnectorError] = {}
         for number in failed or ():

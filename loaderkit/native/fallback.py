@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ def gather_ranges(path: str, starts: Int64s, length: int, buffer: memoryview) ->
 
 
 def read_many(  # noqa: PLR0917 - as in C
-    base: str,
+    path_of: Callable[[str], str | None],
     keys: list[str],
     starts: list[int],
     lengths: list[int],
@@ -44,7 +44,7 @@ def read_many(  # noqa: PLR0917 - as in C
     offsets: Sequence[int],
     buffer: memoryview,
 ) -> Sequence[int] | None:
-    """Read ranges of the files base + key; the indices of those that were not read: here all."""
+    """The indices of the ranges that were not read: here all."""
     return range(len(keys))
 
 

@@ -136,9 +136,9 @@ class TestSameAsTorch:
             lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0), (0.0, 0.0, math.nan, 4.0), True)]),
             lambda c: c.cut(b"abc", [1, 3]),
             lambda c: c.cut(b"abc", [-1]),
-            lambda c: c.read_many("", ["a"], [0], [3], [None], [2], bytearray(4)),
-            lambda c: c.read_many("", ["a"], [-1], [4], [None], [0], bytearray(4)),
-            lambda c: c.read_many("", ["a"], [0, 1], [4], [None], [0], bytearray(4)),
+            lambda c: c.read_many(str, ["a"], [0], [3], [None], [2], bytearray(4)),
+            lambda c: c.read_many(str, ["a"], [-1], [4], [None], [0], bytearray(4)),
+            lambda c: c.read_many(str, ["a"], [0, 1], [4], [None], [0], bytearray(4)),
         ],
     )
     def test_what_does_not_fit_is_refused(self, call: Any) -> None:

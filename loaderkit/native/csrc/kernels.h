@@ -3,7 +3,7 @@
  *
  *     read_range(path, start, buffer, around)                open, fstat, pread, close; with `around` past the page cache
  *     read_hashed(path, start, buffer, block, address, around)   the same, and the hash of every block, still in the cache
- *     read_many(base, keys, starts, lengths, etags, offsets, buffer)   the same for many ranges, neighbours in one call
+ *     read_many(path_of, keys, starts, lengths, etags, offsets, buffer)   the same for many ranges, neighbours in one call
  *     cut(buffer, lengths)                                   the parts of a buffer as bytes
  *     tar_run(data, offset, end, size)                       the plain members in a part of a tar
  *     group_names(names, num)                                the samples that members form

@@ -5,7 +5,7 @@ static PyMethodDef methods[] = {
     {"resample", resample, METH_O, "resample([(target, pixels, part, antialias), ...]) -> whether this CPU can"},
     {"read_range", read_range, METH_VARARGS, "read_range(path, start, buffer, around) -> (bytes read, mode, size, mtime_ns)"},
     {"read_hashed", read_hashed, METH_VARARGS, "read_hashed(path, start, buffer, block, address, around) -> the same, hashes of blocks, and s they took"},
-    {"read_many", read_many, METH_VARARGS, "read_many(base, keys, starts, lengths, etags, offsets, buffer) -> places that failed, or None"},
+    {"read_many", read_many, METH_VARARGS, "read_many(path_of, keys, starts, lengths, etags, offsets, buffer) -> places that failed, or None"},
     {"cut", cut, METH_VARARGS, "cut(buffer, lengths) -> list of bytes"},
     {"tar_run", tar_run, METH_VARARGS, "tar_run(data, offset, end, size) -> (names, starts, sizes, next offset)"},
     {"group_names", group_names, METH_VARARGS, "group_names(names, num) -> the samples that members of a tar make"},

@@ -388,14 +388,14 @@ static void put_in_order(Place *places, Py_ssize_t count) {
 }
 
 /* Fills pieces[i] from the lists; `encoded` keeps what the paths point into alive. */
-static int get_piece(Piece *pieces, Py_ssize_t i, const Place *places, PyObject *base, PyObject *const lists[5], PyObject *encoded, const Py_buffer *buffer) {
+static int get_piece(Piece *pieces, Py_ssize_t i, const Place *places, PyObject *path_of, PyObject *const lists[5], PyObject *encoded, const Py_buffer *buffer) {
     const Py_ssize_t place = places[i].place;
     PyObject *etag = PyList_GET_ITEM(lists[3], place);
     Piece *piece = &pieces[i];
     if (i && places[i].key == places[i - 1].key) {
         piece->path = pieces[i - 1].path;
     } else {
-        PyObject *path = PyUnicode_Concat(base, places[i].key);
+        PyObject *path = PyObject_CallOneArg(path_of, places[i].key);
         if (path == NULL) {
             return -1;
         }
@@ -429,10 +429,10 @@ static int get_piece(Piece *pieces, Py_ssize_t i, const Place *places, PyObject 
 }
 
 PyObject *read_many(PyObject *self, PyObject *args) {
-    PyObject *base, *lists[5];
+    PyObject *path_of, *lists[5];
     Py_buffer buffer;
     (void)self;
-    if (!PyArg_ParseTuple(args, "UO!O!O!O!O!w*", &base, &PyList_Type, &lists[0], &PyList_Type, &lists[1], &PyList_Type, &lists[2],
+    if (!PyArg_ParseTuple(args, "OO!O!O!O!O!w*", &path_of, &PyList_Type, &lists[0], &PyList_Type, &lists[1], &PyList_Type, &lists[2],
                           &PyList_Type, &lists[3], &PyList_Type, &lists[4], &buffer)) {
         return NULL;
     }
@@ -455,7 +455,7 @@ PyObject *read_many(PyObject *self, PyObject *args) {
         put_in_order(places, count);
     }
     for (Py_ssize_t i = 0; i < count && !failed; i++) {
-        failed = get_piece(pieces, i, places, base, lists, encoded, &buffer) < 0;
+        failed = get_piece(pieces, i, places, path_of, lists, encoded, &buffer) < 0;
     }
     if (!failed) {
         Py_BEGIN_ALLOW_THREADS;

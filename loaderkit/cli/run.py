@@ -60,7 +60,7 @@ def run(
             raise typer.BadParameter(
                 "goes with no other option of the loop: there is none", param_hint="--only-quarantined"
             )
-        _try_again(pipeline, only_quarantined, assignments, as_json)
+        _retry_quarantined(pipeline, only_quarantined, assignments, as_json)
         return
     step = open_step(step_time)
     if save_state is not None and not save_state.absolute().parent.is_dir():
@@ -103,15 +103,15 @@ def run(
         _tell(result, has_step=step is not None)
 
 
-def _try_again(pipeline: Path, quarantine: Path, assignments: list[str] | None, as_json: bool) -> None:
-    from loaderkit.pipeline.bad_samples import indices_of, read_quarantine, try_again
+def _retry_quarantined(pipeline: Path, quarantine: Path, assignments: list[str] | None, as_json: bool) -> None:
+    from loaderkit.pipeline.bad_samples import indices_of, read_quarantine, retry_quarantined
 
     lines = read_quarantine(quarantine)
     plan = open_plan(pipeline, assignments, on_this_thread=True)
     places = indices_of(plan.source, lines)
     tried: dict[str, list[dict[str, Any]]] = {"bad": [], "good": [], "gone": []}
     tried["gone"] = [line._asdict() for line in lines if line not in places]
-    for line, error in try_again(plan, places):
+    for line, error in retry_quarantined(plan, places):
         if error is None:
             tried["good"].append(line._asdict())
         else:

@@ -261,12 +261,12 @@ class ThreadEngine(Engine):
 
     def _process(self, pool: WorkerPool, worker_clock: WorkerClock, item: Chunk | WorkItem) -> None:
         probe = pool.probe if pool.num_workers > 1 else None
-        ticket = None if probe is None else probe.begin(worker_clock)
+        probed = None if probe is None else probe.begin(worker_clock)
         try:
             onward = self._run(pool, worker_clock, item)
         finally:
             if probe is not None:
-                probe.end(ticket, len(item))
+                probe.end(probed, len(item))
         if onward is None:
             return
         if pool.number + 1 < len(self.pools):

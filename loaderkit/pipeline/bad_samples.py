@@ -1,6 +1,6 @@
 """Counts and records bad samples as their batches are delivered, and runs them again later.
 
-delivery ──> BadSamples.note ──> one JSON line a sample and epoch ──> read_quarantine ──> try_again
+delivery ──> BadSamples.note ──> one JSON line a sample and epoch ──> read_quarantine ──> retry_quarantined
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def read_quarantine(path: Path) -> list[Quarantined]:
     return list(samples)
 
 
-def try_again(
+def retry_quarantined(
     execution: ExecutionPlan, indices: Mapping[Quarantined, int]
 ) -> Iterator[tuple[Quarantined, StageError | None]]:
     """Run every sample through the stages before `batch`, with the random numbers of the epoch in which it was bad.

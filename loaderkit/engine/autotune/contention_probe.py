@@ -35,7 +35,7 @@ _GAIN = 1.05  # one alone must be so much faster
 _LEAST_ALONE, _HOPELESS = 3, 0.7  # chunks after which one alone is given up that has less than this share of the speed
 
 
-class Ticket(NamedTuple):
+class ProbedChunk(NamedTuple):
     """A chunk in work. `started` is None if it is not measured."""
 
     started: Started | None
@@ -43,7 +43,7 @@ class Ticket(NamedTuple):
     overlap_since_s: float
 
 
-_UNMEASURED = Ticket(None, 0, 0.0)
+_UNMEASURED = ProbedChunk(None, 0, 0.0)
 
 
 class _Baseline(NamedTuple):
@@ -78,7 +78,7 @@ class ContentionProbe:
         self._meter = ChunkMeter(clock, cpu_clock, delay_clock)
         self._gil = GilProbe(clock, is_gil_taken)
         self._lock = threading.Lock()
-        self._num_at_work = 0  # workers inside with chunks that have a ticket
+        self._num_at_work = 0  # workers inside with chunks that are probed
         self._overlap = Overlap()
         self._window = ChunkWindow(0.0)
         self._durations: deque[float] = deque(maxlen=NUM_CHUNKS)
@@ -94,7 +94,7 @@ class ContentionProbe:
         """The result of the last trial, and how often the GIL was taken lately."""
         return self._result._replace(gil_taken=self._gil.taken_share)
 
-    def begin(self, worker_clock: WorkerClock) -> Ticket | None:
+    def begin(self, worker_clock: WorkerClock) -> ProbedChunk | None:
         """A worker begins with a chunk. None: it is short, and not measured."""
         is_measured = self._num_left <= NUM_CHUNKS
         if not is_measured and not self._is_long:
@@ -108,14 +108,14 @@ class ContentionProbe:
                 return _UNMEASURED
             self._overlap.tick(self._clock())
             self._overlap.num_inside += 1
-            return Ticket(started, self._overlap.num_inside, self._overlap.seconds)
+            return ProbedChunk(started, self._overlap.num_inside, self._overlap.seconds)
 
-    def end(self, ticket: Ticket | None, num_samples: int) -> None:
+    def end(self, probed: ProbedChunk | None, num_samples: int) -> None:
         """The worker is done with it."""
-        if ticket is not None and ticket.started is not None:
-            self._end_measured(ticket, ticket.started, num_samples)
+        if probed is not None and probed.started is not None:
+            self._end_measured(probed, probed.started, num_samples)
             return
-        if ticket is not None:
+        if probed is not None:
             with self._lock:
                 self._num_at_work -= 1
         if self._num_left > NUM_CHUNKS:  # one that began before the window takes none of its chunks
@@ -124,19 +124,19 @@ class ContentionProbe:
             with self._lock:
                 self._let_all_in(NUM_CHUNKS)
 
-    def _end_measured(self, ticket: Ticket, started: Started, num_samples: int) -> None:
+    def _end_measured(self, probed: ProbedChunk, started: Started, num_samples: int) -> None:
         times = self._meter.stop(started)
         with self._lock:
             now, overlap = self._clock(), self._overlap
             overlap.tick(now)
-            overlap_s = overlap.seconds - ticket.overlap_since_s
-            num_inside = max(ticket.num_inside, overlap.num_inside, 1 + overlap_s / times.seconds)
+            overlap_s = overlap.seconds - probed.overlap_since_s
+            num_inside = max(probed.num_inside, overlap.num_inside, 1 + overlap_s / times.seconds)
             overlap.num_inside -= 1
             self._num_at_work -= 1
             self._durations.append(times.seconds)
             self._is_long = median(self._durations) > _LONG_S
             if not self._gate.is_solo:
-                overlap.add(num_samples, times.seconds, ticket.overlap_since_s)
+                overlap.add(num_samples, times.seconds, probed.overlap_since_s)
             # A chunk says nothing of all workers if it ran alone, nor of one alone if it ran beside others.
             if (overlap_s > 0) == self._gate.is_solo or started.since_s < self._window.begin_s:
                 return

@@ -10,7 +10,7 @@ from collections import deque
 import pytest
 
 from loaderkit.engine.autotune.chunk_window import LEAST_S, NUM_CHUNKS
-from loaderkit.engine.autotune.contention_probe import PATIENCE, PATIENCE_S, ContentionProbe, Ticket
+from loaderkit.engine.autotune.contention_probe import PATIENCE, PATIENCE_S, ContentionProbe, ProbedChunk
 from loaderkit.engine.autotune.solo_gate import SoloGate
 from loaderkit.engine.base import WorkerPool
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
@@ -56,16 +56,16 @@ class Machine:
             self.advance(seconds, cpu_share, delayed_share)
             self.probe.end(only, 10)
             return
-        tickets = [self.probe.begin(self.worker_clock), self.probe.begin(self.worker_clock)]
+        all_probed = [self.probe.begin(self.worker_clock), self.probe.begin(self.worker_clock)]
         self.advance(seconds, cpu_share, delayed_share)
-        for ticket in tickets:
-            self.probe.end(ticket, 10)
+        for probed in all_probed:
+            self.probe.end(probed, 10)
 
     def work(self, seconds: float) -> None:
         """A chunk of one worker's, which computes."""
-        ticket = self.probe.begin(self.worker_clock)
+        probed = self.probe.begin(self.worker_clock)
         self.advance(seconds, 1.0)
-        self.probe.end(ticket, 10)
+        self.probe.end(probed, 10)
 
     def advance(self, seconds: float, cpu_share: float, delayed_share: float = 0.0) -> None:
         self.now += seconds
@@ -112,16 +112,16 @@ def test_chunks_that_began_before_a_window_are_none_of_it() -> None:
     machine.until_tried(0.08, 0.01)
     while is_solo(machine):
         machine.overlapping(0.08, 0.01)
-    tickets: deque[Ticket | None] = deque(machine.probe.begin(machine.worker_clock) for _ in range(32))
+    all_probed: deque[ProbedChunk | None] = deque(machine.probe.begin(machine.worker_clock) for _ in range(32))
     num_ended = 0
     while not is_solo(machine):
         machine.advance(0.08 / 32, 0.0)  # one of them ends, and begins with the next
-        machine.probe.end(tickets.popleft(), 10)
-        tickets.append(machine.probe.begin(machine.worker_clock))
+        machine.probe.end(all_probed.popleft(), 10)
+        all_probed.append(machine.probe.begin(machine.worker_clock))
         num_ended += 1
     assert num_ended >= PATIENCE
-    for ticket in tickets:
-        machine.probe.end(ticket, 10)
+    for probed in all_probed:
+        machine.probe.end(probed, 10)
     while is_solo(machine):
         machine.overlapping(0.08, 0.01)
     assert machine.probe.trial.alone_share == pytest.approx(1 / 12, rel=0.4), "12 chunks of 32 are seen"
@@ -166,11 +166,11 @@ def test_short_chunks_that_stall_at_times_are_done_by_all(every: int, stall_s: f
     """One chunk in a score has to wait for a disk: that is no reason to let one worker wait where all could."""
     machine, now = Machine(), 0.0
     ends: list[tuple[float, int]] = []  # of the chunks that workers are at
-    tickets: list[Ticket | None] = [None] * num_workers
+    all_probed: list[ProbedChunk | None] = [None] * num_workers
     chance, alone_s = random.Random(0), 0.0
 
     def begin(worker: int) -> None:
-        tickets[worker] = machine.probe.begin(machine.worker_clock)
+        all_probed[worker] = machine.probe.begin(machine.worker_clock)
         heapq.heappush(ends, (now + (stall_s if chance.randrange(every) == 0 else 1e-4), worker))
 
     for worker in range(num_workers):
@@ -181,7 +181,7 @@ def test_short_chunks_that_stall_at_times_are_done_by_all(every: int, stall_s: f
         machine.now = now
         machine.cpu = 0.5 * now  # by any thread: not busy enough to be left alone
         alone_s += (now - before) * is_solo(machine)
-        machine.probe.end(tickets[worker], 10)
+        machine.probe.end(all_probed[worker], 10)
         waiting.append(worker)
         while waiting and not (is_solo(machine) and ends):
             begin(waiting.pop())
@@ -196,9 +196,9 @@ def test_every_window_of_short_chunks_is_long_enough() -> None:
         assert not is_solo(machine)
     num_measured = 0
     while not is_solo(machine):  # now they wait for one another
-        ticket = machine.probe.begin(machine.worker_clock)
-        machine.probe.end(ticket, 10)  # a chunk that takes no time
-        num_measured += ticket is not None
+        probed = machine.probe.begin(machine.worker_clock)
+        machine.probe.end(probed, 10)  # a chunk that takes no time
+        num_measured += probed is not None
         machine.overlapping(0.0005, 0.5)
     assert num_measured * 0.0005 >= 0.9 * LEAST_S
 
@@ -251,9 +251,9 @@ def test_a_process_that_stood_still_is_not_taken_for_slow() -> None:
 def test_a_worker_alone_says_nothing() -> None:
     machine = Machine()
     for _ in range(3 * NUM_CHUNKS):
-        ticket = machine.probe.begin(machine.worker_clock)
+        probed = machine.probe.begin(machine.worker_clock)
         machine.now += 1.0
-        machine.probe.end(ticket, 10)
+        machine.probe.end(probed, 10)
     assert not is_solo(machine)
 
 
@@ -268,11 +268,11 @@ def test_a_pool_counts_chunks_also_without_a_trial() -> None:
         """A chunk of each worker that may work; they wait for something all the time."""
         nonlocal now
         assert pool.probe is not None
-        tickets = [pool.probe.begin(clock) for clock in clocks[: 1 if pool.one_works() else 2]]
+        all_probed = [pool.probe.begin(clock) for clock in clocks[: 1 if pool.one_works() else 2]]
         now += 0.001
-        for ticket in tickets:
-            pool.probe.end(ticket, 10)
-        return len(tickets)
+        for probed in all_probed:
+            pool.probe.end(probed, 10)
+        return len(all_probed)
 
     while not pool.one_works():
         chunks()
@@ -339,7 +339,7 @@ def test_what_only_one_can_do_at_a_time_one_alone_does_as_fast(every: int) -> No
     """A chunk takes a second under a lock. Unfair: one has the lock again and again while the other waits for it, if it is
     for long until after what is looked at."""
     machine = Machine()
-    ticket, other = machine.probe.begin(machine.worker_clock), machine.probe.begin(machine.worker_clock)
+    probed, other = machine.probe.begin(machine.worker_clock), machine.probe.begin(machine.worker_clock)
     number = 0
     while not is_solo(machine):
         machine.advance(1.0, 0.1)
@@ -348,9 +348,9 @@ def test_what_only_one_can_do_at_a_time_one_alone_does_as_fast(every: int) -> No
             machine.probe.end(other, 10)
             other = machine.probe.begin(machine.worker_clock)
         else:
-            machine.probe.end(ticket, 10)
-            ticket = machine.probe.begin(machine.worker_clock)
-    for left in (ticket, other):
+            machine.probe.end(probed, 10)
+            probed = machine.probe.begin(machine.worker_clock)
+    for left in (probed, other):
         machine.advance(1.0, 0.1)
         machine.probe.end(left, 10)
     while is_solo(machine):

@@ -134,7 +134,7 @@ class TestStdio:
         assert subprocess.run(command, pass_fds=[arena.fileno()]).returncode == 0
 
 
-class TestLedger:
+class TestLeaseTable:
     def test_a_batch_ends_with_its_last_view(self, arena: SharedArena) -> None:
         lease_table = LeaseTable(arena)
         view = torch.from_numpy(lease_table.lend(7, (Block(0, PAGE),))[:100])[3:].detach()

@@ -11,8 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from loaderkit.engine.autotune.contention_probe import ContentionProbe
-from loaderkit.engine.autotune.solo_gate import SoloGate
+from loaderkit.engine.autotune.contention_probe import ContentionProbe, SoloGate
 from loaderkit.engine.contracts import Plan
 from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.host import CpuWatch, host_stats

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from waiting import wait_for
 
-from loaderkit.engine import ready_queue as module
+from loaderkit.engine import scheduler as module
 from loaderkit.engine.metrics.worker_clock import WorkerStates
-from loaderkit.engine.ready_queue import ReadyQueue
-from loaderkit.engine.scheduler import Scheduler
+from loaderkit.engine.scheduler import ReadyQueue, Scheduler
 from loaderkit.engine.work import WorkItem
 
 

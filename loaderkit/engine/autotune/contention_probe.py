@@ -1,4 +1,4 @@
-"""Whether a pool does better with one worker than with all of them.
+"""Whether a pool does better with one worker than with all of them, and the gate that lets only one take chunks.
 
 Python code holds the GIL: two threads in it are slower than one, because they hand the GIL back and forth. Whether code holds
 the GIL cannot be seen from outside, but measured: where workers that overlap spend much of their time off the CPU, one of
@@ -21,7 +21,6 @@ from typing import NamedTuple
 from loaderkit import native
 from loaderkit.engine.autotune.chunk_window import LEAST_S, NUM_CHUNKS, ChunkMeter, ChunkWindow, Overlap, Started
 from loaderkit.engine.autotune.gil_probe import GilProbe, gil_is_taken
-from loaderkit.engine.autotune.solo_gate import SoloGate
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock
 
@@ -53,6 +52,53 @@ class _Baseline(NamedTuple):
     speed: float  # samples/s
     overlap_speed: float  # samples/s while they overlapped
     sample_stages_s: list[float]
+
+
+class SoloGate:
+    """While `is_solo`, the first worker that comes takes all chunks, and the others wait."""
+
+    def __init__(self) -> None:
+        self.is_solo = False
+        self._change = threading.Condition()
+        self._chosen: WorkerClock | None = None  # the worker that takes the chunks while only one does
+        self._is_closed = False
+
+    def wait(self, worker_clock: WorkerClock, idle: int, pass_on: Callable[[], None] = lambda: None) -> None:
+        """Return when this worker may take a chunk; its time until then counts as `idle`. `pass_on` wakes another worker that
+        waits for work, since this one may have been woken in its place."""
+        if not self.is_solo:
+            return
+        with self._change:
+            while self.is_solo and not self._is_closed and self._chosen not in (None, worker_clock):
+                if worker_clock.open_state != idle:
+                    worker_clock.enter(idle)
+                    pass_on()
+                self._change.wait()
+            self._chosen = worker_clock if self.is_solo else None
+
+    def leave(self, worker_clock: WorkerClock) -> None:
+        """This worker takes no more chunks; another one may be chosen."""
+        with self._change:
+            if self._chosen is worker_clock:
+                self._chosen = None
+                self._change.notify_all()
+
+    def let_one(self) -> None:
+        """Let one worker take chunks."""
+        self.is_solo = True
+
+    def let_all(self) -> None:
+        """Let all workers take chunks."""
+        with self._change:
+            self.is_solo = False
+            self._chosen = None  # else the next solo waits for the worker of this one
+            self._change.notify_all()
+
+    def close(self) -> None:
+        """Let every worker pass from now on."""
+        with self._change:
+            self._is_closed = True
+            self._change.notify_all()
 
 
 class ContentionProbe:

@@ -10,8 +10,7 @@ from collections import deque
 import pytest
 
 from loaderkit.engine.autotune.chunk_window import LEAST_S, NUM_CHUNKS
-from loaderkit.engine.autotune.contention_probe import PATIENCE, PATIENCE_S, ContentionProbe, ProbedChunk
-from loaderkit.engine.autotune.solo_gate import SoloGate
+from loaderkit.engine.autotune.contention_probe import PATIENCE, PATIENCE_S, ContentionProbe, ProbedChunk, SoloGate
 from loaderkit.engine.base import WorkerPool
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 from loaderkit.engine.pools import PoolPlan

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from loaderkit.engine.autotune.solo_gate import SoloGate
+from loaderkit.engine.autotune.contention_probe import SoloGate
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 
 STATES = WorkerStates(2)

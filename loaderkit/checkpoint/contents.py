@@ -1,10 +1,11 @@
-"""The contents of a checkpoint, the same for every format: tensors as shards, each a box of elements and its bytes."""
+"""The contents of a checkpoint, the same for every format: tensors as shards, each a box of elements and its bytes; and the
+checksums of its objects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +13,7 @@ from loaderkit.checkpoint.formats.shard_archive import Layouts
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
 
 SMALL_ARCHIVE = 256 * 2**10  # bytes; an archive up to this size is read whole, in one read
+MAX_BLOCK_BYTES = 256 * 2**10
 ShardId = tuple[str, tuple[int, ...]]  # the tensor's name, and the offsets of the shard in it
 
 
@@ -89,6 +91,18 @@ class Checkpoint:
             changed = tuple(shards.get((name, shard.offsets), shard) for shard in entry.shards)
             tensors[name] = replace(entry, shards=changed)
         return replace(self, tensors=tensors)
+
+
+class Checksums(NamedTuple):
+    """xxh3_64 hashes, as hexadecimal digits, of an object's blocks of `block_bytes`; the last block may be shorter."""
+
+    block_bytes: int
+    num_bytes: int
+    hashes: Sequence[str]
+
+    def end_of(self, number: int) -> int:
+        """The end of a block, in bytes."""
+        return min((number + 1) * self.block_bytes, self.num_bytes)
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:

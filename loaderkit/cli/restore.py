@@ -15,8 +15,8 @@ from loaderkit.cli.options import AsJson, Debug
 from loaderkit.profile.render.summary import print_summary
 
 if TYPE_CHECKING:
-    from loaderkit.checkpoint.restore.progress import Progress
     from loaderkit.checkpoint.restore.source import OpenCheckpoint
+    from loaderkit.checkpoint.restore.task import Progress
     from loaderkit.checkpoint.transfer.session import TransferSession
     from loaderkit.pipeline.config.model import PipelineConfig
 
@@ -114,7 +114,7 @@ def _tell_result(result: dict[str, Any], as_json: bool) -> None:
 
 def _read_through(source: OpenCheckpoint, session: TransferSession, begin_s: float, num_values: int) -> dict[str, Any]:
     """Make every tensor and let go of it: what counts is that it can be read, and how fast."""
-    from loaderkit.checkpoint.restore.progress import progress_of
+    from loaderkit.checkpoint.restore.task import progress_of
 
     num_tensors = 0
     total = session.plan.num_bytes

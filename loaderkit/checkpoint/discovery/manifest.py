@@ -15,8 +15,7 @@ from typing import Any, Literal
 import xxhash
 
 from loaderkit._internal import hashing
-from loaderkit.checkpoint.checksums import MAX_BLOCK_BYTES, Checksums
-from loaderkit.checkpoint.contents import Checkpoint
+from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES, Checkpoint, Checksums
 from loaderkit.checkpoint.discovery.archive import TarConnector
 from loaderkit.checkpoint.discovery.detect import Fetch
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation, locate

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loaderkit.checkpoint.checksums import Checksums
+from loaderkit.checkpoint.contents import Checksums
 from loaderkit.checkpoint.ranks.group import RankGroup
 from loaderkit.checkpoint.ranks.ranges import NeededRange, OwnedRange, assign_owners
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits

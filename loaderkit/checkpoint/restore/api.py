@@ -13,11 +13,10 @@ import torch
 from loaderkit.checkpoint.discovery.manifest import Verify
 from loaderkit.checkpoint.names import nest
 from loaderkit.checkpoint.restore import multi_rank
-from loaderkit.checkpoint.restore.progress import Progress
 from loaderkit.checkpoint.restore.requests import given_tensors, new_tensors
 from loaderkit.checkpoint.restore.selection import Dtype, choose, match_names, parse_dtype, parse_keys
 from loaderkit.checkpoint.restore.source import OpenCheckpoint, parse_device
-from loaderkit.checkpoint.restore.task import Restored, RestoreTask, transfer_alone
+from loaderkit.checkpoint.restore.task import Progress, Restored, RestoreTask, transfer_alone
 from loaderkit.checkpoint.transfer.session import name_touched
 from loaderkit.checkpoint.transfer.stages import wait_for_queued
 from loaderkit.connectors.base import Connector

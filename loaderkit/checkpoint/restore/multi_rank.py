@@ -23,10 +23,9 @@ from loaderkit.checkpoint.discovery.manifest import needed_objects
 from loaderkit.checkpoint.ranks.exchange import RankExchange, common_limits, run_in_thread
 from loaderkit.checkpoint.ranks.group import RankGroup, check_same, default_store, machine
 from loaderkit.checkpoint.ranks.ranges import NeededRange, Ranks
-from loaderkit.checkpoint.restore.progress import Progress, slowest_object
 from loaderkit.checkpoint.restore.requests import new_tensors
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
-from loaderkit.checkpoint.restore.task import Restored, RestoreTask
+from loaderkit.checkpoint.restore.task import Progress, Restored, RestoreTask, slowest_object
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
 from loaderkit.checkpoint.transfer.plan import limits_of
 from loaderkit.checkpoint.transfer.session import num_workers_of

@@ -12,8 +12,7 @@ import torch
 
 from loaderkit._internal.device import resolve_device
 from loaderkit._internal.units import parse_bytes
-from loaderkit.checkpoint.checksums import Checksums
-from loaderkit.checkpoint.contents import SMALL_ARCHIVE, Checkpoint, ShardId, TensorShard
+from loaderkit.checkpoint.contents import SMALL_ARCHIVE, Checkpoint, Checksums, ShardId, TensorShard
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation, locate
 from loaderkit.checkpoint.discovery.manifest import Verify, read_manifest
 from loaderkit.checkpoint.discovery.open import open_checkpoint

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from loaderkit._internal.units import say_bytes
-from loaderkit.checkpoint.checksums import MAX_BLOCK_BYTES
+from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
 from loaderkit.connectors.base import Connector, traits_of
 from loaderkit.engine.work import Chunk, WorkItem

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from loaderkit._internal.cgroups import num_cpus
-from loaderkit.checkpoint.checksums import Checksums
+from loaderkit.checkpoint.contents import Checksums
 from loaderkit.checkpoint.transfer.plan import LATENCY_GAP, ReadRequest, TensorPlan, limits_of, memory_of_worker
 from loaderkit.checkpoint.transfer.stages import TransferStages
 from loaderkit.connectors.base import Connector, ObjectInfo, bulk_of, counters_of, traits_of

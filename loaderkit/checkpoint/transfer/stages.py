@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from loaderkit._internal.hashing import address_of_hash
-from loaderkit.checkpoint.checksums import Checksums
+from loaderkit.checkpoint.contents import Checksums
 from loaderkit.checkpoint.transfer.layout import ByteSpan
 from loaderkit.checkpoint.transfer.plan import LATENCY_GAP, CoalescedRead, ReadChunk, ReadTotals
 from loaderkit.connectors.base import Connector, Hashed, ObjectInfo, ReadInto, bulk_of, traits_of

@@ -113,7 +113,8 @@ def read_ranges(
                 return [row for row in range(num_samples) for _ in range(num_fields)]
 
             values, errors = read_all(chunk, ranges, extensions, owners)
-            columns = {field: values[k::num_fields] for k, (field, _) in enumerate(table.fields)} | table.constants
+            columns = {field: values[k::num_fields] for k, (field, _) in enumerate(table.fields)}
+            columns.update(table.constants)
             if as_bytes and not errors and chunk.work_item.specs:
                 chunk.columns = columns
             else:

@@ -22,12 +22,11 @@ from seaweed import Seaweed
 import loaderkit
 from loaderkit.checkpoint.discovery.archive import TarConnector
 from loaderkit.connectors.backoff import RetryPolicy
-from loaderkit.connectors.base import BulkReads, ByteRange, Connector, Ranges, bulk_of, traits_of
+from loaderkit.connectors.base import BulkReads, ByteRange, Connector, ConnectorLayer, Ranges, bulk_of, traits_of
 from loaderkit.connectors.config import CacheArgs, S3Args
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.fsspec import FsspecConnector
 from loaderkit.connectors.layers.cache import CacheConnector
-from loaderkit.connectors.layers.layer import ConnectorLayer
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.connectors.layers.retry import RetryConnector
 from loaderkit.connectors.memory import MemoryConnector

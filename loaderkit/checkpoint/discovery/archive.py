@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from loaderkit.connectors.base import BulkReads, Connector, ObjectInfo, ReadInto, bulk_of
-from loaderkit.connectors.layers.layer import ConnectorLayer
+from loaderkit.connectors.base import BulkReads, Connector, ConnectorLayer, ObjectInfo, ReadInto, bulk_of
 from loaderkit.errors import ObjectNotFoundError, ShortReadError
 from loaderkit.sources.formats.tar_index.index import Member
 

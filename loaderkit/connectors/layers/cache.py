@@ -16,10 +16,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.connectors.base import Connector, ConnectorLayer, ObjectInfo
 from loaderkit.connectors.config import CacheArgs
 from loaderkit.connectors.layers.disk_cache import DiskCache, entry_name
-from loaderkit.connectors.layers.layer import ConnectorLayer
 
 BLOCK_BYTES = 4 << 20
 _MOST_BLOCKS = 16  # fetched together

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from loaderkit.connectors.base import Connector
+from loaderkit.connectors.base import Connector, ConnectorLayer
 from loaderkit.connectors.layers.held_slices import HeldSlice, HeldSlices, SliceDropped
-from loaderkit.connectors.layers.layer import ConnectorLayer
 from loaderkit.connectors.ranges import RangeSlice
 from loaderkit.errors import ChecksumError, ClosedError, ConnectorError, ShortReadError
 

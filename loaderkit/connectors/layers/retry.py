@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from loaderkit.connectors.backoff import Retries, RetryPolicy
-from loaderkit.connectors.base import BulkReads, Connector, ObjectInfo, Ranges, ReadMany, bulk_of
+from loaderkit.connectors.base import BulkReads, Connector, ConnectorLayer, ObjectInfo, Ranges, ReadMany, bulk_of
 from loaderkit.connectors.call_pool import CallPool
-from loaderkit.connectors.layers.layer import ConnectorLayer
 from loaderkit.errors import RequestTimeoutError, TemporaryError
 
 T = TypeVar("T")

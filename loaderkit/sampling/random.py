@@ -8,13 +8,14 @@ every data set and the augmentation of every sample, and so breaks saved states:
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit._internal.splitmix import GOLDEN, MASK, mix
+from loaderkit._internal.splitmix import GOLDEN, MASK, U64, mix
 
-_TWO_POW_MINUS_53 = 2.0**-53
+_11, _TWO_POW_MINUS_53 = np.array(11, np.uint64), np.array(2.0**-53)
 
 
 def key_of(*parts: int | str) -> int:
@@ -34,9 +35,16 @@ def uniforms(key: int, indices: NDArray[np.int64], num_draws: int) -> NDArray[np
     seeds *= GOLDEN
     seeds += np.uint64(key)
     mix(seeds)
-    counters = np.arange(1, num_draws + 1, dtype=np.uint64) * GOLDEN
-    bits = mix(seeds[:, None] + counters[None, :])
-    return (bits >> np.uint64(11)).astype(np.float64) * _TWO_POW_MINUS_53
+    bits = mix(seeds[:, None] + _counters(num_draws))
+    bits >>= _11
+    numbers = bits.astype(np.float64)
+    numbers *= _TWO_POW_MINUS_53
+    return numbers
+
+
+@cache
+def _counters(num_draws: int) -> U64:
+    return np.arange(1, num_draws + 1, dtype=np.uint64) * GOLDEN
 
 
 def generator(key: int, index: int) -> np.random.Generator:

@@ -91,7 +91,7 @@ def chunk() -> Passed:
 def python_us() -> float:
     """CPU time of a picture without decoder, resizer and normaliser, in us: the median of 25 times four batches, in chunks of
     12, which take 9 ms with them."""
-    kernels = {
+    kernels: dict[str, Any] = {
         "decode_pieces": lambda jobs: [(0, job[2][3], 1e-6) for job in jobs],
         "resample": lambda jobs: None,
         "write_normalized": lambda *_: None,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from buckets import upload
+from doc_examples import LOOPS, examples, lacks, libraries, named
+from mixed_photos import write_mixed
 from seaweed import Seaweed
 
 import loaderkit
@@ -19,37 +21,42 @@ from profiles.reports import FOLDER, PAGE, filled, text_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "docs/guide.md", "docs/recipes.md", "docs/reading-a-report.md"]
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-README_PIPELINE = next(text for kind, text in FENCE.findall((ROOT / "README.md").read_text()) if kind == "yaml")
+README_PIPELINE = named("README.md", "pipeline.yaml")
 
 
 @pytest.fixture
-def folder(
-    tmp_path: Path, photos: Path, shards: Path, seaweed: Seaweed, s3_keys: None, monkeypatch: pytest.MonkeyPatch
-) -> Path:
-    """A user's folder: data/train, data/val, data/shards, and the README's pipeline for smaller batches."""
+def folder(tmp_path: Path, photos: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder: data/train, data/val, data/photos, data/shards, and the README's pipeline for smaller batches."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train").symlink_to(photos)
     (tmp_path / "data" / "val").symlink_to(photos)
+    write_mixed(tmp_path / "data" / "photos", 36, seed=1)
     (tmp_path / "data" / "shards").mkdir()
     for shard in shards.glob("*.tar"):
         (tmp_path / "data" / "shards" / shard.name).symlink_to(shard)
-    upload(seaweed, shards, "my-bucket", "imagenet/shards/")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.endpoint)
     monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "indexes"))
     (tmp_path / "pipeline.yaml").write_text(README_PIPELINE.replace("size: 64,", "size: 16,"))
     (tmp_path / "bad.jsonl").touch()  # of a run in which nothing was bad
     return tmp_path
 
 
+@pytest.fixture
+def bucket(shards: Path, seaweed: Seaweed, s3_keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bucket of the recipes."""
+    upload(seaweed, shards, "my-bucket", "imagenet/shards/")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.endpoint)
+
+
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("page", PAGES)
-def test_examples_run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(page: str, folder: Path, bucket: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process: to import torch for each takes longer than all of them."""
     monkeypatch.chdir(folder)
     num_run = 0
     monkeypatch.syspath_prepend(folder)
-    for kind, text in FENCE.findall((ROOT / page).read_text()):
+    for kind, text in examples(page):
+        if libraries(text) & {*LOOPS} or lacks(text):
+            continue  # as below, or not at all
         if (module := re.match(r"# (\w+\.py)\n", text)) is not None:
             (folder / module[1]).write_text(text)
         elif kind == "python":
@@ -67,6 +74,19 @@ def test_examples_run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) 
                     assert main(command) == 0, line
         num_run += 1
     assert num_run >= 3
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("library", LOOPS)
+def test_examples_of_other_loops_run(library: str, folder: Path) -> None:
+    """As programs of their own."""
+    (example,) = (text for _, text in examples("docs/recipes.md") if library in libraries(text))
+    if lacks(example):
+        pytest.skip(f"{library} is not installed")
+    (folder / "photos.yaml").write_text(named("docs/recipes.md", "photos.yaml"))
+    (folder / "validation.yaml").write_text(named("README.md", "validation.yaml"))
+    ran = subprocess.run([sys.executable, "-c", example], cwd=folder, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,15 @@ class Loader:
     def prefetch_factor(self) -> None:
         """That of a DataLoader without processes, as the one over `dataset` is."""
 
+    @property
+    def drop_last(self) -> NoReturn:
+        """There is none, so that `accelerate.data_loader.prepare_data_loader`, which would shard the batches again, ends."""
+        raise AttributeError(
+            "a Loader has no drop_last, which prepare_data_loader asks for: its batches are this rank's already, and would be "
+            "sharded twice. Iterate over the loader itself (`Accelerator.prepare` returns it as it is), and let "
+            "`transfer: {device: auto}` bring its batches to the device"
+        )
+
     @staticmethod
     def collate_fn(batch: Any) -> Any:
         """The batch: it is whole already."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import loaderkit
@@ -103,6 +105,10 @@ def by_accelerate(folder: Path) -> dict[str, Any]:
     loader = built()
     _, prepared = accelerator.prepare(torch.nn.Linear(1, 1), loader)
     assert prepared is loader
+    by_hand = importlib.import_module("accelerate.data_loader").prepare_data_loader
+    for prepare in (accelerator.prepare_data_loader, partial(by_hand, num_processes=2, process_index=1)):
+        with pytest.raises(AttributeError, match="Iterate over the loader itself"):
+            prepare(loader)
     accelerator.register_for_checkpointing(loader)
     whole: list[list[int]] = []
     for _ in range(NUM_EPOCHS):

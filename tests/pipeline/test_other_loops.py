@@ -68,6 +68,13 @@ def test_the_parts_of_a_data_loader() -> None:
                 loader.dataset[0]  # it has no samples to give, and that is no batch either
 
 
+def test_what_accelerate_would_shard_again() -> None:
+    with built(rank=0, world_size=2) as loader:
+        with pytest.raises(AttributeError, match=r"would be sharded twice\. Iterate over the loader itself"):
+            _ = loader.drop_last
+        assert getattr(loader, "drop_last", False) is False, "as Lightning asks"
+
+
 @pytest.mark.matrix(6)
 @pytest.mark.parametrize("num_done", range(NUM_EPOCHS * NUM_BATCHES))
 def test_skipped_batches(num_done: int) -> None:

@@ -1,0 +1,35 @@
+"""The examples on pages of documentation."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LIBRARIES = re.compile(r"^import (\w+)|object: \"(\w+):", re.MULTILINE)
+LOOPS = ("lightning", "accelerate", "transformers")
+
+
+def examples(page: str) -> list[tuple[str, str]]:
+    """(language, text) of each."""
+    return _FENCE.findall((ROOT / page).read_text())
+
+
+def named(page: str, name: str) -> str:
+    """The example whose first line is its file's name, without that line."""
+    (text,) = (text for _, text in examples(page) if text.startswith(f"# {name}\n"))
+    return text.partition("\n")[2]
+
+
+def libraries(text: str) -> set[str]:
+    """What an example imports whole, or takes its data set from."""
+    return {name for pair in _LIBRARIES.findall(text) for name in pair if name}
+
+
+def lacks(text: str) -> set[str]:
+    """Which of them are not installed."""
+    return {
+        name for name in libraries(text) & {"datasets", "torchvision", *LOOPS} if importlib.util.find_spec(name) is None
+    }

@@ -1,0 +1,162 @@
+"""What people begin with becomes a pipeline of at most 12 lines, and its batches are right: the recipes, with 480 pictures."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from doc_examples import named
+from mixed_photos import upright, write_mixed
+from PIL import Image
+from torch.utils.data import DataLoader
+
+import loaderkit
+from loaderkit.pipeline.config.yaml_text import from_yaml
+
+PAGE = "docs/recipes.md"
+NUM_PHOTOS = 480
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a user."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def files(folder: Path, rng: random.Random) -> list[Path]:
+    """Photographs in mixed formats, by the order of their keys."""
+    return sorted(write_mixed(folder / "data" / "photos", NUM_PHOTOS, rng.randrange(2**32)).glob("*/*"))
+
+
+def recipe(folder: Path, name: str) -> Path:
+    """The recipe, written beside the data."""
+    text = named(PAGE, name)
+    assert text.count("\n") <= 12
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def assert_trains(path: Path, num_samples: int, size: int) -> None:
+    """Two epochs of the recipe: as many images of that size as there are, in another order."""
+    with loaderkit.build(path) as loader:
+        assert loader.num_samples == num_samples
+        epochs = [list(loader) for _ in range(2)]
+    keys = [[key for batch in epoch for key in batch["__key__"]] for epoch in epochs]
+    assert (
+        len({*keys[0]})
+        == len(keys[0])
+        == len({*keys[1]})
+        == len(keys[1])
+        > num_samples - epochs[0][0]["image"].shape[0]
+    )
+    assert keys[0] != keys[1]
+    for batch in epochs[0]:
+        assert batch["image"].dtype == torch.float32
+        assert batch["image"].shape[1:] == (3, size, size)
+
+
+def decoded(path: Path) -> tuple[list[Any], list[int]]:
+    """Images and labels of the recipe as far as its `decode`, in canonical order."""
+    pipeline: Any = from_yaml(path.read_text())
+    pipeline["stages"] = [*pipeline["stages"][:2], {"batch": {"size": 32, "ragged": {"image": "list"}}}]
+    pipeline["order"] = {"shuffle": "none"}
+    with loaderkit.build(pipeline) as loader:
+        batches = list(loader)
+    return [image for batch in batches for image in batch["image"]], [
+        label for batch in batches for label in batch["label"]
+    ]
+
+
+def assert_right(path: Path, files: list[Path]) -> None:
+    """Every picture is upright and in the colours that Pillow says, with the number of its folder."""
+    folders = sorted({file.parent.name for file in files})
+    images, labels = decoded(path)
+    assert labels == [folders.index(file.parent.name) for file in files]
+    for image, file in zip(images, files, strict=True):
+        np.testing.assert_array_equal(image, upright(file), err_msg=str(file))
+
+
+def test_photographs_in_mixed_formats(folder: Path, files: list[Path]) -> None:
+    path = recipe(folder, "photos.yaml")
+    (files[0].parent / "notes.txt").write_text("no photograph")
+    assert_trains(path, NUM_PHOTOS, 64)
+    assert_right(path, files)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_a_copy_by_hugging_faces_datasets(folder: Path, files: list[Path], decode: bool) -> None:
+    datasets: Any = pytest.importorskip("datasets")
+    labels = [file.parent.name for file in files]
+    copy = datasets.Dataset.from_dict({"image": [str(file) for file in files], "label": labels})
+    copy = copy.class_encode_column("label").cast_column("image", datasets.Image(decode=decode))
+    copy.save_to_disk(folder / "data" / "photos-hf")
+    path = recipe(folder, "hf.yaml")
+    assert_trains(path, NUM_PHOTOS, 64)
+    assert_right(path, files)
+
+
+def test_masks_in_a_second_folder(folder: Path, rng: random.Random) -> None:
+    for name in ("images", "masks"):
+        (folder / "data" / "scenes" / name).mkdir(parents=True)
+    for number in range(NUM_PHOTOS):
+        classes = np.kron(
+            np.array([[rng.randrange(8) for _ in range(3)] for _ in range(2)], np.uint8), np.ones((20, 20), np.uint8)
+        )
+        Image.fromarray(30 * classes).save(folder / "data" / "scenes" / "images" / f"{number:03}.jpg", quality=95)
+        Image.fromarray(classes).save(folder / "data" / "scenes" / "masks" / f"{number:03}.png")
+    path = recipe(folder, "segmentation.yaml")
+    assert_trains(path, NUM_PHOTOS, 32)
+    pipeline: Any = from_yaml(path.read_text())
+    pipeline["stages"] = pipeline["stages"][:-1]  # as levels, without `normalize`
+    with loaderkit.build(pipeline) as loader:
+        for batch in loader:
+            shown = (batch["image"].float().mean(1, keepdim=True) / 30).round()
+            assert (shown == batch["mask"]).float().mean() > 0.8, "all but the edges between two classes"
+
+
+class TestAScriptWithADataLoader:
+    @pytest.fixture(autouse=True)
+    def _script(self, folder: Path, photos: Path) -> None:
+        (folder / "data").mkdir()
+        for name in ("train", "val"):
+            (folder / "data" / name).symlink_to(photos)
+        (folder / "plain.py").write_text(named(PAGE, "plain.py"))
+        sys.modules.pop("plain", None)  # another test's
+
+    def test_it_runs(self, folder: Path) -> None:
+        text = named(PAGE, "plain.py")
+        assert 50 <= text.count("\n") <= 65
+        ran = subprocess.run([sys.executable, "plain.py"], cwd=folder, check=True, capture_output=True, text=True)
+        assert ran.stdout.count("right") == 2
+
+    def test_its_data_set_kept(self, folder: Path) -> None:
+        path = recipe(folder, "kept.yaml")
+        plain: Any = importlib.import_module("plain")
+        expected: Any = DataLoader(plain.Photos("data/train", augment=False), batch_size=16, drop_last=True)
+        overrides = {"source.args.augment": False, "order.shuffle": "none"}
+        with loaderkit.build(path) as train, loaderkit.build(path, overrides=overrides) as same:
+            assert train.num_samples == len(expected.dataset)
+            assert sum(len(labels) for _, labels in train) == 48
+            for (images, labels), (images_before, labels_before) in zip(same, expected, strict=True):
+                assert torch.equal(images, images_before)
+                assert torch.equal(labels, labels_before)
+
+    def test_its_data_set_replaced(self, folder: Path) -> None:
+        path = recipe(folder, "replaced.yaml")
+        with loaderkit.build(path) as loader, loaderkit.build(path) as again:
+            assert loader.num_samples == 60
+            for (images, labels), (same_images, _) in zip(loader, again, strict=True):
+                assert images.shape == (16, 3, 64, 64)
+                assert images.dtype == torch.float32
+                assert {*labels.tolist()} <= {0, 1, 2}
+                assert torch.equal(images, same_images), "drawn from the sample's own numbers"

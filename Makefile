@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # Any build will do, also one for the CPU alone; to choose, install torch into .venv first or set TORCH.
 TORCH ?= torch==2.13.0
+# For one test and for nothing else to see: tests/helpers/torchvision_transforms.py says why.
+TORCHVISION ?= torchvision==0.28.0
 VENV := .venv
 BIN := $(VENV)/bin
 # pip says what it does; its warnings are shown only if it fails.
@@ -16,7 +18,8 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml $(wildcard loaderkit/native/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)" $(OR_WHY)
-	$(PIP) --editable ".[s3,dali,webdataset,profile,demo,dev]" $(OR_WHY)
+	$(PIP) --editable ".[s3,dali,webdataset,profile,demo,dev,dev-integrations]" $(OR_WHY)
+	$(PIP) --no-deps --upgrade --target $(VENV)/torchvision "$(TORCHVISION)" $(OR_WHY)
 	touch $(STAMP)
 
 demo: venv

@@ -1,0 +1,108 @@
+"""torchvision's own v2 transforms in a `call`, with and without `seeded`, and in a data set."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.cli import main
+
+try:
+    import torchvision_transforms as transforms
+except ModuleNotFoundError as error:
+    pytest.skip(f"{error.name} is not installed", allow_module_level=True)
+
+NAME = "torchvision_transforms:"  # not the objects: in another process these would import torchvision alone
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def taken(pipeline: Pipeline, most: int = 6, state: Any = None, **prefetch: Any) -> tuple[list[torch.Tensor], Any]:
+    """The images of the next batches of two epochs, and the state after them."""
+    overrides = {f"prefetch.{name}": value for name, value in prefetch.items()}
+    with loaderkit.build(pipeline, overrides=overrides) as loader:
+        if state is not None:
+            loader.load_state_dict(state)
+        batches = (batch for _ in range(2) for batch in loader)
+        return [batch["image"] for _, batch in zip(range(most), batches, strict=False)], loader.state_dict()
+
+
+def assert_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    assert len(some) == len(others)
+    assert all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def reading(photos: Path) -> Pipeline:
+    return Pipeline.files(photos, label="parent").shuffle(seed=random.randrange(2**32)).epochs(2).read().decode()
+
+
+def test_seeded_they_are_the_same_whatever_runs_them(photos: Path) -> None:
+    pipeline = reading(photos).call(NAME + "augment", seeded=True).batch(20).call(NAME + "normalize")
+    expected, _ = taken(pipeline, executor="inline")
+    assert len(expected) == 6
+    assert expected[0].shape == (20, 3, 24, 24)
+    assert expected[0].dtype == torch.float32
+    assert not torch.equal(expected[0], expected[3])
+    assert_equal(taken(pipeline, executor="process", processes=2)[0], expected)
+    first, state = taken(pipeline, 2, executor="process", concurrency=3)
+    assert_equal(first, expected[:2])
+    assert_equal(taken(pipeline, 6, state, executor="process")[0], expected[2:])
+
+
+def test_unseeded_they_run_in_threads_and_check_says_what_they_draw(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = reading(photos).call(transforms.augment).batch(20).normalize()
+    batches, _ = taken(pipeline, executor="thread")
+    assert [batch.shape for batch in batches] == [(20, 3, 24, 24)] * 6
+    file = tmp_path / "unseeded.yaml"
+    stages = "read, decode, call: {function: 'torchvision_transforms:augment'}, batch: {size: 4}"
+    file.write_text(f"source: {{kind: files, url: {photos}}}\nstages: [{stages}]\n")
+    assert main(["check", str(file)]) == 0
+    assert "call draws from global generators (torch)" in capsys.readouterr().out
+
+
+def test_a_mask_goes_with_its_image(photos: Path) -> None:
+    def with_mask(sample: dict[str, Any]) -> None:
+        sample["image"][:] = sample["image"][:1] // 128 * 255
+        sample["mask"] = sample["image"][:1] // 255
+
+    pipeline = reading(photos).call(with_mask).call(transforms.augment_with_mask, name="augment").batch(20)
+    with loaderkit.build(pipeline) as loader:
+        for batch in loader:
+            assert batch["image"].shape[1:] == (3, 24, 24)
+            assert batch["mask"].shape[1:] == (1, 24, 24)
+            assert {*batch["mask"].unique().tolist()} <= {0, 1}
+            assert ((batch["image"][:, :1] > 127) == batch["mask"].bool()).float().mean() > 0.8, "all but edges"
+
+
+def test_batches_are_mixed_as_in_any_loop(photos: Path) -> None:
+    pipeline = reading(photos).resize([24, 24]).batch(20).normalize().call(transforms.mix)
+    with loaderkit.build(pipeline) as loader:
+        batch = next(iter(loader))
+    assert batch["image"].shape == (20, 3, 24, 24)
+    assert batch["label"].shape == (20, 3)
+    assert batch["label"].sum(1).allclose(torch.ones(20))
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("executor", ["thread", "process"])
+@pytest.mark.parametrize("kind", ["tensor", "image", "pillow"])
+def test_in_a_data_set(photos: Path, executor: str, kind: str) -> None:
+    args = {"folder": str(photos), "kind": kind}
+    source = Pipeline.dataset("torchvision_transforms:Photos", args=args, fields=["image", "number"])
+    pipeline = source.shuffle(False).read().batch(16)
+    if kind != "tensor":
+        pipeline = source.shuffle(False).read().decode().batch(16)
+    data: Any = transforms.Photos(str(photos), kind)
+    expected = [data[number][0] for number in range(len(data))]
+    with loaderkit.build(pipeline, overrides={"prefetch.executor": executor}) as loader:
+        images = [image for batch in loader for image in batch["image"]]
+        assert type(images[0]) is torch.Tensor
+    for image, wanted in zip(images, expected, strict=True):
+        assert torch.equal(image, transforms.v2.functional.pil_to_tensor(wanted) if kind == "pillow" else wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from loaderkit.profile.recording import FirstBatchLog
 from loaderkit.profile.render.html import why_no_html
 from loaderkit.profile.report import Report
 from profiles.bottlenecks import contradictions, text_contradictions
+from profiles.reports import FOLDER
 
 STAGES = ("read", "call", "batch")
 seconds = st.one_of(st.just(0.0), st.floats(1e-4, 2.0))
@@ -154,6 +156,16 @@ def test_a_report_says_one_thing(drawn: dict[str, Any]) -> None:
         sum(sum(step["waits"].values()) for step in steps_of) + report.steps.release_s
     )
     assert (report.verdict.kind == "unknown") == (not any(some for some, _ in drawn["epochs"]))
+    assert not contradictions(report.model_dump(mode="json"))
+    assert not text_contradictions(report)
+
+
+@pytest.mark.skipif(why_no_html() is not None, reason="there is no page without jinja2")
+@pytest.mark.parametrize(
+    "path", sorted({*FOLDER.glob("*.json")} - {FOLDER / "restore.json"}), ids=lambda path: path.stem
+)
+def test_recorded_reports_say_one_thing(path: Path) -> None:
+    report = Report.from_json(path.read_text())
     assert not contradictions(report.model_dump(mode="json"))
     assert not text_contradictions(report)
 

@@ -10,10 +10,13 @@ from executors import EXECUTORS
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.pipeline.config.parsing import parse
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import SlowTime, Step
 from loaderkit.profile.whatif.demands import model_of
 from loaderkit.profile.whatif.table import what_if
+from profiles.predictions import is_within
+from profiles.reports import FOLDER
 
 
 def pipeline_of(photos: Path) -> Pipeline:
@@ -117,3 +120,17 @@ def test_a_prediction_is_as_sure_as_the_run_was_steady(photos: Path) -> None:
     least = [min(one or 0.0 for one in found) for found in (steady, varied, slow_at_times)]
     assert least == sorted(least)
     assert least[0] < 1 < least[2]
+
+
+def test_recorded_predictions_hold() -> None:
+    """Of the recorded runs whose changes were made and measured then. Both have intervals of 95 %."""
+    rows = []
+    for path in (FOLDER / "database.json", FOLDER / "imagenet-files.json"):
+        report = Report.from_json(path.read_text())
+        now, off = what_if(report, parse(report.config))
+        assert off is not None
+        assert abs(off) < 15
+        found = {row.name: row.measured for row in report.what_if if row.measured is not None}
+        rows += [{**row.model_dump(), "measured": found[row.name].model_dump()} for row in now if row.name in found]
+    assert len(rows) >= 6
+    assert sum(map(is_within, rows)) >= 0.8 * len(rows), rows

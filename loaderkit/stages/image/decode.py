@@ -170,7 +170,7 @@ class Decoder:
         self._needs = needs
         self._needed = needed
         self._masks = frozenset(args.masks or ())
-        self._annotations = args.annotations
+        self._annotations, self._annotated = args.annotations, args.annotations.names
         self._left = _DECODED if args.fields or args.masks else _DECODED | {int, float, bool, str}
         self._is_upright = args.exif_orientation
         self._max_pixels = args.max_pixels
@@ -199,7 +199,8 @@ class Decoder:
                     _unpack(sample, field, value, scratch)
             except ValueError as error:
                 raise _named(sample, field, error) from error
-        self._annotations.convert(sample)
+        if self._annotated:
+            self._annotations.convert(sample)
         return partial_images
 
     def finish(
@@ -246,7 +247,7 @@ class Decoder:
 
     def _value(self, value: Any, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:
         """A field of a source of objects. Unless it is named, what is no image stays as it is."""
-        if field in self._annotations.names:
+        if field in self._annotated:
             return value
         is_mask = field in self._masks
         is_named = is_mask or self._args.fields is not None

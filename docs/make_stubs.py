@@ -41,7 +41,7 @@ class KindMethods:
 INSTEAD = {"parse_bytes": "int | str", "parse_seconds": "float | str"}
 """Name of a validator -> the type that it takes, for those that make something else of it."""
 BESIDE = {
-    **dict.fromkeys(("as_tuple", "_share_range"), ""),
+    **dict.fromkeys(("as_tuple", "_share_range", "_with_formats"), ""),
     **dict.fromkeys(("_factor_range", "_hue_range", "_angle_range", "_sigma_range"), "float"),
     "_as_list": "str",
     "_shuffle_mode": "bool",

@@ -36,6 +36,15 @@ Size = tuple[int, int]
 BoxFormat = Literal["xyxy", "xywh", "cxcywh"]
 
 
+def _with_formats(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"fields with their formats, as in {{boxes: xyxy}} (or xywh, cxcywh), not {value!r}")
+    return value
+
+
+BoxFields = Annotated[Mapping[str, BoxFormat], BeforeValidator(_with_formats)]
+
+
 @dataclass(frozen=True)
 class Annotations:
     """The fields of samples that are boxes, each with its format, and those that are keypoints."""

@@ -9,7 +9,7 @@ picture whole are not.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, Literal, NamedTuple
@@ -40,7 +40,7 @@ from loaderkit.stages.base import (
     StageKind,
 )
 from loaderkit.stages.context import CompileContext
-from loaderkit.stages.image.boxes import Annotations, BoxFormat
+from loaderkit.stages.image.boxes import Annotations, BoxFields
 from loaderkit.stages.image.checks import check_decode
 from loaderkit.stages.image.formats import (
     FORMATS,
@@ -115,7 +115,7 @@ class DecodeArgs(StageArgs):
         le=MOST_PIXELS,
         description="refuse larger images (decompression bombs); Pillow allows no more",
     )
-    boxes: Mapping[str, BoxFormat] = Field(
+    boxes: BoxFields = Field(
         {}, description="fields that are boxes [N, 4], each with its format, as in {boxes: xyxy} (or xywh, cxcywh)"
     )
     keypoints: FieldNames = Field(
@@ -183,6 +183,8 @@ class Decoder:
         """Decode the fields of a sample, except the partial images, which are returned. Raises ValueError."""
         partial_images = []
         named = self._args.fields
+        if named is not None and self._annotations:
+            named = (*named, *self._annotations.names.intersection(sample))
         for field in named or tuple(sample):
             value = sample.get(field)
             try:

@@ -95,6 +95,7 @@ POSITIVE = st.floats(1e-3, 1e3)
 RANGE = st.tuples(POSITIVE, POSITIVE).map(sorted)
 UNIT = st.floats(0, 1)
 FACTOR = st.floats(0, 5) | RANGE
+BOXES = {"corners: é": "xyxy", "#": "cxcywh"}
 CHANNELS = st.just("imagenet") | st.lists(st.floats(0.01, 2), min_size=3, max_size=3)
 
 
@@ -121,8 +122,8 @@ STAGES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "gaussian_blur": some({"kernel_size": st.sampled_from([1, 3, 23])}, sigma=POSITIVE | RANGE, fields=FIELDS, **COMMON),
     "random_erasing": some(p=UNIT, scale=st.tuples(UNIT, UNIT).map(sorted), ratio=RANGE, fields=FIELDS,
                            value=st.just("random") | st.integers(0, 255) | st.just([0, 128, 255]), **COMMON),
-    "sanitize_boxes": some({"labels": st.just([]) | st.lists(TEXTS, max_size=2)}, min_size=POSITIVE, min_area=POSITIVE,
-                           boxes=st.just("#"), **COMMON),
+    "sanitize_boxes": some({"labels": st.lists(TEXTS, max_size=2), "boxes": st.just("#")}, min_size=POSITIVE,
+                           min_area=POSITIVE, **COMMON),
     "call": some({"function": st.just("config_cases:double")}, args=st.dictionaries(TEXTS, JSON, max_size=3), **COMMON),
 }  # fmt: skip
 SOURCES: st.SearchStrategy[dict[str, Any]] = st.one_of(
@@ -147,7 +148,7 @@ def descriptions(draw: st.DrawFn) -> dict[str, Any]:
                 "decode": draw(
                     some(
                         masks=FIELDS,
-                        boxes=st.just({"corners: é": "xyxy", "#": "cxcywh"}),
+                        boxes=st.just(BOXES),
                         keypoints=st.just(["- eyes", "ears"]),
                         fields=FIELDS,
                         exif_orientation=st.booleans(),
@@ -157,7 +158,10 @@ def descriptions(draw: st.DrawFn) -> dict[str, Any]:
                 )
             }
         )
+    has_boxes = any("boxes" in stage["decode"] for stage in stages if "decode" in stage)
     for kind in kinds:
+        if kind == "sanitize_boxes" and not has_boxes:
+            continue
         args = draw(STAGES[kind])
         is_bare = draw(st.booleans()) and not args
         stages.append(kind if is_bare else {kind: args})

@@ -285,10 +285,11 @@ def test_large_boxes_are_moved_as_well_as_small_ones(tmp_path: Path, rng: np.ran
         (tmp_path / "images" / f"{number}.jpg").write_bytes(encoded(np.zeros((40, 40, 3), np.uint8)))
         np.save(tmp_path / "boxes" / f"{number}.npy", corners)
     source = Pipeline.files(str(tmp_path), fields={"image": "images/*.jpg", "boxes": "boxes/*.npy"}).epochs(1)
-    pipeline = source.read().decode(boxes={"boxes": "xyxy"}).resize([20, 80], fields=["image"]).batch(3)
-    with loaderkit.build(pipeline) as loader:
-        (batch,) = loader
-    assert np.allclose(batch["boxes"], corners * [2, 0.5, 2, 0.5], atol=1e-4)
+    for fields in (None, ["image"]):
+        decoded = source.read().decode(fields=fields, boxes={"boxes": "xyxy"})
+        with loaderkit.build(decoded.resize([20, 80], fields=["image"]).batch(3)) as loader:
+            (batch,) = loader
+        assert np.allclose(batch["boxes"], corners * [2, 0.5, 2, 0.5], atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------------- sanitize_boxes
@@ -389,7 +390,8 @@ def test_a_call_may_make_the_boxes_and_change_them() -> None:
     ("decode", "stage", "message"),
     [
         ("{boxes: {boxes: xyxy}, masks: [boxes]}", "resize: {size: 4}", "'boxes' is named more than once"),
-        ("{boxes: {boxes: xyxyx}}", "resize: {size: 4}", "xyxy"),
+        ("{boxes: {boxes: xyhw}}", "resize: {size: 4}", "did you mean 'xywh'?"),
+        ("{boxes: [boxes]}", "resize: {size: 4}", "fields with their formats, as in {boxes: xyxy}"),
         ("{boxes: {boxes: xyxy}, device: dali-cpu}", "resize: {size: 4}", "not with `device: dali-cpu`"),
         ("{keypoints: [boxes], device: dali-cpu}", "resize: {size: 4}", "not with `device: dali-cpu`"),
         ("{}", "sanitize_boxes: {labels: []}", "no `decode` before it names boxes"),

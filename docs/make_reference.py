@@ -75,6 +75,7 @@ to 15 where functions there hold the GIL; one that does not answer within a seco
 |---|---|
 | `wall_s` | since the first wait for a batch, or since the earlier moment |
 | `num_batches`, `num_samples` | delivered |
+| `num_dropped` | samples that `filter` left out of these batches |
 | `stall.total_s`, `stall.percent` | time inside `next()` that ended in a batch, and its share of `wall_s` |
 | `stall.by_stage` | the same time by what was waited for: a stage; `start` (before the first chunk could run); `memory` (waiting for budget); `wakeup` (delivered, the loop not yet running) |
 | `stages[]` | `workers`, `num_items`, `num_bytes`, `num_failed`; `busy_s`, of it `cpu_s` on a CPU and `delayed_s` ready to run while no CPU was free (the rest waiting for I/O, a lock or the GIL); `starved_s` (no input), `blocked_s` (no room downstream), `idle_s`; `slot_s`, their sum; `p50_s`, `p99_s` per item; `num_queued`, chunks that wait for its pool just now |

@@ -69,8 +69,14 @@ def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
         names = plan.config.output
         fields = batch if isinstance(batch, Mapping) else dict(zip(names or (), batch, strict=True))
         described = [describe_field(name, value) for name, value in fields.items()]
-        num_bad = sum(stage.num_failed for stage in loader.stats().stages)
-    return {"fields": described, "num_bad_in_first_batch": num_bad, "draws_unseeded": drawn}
+        stats = loader.stats()
+    return {
+        "fields": described,
+        "num_bad_in_first_batch": sum(stage.num_failed for stage in stats.stages),
+        "num_dropped_for_first_batch": stats.num_dropped,
+        "num_tried_for_first_batch": stats.num_samples + stats.num_dropped,
+        "draws_unseeded": drawn,
+    }
 
 
 def _watched(stage: Stage, drawn: dict[str, list[str]]) -> Stage:
@@ -130,6 +136,10 @@ def _tell_check(checked: dict[str, Any]) -> None:
         )
     if checked["num_bad_in_first_batch"]:
         rows.append(("bad", f"{checked['num_bad_in_first_batch']} samples tried for the first batch"))
+    if num_dropped := checked["num_dropped_for_first_batch"]:
+        rows.append(
+            ("dropped", f"{num_dropped} of {checked['num_tried_for_first_batch']} samples tried for the first batch")
+        )
     for stage, generators in checked["draws_unseeded"].items():
         remedy = "a `call` with `seeded: true` (and `prefetch.executor: process`), or in one that takes `rng`"
         draws = f"{stage} draws from global generators ({', '.join(generators)}), so batches differ from run to run"

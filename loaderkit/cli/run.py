@@ -78,6 +78,7 @@ def run(
         passes = plan_passes(plan, loader, epochs)
         started_s = time.perf_counter()
         try:
+            first_epoch = loader.state_dict()["epoch"]
             num_batches = _iterate(loader, passes, batches, step)
         except KeyboardInterrupt:
             note = ""
@@ -91,9 +92,10 @@ def run(
         stats = loader.stats().to_dict()
         result = {
             "pipeline": plan.config.name,
-            "epochs": _num_finished(passes, num_batches),
+            "epochs": loader.state_dict()["epoch"] - first_epoch,
             "batches": num_batches,
             "samples": stats["num_samples"],
+            "dropped": stats["num_dropped"],
             "wall_s": wall_s,
             "stats": stats,
         }
@@ -136,14 +138,6 @@ def plan_passes(plan: ExecutionPlan, loader: Loader, num_epochs: int) -> list[in
     passes = [plan.schedule.num_batches(state["position"])] + [len(loader)] * (num_epochs - 1)
     last = plan.config.order.epochs
     return passes if last is None else passes[: max(0, last - state["epoch"])]
-
-
-def _num_finished(passes: list[int], num_batches: int) -> int:
-    finished = 0
-    for num_of_pass in filter(None, passes):
-        num_batches -= num_of_pass
-        finished += num_batches >= 0
-    return finished
 
 
 def _iterate(loader: Loader, passes: list[int], limit: int | None, step: Step | None) -> int:
@@ -230,9 +224,10 @@ def save_state_of(loader: Loader, path: Path) -> None:
 def _tell(result: dict[str, Any], *, has_step: bool) -> None:
 
     rate = result["samples"] / result["wall_s"] if result["wall_s"] else 0.0
+    dropped = f", {result['dropped']} dropped by filter" if result["dropped"] else ""
     console.tell(
         f"{result['pipeline']}: {result['batches']} batches, {result['samples']} samples in {result['wall_s']:.2f} s, "
-        f"{rate:.0f} samples/s\n"
+        f"{rate:.0f} samples/s{dropped}\n"
     )
     if not result["batches"]:
         return

@@ -91,6 +91,7 @@ class Engine(ABC):
         self.slow_items = SlowItems(len(stages))
         self.num_delivered = 0
         self.num_samples = 0
+        self.num_dropped = 0
         self.first_wait_s: float | None = None
         self._cpu_watch = CpuWatch()
         self._num_entries = 0  # kept of each worker's trace; 0: no trace
@@ -180,8 +181,9 @@ class Engine(ABC):
             batch = (work_item.epoch, work_item.end, len(work_item))
             self.waits.handoffs.append(Handoff(begin, end, *batch, causes))
         if work_item.error is None:
-            self.num_delivered += 1
-            self.num_samples += len(work_item)
+            self.num_delivered += not work_item.is_empty
+            self.num_samples += len(work_item) - work_item.num_dropped
+            self.num_dropped += work_item.num_dropped
         work_item.last_chunk = None
         work_item.chunks = []
         return work_item
@@ -232,6 +234,7 @@ class Engine(ABC):
             wall_s=0.0 if self.first_wait_s is None else now - self.first_wait_s,
             num_batches=self.num_delivered,
             num_samples=self.num_samples,
+            num_dropped=self.num_dropped,
             waits_s=waits_s,
             stages=rows,
             num_ready=self.num_ready,
@@ -357,7 +360,7 @@ class Engine(ABC):
                     self._enter(work_item, worker_clock, pool.finishing)
                 work_item.result = self.plan.finish(work_item)
             for number, run in pool.batch_stages:
-                if work_item.cancelled or work_item.error is not None:
+                if work_item.cancelled or work_item.error is not None or work_item.is_empty:
                     break
                 self._enter(work_item, worker_clock, number)
                 run(work_item.result, self.plan.context(work_item))

@@ -82,6 +82,10 @@ class Delivery(Protocol):
         """The plan's notes on items that failed and were tolerated."""
 
     @property
+    def is_empty(self) -> bool:
+        """True if nothing is left of it: stages dropped its items."""
+
+    @property
     def error(self) -> BaseException | None: ...
 
     @property

@@ -37,6 +37,8 @@ class WorkItem:
         "result",
     )
     failures: Sequence[Any] = ()  # of items that the plan tolerates; each has an `error`
+    num_dropped: int = 0  # of its items, those that a stage left out
+    is_empty: bool = False  # nothing is left of it, so the loop does not get it
 
     def __init__(self, epoch: int, begin: int, end: int, num_items: int) -> None:
         self.epoch = epoch

@@ -19,6 +19,7 @@ from loaderkit.pipeline.batch_numbers import BatchesByNumber, BatchNumbers
 from loaderkit.pipeline.config.builder import Pipeline, to_config
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.empty_batches import EmptyBatches
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline, ranks_now
 from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle
 from loaderkit.sampling.state import State
@@ -77,6 +78,7 @@ class Loader:
         self._next = (0, 0)  # (epoch, position) where the next iteration begins
         self._iteration = 0
         self._bad_samples = BadSamples(plan.config.errors)
+        self._empty_batches = EmptyBatches(plan.config)
         self._executors = ExecutorLifecycle(plan, clock)
 
     # ---------------------------------------------------------------------------------------------------- iterating
@@ -95,7 +97,8 @@ class Loader:
         return _Epoch(partial(self._next_of, self._iteration), self._num_to_come)
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch on this rank, also in a resumed one."""
+        """The number of batches of a whole epoch on this rank, also in a resumed one; with `filter` at most, as a batch of
+        which nothing is left is passed over."""
         self._take_ranks()
         return self._plan.schedule.num_batches()
 
@@ -148,7 +151,12 @@ class Loader:
                     self._next = (self._epoch + 1, 0)
             if num_left == 0:
                 raise StopIteration
-            batch = self._deliver()
+            num_empty = 0
+            while (batch := self._deliver()) is None:
+                num_empty += 1
+                if num_empty == num_left:
+                    self._empty_batches.check_epoch(self._epoch, num_empty, self._plan.schedule)
+                    raise StopIteration
         except BaseException:
             if steps is not None:
                 steps.on_end()
@@ -156,10 +164,10 @@ class Loader:
         if steps is not None:
             # A GPU's memory may be short, and costs nothing to drop.
             steps.on_batch(batch if self._stream is None else ())
-        return batch, num_left - 1
+        return batch, num_left - num_empty - 1
 
     def _deliver(self) -> Any:
-        """The next batch of the current epoch. An error stops the executor."""
+        """The next batch of the current epoch; None: nothing is left of it. An error stops the executor."""
         executors = self._executors
         executor = executors.at(self._epoch, self._position)
         try:
@@ -167,9 +175,13 @@ class Loader:
             self._bad_samples.note(delivery)
             if delivery.error is not None:
                 raise delivery.error
-            if self._stream is not None:
-                self._stream.hand_over(delivery.result)
-            batch = self._output(delivery.result)
+            batch = None
+            if delivery.is_empty:
+                self._empty_batches.note(delivery, self._plan.schedule)
+            else:
+                if self._stream is not None:
+                    self._stream.hand_over(delivery.result)
+                batch = self._output(delivery.result)
         except Exception as error:
             executors.stop(join_s=0.5 if isinstance(error, (StallTimeout, WorkerDiedError)) else 10.0)
             raise

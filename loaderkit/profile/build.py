@@ -101,6 +101,7 @@ def make_report(facts: ReportFacts) -> Report:
         wall_s=loop_s,
         num_batches=passed.num_batches,
         num_samples=passed.num_samples,
+        num_dropped=passed.num_dropped,
         stall=StallPart(**values["stall"], after_start_percent=after_start_percent),
         throughput=values["throughput"],
         steps=steps_of(log, waited_s),

@@ -68,6 +68,7 @@ class Report(_Document):
     wall_s: float = Field(description="between the first wait for a batch and the last batch")
     num_batches: int
     num_samples: int
+    num_dropped: int = Field(0, description="samples that `filter` left out of these batches; not in num_samples")
     stall: StallPart
     throughput: dict[str, float] = Field(description="samples_per_s, bytes_per_s")
     steps: Steps

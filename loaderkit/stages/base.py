@@ -194,7 +194,19 @@ class BatchContext(NamedTuple):
 class BatchWork(WorkItem):
     """A batch being filled. Each slot is written by exactly one chunk."""
 
-    __slots__ = ("failures", "fields", "indices", "positions", "specs", "step", "take_bytes", "values", "wrapped")
+    __slots__ = (
+        "dropped",
+        "failures",
+        "fields",
+        "indices",
+        "is_empty",
+        "positions",
+        "specs",
+        "step",
+        "take_bytes",
+        "values",
+        "wrapped",
+    )
     failures: list[SampleFailure]
 
     def __init__(
@@ -218,6 +230,12 @@ class BatchWork(WorkItem):
         self.values: dict[str, list[Any]] = {}  # the other fields, one value per slot
         self.take_bytes: TakeBytes | None = None  # for large ones of them
         self.failures = []
+        self.dropped: list[int] = []  # the slots of samples that `filter` left out
+        self.is_empty = False
+
+    @property
+    def num_dropped(self) -> int:  # type: ignore[override]
+        return len(self.dropped)
 
     def __str__(self) -> str:
         return f"batch {self.step} of epoch {self.epoch}"
@@ -229,11 +247,11 @@ class BatchWork(WorkItem):
 class SampleChunk(Chunk):
     """The samples of some slots of a batch.
 
-    `samples[row]` belongs to slot lo + row and is None once it has failed. A `read` directly before `batch` sets `columns`
-    instead, one list of values per field, which avoids a dict per sample.
+    `samples[row]` belongs to slot lo + row and is None once it has failed or was dropped. A `read` directly before `batch`
+    sets `columns` instead, one list of values per field, which avoids a dict per sample.
     """
 
-    __slots__ = ("columns", "draws", "failures", "indices", "samples")
+    __slots__ = ("columns", "draws", "dropped", "failures", "indices", "samples")
     work_item: BatchWork
     failures: dict[int, StageError]  # by row
 
@@ -243,6 +261,7 @@ class SampleChunk(Chunk):
         self.samples: list[Sample | None] = [None] * (hi - lo)
         self.columns: dict[str, list[Any]] | None = None
         self.failures = {}
+        self.dropped: list[int] = []  # rows
         self.draws: dict[str, NDArray[np.float64]] = {}  # by stage: [hi - lo, num_draws]
 
     def index_of(self, row: int) -> int:

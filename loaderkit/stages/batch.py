@@ -321,18 +321,20 @@ def _gather(failed: FailureNamer, context: CompileContext) -> Callable[[SampleCh
 
     def run(chunk: SampleChunk) -> None:
         write_samples(chunk, chunk.work_item.specs, failed)
-        if not chunk.failures:
-            return
+        if chunk.failures:
+            chunk.work_item.failures.extend(dealt_with(chunk))
+        if chunk.dropped:
+            chunk.work_item.dropped.extend([chunk.lo + row for row in chunk.dropped])
+
+    def dealt_with(chunk: SampleChunk) -> list[SampleFailure]:
         if context.on_bad_sample != "raise":
             raise_store_failure(chunk)
         if context.on_bad_sample == "replace":
-            failures = replace_failed(chunk, fill, len(context.source), context.seed, failed)
-        else:
-            failures = [
-                SampleFailure(chunk.lo + row, int(chunk.indices[row]), error.position, error)
-                for row, error in chunk.failures.items()
-            ]
-        chunk.work_item.failures.extend(failures)
+            return replace_failed(chunk, fill, len(context.source), context.seed, failed)
+        return [
+            SampleFailure(chunk.lo + row, int(chunk.indices[row]), error.position, error)
+            for row, error in chunk.failures.items()
+        ]
 
     return run
 

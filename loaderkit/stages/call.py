@@ -1,4 +1,4 @@
-"""`call`: a user's function, applied to samples before `batch` or to batches after it.
+"""`call`: a user's function, applied to samples before `batch` or to batches after it; `filter`: one that drops samples.
 
 The function gets a dict (images as torch uint8 [C, H, W], and `__key__`), the arguments of `args`, and, if its signature
 has a parameter `rng`, a `numpy.random.Generator` that depends on (seed, epoch, sample, stage name) alone. It changes the
@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,14 @@ class CallArgs(StageArgs):
         return path
 
 
+class FilterArgs(CallArgs):
+    """Drop the samples for which a user's function returns False.
+
+    It gets a sample as `call` does, and returns True to keep it as it was, or False. Batches are shorter by what is dropped;
+    one of which nothing is left is passed over. A dropped sample is no bad one; a sample for which the function fails is.
+    """
+
+
 def load_function(path: str) -> Callable[..., Any]:
     """The callable at "package.module:name". Raises ImportError, AttributeError or ValueError."""
     function: Callable[..., Any] = import_named(path)
@@ -102,27 +111,43 @@ def bind(args: CallArgs) -> tuple[Callable[..., Any], bool]:
 
 def call_on_sample(function: Callable[..., Any], sample: Sample, key: str, rng: np.random.Generator | None) -> Sample:
     """The sample after the call. Images become tensors for it, and images again after it if they still are."""
-    images = {name: value for name, value in sample.items() if type(value) is Image}
-    # Encoded bytes lie in reused memory, so the user gets a copy.
-    encoded = {name: (bytes(value.data), value) for name, value in sample.items() if type(value) is Encoded}
-    given: Sample = {
-        **sample,
-        **{name: to_tensor(image) for name, image in images.items()},
-        **{name: data for name, (data, _) in encoded.items()},
-        _KEY: key,
-    }
+    given = _given(sample, key)
+    copies = {name: given[name] for name, value in sample.items() if type(value) is Encoded}
     result = _merged(given, function(given, rng))
     result.pop(_KEY, None)
-    for name, (data, original) in encoded.items():
+    for name, data in copies.items():
         if result.get(name) is data:
-            result[name] = original
-    for name, image in images.items():
+            result[name] = sample[name]
+    for name, image in sample.items():
         value = result.get(name)
-        if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 3:
+        if type(image) is Image and isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 3:
             after = as_image(value)
             if after is not None:
                 result[name] = after._replace(mask=image.mask)
     return result
+
+
+def filter_sample(
+    function: Callable[..., Any], sample: Sample, key: str, rng: np.random.Generator | None
+) -> Sample | None:
+    """The sample, if the function keeps it."""
+    kept = function(_given(sample, key), rng)
+    if isinstance(kept, (np.generic, np.ndarray, torch.Tensor)):
+        kept = kept.item()
+    if type(kept) is not bool:
+        raise TypeError(
+            f"the function returned {type(kept).__name__}; it must return True to keep the sample, or False to drop it"
+        )
+    return sample if kept else None
+
+
+def _given(sample: Sample, key: str) -> Sample:
+    """What a function sees of a sample: images as tensors, and copies of encoded bytes, which lie in reused memory."""
+    given = {
+        name: to_tensor(value) if type(value) is Image else bytes(value.data) if type(value) is Encoded else value
+        for name, value in sample.items()
+    }
+    return {**given, _KEY: key}
 
 
 def call_on_batch(
@@ -152,8 +177,8 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     close = None if limit is None else limit.close
     if is_batch:
         return stage.ready("batch", _on_batches(function, keys if wants_rng else None), close=close)
-    call = partial(call_on_sample, function)
-    run = each_call(call, keys if wants_rng else None, context.source, context.failed(stage))
+    call = filter_sample if isinstance(args, FilterArgs) else call_on_sample
+    run = each_call(partial(call, function), keys if wants_rng else None, context.source, context.failed(stage))
     return stage.ready("sample", run, close=close)
 
 
@@ -206,3 +231,4 @@ CALL = StageKind(
     runs_user_code=True,
     objects=lambda args: {"function": args.function, "args": args.args},
 )
+FILTER = replace(CALL, args=FilterArgs, scope="sample")

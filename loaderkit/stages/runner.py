@@ -122,12 +122,13 @@ def each_sample(
 
 
 def each_call(
-    call: Callable[[Sample, str, np.random.Generator | None], Sample],
+    call: Callable[[Sample, str, np.random.Generator | None], Sample | None],
     keys: StageKeys | None,
     source: Source,
     failed: FailureNamer,
 ) -> Callable[[SampleChunk], None]:
-    """A chunk stage from a user's function; `keys` is given only if it needs `rng`."""
+    """A chunk stage from a user's function; `keys` is given only if it needs `rng`. A sample for which it gives None is
+    dropped."""
 
     def run(chunk: SampleChunk) -> None:
         slowest, begin_s = (0.0, 0), perf_counter()
@@ -138,6 +139,8 @@ def each_call(
                 rng = generator(keys[chunk.epoch], index) if keys is not None else None
                 try:
                     chunk.samples[row] = call(sample, source.key(index), rng)
+                    if chunk.samples[row] is None:
+                        chunk.dropped.append(row)
                 except USER_ERRORS as error:
                     failed(chunk, row, error)
                 now = perf_counter()
@@ -162,7 +165,7 @@ def replace_failed(
     """Fill every failed slot of a chunk with another sample; returns all failures, those of replacements included.
 
     Attempt j for sample i of epoch e is a function of (seed, e, i, j) alone, so batches do not depend on the concurrency. The
-    replacement goes through all stages under its own index.
+    replacement goes through all stages under its own index; if `filter` drops it, the slot is dropped.
     """
     failures = []
     key = key_of("replace", seed, chunk.epoch)
@@ -177,6 +180,8 @@ def replace_failed(
             if not attempt.failures:
                 chunk.work_item.indices[slot] = index
                 chunk.samples[row] = attempt.samples[0]
+                if attempt.dropped:
+                    chunk.dropped.append(row)
                 break
             raise_store_failure(attempt)
             failures.append(SampleFailure(slot, int(index), position, attempt.failures[0]))

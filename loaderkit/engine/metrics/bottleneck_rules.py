@@ -130,7 +130,9 @@ def _without_stage(
 def oversubscription(facts: Facts) -> Verdict | None:
     """A library that its function calls computes in threads of its own, in each worker as many as there are CPUs."""
     interval, stage = facts.interval, facts.awaited.stage
-    if interval.is_inline or (stage.kind != "call" and not (stage.kind == "read" and not stage.num_bytes)):
+    if interval.is_inline or (
+        stage.kind not in ("call", "filter") and not (stage.kind == "read" and not stage.num_bytes)
+    ):
         return None  # no worker, or no function of the user's
     native_s, num_cpus = interval.stats.host.native_s, interval.num_cpus or 1
     if interval.stats.tuning.executor != "process":

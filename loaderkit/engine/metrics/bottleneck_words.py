@@ -19,6 +19,7 @@ _CHEAPER: Mapping[str, str] = {
     "decode": "cheaper images: stored at the size they are used at, or decode: {scaled: true} where they are shrunk",
     "batch": "less to copy: uint8 instead of float, one shape instead of padding, fewer fields",
     "call": "a cheaper function, or do its work once in advance",
+    "filter": "a cheaper function, or leave such samples out of the source",
     "normalize": "`normalize` on the GPU, after `transfer`",
 }
 

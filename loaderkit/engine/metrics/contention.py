@@ -32,7 +32,7 @@ class ContentionResult(NamedTuple):
         return None if self.gil_taken is None else self.gil_taken > _HELD
 
 
-_MAY_WAIT = frozenset({"read", "transfer", "call"})
+_MAY_WAIT = frozenset({"read", "transfer", "call", "filter"})
 """Stages that may wait for something else than the GIL while another worker holds it."""
 
 

@@ -97,6 +97,7 @@ class Snapshot:
     memory: dict[str, int]
     host: HostStats  # of the processes that run the workers; `idle_s` since the first wait for a batch
     tuning: Tuning
+    num_dropped: int = 0  # samples of those batches that `filter` left out; not in num_samples
     lateness: Histogram = field(default_factory=Histogram)  # of a thread that wakes up and needs the GIL and a CPU
     trials: dict[str, ContentionResult] = field(default_factory=dict)
     """By the first stage of a pool: how one worker alone compares with all."""
@@ -147,6 +148,7 @@ class Snapshot:
             wall_s=self.wall_s - earlier.wall_s,
             num_batches=self.num_batches - earlier.num_batches,
             num_samples=self.num_samples - earlier.num_samples,
+            num_dropped=self.num_dropped - earlier.num_dropped,
             waits_s=_rise(earlier.waits_s, self.waits_s),
             stages=[stage.minus(before) for stage, before in zip(self.stages, earlier.stages, strict=True)],
             host=self.host.minus(earlier.host),
@@ -199,6 +201,7 @@ class Snapshot:
             "wall_s": self.wall_s,
             "num_batches": self.num_batches,
             "num_samples": self.num_samples,
+            "num_dropped": self.num_dropped,
             "stall": {
                 "total_s": total_s,
                 "percent": min(100.0, 100.0 * total_s / wall_s) if self.wall_s > 0 else 0.0,
@@ -270,6 +273,7 @@ def merged(snapshots: Sequence[AnySnapshot]) -> AnySnapshot:
         first,
         num_batches=sum(snapshot.num_batches for snapshot in snapshots),
         num_samples=sum(snapshot.num_samples for snapshot in snapshots),
+        num_dropped=sum(snapshot.num_dropped for snapshot in snapshots),
         waits_s=waits_s,
         stages=[_sum(rows) for rows in zip(*(snapshot.stages for snapshot in snapshots), strict=True)],
         num_ready=sum(snapshot.num_ready for snapshot in snapshots),

@@ -111,6 +111,8 @@ class BatchSender:
             result=work_item.result if work_item.error is None else None,
             context=self._engine.plan.context(work_item) if work_item.error is None else None,
             failures=work_item.failures,
+            num_dropped=work_item.num_dropped,
+            is_empty=work_item.is_empty,
             error=work_item.error,
             done_s=path.done_s,
             segments=self._engine.trace(since_s, path.done_s, path),

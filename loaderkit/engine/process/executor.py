@@ -68,6 +68,7 @@ class ProcessEngine:
         self._waits = stalls.Waits()
         self._num_delivered = 0
         self._num_samples = 0
+        self._num_dropped = 0
         self._first_wait_s: float | None = None
         self._cpu_watch = CpuWatch()
 
@@ -152,8 +153,9 @@ class ProcessEngine:
             raise
         self._charge(batch, begin, end)
         if batch.error is None:
-            self._num_delivered += 1
-            self._num_samples += len(batch)
+            self._num_delivered += not batch.is_empty
+            self._num_samples += len(batch) - batch.num_dropped
+            self._num_dropped += batch.num_dropped
         self._next_position = self._schedule.next_position_after(batch.epoch, batch.end, 0)
         self._turn = (self._turn + 1) % len(self.processes)
         return batch
@@ -208,6 +210,7 @@ class ProcessEngine:
         """The counters of all processes together up to now; a process that does not answer counts with its last ones."""
         # One moment for all: each process answers once it has its GIL, at another time.
         turn, num_batches, num_samples = self._turn, self._num_delivered, self._num_samples
+        num_dropped = self._num_dropped
         waits_s, since_s, now = self._waits.read(time.perf_counter)
         may_ask = not self._is_closed and os.getpid() == self._pid
         stats = merged(
@@ -229,6 +232,7 @@ class ProcessEngine:
             wall_s=0.0 if self._first_wait_s is None else now - self._first_wait_s,
             num_batches=num_batches,
             num_samples=num_samples,
+            num_dropped=num_dropped,
             waits_s=waits_s,
             memory={
                 **stats.memory,

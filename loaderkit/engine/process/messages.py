@@ -174,6 +174,8 @@ class Delivered:
     result: Any
     context: Any  # of the result, for stages in the trainer's process
     failures: Sequence[Any]  # tuples with a field `error`
+    num_dropped: int
+    is_empty: bool
     error: BaseException | None
     done_s: float
     segments: Sequence[WaitSegment]

@@ -87,7 +87,7 @@ class TrainerStages:
         worker_clock.item = (batch.epoch, batch.end, WHOLE, WHOLE)
         self._name = batch.name
         for number, stage in enumerate(self._stages):
-            if error is not None:
+            if error is not None or batch.is_empty:
                 break
             now = worker_clock.enter(number)
             segments.append(stalls.WaitSegment(since_s, now, cause))

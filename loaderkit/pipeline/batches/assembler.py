@@ -49,8 +49,12 @@ class BatchAssembler:
 
     def _assemble(self, work_item: BatchWork) -> dict[str, Any]:
         shape, num_slots = self._shape, len(work_item)
-        slots = self._good_slots(work_item) if work_item.failures else None
+        slots = self._kept_slots(work_item) if work_item.failures or work_item.dropped else None
         batch: dict[str, Any] = {}
+        if slots is not None and not len(slots):
+            work_item.is_empty = True
+            work_item.let_go()
+            return batch
         for name, spec in work_item.specs.items():
             if spec.kind == "slab":
                 field = work_item.fields[name]
@@ -75,23 +79,24 @@ class BatchAssembler:
         work_item.let_go()
         return batch
 
-    def _good_slots(self, work_item: BatchWork) -> NDArray[np.int64] | None:
-        """The slots to deliver; None: all, since bad samples were replaced. Raises `StageError`."""
-        failures, num_slots = work_item.failures, len(work_item)
+    def _kept_slots(self, work_item: BatchWork) -> NDArray[np.int64] | None:
+        """The slots to deliver, neither dropped nor bad; None: all, since bad samples were replaced. Raises `StageError`."""
+        failures, num_slots, policy = work_item.failures, len(work_item), self._shape.policy
         failures.sort(key=lambda failure: (failure.slot, failure.sample))
-        first = failures[0].error
-        if self._shape.policy == "raise":
-            raise first
-        if self._shape.policy == "replace":
-            return None
-        bad = {failure.slot for failure in failures}
+        if failures and policy == "raise":
+            raise failures[0].error
+        bad = {failure.slot for failure in failures} if policy == "skip" else set()
         if len(bad) == num_slots:
+            first = failures[0].error
             raise StageError(
                 f"all {num_slots} samples of {work_item} were bad, so nothing is left to deliver; the first: {first}",
                 stage=first.stage,
                 epoch=work_item.epoch,
             ) from first.__cause__
-        return np.array([slot for slot in range(num_slots) if slot not in bad], np.int64)
+        left_out = bad.union(work_item.dropped)
+        if not left_out:
+            return None
+        return np.array([slot for slot in range(num_slots) if slot not in left_out], np.int64)
 
 
 def _stack_rows(rows: list[GpuDecoded]) -> torch.Tensor:

@@ -5,7 +5,7 @@ All methods but `prepare`, `finish` and `context` are called by one thread at a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +17,12 @@ from loaderkit.errors import StageError
 from loaderkit.pipeline.batches.assembler import BatchAssembler
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.memory import BatchMemory
+from loaderkit.sampling.permutation import Bijection
 from loaderkit.sources.base import Sample, Source
 from loaderkit.stages.base import BatchContext, BatchWork, FieldSpec, SampleChunk, image_names
 from loaderkit.stages.runner import raise_store_failure
+
+_NUM_FIRST, _NUM_ELSEWHERE = 1000, 9000  # the samples looked at for one that `filter` keeps
 
 
 class BatchPlan:
@@ -110,7 +113,7 @@ class BatchPlan:
     def finish(self, work_item: WorkItem) -> dict[str, Any]:
         assert isinstance(work_item, BatchWork)
         batch = self._assembler.finish(work_item)
-        if self._ragged:
+        if self._ragged and batch:
             self.memory.note_batch(sum(_num_bytes(batch[name]) for name in self._ragged))
         return batch
 
@@ -140,17 +143,34 @@ def specs_of_first(
     """The fields of a batch, from the first readable sample of the canonical order after `run` has taken it through the stages.
 
     Not from the first sample of the epoch, so that the fields do not depend on where training resumed. Raises `StageError` if
-    none of the first `num_tries` is readable.
+    `num_tries` are bad before that, or none is kept of the first and of as many as can be tried all over the source.
     """
-    first_error: StageError | None = None
-    for index in range(min(num_tries, len(source))):
+    errors: list[StageError] = []
+    num_dropped = 0
+    for index in _candidates(len(source)):
         indices = np.array([index], np.int64)
         chunk = SampleChunk(BatchWork(epoch=0, step=0, positions=indices, indices=indices), 0, 1, indices)
         run(chunk)
         sample = chunk.samples[0]
         if sample is not None:
             return specs_of(sample, source.key(index))
+        num_dropped += len(chunk.dropped)
         raise_store_failure(chunk)  # every other sample would fail as well, each after all retries of `source.retry`
-        first_error = first_error or chunk.failures[0]
-    assert first_error is not None
-    raise first_error
+        errors.extend(chunk.failures.values())
+        if len(errors) == num_tries:
+            break
+    if not num_dropped or len(errors) == num_tries:
+        raise errors[0]
+    bad = f"; the other {len(errors)} were bad, the first: {errors[0]}" if errors else ""
+    raise StageError(
+        f"filter dropped {num_dropped} of the {num_dropped + len(errors)} samples tried, and none is left to show what a batch "
+        f"holds; the source has {len(source)}: does the function return True for what is to be kept?{bad}",
+        stage="filter",
+    )
+
+
+def _candidates(num_samples: int) -> Iterator[int]:
+    """The first samples, then some from all over the source: what is sorted may begin with many that `filter` drops."""
+    yield from range(min(num_samples, _NUM_FIRST))
+    if num_samples > _NUM_FIRST:
+        yield from Bijection(num_samples, 0)(np.arange(min(num_samples, _NUM_ELSEWHERE))).tolist()

@@ -474,6 +474,30 @@ class KindMethods:
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """
 
+    def filter(
+        self,
+        function: str | Callable[..., Any],
+        args: Mapping[str, Any] = ...,
+        timeout: float | str | None = None,
+        seeded: bool = False,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Drop the samples for which a user's function returns False.
+
+        It gets a sample as `call` does, and returns True to keep it as it was, or False. Batches are shorter by what is dropped;
+        one of which nothing is left is passed over. A dropped sample is no bad one; a sample for which the function fails is.
+
+        function: "package.module:function", or in Python the function itself
+        args: keyword arguments for every call
+        timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned
+        seeded: seed the global generators of torch, NumPy and Python for every call; needs `executor:
+            process` or inline
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
     def batch(
         self,
         size: int,

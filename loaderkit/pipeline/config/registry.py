@@ -13,7 +13,7 @@ from loaderkit.sources.files import FILES
 from loaderkit.sources.tar import TAR
 from loaderkit.stages.base import StageKind
 from loaderkit.stages.batch import BATCH
-from loaderkit.stages.call import CALL
+from loaderkit.stages.call import CALL, FILTER
 from loaderkit.stages.image import boxes, color, geometry
 from loaderkit.stages.image.decode import DECODE
 from loaderkit.stages.image.normalize import NORMALIZE
@@ -41,6 +41,7 @@ STAGES: Mapping[str, StageKind] = MappingProxyType(
         "gaussian_blur": color.GAUSSIAN_BLUR,
         "random_erasing": color.RANDOM_ERASING,
         "call": CALL,
+        "filter": FILTER,
         "batch": BATCH,
         "normalize": NORMALIZE,
         "transfer": TRANSFER,

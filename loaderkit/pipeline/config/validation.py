@@ -113,7 +113,7 @@ def _check_fields(
         kind = STAGES[stage.kind]
         if kind.decodes:
             is_encoded = False
-        elif kind.runs_user_code:
+        elif kind.runs_user_code and stage.kind != "filter":
             fields = None  # the user's code may return any fields
             is_encoded = False
         elif kind.needs_images:

@@ -84,7 +84,8 @@ def _loop(report: Report) -> RenderableType:
         rows.add_row(name, _share(seconds, percent))
     rows.add_row("before, after, between", f"{steps.outside_s:8.2f} s")
     speed = f"{report.throughput['samples_per_s']:.0f} samples/s, {_rate(report.throughput['bytes_per_s'])}"
-    rows.add_row("speed", f"{report.num_samples} samples in {report.num_batches} batches, {speed}")
+    dropped = f", {report.num_dropped} more dropped by filter" if report.num_dropped else ""
+    rows.add_row("speed", f"{report.num_samples} samples in {report.num_batches} batches{dropped}, {speed}")
     if steps.p50_s is not None and steps.p99_s is not None:
         computing = f", of it computing {_s(steps.compute_p50_s)} and {_s(steps.compute_p99_s)}"
         rows.add_row("a step", f"{_s(steps.p50_s)} (p50), {_s(steps.p99_s)} (p99){computing}")

@@ -1,0 +1,228 @@
+"""`filter`: as a plain filter of every batch, with all executors, after a resume, on every rank; and what counts as dropped."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from executors import EXECUTORS
+from filtering import fail_at_seven, is_kept, keep, keep_by_draw, keep_from, numbers
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.cli import main
+from loaderkit.errors import ConfigError, StageError
+
+INLINE = EXECUTORS["inline"]
+
+
+def taken(loader: loaderkit.Loader, most: int | None = None) -> list[list[int]]:
+    """The numbers of the next batches, of all epochs; each batch is checked."""
+    batches: list[list[int]] = []
+    while len(batches) != most:
+        before = len(batches)
+        for batch in loader:
+            batches.append(batch["x"].tolist())
+            assert batch["__key__"] == list(map(str, batches[-1]))
+            assert batch["row"].tolist() == [[number] * 3 for number in batches[-1]]
+            if len(batches) == most:
+                break
+        if len(batches) == before:
+            break
+    return batches
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_batches_are_those_without_it_filtered(executor: str, rng: random.Random) -> None:
+    batch, drop_last, share = rng.randrange(5, 9), rng.random() < 0.5, rng.choice([0.3, 0.8, 1.0])
+    size = batch * rng.randrange(6, 14) + rng.choice([0, 4])  # no batch is smaller than the number of bad samples
+    bad = tuple(rng.sample(range(size), 3))
+    made = numbers(size, bad).shuffle(seed=rng.randrange(2**32)).errors(on_bad_sample="skip")
+    with loaderkit.build(made.batch(batch, drop_last=drop_last), overrides=INLINE) as loader:
+        whole = taken(loader)
+    expected = [kept for numbers in whole if (kept := [x for x in numbers if is_kept(x, share)])]
+    filtered = made.filter(keep, args={"share": share}).batch(batch, drop_last=drop_last)
+    done = rng.randrange(len(expected))
+    with loaderkit.build(filtered, overrides=EXECUTORS[executor]) as loader:
+        assert taken(loader, done) == expected[:done]
+        state = json.loads(json.dumps(loader.state_dict()))
+    with loaderkit.build(filtered, overrides=EXECUTORS[executor]) as loader:
+        loader.load_state_dict(state)
+        assert taken(loader) == expected[done:]
+    with loaderkit.build(filtered, overrides=INLINE) as loader:
+        assert taken(loader) == expected
+        assert len(loader) * 2 >= len(expected)
+        stats = loader.stats()
+        assert stats.num_dropped == sum(map(len, whole)) - sum(map(len, expected))
+        assert stats.num_batches == len(expected)
+        assert {stage.name: stage.num_failed for stage in stats.stages}["filter"] == 0
+
+
+def test_a_draw_is_the_samples_own(rng: random.Random) -> None:
+    made = numbers(60).filter(keep_by_draw).batch(6)
+    with loaderkit.build(made, overrides=INLINE) as loader:
+        epochs = [[batch["x"].tolist() for batch in loader] for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    expected = epochs[0] + epochs[1]
+    done = rng.randrange(len(expected))
+    for executor in ("thread", "two processes"):
+        with loaderkit.build(made, overrides=EXECUTORS[executor]) as loader:
+            assert taken(loader, done) == expected[:done]
+            state = loader.state_dict()
+            assert loader.stats().num_dropped > 0
+    with loaderkit.build(made, overrides=EXECUTORS["thread"]) as loader:
+        loader.load_state_dict(state)
+        assert taken(loader) == expected[done:]
+
+
+def test_every_rank_filters_its_share() -> None:
+    made = numbers(48).filter(keep, args={"share": 0.7}).batch(8)
+    found = []
+    for rank in range(2):
+        with loaderkit.build(made, rank=rank, world_size=2, overrides=INLINE) as loader:
+            found += [x for batch in loader for x in batch["x"].tolist()]
+    assert sorted(found) == [x for x in range(48) if is_kept(x, 0.7)]
+
+
+def test_a_batch_of_which_nothing_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    made = numbers(24).filter(keep_from, args={"least": 10}).batch(4)
+    with loaderkit.build(made, overrides=INLINE) as loader:
+        iterator = iter(loader)
+        assert len(loader) == len(iterator) == 6
+        assert next(iterator)["x"].tolist() == [10, 11]
+        assert len(iterator) == 3
+        state = loader.state_dict()
+        assert len(list(iterator)) == 3
+        assert taken(loader) == [[10, 11], *(list(range(lo, lo + 4)) for lo in (12, 16, 20))]
+        loader.load_state_dict(state)
+        assert taken(loader, 1) == [[12, 13, 14, 15]]
+    assert caplog.text.count("filter dropped all samples of a batch of epoch 0") == 1
+    with (
+        loaderkit.build(made, rank=1, world_size=2, overrides=INLINE) as loader,
+        pytest.raises(StageError, match="on rank 1 of 2: this rank would have a batch less"),
+    ):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("executor", ["inline", "two processes"])
+def test_a_filter_that_drops_everything_is_an_error(executor: str) -> None:
+    made = numbers(24).filter(keep_from, args={"least": 100}).batch(4)
+    with (
+        loaderkit.build(made, overrides=EXECUTORS[executor]) as loader,
+        pytest.raises(StageError, match="filter dropped 24 of the 24 samples tried"),
+    ):
+        next(iter(loader))
+
+
+def test_an_epoch_of_which_nothing_is_left_is_an_error() -> None:
+    made = numbers(24).filter(keep_from, args={"least": 23}).batch(5, drop_last=True)
+    with (
+        loaderkit.build(made, overrides=INLINE) as loader,
+        pytest.raises(StageError, match="filter dropped all samples of epoch 0, so there is nothing to deliver"),
+    ):
+        next(iter(loader))
+
+
+def test_what_is_kept_may_be_far_from_the_first_sample() -> None:
+    made = numbers(3000).filter(keep_from, args={"least": 2500}).batch(500)
+    with loaderkit.build(made, overrides=INLINE) as loader:
+        assert next(iter(loader))["x"].tolist() == list(range(2500, 3000))
+
+
+def test_bad_samples_and_dropped_ones_are_counted_apart() -> None:
+    made = numbers().filter(fail_at_seven).batch(8).errors(on_bad_sample="skip", max_bad_samples=1)
+    with loaderkit.build(made, overrides=INLINE) as loader:
+        assert [x for batch in loader for x in batch["x"].tolist()] == [x for x in range(40) if x % 3 and x != 7]
+        stats = loader.stats()
+    assert stats.num_dropped == stats.to_dict()["num_dropped"] == 14
+    assert {stage.name: stage.num_failed for stage in stats.stages if stage.num_failed} == {"filter": 1}
+    with (
+        loaderkit.build(numbers().filter(fail_at_seven).batch(8), overrides=INLINE) as loader,
+        pytest.raises(StageError, match=r"filter failed for sample '7' .*seven"),
+    ):
+        next(iter(loader))
+
+
+def test_what_replaces_a_bad_sample_may_be_dropped_too() -> None:
+    made = numbers(40, bad=(0, 1, 2, 3, 4)).filter(keep, args={"share": 0.5}).batch(40).errors(on_bad_sample="replace")
+    batches = []
+    for executor in ("inline", "thread"):
+        with loaderkit.build(made, overrides=EXECUTORS[executor]) as loader:
+            batches.append(taken(loader, 2))
+            assert loader.stats().num_dropped == 80 - sum(map(len, batches[-1]))
+    assert batches[0] == batches[1]
+    good = [x for x in range(5, 40) if is_kept(x, 0.5)]
+    for batch in batches[0]:
+        replaced = len(batch) - len(good)
+        assert 0 <= replaced <= 5
+        assert batch[replaced:] == good
+        assert all(is_kept(x, 0.5) for x in batch)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"), [(None, "NoneType"), ({"x": 1}, "dict"), (torch.tensor([True, False]), "Tensor"), (1, "int")]
+)
+def test_anything_but_true_and_false_is_refused(returned: Any, said: str) -> None:
+    with (
+        loaderkit.build(numbers().filter(lambda sample: returned).batch(8), overrides=INLINE) as loader,
+        pytest.raises(StageError, match=f"filter failed for sample '0' .*{said}"),
+    ):
+        next(iter(loader))
+
+
+def test_it_sees_the_fields_of_its_place_and_changes_none(photos: Path) -> None:
+    seen: list[Any] = []
+
+    def see(sample: dict[str, Any]) -> bool:
+        seen.append(sample["image"])
+        keep_it = sample["__key__"].endswith("3.jpg")
+        sample.clear()
+        return bool(keep_it)
+
+    read = Pipeline.files(photos, label="parent").shuffle(False).read()
+    small = read.decode().resize([16, 16]).batch(60)
+    made = read.filter(see).decode().resize([16, 16]).filter(see).batch(60)
+    with loaderkit.build(small, overrides=INLINE) as loader:
+        whole = next(iter(loader))
+    with loaderkit.build(made, overrides=INLINE) as loader:
+        batch = next(iter(loader))
+    slots = [slot for slot, key in enumerate(whole["__key__"]) if key.endswith("3.jpg")]
+    assert torch.equal(batch["image"], whole["image"][slots])
+    assert torch.equal(batch["label"], whole["label"][slots])
+    assert batch["__key__"] == [whole["__key__"][slot] for slot in slots]
+    assert {type(image) for image in seen} == {bytes, torch.Tensor}
+    assert {tuple(image.shape) for image in seen if not isinstance(image, bytes)} == {(3, 16, 16)}
+
+
+def test_behind_batch_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="`filter` acts on single samples: put it before `batch`"):
+        loaderkit.build(numbers().batch(8).filter(keep_by_draw))
+
+
+YAML = """
+source: {kind: dataset, object: "filtering:Numbers", args: {size: 40}}
+order: {shuffle: none}
+stages: [read, {filter: {function: "filtering:keep_from", args: {least: 12}}}, {batch: {size: 8}}]
+"""
+
+
+def test_from_yaml_and_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "some.yaml"
+    path.write_text(YAML)
+    with loaderkit.build(path) as loader, loader.profile() as profile:
+        assert [len(batch["x"]) for batch in loader] == [4, 8, 8, 8]
+    assert (profile.num_samples, profile.num_dropped) == (28, 12)
+    assert "28 samples in 4 batches, 12 more dropped by filter" in " ".join(str(profile).split())
+    again = tmp_path / "again.yaml"
+    again.write_text(Pipeline.from_yaml(path).to_yaml())
+    assert Pipeline.from_yaml(again) == Pipeline.from_yaml(path)
+    capsys.readouterr()
+    assert main(["check", str(path)]) == 0
+    assert "dropped       12 of 16 samples tried for the first batch" in capsys.readouterr().out
+    assert main(["run", str(path), "--epochs", "2", "--json"]) == 0
+    ran = json.loads(capsys.readouterr().out)
+    assert (ran["epochs"], ran["batches"], ran["samples"], ran["dropped"]) == (2, 8, 56, 24)

@@ -33,8 +33,7 @@ def check(
     plan = open_plan(pipeline, [*(assignments or []), "prefetch.batches=1"], on_this_thread=True)
     checked = {
         "pipeline": plan.config.name,
-        "num_samples": len(plan.source),
-        "batches_per_epoch": plan.schedule.num_batches(),
+        **_lengths(plan),
         "batch_size": plan.schedule.batch_size,
         "rank": plan.schedule.rank,
         "world_size": plan.schedule.world_size,
@@ -48,6 +47,16 @@ def check(
         console.tell_json(checked)
     else:
         _tell_check(checked)
+
+
+def _lengths(plan: ExecutionPlan) -> dict[str, Any]:
+    """`resume`: how an iterable, whose length is not known, gets to a saved position; None for other sources."""
+    if plan.schedule.knows_length:
+        return {"num_samples": len(plan.source), "batches_per_epoch": plan.schedule.num_batches(), "resume": None}
+    resume = (
+        "its own state, as exact as that is" if getattr(plan.source, "has_state", False) else "iterating up to there"
+    )
+    return {"num_samples": None, "batches_per_epoch": None, "resume": resume}
 
 
 def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
@@ -115,9 +124,11 @@ def _first_sample(plan: ExecutionPlan) -> dict[str, Any]:
 def _tell_check(checked: dict[str, Any]) -> None:
     first, classes = checked["first_sample"], checked["classes"]
     rows = [
-        ("samples", str(checked["num_samples"])),
+        ("samples", _samples(checked)),
         ("batches", _batches(checked)),
     ]
+    if checked["resume"]:
+        rows.append(("resume", f"by {checked['resume']}; every rank and loading process iterates over all of it"))
     if classes is not None:
         more = ", ..." if len(classes) > _NUM_CLASSES_SHOWN else ""
         rows.append(("classes", f"{len(classes)}: {', '.join(classes[:_NUM_CLASSES_SHOWN])}{more}"))
@@ -153,9 +164,14 @@ def _shape(shape: list[int]) -> str:
     return "x".join(map(str, shape)) if shape else "(a number)"
 
 
+def _samples(facts: dict[str, Any]) -> str:
+    return "not known before the iterable ends" if facts["resume"] else str(facts["num_samples"])
+
+
 def _batches(facts: dict[str, Any]) -> str:
     ranks = "" if facts["world_size"] == 1 else f" on rank {facts['rank']} of {facts['world_size']}"
-    return f"{facts['batches_per_epoch']} per epoch{ranks}, batch size {facts['batch_size']}"
+    number = "any number" if facts["resume"] else facts["batches_per_epoch"]
+    return f"{number} per epoch{ranks}, batch size {facts['batch_size']}"
 
 
 def explain(
@@ -186,8 +202,7 @@ def _explained(plan: ExecutionPlan, tuning: Tuning) -> dict[str, Any]:
     return {
         "pipeline": plan.config.name,
         "url": getattr(plan.config.source, "url", None),
-        "num_samples": len(plan.source),
-        "batches_per_epoch": plan.schedule.num_batches(),
+        **_lengths(plan),
         "batch_size": plan.schedule.batch_size,
         "rank": plan.schedule.rank,
         "world_size": plan.schedule.world_size,
@@ -201,7 +216,7 @@ def _tell_explained(explained: dict[str, Any], config: PipelineConfig, tuning: T
     console.tell(f"# {config.name}, with every default filled in")
     if explained["url"] is not None:
         console.tell(f"# source    {explained['url']}")
-    console.tell(f"# samples   {explained['num_samples']}")
+    console.tell(f"# samples   {_samples(explained)}")
     console.tell(f"# batches   {_batches(explained)}")
     console.tell(f"# CPUs      {explained['num_cpus']}")
     several = f"{tuning.processes} times " if (tuning.processes or 1) > 1 else ""

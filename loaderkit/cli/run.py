@@ -79,7 +79,8 @@ def run(
         started_s = time.perf_counter()
         try:
             first_epoch = loader.state_dict()["epoch"]
-            num_batches = _iterate(loader, passes, batches, step)
+            has_total = plan.schedule.knows_length or batches is not None
+            num_batches = _iterate(loader, passes, batches, step, has_total=has_total)
         except KeyboardInterrupt:
             note = ""
             if save_state is not None:
@@ -110,6 +111,8 @@ def _retry_quarantined(pipeline: Path, quarantine: Path, assignments: list[str] 
 
     lines = read_quarantine(quarantine)
     plan = open_plan(pipeline, assignments, on_this_thread=True)
+    if not plan.schedule.knows_length:
+        raise typer.BadParameter("an iterable gives no single samples", param_hint="--only-quarantined")
     places = indices_of(plan.source, lines)
     tried: dict[str, list[dict[str, Any]]] = {"bad": [], "good": [], "gone": []}
     tried["gone"] = [line._asdict() for line in lines if line not in places]
@@ -133,17 +136,17 @@ def _retry_quarantined(pipeline: Path, quarantine: Path, assignments: list[str] 
 
 
 def plan_passes(plan: ExecutionPlan, loader: Loader, num_epochs: int) -> list[int]:
-    """The batches of each pass over the loader; the first may be the rest of an epoch."""
+    """The batches of each pass over the loader, at most; the first may be the rest of an epoch."""
     state = loader.state_dict()
-    passes = [plan.schedule.num_batches(state["position"])] + [len(loader)] * (num_epochs - 1)
+    passes = [plan.schedule.num_batches(start) for start in [state["position"]] + [0] * (num_epochs - 1)]
     last = plan.config.order.epochs
     return passes if last is None else passes[: max(0, last - state["epoch"])]
 
 
-def _iterate(loader: Loader, passes: list[int], limit: int | None, step: Step | None) -> int:
+def _iterate(loader: Loader, passes: list[int], limit: int | None, step: Step | None, *, has_total: bool) -> int:
     total = sum(passes) if limit is None else min(limit, sum(passes))
     num_batches = 0
-    with progress(loader, total) as show:
+    with progress(loader, total if has_total else None) as show:
         for _ in passes:
             if num_batches == total:
                 break
@@ -159,7 +162,7 @@ def _iterate(loader: Loader, passes: list[int], limit: int | None, step: Step | 
 
 @contextmanager
 def progress(
-    loader: Loader, total: int, clock: Callable[[], float] = time.perf_counter
+    loader: Loader, total: int | None, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[Callable[[int], None]]:
     """A bar on stderr if that is a terminal, else a line every few seconds; takes the number of batches so far."""
     screen = console.stderr()
@@ -183,7 +186,7 @@ def progress(
         yield show
 
 
-def _lines(loader: Loader, total: int, clock: Callable[[], float]) -> Callable[[int], None]:
+def _lines(loader: Loader, total: int | None, clock: Callable[[], float]) -> Callable[[int], None]:
     started_s = clock()
     due_s = started_s + _SECONDS_A_LINE
 
@@ -192,6 +195,9 @@ def _lines(loader: Loader, total: int, clock: Callable[[], float]) -> Callable[[
         now = clock()
         if now >= due_s:
             due_s = now + _SECONDS_A_LINE
+            if total is None:
+                console.say(f"batch {num_batches}, {_speed(loader)}")
+                return
             left_s = (now - started_s) / num_batches * (total - num_batches)
             console.say(f"batch {num_batches} of {total}, {_speed(loader)}, {left_s:.0f} s left")
 

@@ -180,7 +180,7 @@ class Engine(ABC):
         if self.waits.handoffs is not None:
             batch = (work_item.epoch, work_item.end, len(work_item))
             self.waits.handoffs.append(Handoff(begin, end, *batch, causes))
-        if work_item.error is None:
+        if work_item.error is None and not work_item.is_end:
             self.num_delivered += not work_item.is_empty
             self.num_samples += len(work_item) - work_item.num_dropped
             self.num_dropped += work_item.num_dropped

@@ -83,7 +83,15 @@ class Delivery(Protocol):
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is left of it: stages dropped its items."""
+        """True if nothing is left of it: stages dropped its items, or the epoch has ended."""
+
+    @property
+    def is_end(self) -> bool:
+        """True if it is empty as the epoch has ended."""
+
+    @property
+    def snapshot(self) -> Any:
+        """The source's own state behind it, if it has one."""
 
     @property
     def error(self) -> BaseException | None: ...

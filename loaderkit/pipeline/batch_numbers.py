@@ -1,15 +1,17 @@
-"""A loader's batches by their numbers in the epoch, as other libraries ask a DataLoader for its parts."""
+"""The iterator over an epoch, and its batches by their numbers, as other libraries ask a DataLoader for its parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from loaderkit.sampling.schedule import BatchSampler
+
 
 class BatchesByNumber:
     """`loader.dataset`: as long as there are samples, and a DataLoader over it gets batches by their numbers."""
 
-    def __init__(self, num_samples: int, rest_from: Callable[[int], Iterator[Any]]) -> None:
+    def __init__(self, num_samples: Callable[[], int], rest_from: Callable[[int], Iterator[Any]]) -> None:
         """`rest_from(number)` iterates over the next epoch from that batch on."""
         self._num_samples = num_samples
         self._rest_from = rest_from
@@ -18,7 +20,7 @@ class BatchesByNumber:
 
     def __len__(self) -> int:
         """The number of samples, over all ranks."""
-        return self._num_samples
+        return self._num_samples()
 
     def __getitems__(self, number: int) -> Any:
         """The batch with this number. Numbers in a row are of one iteration; any other one begins the next epoch there."""
@@ -31,7 +33,7 @@ class BatchesByNumber:
 class BatchNumbers:
     """`loader.batch_sampler`: the numbers of an epoch's batches, and where other loops tell the loader its epoch."""
 
-    def __init__(self, num_batches: int, set_epoch: Callable[[int], None]) -> None:
+    def __init__(self, num_batches: Callable[[], int], set_epoch: Callable[[int], None]) -> None:
         self._num_batches = num_batches
         self.set_epoch = set_epoch  # the loader's
 
@@ -41,7 +43,35 @@ class BatchNumbers:
         return self
 
     def __len__(self) -> int:
-        return self._num_batches
+        return self._num_batches()
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self._num_batches))
+        return iter(range(self._num_batches()))
+
+
+class EpochIterator(Iterator[Any]):
+    """An iterator over the rest of an epoch; `next_of(num_left)` gives the next batch and how many are left then."""
+
+    def __init__(
+        self,
+        next_of: Callable[[int | None], tuple[Any, int]],
+        num_to_come: Callable[[], int],
+        schedule: BatchSampler,
+    ) -> None:
+        self._next_of = next_of
+        self._num_to_come = num_to_come
+        self._schedule = schedule
+        self._num_left: int | None = None  # None: it has not begun
+
+    def __len__(self) -> int:
+        """The number of batches left, also of a resumed epoch."""
+        self._schedule.check_length()
+        return self._num_to_come() if self._num_left is None else self._num_left
+
+    def __next__(self) -> Any:
+        try:
+            batch, self._num_left = self._next_of(self._num_left)
+        except BaseException:
+            self._num_left = 0
+            raise
+        return batch

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from typing import NoReturn
 
 from loaderkit.engine.contracts import Delivery
-from loaderkit.errors import StageError
+from loaderkit.errors import SourceError, StageError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.sampling.schedule import BatchSampler
 
@@ -34,12 +35,16 @@ class EmptyBatches:
             self._has_warned = True
             logger.warning("%s: it is passed over, as all such batches are, so an epoch has fewer (logged once)", told)
 
-    def check_epoch(self, epoch: int, num_empty: int, schedule: BatchSampler) -> None:
-        """Raise StageError if that many batches are a whole epoch: a loop over epochs would search for ever."""
-        if num_empty == schedule.num_batches():
-            raise StageError(
-                f"{self._filters} dropped all samples of epoch {epoch}, so there is nothing to deliver: does the function "
-                "return True for what is to be kept?",
-                stage=self._filters,
-                epoch=epoch,
+    def fail(self, epoch: int, num_empty: int) -> NoReturn:
+        """Raise the error for a whole epoch without a batch: a loop over epochs would search for ever."""
+        if not num_empty:
+            raise SourceError(
+                f"epoch {epoch} has no batch: the iterable ended before one was full on every rank. Can it be iterated over "
+                "more than once? A function that makes it anew can"
             )
+        raise StageError(
+            f"{self._filters} dropped all samples of epoch {epoch}, so there is nothing to deliver: does the function return "
+            "True for what is to be kept?",
+            stage=self._filters,
+            epoch=epoch,
+        )

@@ -23,6 +23,7 @@ from loaderkit.pipeline.batches.plan import BatchPlan, specs_of_first
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.base import Source
+from loaderkit.sources.iterable import IterableSource, Pass
 
 logger = logging.getLogger("loaderkit")
 
@@ -95,6 +96,9 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
             num_tries=16 + errors.max_bad_samples,
         ),
         whole_chunks=compiled.lowering is not None,
+        begin_pass=partial(Pass, plan.source, schedule=schedule, shard=shard)
+        if isinstance(plan.source, IterableSource)
+        else None,
     )
 
 

@@ -100,8 +100,9 @@ class ExecutionPlan:
         """The values that must be equal for a saved state to mean the same samples; not the URL or settings of speed."""
         config, source = self.config, self.source
         named = config.source.model_dump(mode="python", include={"fields", "label"}, exclude_none=True)
+        size = f" of {len(source)} samples" if self.schedule.knows_length else ""
         values = {
-            "data": f"{config.source_kind} of {len(source)} samples, digest {source.fingerprint()}",
+            "data": f"{config.source_kind}{size}, digest {source.fingerprint()}",
             "order": config.order.shuffle,
             "stages": " > ".join(stage.name for stage in config.stages if stage.kind != "transfer"),
         }

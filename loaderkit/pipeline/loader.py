@@ -15,7 +15,7 @@ from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.errors import ClosedError, ConfigError, StallTimeout, WorkerDiedError
 from loaderkit.pipeline.bad_samples import BadSamples
-from loaderkit.pipeline.batch_numbers import BatchesByNumber, BatchNumbers
+from loaderkit.pipeline.batch_numbers import BatchesByNumber, BatchNumbers, EpochIterator
 from loaderkit.pipeline.config.builder import Pipeline, to_config
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.pipeline.config.model import PipelineConfig
@@ -23,6 +23,7 @@ from loaderkit.pipeline.empty_batches import EmptyBatches
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline, ranks_now
 from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle
 from loaderkit.sampling.state import State
+from loaderkit.sources.iterable import IterableSource, Snapshot, own_state
 
 if TYPE_CHECKING:
     from loaderkit.profile.recording import Profile, ProfiledLoader
@@ -64,6 +65,9 @@ def build(
         raise
 
 
+_END = object()
+
+
 class Loader:
     """Batches of one rank, epoch after epoch. One thread iterates; `stats` may be called from any."""
 
@@ -83,7 +87,7 @@ class Loader:
 
     # ---------------------------------------------------------------------------------------------------- iterating
 
-    def __iter__(self) -> _Epoch:
+    def __iter__(self) -> EpochIterator:
         """One epoch: the rest of a resumed one, else the next one; its `len` is what is left. Ends an earlier iteration.
 
         The first `next()` takes the epoch: an iterator that is not used uses up none.
@@ -94,12 +98,13 @@ class Loader:
             self._executors.steps.on_epoch()
         self._iteration += 1
         self._next = self._or_next_epoch(*self._next)  # of what is left there may be no batch for each rank
-        return _Epoch(partial(self._next_of, self._iteration), self._num_to_come)
+        return EpochIterator(partial(self._next_of, self._iteration), self._num_to_come, self._plan.schedule)
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch on this rank, also in a resumed one; with `filter` at most, as a batch of
         which nothing is left is passed over."""
         self._take_ranks()
+        self._plan.schedule.check_length()
         return self._plan.schedule.num_batches()
 
     def start(self) -> None:
@@ -151,11 +156,12 @@ class Loader:
                     self._next = (self._epoch + 1, 0)
             if num_left == 0:
                 raise StopIteration
-            num_empty = 0
-            while (batch := self._deliver()) is None:
-                num_empty += 1
-                if num_empty == num_left:
-                    self._empty_batches.check_epoch(self._epoch, num_empty, self._plan.schedule)
+            begin, num_empty = (self._epoch, self._position), 0
+            while (batch := self._deliver()) is None or batch is _END:
+                num_empty += batch is None
+                if batch is _END or num_empty == num_left:
+                    if begin[1] == 0:
+                        self._empty_batches.fail(begin[0], num_empty)
                     raise StopIteration
         except BaseException:
             if steps is not None:
@@ -167,7 +173,8 @@ class Loader:
         return batch, num_left - num_empty - 1
 
     def _deliver(self) -> Any:
-        """The next batch of the current epoch; None: nothing is left of it. An error stops the executor."""
+        """The next batch of the current epoch; None: nothing is left of it; _END: the epoch has ended. An error stops the
+        executor."""
         executors = self._executors
         executor = executors.at(self._epoch, self._position)
         try:
@@ -176,7 +183,9 @@ class Loader:
             if delivery.error is not None:
                 raise delivery.error
             batch = None
-            if delivery.is_empty:
+            if delivery.is_end:
+                batch = _END
+            elif delivery.is_empty:
                 self._empty_batches.note(delivery, self._plan.schedule)
             else:
                 if self._stream is not None:
@@ -188,7 +197,12 @@ class Loader:
         except BaseException:  # Ctrl-C: do not wait long for a stage that hangs
             executors.stop(join_s=1.0)
             raise
+        if batch is _END:
+            self._epoch, self._position = self._epoch + 1, 0
+            return batch
         self._position = delivery.end
+        if isinstance(self._plan.source, IterableSource):
+            self._plan.source.snapshot = delivery.snapshot
         executors.delivered(self._epoch, self._position)
         return batch
 
@@ -216,6 +230,7 @@ class Loader:
     @property
     def num_samples(self) -> int:
         """The number of samples of the data set, over all ranks."""
+        self._plan.schedule.check_length()
         return len(self._plan.source)
 
     @property
@@ -240,7 +255,8 @@ class Loader:
         """The position of the loop as JSON values; takes microseconds, after any batch. Batches read ahead do not count.
         After an epoch's last batch it is the beginning of the next epoch."""
         here = self._or_next_epoch(self._epoch, self._position)
-        return State(*here, self._plan.config.order.seed, self._fingerprint).to_dict()
+        own = own_state(self._plan.source, here)
+        return State(*here, self._plan.config.order.seed, self._fingerprint, own).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly behind the batch after which `state` was taken, also with another number of ranks or workers.
@@ -254,7 +270,11 @@ class Loader:
             seed=self._plan.config.order.seed, fingerprint=self._fingerprint, num_samples=len(self._plan.source)
         )
         self._iteration += 1
-        self._epoch, self._position = self._next = self._or_next_epoch(restored.epoch, restored.position)
+        self._epoch, self._position = self._next = here = self._or_next_epoch(restored.epoch, restored.position)
+        source = self._plan.source
+        if isinstance(source, IterableSource):
+            self._executors.stop()  # the next one begins with the state
+            source.snapshot = None if restored.source is None else Snapshot(*here, restored.source)
 
     def _or_next_epoch(self, epoch: int, position: int) -> tuple[int, int]:
         """(epoch, position), or the beginning of the next epoch if no batch comes behind it."""
@@ -289,7 +309,7 @@ class Loader:
     def dataset(self) -> BatchesByNumber:
         """Its `len` is the number of samples. It gives no samples, but batches to the DataLoader that
         `accelerate.skip_first_batches(loader, num)` makes, also in the Trainer of transformers."""
-        return BatchesByNumber(len(self._plan.source), self._rest_from)
+        return BatchesByNumber(lambda: self.num_samples, self._rest_from)
 
     @property
     def sampler(self) -> None:
@@ -298,7 +318,7 @@ class Loader:
     @property
     def batch_sampler(self) -> BatchNumbers:
         """The numbers of an epoch's batches, for that DataLoader; its `set_epoch`, which Lightning calls, is the loader's."""
-        return BatchNumbers(len(self), self.set_epoch)
+        return BatchNumbers(self.__len__, self.set_epoch)
 
     @property
     def prefetch_factor(self) -> None:
@@ -377,12 +397,12 @@ class Loader:
 
     def __repr__(self) -> str:
         schedule = self._plan.schedule
-        num_batches, ranks = "", "rank not taken yet"
-        if self._has_ranks:
-            num_batches, ranks = f"{schedule.num_batches()} ", f"on rank {schedule.rank} of {schedule.world_size}"
+        ranks = f"on rank {schedule.rank} of {schedule.world_size}" if self._has_ranks else "rank not taken yet"
+        num_batches = f"{schedule.num_batches()} " if self._has_ranks and schedule.knows_length else ""
+        samples = f"{schedule.num_samples} samples" if schedule.knows_length else "any number of samples"
         return (
-            f"<Loader {self._plan.config.name!r}: {len(self._plan.source)} samples, {num_batches}batches of "
-            f"{schedule.batch_size}, {ranks}, epoch {self._epoch}>"
+            f"<Loader {self._plan.config.name!r}: {samples}, {num_batches}batches of {schedule.batch_size}, {ranks}, "
+            f"epoch {self._epoch}>"
         )
 
     def __reduce__(self) -> NoReturn:
@@ -413,24 +433,3 @@ class Loader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Epoch(Iterator[Any]):
-    """An iterator over the rest of an epoch; `next_of(num_left)` gives the next batch and how many are left then."""
-
-    def __init__(self, next_of: Callable[[int | None], tuple[Any, int]], num_to_come: Callable[[], int]) -> None:
-        self._next_of = next_of
-        self._num_to_come = num_to_come
-        self._num_left: int | None = None  # None: it has not begun
-
-    def __len__(self) -> int:
-        """The number of batches left, also of a resumed epoch."""
-        return self._num_to_come() if self._num_left is None else self._num_left
-
-    def __next__(self) -> Any:
-        try:
-            batch, self._num_left = self._next_of(self._num_left)
-        except BaseException:
-            self._num_left = 0
-            raise
-        return batch

@@ -17,6 +17,8 @@ from loaderkit.sampling.permutation import Bijection
 from loaderkit.sampling.random import key_of
 
 Int64 = NDArray[np.int64]
+UNKNOWN = 1 << 60
+"""The number of samples of what ends when it ends."""
 
 
 class SamplePermutation(Protocol):
@@ -184,6 +186,22 @@ class BatchSampler:
             return left // (self.batch_size * self.world_size)
         per_rank = -(-left // self.world_size)
         return -(-per_rank // self.batch_size)
+
+    @property
+    def knows_length(self) -> bool:
+        """False if only the end of the samples tells how many there are."""
+        return self.num_samples < UNKNOWN
+
+    def check_length(self) -> None:
+        """Raise TypeError, as `len` does, if the number of samples is not known."""
+        if not self.knows_length:
+            raise TypeError(
+                "how many samples an iterable has shows when it ends, so there is no length: count what is delivered"
+            )
+
+    def step_of(self, start: int, position: int) -> int:
+        """The batch that holds `position` on its rank, counted from global position `start`."""
+        return (position - start) // (self.batch_size * self.world_size)
 
     def positions(self, start: int, step: int, num_batches: int = 1) -> Int64:
         """The positions of the batches from `step` (from 0) on, counted from global position `start`.

@@ -20,6 +20,7 @@ class State:
     position: int
     seed: int
     fingerprint: dict[str, str]
+    source: Any = None  # the source's own state there, if it has one
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of JSON values. The fingerprint is a list, as torch.distributed.checkpoint flattens dicts: its load would fail
@@ -30,6 +31,7 @@ class State:
             "position": self.position,
             "seed": self.seed,
             "fingerprint": [list(part) for part in self.fingerprint.items()],
+            **({} if self.source is None else {"source": self.source}),
         }
 
     @classmethod
@@ -52,7 +54,7 @@ class State:
             fingerprint = None
         if fingerprint is None or any(type(part) is not str for part in chain(*fingerprint.items())):
             raise StateError("the state's 'fingerprint' is missing: it was not made by a loader's state_dict()")
-        return cls(data["epoch"], data["position"], data["seed"], fingerprint)
+        return cls(data["epoch"], data["position"], data["seed"], fingerprint, data.get("source"))
 
     def check(self, *, seed: int, fingerprint: dict[str, str], num_samples: int) -> None:
         """Raise `StateError` naming what differs, if this state belongs to another data set or pipeline."""

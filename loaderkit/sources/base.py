@@ -156,5 +156,6 @@ class SourceKind:
     fields: Callable[[Any], Mapping[str, str] | None] = _none  # field -> image, text, ...; None: only the data tells
     reopen: Callable[[Any, int], Callable[[], Source] | None] = lambda args, size: None
     """(args, number of samples) -> how a loading process opens it; None: the source is pickled."""
+    is_stream: bool = False  # items come in their own order only, and their number shows at their end
     objects: Callable[[Any], Mapping[str, Any]] = lambda args: {}
     """Key -> object that the user gave for it and that is pickled to loading processes."""

@@ -72,17 +72,16 @@ class DatasetArgs(SourceArgs):
         return value
 
 
-def open_object(args: DatasetArgs) -> Any:
-    """The data set object: imported, and called if it is a function or class. Raises `ConfigError`."""
-    if not isinstance(args.object, str):
-        return args.object
+def open_object(args: DatasetArgs, needed: tuple[str, ...] = ("__len__", "__getitem__")) -> Any:
+    """The data set object, with the methods `needed`: imported, and called if it is a function or class. Raises
+    `ConfigError`."""
     try:
-        dataset: Any = import_named(args.object)
+        dataset: Any = import_named(args.object) if isinstance(args.object, str) else args.object
     except USER_ERRORS as error:
         raise ConfigError(
             f"source.object: {args.object!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    is_ready = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, type)
+    is_ready = all(hasattr(dataset, name) for name in needed) and not isinstance(dataset, type)
     if is_ready and args.args:
         raise ConfigError(
             f"source.args: {args.object!r} is a {type(dataset).__name__}, not a function, so nothing takes the arguments "
@@ -96,9 +95,9 @@ def open_object(args: DatasetArgs) -> Any:
             raise ConfigError(
                 f"source.object: {args.object!r}, called with ({given}), failed: {type(error).__name__}: {error}"
             ) from error
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    if not all(hasattr(dataset, name) for name in needed):
         raise ConfigError(
-            f"source.object: {args.object!r} gives {type(dataset).__name__}, which has no __len__ and __getitem__"
+            f"source.object: {args.object!r} gives {type(dataset).__name__}, which has no {' and '.join(needed)}"
         )
     return dataset
 
@@ -119,16 +118,19 @@ _SINGLE = {np.ndarray, int, float, bytes}  # common types: isinstance() would ta
 class DatasetSource(ItemSource):
     """The items of an object, by its own indices."""
 
-    def __init__(self, dataset: Any, args: DatasetArgs) -> None:
+    def __init__(self, dataset: Any, args: DatasetArgs, size: int | None = None) -> None:
+        """`size`: the number of items, if the object does not know it."""
         self.dataset = dataset
         self._fields = args.fields
         self._single = "0" if args.fields is None else args.fields[0] if len(args.fields) == 1 else None
         self._name = type(dataset).__qualname__
         self._get_many = getattr(dataset, "__getitems__", None)
-        size = _size_of(dataset)
+        if size is None:
+            size = _size_of(dataset)
+            size = size if args.limit is None else min(size, args.limit)
         if size == 0:
             raise SourceError(f"the data set {self._name} has no items: len() is 0")
-        self._size = size if args.limit is None else min(size, args.limit)
+        self._size = size
         classes = getattr(dataset, "classes", None)
         self.classes = [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
 

@@ -18,6 +18,7 @@ from loaderkit.sources.base import Sample
 from loaderkit.stages.slots import Slots, TakeBytes
 
 if TYPE_CHECKING:
+    from loaderkit.sources.iterable import Pass
     from loaderkit.stages.context import CompileContext, Stream
     from loaderkit.stages.image.ops import ImageOps
 
@@ -200,9 +201,12 @@ class BatchWork(WorkItem):
         "fields",
         "indices",
         "is_empty",
+        "is_end",
         "positions",
+        "snapshot",
         "specs",
         "step",
+        "stream",
         "take_bytes",
         "values",
         "wrapped",
@@ -231,7 +235,9 @@ class BatchWork(WorkItem):
         self.take_bytes: TakeBytes | None = None  # for large ones of them
         self.failures = []
         self.dropped: list[int] = []  # the slots of samples that `filter` left out
-        self.is_empty = False
+        self.is_empty = self.is_end = False
+        self.stream: Pass | None = None  # what its items come from, if they come in order only
+        self.snapshot: Any = None
 
     @property
     def num_dropped(self) -> int:  # type: ignore[override]
@@ -239,6 +245,12 @@ class BatchWork(WorkItem):
 
     def __str__(self) -> str:
         return f"batch {self.step} of epoch {self.epoch}"
+
+    def cut(self, num_items: int) -> None:
+        """Leave only the first items: the source had no more."""
+        self.num_items = num_items
+        self.positions, self.indices = self.positions[:num_items], self.indices[:num_items]
+        self.values = {name: values[:num_items] for name, values in self.values.items()}
 
     def let_go(self) -> None:
         self.fields, self.values = {}, {}

@@ -22,6 +22,7 @@ from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS
 from loaderkit.sources.base import FieldRange, ItemSource, RecordSource, Sample, Source
+from loaderkit.sources.iterable import IterableSource, Pass
 from loaderkit.stages.base import Encoded, SampleChunk, StageArgs, StageConfig, StageKind
 from loaderkit.stages.context import CompileContext
 from loaderkit.stages.read_arrays import DirectRead
@@ -198,7 +199,8 @@ def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Ca
     def run(chunk: SampleChunk) -> int:
         chunk.current = None
         indices = chunk.indices.tolist()
-        items = source.items(indices)
+        stream = chunk.work_item.stream
+        items = source.items(indices) if stream is None else _next_items(stream, chunk, indices)
         if items is None:
             items = chunk.current = []
             while len(items) < len(indices):
@@ -209,7 +211,7 @@ def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Ca
                     failed(chunk, len(items), error)
                     items.append(None)
             chunk.current = None
-        if is_last and chunk.work_item.specs and not chunk.failures:
+        if is_last and chunk.work_item.specs and not chunk.failures and len(items) == len(indices):
             with suppress(ValueError):  # `sample` raises it again for the item concerned
                 chunk.columns = source.columns(items)
         if chunk.columns is None:
@@ -224,12 +226,24 @@ def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Ca
     return run
 
 
+def _next_items(stream: Pass, chunk: SampleChunk, indices: list[int]) -> list[Any]:
+    """The chunk's items, fewer at the end of the stream. A batch's last chunk reads on to the batch's end on all ranks."""
+    work_item = chunk.work_item
+    is_last = chunk.hi == len(work_item)
+    items, snapshot = stream.take(indices, work_item.end if is_last else indices[-1] + 1)
+    if is_last:
+        work_item.snapshot = snapshot
+    return items
+
+
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     failed, connector = context.failed(stage), context.connector
     is_last = len(context.before_batch) == 1
     if context.gives == "items":
-        assert isinstance(context.source, ItemSource)
-        return stage.ready("sample", read_items(context.source, failed, is_last=is_last))
+        source = context.source
+        assert isinstance(source, ItemSource)
+        interrupt = source.interrupt if isinstance(source, IterableSource) else None
+        return stage.ready("sample", read_items(source, failed, is_last=is_last), interrupt=interrupt)
     assert connector is not None
     # A reader may wait for its threads.
     interrupt = connector.stop if isinstance(connector, ReadAheadConnector) else None

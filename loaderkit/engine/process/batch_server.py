@@ -113,6 +113,8 @@ class BatchSender:
             failures=work_item.failures,
             num_dropped=work_item.num_dropped,
             is_empty=work_item.is_empty,
+            is_end=work_item.is_end,
+            snapshot=work_item.snapshot,
             error=work_item.error,
             done_s=path.done_s,
             segments=self._engine.trace(since_s, path.done_s, path),

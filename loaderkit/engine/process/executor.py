@@ -152,7 +152,7 @@ class ProcessEngine:
             self._waits.begin(None)  # only waits that end in a batch count
             raise
         self._charge(batch, begin, end)
-        if batch.error is None:
+        if batch.error is None and not batch.is_end:
             self._num_delivered += not batch.is_empty
             self._num_samples += len(batch) - batch.num_dropped
             self._num_dropped += batch.num_dropped

@@ -176,6 +176,8 @@ class Delivered:
     failures: Sequence[Any]  # tuples with a field `error`
     num_dropped: int
     is_empty: bool
+    is_end: bool
+    snapshot: Any
     error: BaseException | None
     done_s: float
     segments: Sequence[WaitSegment]

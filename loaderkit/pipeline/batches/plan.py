@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from loaderkit.engine.work import WorkItem
-from loaderkit.errors import StageError
+from loaderkit.errors import SourceError, StageError
 from loaderkit.pipeline.batches.assembler import BatchAssembler
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.memory import BatchMemory
 from loaderkit.sampling.permutation import Bijection
 from loaderkit.sources.base import Sample, Source
+from loaderkit.sources.iterable import IterableSource, Pass
 from loaderkit.stages.base import BatchContext, BatchWork, FieldSpec, SampleChunk, image_names
 from loaderkit.stages.runner import raise_store_failure
 
@@ -37,14 +38,19 @@ class BatchPlan:
         key: Callable[[int], str],
         find_specs: Callable[[], Mapping[str, FieldSpec]],
         whole_chunks: bool = False,
+        begin_pass: Callable[[int, int], Pass] | None = None,
     ) -> None:
-        """`find_specs` gives the fields of a batch: see `specs_of_first`. `whole_chunks`: a batch is one chunk."""
+        """`find_specs` gives the fields of a batch: see `specs_of_first`. `whole_chunks`: a batch is one chunk. `begin_pass`
+        begins to read, from (epoch, position) on, a source whose items come in order only."""
         self._cursor = cursor
         self.memory = memory
         self._assembler = assembler
         self.key = key
         self._find_specs = find_specs
         self._whole_chunks = whole_chunks
+        self._begin_pass = begin_pass
+        self._begin = (0, 0)
+        self._pass: Pass | None = None
         self.is_prepared = False
         self.specs: Mapping[str, FieldSpec] = {}
         self._images: tuple[str, ...] = ()
@@ -72,6 +78,8 @@ class BatchPlan:
 
     def seek(self, epoch: int, position: int) -> None:
         self._cursor.seek(epoch, position)
+        self._end_pass()
+        self._begin = (epoch, position)
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         self.memory.set_depth(num_batches, memory_bytes)
@@ -94,6 +102,9 @@ class BatchPlan:
         work_item = self._cursor.next()
         if work_item is None:
             return None
+        if self._pass is None and self._begin_pass is not None:
+            self._pass = self._begin_pass(*self._begin)
+        work_item.stream = self._pass
         work_item.specs = self.specs
         work_item.fields = self.memory.take()
         work_item.take_bytes = self.memory.take_bytes
@@ -112,6 +123,8 @@ class BatchPlan:
 
     def finish(self, work_item: WorkItem) -> dict[str, Any]:
         assert isinstance(work_item, BatchWork)
+        if work_item.stream is not None and not _cut_to_end(work_item, work_item.stream):
+            return {}
         batch = self._assembler.finish(work_item)
         if self._ragged and batch:
             self.memory.note_batch(sum(_num_bytes(batch[name]) for name in self._ragged))
@@ -126,7 +139,26 @@ class BatchPlan:
         """Nothing to do: a slab's lease returns it."""
 
     def close(self) -> None:
+        self._end_pass()
         self.memory.close()
+
+    def _end_pass(self) -> None:
+        if self._pass is not None:
+            self._pass.is_ended = True
+            self._pass = None
+
+
+def _cut_to_end(work_item: BatchWork, stream: Pass) -> bool:
+    """Cut a batch to what there is before the end of the source; False if that is no batch."""
+    num_left = stream.num_left(work_item.indices.tolist(), work_item.begin, work_item.end)
+    if num_left == 0:
+        work_item.is_empty = work_item.is_end = True
+        work_item.let_go()
+        return False
+    if stream.end is not None and stream.end < work_item.end:
+        work_item.cut(num_left)
+        work_item.end = stream.end
+    return True
 
 
 def _num_bytes(values: torch.Tensor | list[torch.Tensor]) -> int:
@@ -147,10 +179,15 @@ def specs_of_first(
     """
     errors: list[StageError] = []
     num_dropped = 0
-    for index in _candidates(len(source)):
+    stream = Pass.from_first(source) if isinstance(source, IterableSource) else None
+    for index in _candidates(len(source)) if stream is None else range(_NUM_FIRST + _NUM_ELSEWHERE):
         indices = np.array([index], np.int64)
-        chunk = SampleChunk(BatchWork(epoch=0, step=0, positions=indices, indices=indices), 0, 1, indices)
+        work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices, end=index + 1)
+        work_item.stream = stream
+        chunk = SampleChunk(work_item, 0, 1, indices)
         run(chunk)
+        if stream is not None and stream.end is not None:
+            break
         sample = chunk.samples[0]
         if sample is not None:
             return specs_of(sample, source.key(index))
@@ -159,12 +196,15 @@ def specs_of_first(
         errors.extend(chunk.failures.values())
         if len(errors) == num_tries:
             break
-    if not num_dropped or len(errors) == num_tries:
+    if errors and (not num_dropped or len(errors) == num_tries):
         raise errors[0]
+    if not num_dropped:
+        raise SourceError(f"the iterable {source.origin(0)} has no items: it ended before the first")
     bad = f"; the other {len(errors)} were bad, the first: {errors[0]}" if errors else ""
+    size = "" if stream is not None else f"; the source has {len(source)}"
     raise StageError(
         f"filter dropped {num_dropped} of the {num_dropped + len(errors)} samples tried, and none is left to show what a batch "
-        f"holds; the source has {len(source)}: does the function return True for what is to be kept?{bad}",
+        f"holds{size}: does the function return True for what is to be kept?{bad}",
         stage="filter",
     )
 

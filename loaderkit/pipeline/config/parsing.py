@@ -21,7 +21,7 @@ from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.diagnostics import KeyPath, Problems, nearest, say_expected, say_unmet
 from loaderkit.pipeline.config.model import ErrorsArgs, OrderArgs, PipelineConfig, PrefetchArgs, escape
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
-from loaderkit.pipeline.config.validation import check_structure
+from loaderkit.pipeline.config.validation import check_structure, order_of_stream
 from loaderkit.pipeline.config.yaml_text import expand_variables, read_yaml
 from loaderkit.stages.base import StageArgs, StageConfig
 
@@ -82,6 +82,8 @@ def _parse(data: Any, problems: Problems, base: Path, overrides: Mapping[str, An
     output = _parse_output(data, problems)
     if source is not None and len(stages) == len(data["stages"] if isinstance(data.get("stages"), list) else ()):
         check_structure(source, stages, order, prefetch, problems)
+    if source is not None and order is not None and SOURCES[data["source"]["kind"]].is_stream:
+        order = order_of_stream(order, errors, problems)
     problems.raise_problems()
     assert source is not None
     assert order is not None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.pipeline.config.diagnostics import KeyPath, Problems, nearest
-from loaderkit.pipeline.config.model import OrderArgs, PrefetchArgs
+from loaderkit.pipeline.config.model import ErrorsArgs, OrderArgs, PrefetchArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.sources.base import SourceKind
 from loaderkit.stages.base import AddError, StageConfig
@@ -60,6 +60,22 @@ def check_structure(
             "block needs a source that knows where its bytes lie (files, tar, array); a data set object has none: "
             "use global or none",
         )
+
+
+def order_of_stream(order: OrderArgs, errors: ErrorsArgs | None, problems: Problems) -> OrderArgs:
+    """The order of a source whose items come in their own order only; adds errors for what needs another."""
+    if "shuffle" in order.model_fields_set and order.shuffle != "none":
+        problems.error(
+            ("order", "shuffle"),
+            "an iterable's items come in its own order: leave this out or use none, and shuffle in the iterable (its "
+            "`set_epoch`, if it has one, is called with each epoch)",
+        )
+    if errors is not None and errors.on_bad_sample == "replace":
+        problems.error(
+            ("errors", "on_bad_sample"),
+            "an iterable has no other sample at hand to put in its place: use skip or raise",
+        )
+    return order.model_copy(update={"shuffle": "none"})
 
 
 def _error_adder(stages: tuple[StageConfig, ...], problems: Problems) -> AddError:

@@ -1,0 +1,56 @@
+"""Things that can only be iterated over; importable in loading processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+READ: list[int] = []  # by `Stateful`, in this process
+
+
+class Counting(IterableDataset[dict[str, Any]]):
+    """Item i of epoch e holds i and e."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number in range(self.size):
+            yield {"x": number, "epoch": self.epoch}
+
+
+class Stateful(Counting):
+    """The same, which can begin at any item."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.begin = self.num_read = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_read": self.num_read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["num_read"]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number in range(self.begin, self.size):
+            self.num_read = number + 1
+            READ.append(number)
+            yield {"x": number, "epoch": self.epoch}
+
+
+def counting(size: int) -> Iterator[dict[str, Any]]:
+    """A generator function: made anew for each epoch, whose number it does not know."""
+    for number in range(size):
+        yield {"x": number, "epoch": 0}
+
+
+def failing(size: int) -> Iterator[dict[str, Any]]:
+    yield from counting(size)
+    raise OSError("the line is dead")

@@ -1,0 +1,186 @@
+"""`kind: iterable`: every rank's share in order with all executors, resumed exactly, and an end that shows when it comes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from executors import EXECUTORS
+from filtering import keep
+from iterables import READ, Counting, Stateful, counting
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.cli import main
+from loaderkit.errors import ConfigError, SourceError, StageError
+
+INLINE = EXECUTORS["inline"]
+
+
+def expected(size: int, batch: int, *, rank: int, world_size: int, drop_last: bool) -> list[list[int]]:
+    """The batches of an epoch, in plain Python."""
+    batches = []
+    for begin in range(0, size, batch * world_size):
+        whole = range(begin, min(begin + batch * world_size, size))
+        if len(whole) < (batch * world_size if drop_last else world_size):
+            break  # not every rank has a batch of it
+        batches.append(list(whole)[rank::world_size])
+    return batches
+
+
+def taken(loader: loaderkit.Loader, most: int = 10**6) -> list[tuple[int, list[int]]]:
+    """(epoch, numbers) of the next batches of at most two epochs."""
+    batches: list[tuple[int, list[int]]] = []
+    for _ in range(3):  # a state from an epoch's last batch is resumed with nothing more of it
+        for batch in loader if len(batches) < most else ():
+            (epoch,) = set(batch["epoch"].tolist())
+            batches.append((epoch, batch["x"].tolist()))
+            if len(batches) == most:
+                break
+    return batches
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_every_rank_gets_its_share_in_order(executor: str, rng: random.Random) -> None:
+    size, batch, world_size = rng.randrange(30, 120), rng.randrange(1, 7), rng.randrange(1, 4)
+    rank, drop_last = rng.randrange(world_size), rng.random() < 0.5
+    kind: Any = rng.choice([Counting, Stateful, "iterables:Counting", "iterables:Stateful", "iterables:counting"])
+    source: dict[str, Any] = (
+        {"object": kind, "args": {"size": size}} if isinstance(kind, str) else {"object": kind(size)}
+    )
+    made = Pipeline.iterable(**source).epochs(2).read().batch(batch, drop_last=drop_last)
+    ranks: dict[str, Any] = {"rank": rank, "world_size": world_size}
+    numbers = expected(size, batch, rank=rank, world_size=world_size, drop_last=drop_last)
+    whole = [(epoch, one) for epoch in ((0, 0) if "counting" in str(kind) else (0, 1)) for one in numbers]
+    done = rng.randrange(1, len(whole) + 1)
+    with loaderkit.build(made, **ranks, overrides=EXECUTORS[executor]) as loader:
+        assert taken(loader, done) == whole[:done]
+        state = json.loads(json.dumps(loader.state_dict()))
+        loader.load_state_dict(state)
+        assert taken(loader) == whole[done:]
+    with loaderkit.build(made, **ranks, overrides=EXECUTORS[executor]) as loader:
+        loader.load_state_dict(state)
+        assert taken(loader) == whole[done:]
+        assert loader.stats().num_samples == sum(len(one) for _, one in whole[done:])
+
+
+def test_a_state_goes_on_with_another_number_of_ranks() -> None:
+    made = Pipeline.iterable(Stateful(50)).read().batch(4)
+    with loaderkit.build(made, rank=1, world_size=3, overrides=INLINE) as loader:
+        iterator = iter(loader)
+        assert [next(iterator)["x"].tolist() for _ in range(2)] == [[1, 4, 7, 10], [13, 16, 19, 22]]
+        state = loader.state_dict()
+    rest = []
+    for rank in range(2):
+        with loaderkit.build(made, rank=rank, world_size=2, overrides=INLINE) as loader:
+            loader.load_state_dict(state)
+            rest += [x for batch in loader for x in batch["x"].tolist()]
+    assert sorted(rest) == list(range(24, 50))
+
+
+@pytest.mark.parametrize(("resume", "first"), [("auto", 24), ("skip", 0)])
+def test_it_is_resumed_by_its_own_state_or_by_skipping(resume: Literal["auto", "skip"], first: int) -> None:
+    made = Pipeline.iterable(Stateful(50), resume=resume).epochs(2).read().batch(8)
+    with loaderkit.build(made, overrides=INLINE) as loader:
+        taken(loader, 3)
+        state = loader.state_dict()
+    assert ("source" in state) is (resume == "auto")
+    with loaderkit.build(made, overrides=INLINE) as loader:
+        loader.load_state_dict(state)
+        iterator = iter(loader)
+        READ.clear()
+        assert next(iterator)["x"].tolist() == list(range(24, 32))
+    after_the_first_sample = READ[1:]  # which tells what a batch holds
+    assert after_the_first_sample == list(range(first, 32))
+
+
+def test_a_filter_drops_its_items() -> None:
+    made = Pipeline.iterable("iterables:counting", args={"size": 300}).epochs(2).read()
+    with loaderkit.build(made.filter(keep, args={"share": 0.3}).batch(8), overrides=INLINE) as loader:
+        found = [x for batch in loader for x in batch["x"].tolist()]
+        assert loader.stats().num_dropped == 300 - len(found)
+    with loaderkit.build(made.batch(300), overrides=INLINE) as loader:
+        assert found == [x for batch in loader for x in batch["x"].tolist() if keep({"x": x}, 0.3)]
+    nothing = made.filter(keep, args={"share": -1}).batch(8)
+    with (
+        loaderkit.build(nothing, overrides=INLINE) as loader,
+        pytest.raises(StageError, match="filter dropped 300 of the 300 samples tried"),
+    ):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread", "process"])
+def test_a_failure_of_the_iterable_is_no_bad_sample(executor: str) -> None:
+    made = Pipeline.iterable("iterables:failing", args={"size": 10}).read().batch(4).errors(on_bad_sample="skip")
+    with loaderkit.build(made, overrides=EXECUTORS[executor]) as loader:
+        iterator = iter(loader)
+        assert [next(iterator)["x"].tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        with pytest.raises(SourceError, match="failed at item 10 of epoch 0: OSError: the line is dead"):
+            next(iterator)
+
+
+def test_what_can_be_read_once_only_is_found_out() -> None:
+    with pytest.raises(ConfigError, match="a generator can be iterated over only once"):
+        loaderkit.build(Pipeline.iterable(counting(10)).read().batch(4))
+    items = counting(10)
+    with (
+        loaderkit.build(Pipeline.iterable(lambda: items).read().batch(4), overrides=INLINE) as loader,
+        pytest.raises(SourceError, match="gave the same iterator a second time"),
+    ):
+        list(loader)
+    with (
+        loaderkit.build(Pipeline.iterable([]).read().batch(4), overrides=INLINE) as loader,
+        pytest.raises(SourceError, match="has no items"),
+    ):
+        list(loader)
+
+
+def test_what_needs_another_order_is_refused() -> None:
+    made = Pipeline.iterable(Counting(10)).read().batch(4)
+    assert made.config.order.shuffle == "none"
+    with pytest.raises(ConfigError, match="an iterable's items come in its own order"):
+        loaderkit.build(made.shuffle("global"))
+    with pytest.raises(ConfigError, match="an iterable has no other sample at hand"):
+        loaderkit.build(made.errors(on_bad_sample="replace"))
+    with pytest.raises(ConfigError, match="an object with __iter__, or a function that returns one, not int"):
+        loaderkit.build(Pipeline.iterable(3).read().batch(4))
+
+
+def test_there_is_no_length_before_the_end() -> None:
+    with loaderkit.build(Pipeline.iterable(Counting(10)).read().batch(4), overrides=INLINE) as loader:
+        for unknown in (loader, iter(loader), loader.dataset, loader.batch_sampler):
+            with pytest.raises(TypeError, match="there is no length"):
+                len(unknown)
+        assert "any number of samples" in repr(loader)
+        assert [len(batch["x"]) for batch in loader] == [4, 4, 2]
+    limited = Pipeline.iterable(Counting(10), limit=6).read().batch(4)
+    with loaderkit.build(limited, overrides=INLINE) as loader:
+        assert [batch["x"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5]]
+
+
+YAML = """
+source: {kind: iterable, object: "iterables:Stateful", args: {size: 20}}
+stages: [read, {batch: {size: 8}}]
+"""
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, state = tmp_path / "stream.yaml", tmp_path / "state.json"
+    path.write_text(YAML)
+    assert main(["check", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "samples       not known before the iterable ends" in said
+    assert (
+        "resume        by its own state, as exact as that is; every rank and loading process iterates over all of it"
+        in said
+    )
+    assert main(["run", str(path), "--batches", "2", "--save-state", str(state), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 16
+    assert main(["run", str(path), "--epochs", "2", "--resume", str(state), "--json"]) == 0
+    ran = json.loads(capsys.readouterr().out)
+    assert (ran["epochs"], ran["batches"], ran["samples"]) == (2, 4, 24)
+    assert main(["explain", str(path)]) == 0
+    assert "# batches   any number per epoch, batch size 8" in capsys.readouterr().out

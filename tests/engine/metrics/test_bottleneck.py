@@ -338,6 +338,12 @@ class TestOfAStage:
         config = Pipeline.dataset(Numbers()).read().batch(8).config
         assert not settings_for(found, seen, config)
 
+    @pytest.mark.parametrize(("alone", "kind"), [(1.0, "bandwidth"), (2.4, "stragglers")])
+    def test_one_alone_that_met_no_straggler_shows_no_full_link(self, alone: float, kind: str) -> None:
+        some = services((0.01, 900), (0.1, 45))
+        one = row("read", 19, 0.3, services=some, num_items=945, num_bytes=10**6)
+        assert self.verdict(one, trial=ContentionResult(alone, 0.98, slowdowns={"read": 2.6})).kind == kind
+
     def test_rare_stragglers_do_not_matter(self) -> None:
         seldom = services((0.01, 990), (0.1, 11))
         assert self.verdict(row("read", 19, 0.3, services=seldom), trial=ContentionResult(0.5, 0.98)).kind == "latency"

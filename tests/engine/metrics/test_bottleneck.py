@@ -371,7 +371,7 @@ class TestOfAStage:
 @given(
     st.dictionaries(st.sampled_from(["start", "memory", "wakeup", *KINDS]), st.floats(0, 20)),
     st.lists(st.tuples(*[st.one_of(st.just(0.0), st.floats(0, 20))] * 6), min_size=len(KINDS), max_size=len(KINDS)),
-    st.floats(0, 20),
+    st.one_of(st.just(0.0), st.floats(1e-9, 20)),  # as clocks count
     st.builds(
         ContentionResult,
         st.one_of(st.none(), st.floats(0, 3)),

@@ -22,9 +22,11 @@ for _name in ("nms", "qnms"):
     with suppress(RuntimeError):  # it is declared: all of them have loaded
         _LIBRARY.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 sys.path.append(str(Path(sys.prefix) / "torchvision"))
-v2: Any = importlib.import_module("torchvision.transforms.v2")
-tv_tensors: Any = importlib.import_module("torchvision.tv_tensors")
-sys.path.pop()
+try:
+    v2: Any = importlib.import_module("torchvision.transforms.v2")
+    tv_tensors: Any = importlib.import_module("torchvision.tv_tensors")
+finally:
+    sys.path.pop()
 
 augment = v2.Compose(
     [

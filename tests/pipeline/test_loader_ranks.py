@@ -62,25 +62,19 @@ def test_built_before_the_ranks_are_forked(tmp_path: Path) -> None:
     assert_shared_out(tmp_path)
 
 
-@pytest.mark.prove
-def test_mp_spawn(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(ranked_loaders.build_then_init, (2, tmp_path), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
-    assert_shared_out(tmp_path)
-
-
-@pytest.mark.prove
-def test_torchrun(tmp_path: Path) -> None:
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*run, SCRIPT, str(tmp_path), "torchrun"], check=True, capture_output=True)
-    assert_shared_out(tmp_path)
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
-def test_lightning(tmp_path: Path, strategy: str) -> None:
-    if importlib.util.find_spec("lightning") is None:
-        pytest.skip("Lightning is not installed")
-    subprocess.run([sys.executable, SCRIPT, str(tmp_path), strategy], check=True, capture_output=True, cwd=tmp_path)
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("launcher", ["mp.spawn", "torchrun", "ddp", "ddp_fork"])
+def test_launched_by(tmp_path: Path, launcher: str) -> None:
+    """`ddp` and `ddp_fork` are strategies of Lightning's."""
+    if launcher == "mp.spawn":
+        torch.multiprocessing.spawn(ranked_loaders.build_then_init, (2, tmp_path), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+    else:
+        is_torchrun = launcher == "torchrun"
+        if not is_torchrun and importlib.util.find_spec("lightning") is None:
+            pytest.skip("Lightning is not installed")
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if is_torchrun else []
+        command = [sys.executable, *run, SCRIPT, str(tmp_path), launcher]
+        subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
     assert_shared_out(tmp_path)
 
 

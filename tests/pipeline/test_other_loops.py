@@ -136,7 +136,7 @@ def test_lightning_calls(num_done: int, has_state: bool) -> None:
     assert trained == whole()[num_done:]
 
 
-@pytest.mark.prove
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("library", ["lightning", "accelerate", "transformers"])
 def test_trains_and_resumes_by(library: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(library) is None:

@@ -82,7 +82,7 @@ class Loop:
         rows = [
             StageStats(
                 name, 2, num_items=self._num_batches, busy_s=2 * wall_s * cpu / 3, cpu_s=wall_s * cpu / 2, kind=name,
-                blocked_s=2 * wall_s * (1 - cpu / 3), services=self._services(),
+                blocked_s=2 * wall_s * (1 - cpu / 3), services=self._services(), num_bytes=100 * (name == "read"),
             )
             for name, cpu in zip(STAGES, self._drawn["cpu"], strict=True)
         ]  # fmt: skip

@@ -18,6 +18,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 import loaderkit
+from loaderkit.cli import main
 from loaderkit.pipeline.config.yaml_text import from_yaml
 
 PAGE = "docs/recipes.md"
@@ -139,8 +140,10 @@ class TestAScriptWithADataLoader:
         ran = subprocess.run([sys.executable, "plain.py"], cwd=folder, check=True, capture_output=True, text=True)
         assert ran.stdout.count("right") == 2
 
-    def test_its_data_set_kept(self, folder: Path) -> None:
+    def test_its_data_set_kept(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = recipe(folder, "kept.yaml")
+        assert main(["check", str(path)]) == 0
+        assert "read draws from global generators (random)" in capsys.readouterr().out
         plain: Any = importlib.import_module("plain")
         expected: Any = DataLoader(plain.Photos("data/train", augment=False), batch_size=16, drop_last=True)
         overrides = {"source.args.augment": False, "order.shuffle": "none"}

@@ -25,6 +25,7 @@ sys.path.append(str(Path(sys.prefix) / "torchvision"))
 try:
     v2: Any = importlib.import_module("torchvision.transforms.v2")
     tv_tensors: Any = importlib.import_module("torchvision.tv_tensors")
+    data_sets: Any = importlib.import_module("torchvision.datasets")
 finally:
     sys.path.pop()
 

@@ -105,3 +105,18 @@ def test_in_a_data_set(photos: Path, executor: str, kind: str) -> None:
         assert type(images[0]) is torch.Tensor
     for image, wanted in zip(images, expected, strict=True):
         assert torch.equal(image, transforms.v2.functional.pil_to_tensor(wanted) if kind == "pillow" else wanted)
+
+
+def test_an_image_folder(photos: Path) -> None:
+    """Its own `transform` or our stages: the same pixels either way, and the classes of `kind: files`."""
+    folder = Pipeline.dataset(transforms.data_sets.ImageFolder(photos), fields=["image", "label"])
+    pictures = folder.shuffle(False).read().decode().center_crop(40).batch(16)
+    cropped = transforms.data_sets.ImageFolder(photos, transforms.v2.Compose([transforms.v2.CenterCrop(40)]))
+    transformed = Pipeline.dataset(cropped, fields=["image", "label"]).shuffle(False).read().decode().batch(16)
+    files = Pipeline.files(photos, label="parent").shuffle(False).read().decode().center_crop(40).batch(16)
+    with loaderkit.build(pictures) as one, loaderkit.build(transformed) as other, loaderkit.build(files) as third:
+        assert one.classes == other.classes == third.classes
+        for batch, same, as_files in zip(one, other, third, strict=True):
+            assert torch.equal(batch["image"], same["image"])
+            assert torch.equal(batch["image"], as_files["image"])
+            assert batch["label"].tolist() == same["label"].tolist() == as_files["label"].tolist()

@@ -236,6 +236,8 @@ class Pass:
             num = self._begin
         iterator = self._source.new_iterator(iterable)
         for number in range(num, self._begin):
+            if self.is_ended:
+                break
             if number >= self._source.limit or next(iterator, self) is self:
                 raise SourceError(f"it has only {number} items now, and reading goes on at position {self._begin}")
         return iterator

@@ -97,6 +97,26 @@ def test_it_is_resumed_by_its_own_state_or_by_skipping(resume: Literal["auto", "
     assert after_the_first_sample == list(range(first, 32))
 
 
+@pytest.mark.parametrize("resume", ["auto", "skip"])
+def test_a_streaming_data_set_of_hugging_faces_goes_on_exactly(
+    resume: Literal["auto", "skip"], rng: random.Random
+) -> None:
+    datasets: Any = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": list(range(60)), "epoch": [0] * 60})
+    made = Pipeline.iterable(rows.to_iterable_dataset(num_shards=3), resume=resume).epochs(2).read().batch(7)
+    with loaderkit.build(made) as loader:
+        whole = taken(loader)
+    assert [x for _, batch in whole for x in batch] == [*range(60)] * 2
+    for _ in range(3):
+        done = rng.randrange(1, len(whole) + 1)
+        with loaderkit.build(made) as loader:
+            assert taken(loader, done) == whole[:done]
+            state = json.loads(json.dumps(loader.state_dict()))
+        with loaderkit.build(made) as loader:
+            loader.load_state_dict(state)
+            assert taken(loader) == whole[done:]
+
+
 def test_a_filter_drops_its_items() -> None:
     made = Pipeline.iterable("iterables:counting", args={"size": 300}).epochs(2).read()
     with loaderkit.build(made.filter(keep, args={"share": 0.3}).batch(8), overrides=INLINE) as loader:

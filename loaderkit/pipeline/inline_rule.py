@@ -8,9 +8,7 @@ from loaderkit.connectors.base import Connector
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.layers.retry import RetryConnector
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.sources.array import ArraySource
 from loaderkit.sources.base import Source
-from loaderkit.sources.tar import TarSource
 
 # Such a batch takes about 0.2 ms; the wake-up of another thread and two passes of the GIL take 0.1 ms.
 _TINY_BYTES, _FEW_READS = 128 * 1024, 128
@@ -28,17 +26,12 @@ def why_inline(config: PipelineConfig, source: Source, connector: Connector | No
     store = connector.inner if isinstance(connector, RetryConnector) else connector
     if type(store) is not FileConnector or [stage.kind for stage in config.stages] != ["read", "batch"]:
         return None
-    batch = config.batch
-    if isinstance(source, ArraySource):
-        sample_bytes, data_bytes = source.records.num_bytes, source.file.size
-        num_reads = batch.size
-    elif isinstance(source, TarSource):
-        sample_bytes, data_bytes = source.num_bytes // len(source), source.num_bytes
-        num_reads = batch.size * source.num_members // len(source)
-    else:
+    size, packed = config.batch.size, source.packed()
+    if packed is None:
         return None
-    if num_reads > _FEW_READS or batch.size * sample_bytes > _TINY_BYTES:
+    num_bytes = size * (packed.num_bytes // len(source))
+    if size * packed.num_reads // len(source) > _FEW_READS or num_bytes > _TINY_BYTES:
         return None
-    if data_bytes > _CACHED_SHARE * (free_memory()[0] or 0):
+    if packed.stored_bytes > _CACHED_SHARE * (free_memory()[0] or 0):
         return None
-    return f"a batch of {say_bytes(batch.size * sample_bytes)} takes longer to hand over than to make"
+    return f"a batch of {say_bytes(num_bytes)} takes longer to hand over than to make"

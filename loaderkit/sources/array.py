@@ -20,7 +20,7 @@ from loaderkit._internal.settings import as_tuple
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, FormatError, SourceError
-from loaderkit.sources.base import FieldRange, Records, RecordSource, Sample, SourceKind
+from loaderkit.sources.base import FieldRange, PackedSize, Records, RecordSource, Sample, SourceKind
 from loaderkit.sources.formats.npy import NpyHeader, read_npy_header
 from loaderkit.sources.listing import numbered
 
@@ -147,6 +147,10 @@ class ArraySource(RecordSource):
         each, rest = divmod(self._size, num_runs)
         numbers = np.arange(num_runs + 1, dtype=np.int64)
         return numbers * each + np.minimum(numbers, rest)
+
+    def packed(self) -> PackedSize:
+        """Windows overlap, so that the samples have more bytes than the file."""
+        return PackedSize(len(self), len(self) * self.records.num_bytes, self._info.size)
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits from type, shape, window, number of samples and size of the file."""

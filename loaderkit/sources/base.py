@@ -45,6 +45,14 @@ class Table(NamedTuple):
     constants: Mapping[str, list[Any]] = MappingProxyType({})  # the fields known without reading: one value per sample
 
 
+class PackedSize(NamedTuple):
+    """Of all samples together: the reads that they take, their bytes, and the bytes of the objects in which they lie."""
+
+    num_reads: int
+    num_bytes: int
+    stored_bytes: int
+
+
 class Source(ABC):
     """A finite set of samples in canonical order, numbered from 0. What is not abstract is a hook that has a default."""
 
@@ -84,6 +92,10 @@ class Source(ABC):
 
         Returns the first sample of every block and, last, the number of samples: int64 [number of blocks + 1].
         """
+
+    def packed(self) -> PackedSize | None:
+        """The size of samples that lie side by side in a few objects; None for others."""
+        return None
 
     @abstractmethod
     def fingerprint(self) -> str:

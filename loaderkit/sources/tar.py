@@ -24,7 +24,7 @@ from loaderkit import native
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import AccessDeniedError, ObjectNotFoundError, SourceError
-from loaderkit.sources.base import FieldRange, Sample, Source, SourceKind, Table
+from loaderkit.sources.base import FieldRange, PackedSize, Sample, Source, SourceKind, Table
 from loaderkit.sources.fields import FieldMap, Fields, Include, described_fields
 from loaderkit.sources.formats.tar_index import TarIndex, default_cache_dir, load_index
 from loaderkit.sources.listing import StringTable, cut_blocks
@@ -95,16 +95,6 @@ class TarSource(Source):
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
-    @property
-    def num_members(self) -> int:
-        """The members of all samples, including those of no field."""
-        return len(self._starts)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the members that are fields, of all samples."""
-        return int(self._sample_sizes.sum())
-
     def key(self, index: int) -> str:
         """The common name of the sample's members: directories kept, no extension."""
         return self._keys[index]
@@ -160,6 +150,11 @@ class TarSource(Source):
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
         """Runs of samples whose fields take about `block_bytes`, never across an archive: int64 [runs + 1]."""
         return cut_blocks(self._sample_sizes, block_bytes, self._shard_firsts)
+
+    def packed(self) -> PackedSize:
+        """The members, also those of no field, and the bytes of those that are fields."""
+        num_bytes = int(self._sample_sizes.sum())
+        return PackedSize(len(self._starts), num_bytes, num_bytes)
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits from the archives' and samples' keys and the sizes and extensions of all members."""

@@ -172,12 +172,10 @@ class Decoder:
         self._masks = frozenset(args.masks or ())
         self._annotations, self._annotated = args.annotations, args.annotations.names
         self._left = _DECODED if args.fields or args.masks else _DECODED | {int, float, bool, str}
-        self._is_upright = args.exif_orientation
         self._max_pixels = args.max_pixels
         jpeg = self._jpeg if "jpeg" in args.formats and not args.exif_orientation else self._picture
-        self._readers = (
-            _READERS | dict.fromkeys(IMAGE_EXTENSIONS, self._picture) | dict.fromkeys(_JPEG_EXTENSIONS, jpeg)
-        )
+        pictures = dict.fromkeys(IMAGE_EXTENSIONS, self._picture) | dict.fromkeys(_JPEG_EXTENSIONS, jpeg)
+        self._readers = _READERS | pictures
 
     def begin(self, sample: Sample, draws: Any = None, scratch: dict[str, Any] | None = None) -> list[PartialImage]:
         """Decode the fields of a sample, except the partial images, which are returned. Raises ValueError."""
@@ -267,7 +265,7 @@ class Decoder:
             return value
         if is_pillow(value):
             check_size(value.height, value.width, self._max_pixels)
-            return converted(value, is_mask=is_mask, upright=self._is_upright)
+            return converted(value, is_mask=is_mask, upright=self._args.exif_orientation)
         pixels = channels_last(value) if is_named or getattr(value, "ndim", 0) == 3 else None
         if pixels is None and is_named:
             raise ValueError(
@@ -309,7 +307,7 @@ class Decoder:
             data,
             formats=self._args.formats,
             is_mask=field in self._masks,
-            upright=self._is_upright,
+            upright=self._args.exif_orientation,
             max_pixels=self._max_pixels,
         )
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LIBRARIES = re.compile(r"^import (\w+)|object: \"(\w+):", re.MULTILINE)
 LOOPS = ("lightning", "accelerate", "transformers")
+
+with suppress(ModuleNotFoundError):
+    # The thread that watches the progress bars of `datasets` would end in the middle of another test, which counts threads.
+    importlib.import_module("tqdm").tqdm.monitor_interval = 0
 
 
 def examples(page: str) -> list[tuple[str, str]]:

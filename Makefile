@@ -33,7 +33,7 @@ prove: venv sanitize
 	set -o pipefail; { $(BIN)/python -m pytest -m "not alone" -n auto --maxprocesses 8 --dist worksteal --durations=20 \
 	&& $(BIN)/python -m pytest -m alone --durations=20; } 2>&1 | tee "profiles/results/prove-$$(nproc)cpu-$$(date +%F).txt"
 
-# The C modules built with AddressSanitizer and UBSan, below build/, and what goes through them: damaged files, pixels, ranges, the ledger.
+# The C modules built with AddressSanitizer and UBSan, below build/, and what goes through them: damaged files, pixels, ranges, the clocks of workers.
 # DALI, whose code is not ours, does not start below ASan.
 SANITIZED := build/sanitized
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g

@@ -251,7 +251,7 @@ def _sum_of(stages: Sequence[_Running], cpu_s: float) -> ClockTotals:
 
 StateClock = PythonStateClock
 if not TYPE_CHECKING and native.HAS_KERNELS:
-    StateClock = native.Ledger
+    StateClock = native.StateClock
 
 
 class WorkerClock(StateClock):

@@ -14,7 +14,7 @@
  *     permute(values, sizes, a, b, keys)                     keyed bijections, four times as fast as NumPy
  *     members(indices, offsets, num_members, ...)            the ranges of the members of samples in tars
  *     texts(data, ends, places)                              some of the texts of a packed table
- *     Ledger                                                 a worker's time by state
+ *     StateClock                                             a worker's time by state
  *     delayed()                                              the time that this thread was runnable without a CPU
  *     gil_wait(sleep_s)                                      the time that a waking thread waits for the GIL
  *
@@ -68,6 +68,6 @@ PyObject *delayed(PyObject *self, PyObject *args);
 PyObject *gil_wait(PyObject *self, PyObject *arg);
 
 
-extern PyType_Spec ledger_spec;
+extern PyType_Spec state_clock_spec;
 
 #endif

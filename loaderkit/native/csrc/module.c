@@ -23,10 +23,10 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", "Moving bytes and pixels, the order's arithmetic, and accounts.", -1, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__kernels(void) {
-    PyObject *self = PyModule_Create(&module), *ledger = PyType_FromSpec(&ledger_spec);
-    if (self == NULL || ledger == NULL || PyModule_AddObjectRef(self, "Ledger", ledger) < 0) {
+    PyObject *self = PyModule_Create(&module), *state_clock = PyType_FromSpec(&state_clock_spec);
+    if (self == NULL || state_clock == NULL || PyModule_AddObjectRef(self, "StateClock", state_clock) < 0) {
         Py_CLEAR(self);
     }
-    Py_XDECREF(ledger);
+    Py_XDECREF(state_clock);
     return self;
 }

@@ -39,7 +39,7 @@ typedef struct {
     double mark_s[RING_LENGTH];
     int mark_state[RING_LENGTH];
     long num_marks;
-} Ledger;
+} StateClock;
 
 static double seconds_of(clockid_t clock) {
     struct timespec now;
@@ -48,7 +48,7 @@ static double seconds_of(clockid_t clock) {
 }
 
 /* The time; -1 with an exception if the clock raises. */
-static double now_of(const Ledger *self) {
+static double now_of(const StateClock *self) {
     if (self->clock == NULL) {
         return seconds_of(CLOCK_MONOTONIC);
     }
@@ -93,14 +93,14 @@ PyObject *gil_wait(PyObject *self, PyObject *arg) {
     return PyFloat_FromDouble(seconds_of(CLOCK_MONOTONIC) - begin_s);
 }
 
-static void mark(Ledger *self, double now, int state) {
+static void mark(StateClock *self, double now, int state) {
     self->mark_s[self->num_marks % RING_LENGTH] = now;
     self->mark_state[self->num_marks % RING_LENGTH] = state;
     self->num_marks++;
 }
 
 /* The state with this number; -1 with a ValueError if there is none. */
-static int state_of(const Ledger *self, PyObject *object, int num_states) {
+static int state_of(const StateClock *self, PyObject *object, int num_states) {
     const long state = PyLong_AsLong(object);
     if (!(state == -1 && PyErr_Occurred()) && (state < 0 || state >= num_states)) {
         PyErr_Format(PyExc_ValueError, "state %ld of %d, %d of them stages", state, self->num_states, self->num_stages);
@@ -108,7 +108,7 @@ static int state_of(const Ledger *self, PyObject *object, int num_states) {
     return PyErr_Occurred() ? -1 : (int)state;
 }
 
-static int record(const Ledger *self, double now, int state) {
+static int record(const StateClock *self, double now, int state) {
     PyObject *entry = Py_BuildValue("(diO)", now, state, state < self->num_stages && self->item ? self->item : Py_None);
     PyObject *append = entry == NULL ? NULL : PyObject_GetAttrString(self->trace, "append");
     PyObject *done = append == NULL ? NULL : PyObject_CallOneArg(append, entry);
@@ -119,7 +119,7 @@ static int record(const Ledger *self, double now, int state) {
 }
 
 /* True if the calling thread differs from the one that was in a stage last; records the calling one. */
-static int is_another_thread(Ledger *self) {
+static int is_another_thread(StateClock *self) {
     const pthread_t thread = pthread_self();
     if (self->has_thread && pthread_equal(thread, self->thread)) {
         return 0;
@@ -132,7 +132,7 @@ static int is_another_thread(Ledger *self) {
     return 1;
 }
 
-static PyObject *enter(Ledger *self, PyObject *object) {
+static PyObject *enter(StateClock *self, PyObject *object) {
     const int state = state_of(self, object, self->num_states), before = self->open_state;
     const double now = state < 0 ? -1.0 : now_of(self);
     if (PyErr_Occurred()) {
@@ -172,7 +172,7 @@ static PyObject *enter(Ledger *self, PyObject *object) {
 }
 
 /* Records a chunk that is among the slowest. */
-static int note_slow(Ledger *self, int stage, PyObject *chunk, double each_s, double now) {
+static int note_slow(StateClock *self, int stage, PyObject *chunk, double each_s, double now) {
     PyObject *slowest = PyObject_GetAttrString(chunk, "slowest");
     if (slowest == NULL) {
         return -1;
@@ -197,7 +197,7 @@ static int bucket_of(double seconds) {
     return bucket < NUM_BUCKETS ? bucket : NUM_BUCKETS - 1;
 }
 
-static PyObject *served(Ledger *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *served(StateClock *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 3 && count != 4) {
         PyErr_SetString(PyExc_TypeError, "served(stage, num_items, num_bytes, chunk=None)");
         return NULL;
@@ -223,7 +223,7 @@ static PyObject *served(Ledger *self, PyObject *const *args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-static PyObject *failed(Ledger *self, PyObject *args) {
+static PyObject *failed(StateClock *self, PyObject *args) {
     int stage, count;
     if (!PyArg_ParseTuple(args, "ii", &stage, &count)) {
         return NULL;
@@ -238,7 +238,7 @@ static PyObject *failed(Ledger *self, PyObject *args) {
 
 /* The part of [low_s, high_s) in the entry `back` entries before the latest: sets its `state`, begin and end. Returns 1, 0 if
  * that part is empty, and < 0 if the entry is older than the marks or ends before `low_s`. */
-static int entry_of(const Ledger *self, long back, double low_s, double high_s, int *state, double *from_s, double *to_s) {
+static int entry_of(const StateClock *self, long back, double low_s, double high_s, int *state, double *from_s, double *to_s) {
     const long kept = self->num_marks < RING_LENGTH ? self->num_marks : RING_LENGTH, place = self->num_marks - 1 - back;
     if (back >= kept) {
         return -1;
@@ -253,7 +253,7 @@ static int entry_of(const Ledger *self, long back, double low_s, double high_s, 
     return *to_s > *from_s;
 }
 
-static PyObject *timeline(Ledger *self, PyObject *args) {
+static PyObject *timeline(StateClock *self, PyObject *args) {
     double start_s, end_s, from_s, to_s;
     int state, is_any;
     PyObject *intervals = PyArg_ParseTuple(args, "dd", &start_s, &end_s) ? PyList_New(0) : NULL;
@@ -268,7 +268,7 @@ static PyObject *timeline(Ledger *self, PyObject *args) {
 }
 
 /* Add seconds by state up to `now`, the open interval included and what came after `now` not. */
-static void add_states(const Ledger *self, double now, double *state_s) {
+static void add_states(const StateClock *self, double now, double *state_s) {
     for (int state = 0; state < self->num_states; state++) {
         state_s[state] += self->state_s[state];
     }
@@ -285,7 +285,7 @@ static void add_states(const Ledger *self, double now, double *state_s) {
 }
 
 /* Add what was done in every stage, with the CPU time of the open interval. */
-static void add_totals(const Ledger *self, Totals *totals) {
+static void add_totals(const StateClock *self, Totals *totals) {
     for (int stage = 0; stage < self->num_stages; stage++) {
         const Totals *more = &self->totals[stage];
         totals[stage].num_items += more->num_items;
@@ -348,23 +348,23 @@ static PyObject *rows_of(const Totals *totals, int num_stages) {
 
 /* The sums over several clocks in one call: for 64 workers they take, in Python, several times as long as the rest of `stats()`. */
 static PyObject *summed(PyObject *type, PyObject *args) {
-    PyObject *ledgers;
+    PyObject *clocks;
     double now;
-    if (!PyArg_ParseTuple(args, "O!d", &PyList_Type, &ledgers, &now)) {
+    if (!PyArg_ParseTuple(args, "O!d", &PyList_Type, &clocks, &now)) {
         return NULL;
     }
-    const Ledger *first = NULL;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(ledgers); i++) {
-        PyObject *object = PyList_GET_ITEM(ledgers, i);
-        const Ledger *ledger = PyObject_TypeCheck(object, (PyTypeObject *)type) ? (const Ledger *)object : NULL;
-        first = i == 0 ? ledger : first;
-        if (ledger == NULL || ledger->state_s == NULL || ledger->num_stages != first->num_stages || ledger->num_states != first->num_states) {
-            PyErr_SetString(PyExc_ValueError, "only ledgers of the same stages can be summed");
+    const StateClock *first = NULL;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(clocks); i++) {
+        PyObject *object = PyList_GET_ITEM(clocks, i);
+        const StateClock *one = PyObject_TypeCheck(object, (PyTypeObject *)type) ? (const StateClock *)object : NULL;
+        first = i == 0 ? one : first;
+        if (one == NULL || one->state_s == NULL || one->num_stages != first->num_stages || one->num_states != first->num_states) {
+            PyErr_SetString(PyExc_ValueError, "only clocks of the same stages can be summed");
             return NULL;
         }
     }
     if (first == NULL) {
-        PyErr_SetString(PyExc_ValueError, "there are no ledgers to sum");
+        PyErr_SetString(PyExc_ValueError, "there are no clocks to sum");
         return NULL;
     }
     const int num_stages = first->num_stages, num_states = first->num_states;
@@ -374,11 +374,11 @@ static PyObject *summed(PyObject *type, PyObject *args) {
     if (totals == NULL || state_s == NULL) {
         PyErr_NoMemory();
     } else {
-        /* Nothing in here lets another thread change the list, or a ledger. */
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(ledgers); i++) {
-            const Ledger *ledger = (const Ledger *)PyList_GET_ITEM(ledgers, i);
-            add_states(ledger, now, state_s);
-            add_totals(ledger, totals);
+        /* Nothing in here lets another thread change the list, or a clock. */
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(clocks); i++) {
+            const StateClock *one = (const StateClock *)PyList_GET_ITEM(clocks, i);
+            add_states(one, now, state_s);
+            add_totals(one, totals);
         }
         PyObject *times = list_of(state_s, num_states), *rows = times == NULL ? NULL : rows_of(totals, num_stages);
         sums = rows == NULL ? NULL : PyTuple_Pack(2, times, rows);
@@ -390,7 +390,7 @@ static PyObject *summed(PyObject *type, PyObject *args) {
     return sums;
 }
 
-static int init(Ledger *self, PyObject *args, PyObject *kwargs) {
+static int init(StateClock *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"num_stages", "num_states", "clock", "first_state", "since_s", "slow_items", NULL};
     PyObject *clock, *slow_items;
     int num_stages, num_states, first_state;
@@ -399,7 +399,7 @@ static int init(Ledger *self, PyObject *args, PyObject *kwargs) {
         return -1;
     }
     if (self->totals != NULL || num_stages < 1 || num_states < num_stages || first_state < 0 || first_state >= num_states) {
-        PyErr_SetString(PyExc_ValueError, "a ledger has stages, states, one of them to begin with, and is made once");
+        PyErr_SetString(PyExc_ValueError, "a clock has stages, states, one of them to begin with, and is made once");
         return -1;
     }
     PyObject *times = PyImport_ImportModule("time"), *usual = times == NULL ? NULL : PyObject_GetAttrString(times, "perf_counter");
@@ -431,7 +431,7 @@ static int init(Ledger *self, PyObject *args, PyObject *kwargs) {
     return 0;
 }
 
-static int traverse(Ledger *self, visitproc visit, void *arg) {
+static int traverse(StateClock *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(self->clock);
     Py_VISIT(self->trace);
@@ -441,7 +441,7 @@ static int traverse(Ledger *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static int clear(Ledger *self) {
+static int clear(StateClock *self) {
     Py_CLEAR(self->clock);
     Py_CLEAR(self->trace);
     Py_CLEAR(self->item);
@@ -450,7 +450,7 @@ static int clear(Ledger *self) {
     return 0;
 }
 
-static void dealloc(Ledger *self) {
+static void dealloc(StateClock *self) {
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     clear(self);
@@ -460,36 +460,36 @@ static void dealloc(Ledger *self) {
     Py_DECREF(type);
 }
 
-static PyMethodDef ledger_methods[] = {
+static PyMethodDef state_clock_methods[] = {
     {"enter", (PyCFunction)enter, METH_O, "enter(state) -> the time"},
     {"served", (PyCFunction)(void (*)(void))served, METH_FASTCALL, "served(stage, num_items, num_bytes, chunk=None)"},
     {"failed", (PyCFunction)failed, METH_VARARGS, "failed(stage, count)"},
     {"timeline", (PyCFunction)timeline, METH_VARARGS, "timeline(start_s, end_s) -> list of (state, since, until)"},
     {"summed", (PyCFunction)summed, METH_VARARGS | METH_CLASS,
-     "summed(ledgers, now) -> list of s by state, list of (num_items, num_bytes, num_failed, cpu_s, delayed_s, services) by stage"},
+     "summed(clocks, now) -> list of s by state, list of (num_items, num_bytes, num_failed, cpu_s, delayed_s, services) by stage"},
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef ledger_members[] = {
-    {"num_stages", T_INT, offsetof(Ledger, num_stages), READONLY, NULL},
-    {"open_state", T_INT, offsetof(Ledger, open_state), READONLY, NULL},
-    {"since_s", T_DOUBLE, offsetof(Ledger, since_s), READONLY, NULL},
-    {"trace", T_OBJECT, offsetof(Ledger, trace), 0, NULL},
-    {"item", T_OBJECT, offsetof(Ledger, item), 0, NULL},
+static PyMemberDef state_clock_members[] = {
+    {"num_stages", T_INT, offsetof(StateClock, num_stages), READONLY, NULL},
+    {"open_state", T_INT, offsetof(StateClock, open_state), READONLY, NULL},
+    {"since_s", T_DOUBLE, offsetof(StateClock, since_s), READONLY, NULL},
+    {"trace", T_OBJECT, offsetof(StateClock, trace), 0, NULL},
+    {"item", T_OBJECT, offsetof(StateClock, item), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot ledger_slots[] = {
+static PyType_Slot state_clock_slots[] = {
     {Py_tp_doc, "One worker's time by state."},
     {Py_tp_init, init},
     {Py_tp_dealloc, dealloc},
     {Py_tp_traverse, traverse},
     {Py_tp_clear, clear},
-    {Py_tp_methods, ledger_methods},
-    {Py_tp_members, ledger_members},
+    {Py_tp_methods, state_clock_methods},
+    {Py_tp_members, state_clock_members},
     {0, NULL},
 };
 
-PyType_Spec ledger_spec = {
-    "loaderkit.native._kernels.Ledger", sizeof(Ledger), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, ledger_slots,
+PyType_Spec state_clock_spec = {
+    "loaderkit.native._kernels.StateClock", sizeof(StateClock), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, state_clock_slots,
 };

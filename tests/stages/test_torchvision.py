@@ -120,3 +120,38 @@ def test_an_image_folder(photos: Path) -> None:
             assert torch.equal(batch["image"], same["image"])
             assert torch.equal(batch["image"], as_files["image"])
             assert batch["label"].tolist() == same["label"].tolist() == as_files["label"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("BoundingBoxes", {"boxes": {"shape": "xyxy"}}),
+        ("KeyPoints", {"keypoints": ["shape"]}),
+        ("Mask", {"masks": ["shape"]}),
+    ],
+)
+def test_what_moves_with_an_image_is_named_or_refused(kind: str, named: dict[str, Any]) -> None:
+    """A box that stays where it was while its image is cropped would be silently wrong."""
+    given = {
+        "BoundingBoxes": lambda: transforms.tv_tensors.BoundingBoxes(
+            [[4, 6, 9, 8]], format="XYXY", canvas_size=(20, 30)
+        ),
+        "KeyPoints": lambda: transforms.tv_tensors.KeyPoints([[4.0, 6.0]], canvas_size=(20, 30)),
+        "Mask": lambda: transforms.tv_tensors.Mask(torch.ones(1, 20, 30, dtype=torch.uint8)),
+    }[kind]
+    data = [{"image": torch.zeros(3, 20, 30, dtype=torch.uint8), "shape": given()} for _ in range(8)]
+
+    def first(**args: Any) -> Any:
+        pipeline = Pipeline.dataset(data).shuffle(False).read().decode(**args).center_crop([10, 30]).batch(8)
+        with loaderkit.build(pipeline) as loader:
+            return next(iter(loader))["shape"]
+
+    argument = next(iter(named))
+    with pytest.raises(
+        loaderkit.errors.LoaderkitError, match=f"torchvision's {kind}, .*name it, `decode: {{{argument}: "
+    ):
+        first()
+    moved = first(**named)
+    expected = {"BoundingBoxes": [[4, 1, 9, 3]], "KeyPoints": [[4, 1]], "Mask": [[[1] * 30] * 10]}[kind]
+    assert moved[0].tolist() == expected
+    assert type(moved) is torch.Tensor

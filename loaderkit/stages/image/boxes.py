@@ -82,6 +82,19 @@ class Annotations:
             sample[name] = _as_tensor(keypoints)
 
 
+_TV_TENSORS = {"BoundingBoxes": "boxes: {...: xyxy}", "KeyPoints": "keypoints: [...]", "Mask": "masks: [...]"}
+
+
+def refuse_unnamed(value: Any) -> None:
+    """Raise ValueError for what torchvision's type says moves with an image, of a field that `decode` does not name."""
+    kind = type(value)
+    if kind.__name__ in _TV_TENSORS and kind.__module__.startswith("torchvision."):
+        spelt = _TV_TENSORS[kind.__name__]
+        raise ValueError(
+            f"torchvision's {kind.__name__}, which would not follow its image: name it, `decode: {{{spelt}}}`"
+        )
+
+
 def annotations_of(stages: Iterable[StageConfig], kinds: Mapping[str, StageKind]) -> Annotations:
     """Those that the `decode` among the stages names."""
     decoding = (stage.args for stage in stages if kinds[stage.kind].decodes)

@@ -40,7 +40,7 @@ from loaderkit.stages.base import (
     StageKind,
 )
 from loaderkit.stages.context import CompileContext
-from loaderkit.stages.image.boxes import Annotations, BoxFields
+from loaderkit.stages.image.boxes import Annotations, BoxFields, refuse_unnamed
 from loaderkit.stages.image.checks import check_decode
 from loaderkit.stages.image.formats import (
     FORMATS,
@@ -251,7 +251,9 @@ class Decoder:
             return value
         is_mask = field in self._masks
         is_named = is_mask or self._args.fields is not None
-        if value is None and is_named:
+        if not is_named:
+            refuse_unnamed(value)
+        elif value is None:
             raise ValueError("the sample has no such field")
         data, is_picture = value, is_named
         if isinstance(value, dict) and value.keys() == {"bytes", "path"}:  # as Hugging Face's datasets have images
@@ -267,12 +269,11 @@ class Decoder:
             check_size(value.height, value.width, self._max_pixels)
             return converted(value, is_mask=is_mask, upright=self._args.exif_orientation)
         pixels = channels_last(value) if is_named or getattr(value, "ndim", 0) == 3 else None
-        if pixels is None and is_named:
-            raise ValueError(
-                f"cannot decode {describe(value)}: an image is encoded bytes, Pillow's, or uint8 [C, H, W], [H, W, C] or [H, W]"
-            )
         if pixels is None:
-            return value
+            if not is_named:
+                return value
+            kinds = "encoded bytes, Pillow's, or uint8 [C, H, W], [H, W, C] or [H, W]"
+            raise ValueError(f"cannot decode {describe(value)}: an image is {kinds}")
         if is_mask and pixels.shape[2] > 1:
             raise ValueError(f"a mask has one channel of class numbers, this one is {describe(value)}")
         return Image(pixels[:, :, :3], is_mask)

@@ -132,14 +132,13 @@ def test_an_image_folder(photos: Path) -> None:
 )
 def test_what_moves_with_an_image_is_named_or_refused(kind: str, named: dict[str, Any]) -> None:
     """A box that stays where it was while its image is cropped would be silently wrong."""
-    given = {
-        "BoundingBoxes": lambda: transforms.tv_tensors.BoundingBoxes(
-            [[4, 6, 9, 8]], format="XYXY", canvas_size=(20, 30)
-        ),
-        "KeyPoints": lambda: transforms.tv_tensors.KeyPoints([[4.0, 6.0]], canvas_size=(20, 30)),
-        "Mask": lambda: transforms.tv_tensors.Mask(torch.ones(1, 20, 30, dtype=torch.uint8)),
-    }[kind]
-    data = [{"image": torch.zeros(3, 20, 30, dtype=torch.uint8), "shape": given()} for _ in range(8)]
+    tv: Any = transforms.tv_tensors
+    given: dict[str, Any] = {
+        "BoundingBoxes": tv.BoundingBoxes([[4, 6, 9, 8]], format="XYXY", canvas_size=(20, 30)),
+        "KeyPoints": tv.KeyPoints([[4.0, 6.0]], canvas_size=(20, 30)),
+        "Mask": tv.Mask(torch.ones(1, 20, 30, dtype=torch.uint8)),
+    }
+    data = [{"image": torch.zeros(3, 20, 30, dtype=torch.uint8), "shape": given[kind]} for _ in range(8)]
 
     def first(**args: Any) -> Any:
         pipeline = Pipeline.dataset(data).shuffle(False).read().decode(**args).center_crop([10, 30]).batch(8)

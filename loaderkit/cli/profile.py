@@ -276,7 +276,7 @@ def _check(report: Report, conditions: list[Condition]) -> None:
 
 
 def _seconds_since_start() -> float | None:
-    """How long this process has been running, from when the kernel made it; None where that is not told."""
+    """How long this process has been running, from when the kernel made it; None if the kernel does not say."""
     try:
         with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

@@ -129,9 +129,7 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tu
         executor=plan.executor,
         batches=prefetch.first_batches,
         executor_reason=plan.inline_reason,
-        executor_with_workers="process"
-        if any(getattr(stage.args, "seeded", False) for stage in plan.config.stages)
-        else "thread",
+        executor_with_workers=plan.config.executor_with_workers,
         graph=() if compiled.lowering is None else tuple(compiled.lowering.graph.lines()),
         jpeg=None if cropping is None else "whole" if whole else f"crop of {cropping}",
         processes=prefetch.processes if plan.executor == "process" else None,

@@ -182,10 +182,10 @@ def _summary(rows: Sequence[ComparedFigure]) -> str:
     speed, waiting = rows[0], rows[1]
     if speed.outcome == "unknown":
         return f"too few steps to tell a difference from noise: at least {LEAST_STEPS} behind the warm-up, as in --steps 60"
-    told = {
+    text = {
         "better": "faster than before", "worse": "slower than before", "noise": "not to be told from before, for noise",
     }[speed.outcome]  # fmt: skip
-    text = f"{told}: {say(speed).change} samples/s (95 % interval {say(speed).interval} %)"
+    text = f"{text}: {say(speed).change} samples/s (95 % interval {say(speed).interval} %)"
     return f"{text}; waiting went from {say(waiting).before} to {say(waiting).after}"
 
 

@@ -59,43 +59,38 @@ def is_accepted(config: PipelineConfig, settings: Mapping[str, Any]) -> bool:
     return True
 
 
-def executor_with_workers(config: PipelineConfig) -> str:
-    """The executor to have workers with, in the place of `inline`."""
-    return "thread" if is_accepted(config, {"prefetch.executor": "thread"}) else "process"
-
-
-def _more_batches(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
-    if case.is_inline:
-        return _more_at_once(case, verdict, config)
-    batches = _set(config, "prefetch.batches", 2 * case.num_wanted)
-    if not (wanted := case.memory_to_double):
+def _more_batches(interval: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+    if interval.is_inline:
+        return _more_at_once(interval, verdict, config)
+    batches = _set(config, "prefetch.batches", 2 * interval.num_wanted)
+    if not (wanted := interval.memory_to_double):
         return [batches]
-    budget = _memory_of(wanted, case, config)
+    budget = _memory_of(wanted, interval, config)
     return [batches, *budget] if budget else []
 
 
-def _more_memory(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
-    return _memory_of(case.num_wanted * int(case.stats.memory.get("batch_bytes", 0)), case, config)
+def _more_memory(interval: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+    return _memory_of(interval.num_wanted * int(interval.stats.memory.get("batch_bytes", 0)), interval, config)
 
 
-def _memory_of(wanted: int, case: Interval, config: PipelineConfig) -> list[Setting]:
+def _memory_of(wanted: int, interval: Interval, config: PipelineConfig) -> list[Setting]:
     """`prefetch.memory` of `wanted` bytes; empty if the machine has no memory for it."""
     budget = _set(config, "prefetch.memory", format_bytes(-(-wanted // _PAGE) * _PAGE))
-    return [budget] if case.has_memory_for(wanted) else []
+    return [budget] if interval.has_memory_for(wanted) else []
 
 
-def _in_a_process(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+def _in_a_process(interval: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
     return [_set(config, "prefetch.executor", "process")] if config.prefetch.executor == "thread" else []
 
 
-def _more_at_once(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
-    if case.is_inline_by_rule:  # what computes would take longer with workers
-        return [] if verdict.kind == "computing" else [_set(config, "prefetch.concurrency", case.num_cpus)]
-    if case.is_inline:
-        return [_set(config, "prefetch.executor", executor_with_workers(config))]
-    if verdict.stage is None or (verdict.kind == "computing" and case.is_short_of_cpus):
+def _more_at_once(interval: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+    if interval.is_inline_by_rule:  # what computes would take longer with workers
+        return [] if verdict.kind == "computing" else [_set(config, "prefetch.concurrency", interval.num_cpus)]
+    if interval.is_inline:
+        return [_set(config, "prefetch.executor", config.executor_with_workers)]
+    if verdict.stage is None or (verdict.kind == "computing" and interval.is_short_of_cpus):
         return []
-    return _more_workers(case, verdict.stage, config)
+    return _more_workers(interval, verdict.stage, config)
 
 
 _CHANGES: Mapping[str, Callable[[Interval, Verdict, PipelineConfig], list[Setting]]] = {
@@ -105,17 +100,19 @@ _CHANGES: Mapping[str, Callable[[Interval, Verdict, PipelineConfig], list[Settin
     "stragglers": _more_batches,
     "depth": _more_batches,
     "memory": _more_memory,
-    "gil": lambda case, verdict, config: process_settings(config, int(case.stats.memory.get("batch_bytes", 0))),
+    "gil": lambda interval, verdict, config: process_settings(config, int(interval.stats.memory.get("batch_bytes", 0))),
     "wakeup": _in_a_process,
 }
 
 
-def _more_workers(case: Interval, stage: str, config: PipelineConfig) -> list[Setting]:
-    pool = next((pool for pool in case.pools if any(row.name == stage for row in pool.rows)), None)
+def _more_workers(interval: Interval, stage: str, config: PipelineConfig) -> list[Setting]:
+    pool = next((pool for pool in interval.pools if any(row.name == stage for row in pool.rows)), None)
     if pool is None or pool.is_in_trainer:
         return []
     workers = pool.rows[0].workers
-    return workers_settings(config, stage, workers, case.suggested_workers(workers), case.stats.tuning.to_dict())
+    return workers_settings(
+        config, stage, workers, interval.suggested_workers(workers), interval.stats.tuning.to_dict()
+    )
 
 
 def workers_settings(

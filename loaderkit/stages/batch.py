@@ -183,8 +183,8 @@ def _write_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int
         if (channels, height, width) == spec.shape:
             if spec.dtype == "uint8":
                 assert slots.array is not None
-                door = native if channels == 3 and value.pixels.strides[1:] in native.PACKED else fallback
-                door.write_planes(slots.array, slot, value.pixels)
+                kernels = native if channels == 3 and value.pixels.strides[1:] in native.PACKED else fallback
+                kernels.write_planes(slots.array, slot, value.pixels)
             return
     array = slots.array
     if isinstance(value, np.ndarray) and array is not None and value.dtype == array.dtype:
@@ -322,11 +322,11 @@ def _gather(failed: FailureNamer, context: CompileContext) -> Callable[[SampleCh
     def run(chunk: SampleChunk) -> None:
         write_samples(chunk, chunk.work_item.specs, failed)
         if chunk.failures:
-            chunk.work_item.failures.extend(dealt_with(chunk))
+            chunk.work_item.failures.extend(failures_of(chunk))
         if chunk.dropped:
             chunk.work_item.dropped.extend([chunk.lo + row for row in chunk.dropped])
 
-    def dealt_with(chunk: SampleChunk) -> list[SampleFailure]:
+    def failures_of(chunk: SampleChunk) -> list[SampleFailure]:
         if context.on_bad_sample != "raise":
             raise_store_failure(chunk)
         if context.on_bad_sample == "replace":

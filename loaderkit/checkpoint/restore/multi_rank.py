@@ -39,7 +39,7 @@ _META = torch.device("meta")
 
 @contextmanager
 def rank_group(rank: int, world_size: int, timeout_s: float) -> Iterator[RankGroup]:
-    """The group of all ranks of torch.distributed; an error inside is told to the others. Raises ConfigError, PeerError."""
+    """The group of all ranks of torch.distributed; an error inside is sent to the others. Raises ConfigError, PeerError."""
     store = default_store()
     if (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
         raise ConfigError(

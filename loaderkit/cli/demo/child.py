@@ -34,8 +34,8 @@ def main(folder: Path) -> None:
             loader.load_state_dict(saved["loader"])
             num_done = SAVED_BATCHES
         for number, batch in enumerate(chain.from_iterable(repeat(loader)), num_done + 1):  # epoch after epoch
-            told = {"batch": number, "digest": digest(batch), "loss": train_on(model, batch)}
-            sys.stdout.write(json.dumps(told) + "\n")
+            record = {"batch": number, "digest": digest(batch), "loss": train_on(model, batch)}
+            sys.stdout.write(json.dumps(record) + "\n")
             sys.stdout.flush()
             if number == SAVED_BATCHES:
                 torch.save({"model": model.state_dict(), "loader": loader.state_dict()}, folder / "checkpoint.tmp")

@@ -19,6 +19,7 @@ from loaderkit._internal.cgroups import num_cpus
 from loaderkit.cli.demo.child import SAVED_BATCHES
 from loaderkit.cli.demo.photos import demo_data
 from loaderkit.cli.demo.training import ANSWER_S, SLOW, SmallNet, train_on, training_pipeline
+from loaderkit.engine.metrics.bottleneck_words import headline
 from loaderkit.errors import LoaderkitError
 from loaderkit.profile.compare import compare_reports
 from loaderkit.profile.render.summary import facts_table
@@ -30,7 +31,7 @@ _NUM_REPEATED = 3  # batches between the checkpoint and the kill, and so those t
 
 
 def run_demo(out: Console, *, data: Path | None, seconds: float, num_images: int) -> dict[str, Any]:
-    """Show everything on `out`. Returns the two reports, what both processes told, and whether they agree.
+    """Show everything on `out`. Returns the two reports, the batches of both processes, and whether they agree.
 
     The data set is made below `data` (default: the user's cache directory) and stays there. Raises LoaderkitError, OSError.
     """
@@ -61,14 +62,14 @@ def run_demo(out: Console, *, data: Path | None, seconds: float, num_images: int
 
     verdict = before.verdict
     rows = facts_table()
-    rows.add_row("cause", f"{verdict.stage or 'training'}: {verdict.kind} ({100 * verdict.confidence:.0f} % sure)")
+    rows.add_row("cause", f"{headline(verdict.stage, verdict.kind)} ({100 * verdict.confidence:.0f} % sure)")
     rows.add_row("", verdict.evidence)
     rows.add_row("change", change)
     rows.add_row("gain", gain)
     rows.add_row("resume", f"saved after batch {SAVED_BATCHES}, then killed by SIGKILL; the new process continues:")
     rows.add_row("", "batch  in the killed process         in the new process")
     for one, two in zip(killed, resumed, strict=True):
-        sides = (f"{told['digest']}  loss {told['loss']:.4f}" for told in (one, two))
+        sides = (f"{batch['digest']}  loss {batch['loss']:.4f}" for batch in (one, two))
         rows.add_row("", f"{one['batch']:5}  {'   '.join(sides)}")
     rows.add_row("", "the same, to the last byte" if exact else "NOT THE SAME: this is a bug")
     out.print(rows)
@@ -107,12 +108,12 @@ def _train(pipeline: loaderkit.Pipeline, seconds: float) -> Report:
 
 
 def _train_until_killed(folder: str, num_batches: int) -> list[dict[str, Any]]:
-    """What a training process told of its batches until it was killed."""
+    """A training process, killed after `num_batches`: the number, digest and loss of each."""
     command = [sys.executable, "-P", "-m", "loaderkit.cli.demo.child", folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - our own module
         assert process.stdout is not None
-        told = [json.loads(line) for line in islice(process.stdout, num_batches)]
+        batches = [json.loads(line) for line in islice(process.stdout, num_batches)]
         process.kill()
-    if len(told) < num_batches:
+    if len(batches) < num_batches:
         raise LoaderkitError("the training process failed; what it said is above")
-    return told
+    return batches

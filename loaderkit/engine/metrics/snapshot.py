@@ -112,7 +112,7 @@ class Snapshot:
     def stall_s(self) -> dict[str, float]:
         """Seconds that the loop waited, by what it waited for: `waits_s`, with waits for the GIL or a CPU charged to the stages
         that had them."""
-        if self.tuning.executor == "inline":  # one thread: none is in its way
+        if self.tuning.executor == "inline":  # one thread: no other holds the GIL or a CPU
             return dict(self.waits_s)
         return charged_to_holders(self.waits_s, self.stages, self.trials.values())
 

@@ -116,6 +116,11 @@ class PipelineConfig:
         assert isinstance(args, BatchArgs)
         return args
 
+    @property
+    def executor_with_workers(self) -> Literal["thread", "process"]:
+        """What may take the place of `executor: inline`: a function with `seeded` cannot run in threads."""
+        return "process" if any(getattr(stage.args, "seeded", False) for stage in self.stages) else "thread"
+
     def to_dict(self, *, defaults: bool = False) -> dict[str, Any]:
         """Plain values that `parse` turns back into an equal config; with every default, or only what differs.
 

@@ -26,7 +26,6 @@ from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Make, Varian
 from loaderkit.profile.experiments.loops import Step, endless, run_steps
 from loaderkit.profile.report_parts import Part, Rate, Setting
 from loaderkit.profile.settings_patch import (
-    executor_with_workers,
     is_accepted,
     num_processes,
     value_of,
@@ -147,7 +146,7 @@ class _Search:
         """Let the tuner find sizes while the loop runs; the stats of that run."""
         given: Overrides = {"prefetch.concurrency": "auto", "prefetch.batches": "auto"}
         if self._config.prefetch.executor == "inline":
-            given["prefetch.executor"] = executor_with_workers(self._config)
+            given["prefetch.executor"] = self._config.executor_with_workers
         with self._make(given, None) as loader:
             batches, looks, num_settled = endless(loader), [loader.stats()], 0
             run_steps(batches, self._step, num_steps=1)  # starting up is no part of it

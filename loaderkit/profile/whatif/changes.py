@@ -13,7 +13,6 @@ from loaderkit.pipeline.config.validation import check_neighbours
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import Setting
 from loaderkit.profile.settings_patch import (
-    executor_with_workers,
     is_accepted,
     num_processes,
     value_of,
@@ -104,7 +103,7 @@ def _executors(model: PipelineModel, config: PipelineConfig, batch_bytes: int) -
     if executor != "inline":
         yield Change("executor: inline", replace(model, is_inline=True), (now.model_copy(update={"value": "inline"}),))
     if executor == "inline":
-        pool, wanted = PoolModel(num_cpus(), model.stages), executor_with_workers(config)
+        pool, wanted = PoolModel(num_cpus(), model.stages), config.executor_with_workers
         changed = replace(model, is_inline=False, pools=(pool,))
         yield Change(f"executor: {wanted}", changed, (now.model_copy(update={"value": wanted}),))
 

@@ -66,7 +66,7 @@ class PipelineModel:
     others_cpus: float = 0.0  # how many of them other programs would use all the time
     gil_s: float = 0.0  # under the GIL; 0: hardly any
     processes: int = 1  # that load, each with its own GIL
-    serial_stage: str | None = None  # a stage of which only one worker gets on at a time
+    serial_stage: str | None = None  # a stage that only one worker at a time can run
     serial_s: float = 0.0
     batch: float = 1.0  # samples of one
     chunk: float = 0.0  # samples of one that workers and batches ahead let be so long; 0: not known
@@ -104,7 +104,7 @@ def model_of(report: Report) -> PipelineModel | None:
         times = times_of(row, wait_s, report.wall_s, report.world_size)
         if row.name == serial and verdict.kind == "bandwidth" and times.slow_wait > _VARIES:
             serial = None
-        elif row.name == serial:  # what the one takes that gets on: the others' waiting for it is no demand
+        elif row.name == serial:  # the time of the worker that runs it: the others' waiting for it is no demand
             wait_s, times = max(0.0, serial_s - cpu_s), USUAL
         demands.setdefault(row.pool, []).append(Demand(row.name, row.kind, cpu_s, wait_s, times, of_batch))
     firsts = {row.pool: row for row in reversed(rows)}

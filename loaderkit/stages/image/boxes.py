@@ -143,8 +143,8 @@ def _keypoints_of(sample: Sample, name: str) -> Coordinates:
     keypoints = _numbers(sample, name)
     if keypoints is not None and keypoints.shape == (0,):
         keypoints = keypoints.reshape(0, 2)
-    sides = (2,) if keypoints is None or keypoints.ndim == 2 else (2, 3)
-    if keypoints is None or keypoints.ndim not in (2, 3) or keypoints.shape[-1] not in sides:
+    shape = () if keypoints is None else keypoints.shape
+    if keypoints is None or (len(shape), *shape[-1:]) not in ((2, 2), (3, 2), (3, 3)):
         raise ValueError(
             f"its field {name!r} is {describe(sample[name])}, not keypoints [N, 2], [N, K, 2] or [N, K, 3] (x, y, visibility)"
         )

@@ -99,8 +99,8 @@ def normalize_slots(stage: str, args: NormalizeArgs) -> Callable[[SampleChunk], 
                 scale, shift = factors(slots.shape[1])
                 images = [None if sample is None else sample[name].pixels for sample in chunk.samples]
                 strides = {pixels.strides[1:] for pixels in images if pixels is not None}
-                door = native if slots.shape[1] == 3 and strides <= native.PACKED else fallback
-                door.write_normalized(slots, chunk.lo, images, scale, shift)
+                kernels = native if slots.shape[1] == 3 and strides <= native.PACKED else fallback
+                kernels.write_normalized(slots, chunk.lo, images, scale, shift)
         except (RuntimeError, ValueError) as error:
             raise batch_error(stage, chunk.epoch, work_item.step, str(error)) from error
 

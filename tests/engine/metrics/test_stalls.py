@@ -202,6 +202,7 @@ class TestLoaders:
         consumer = threading.Thread(target=lambda: next(iter(loader)), daemon=True)
         consumer.start()
         assert entered.wait(30)
+
         def is_named() -> bool:
             stall = loader.stats().to_dict()["stall"]
             return stall["percent"] > 90 and stall["by_stage"].get("call", 0.0) > 0.9 * stall["total_s"]

@@ -139,7 +139,7 @@ class TestLimit:
 
     def test_a_worker_meets_the_same_thread_until_a_call_is_abandoned(self) -> None:
         """So a connection in `threading.local` is opened once a worker."""
-        limit, trap = TimeLimit("call", 0.2), threading.Event()
+        limit, trap = TimeLimit("call", 1.0), threading.Event()
 
         def idents() -> set[int]:
             return {limit(threading.get_ident) for _ in range(300)}

@@ -26,7 +26,7 @@ _NOTICED = 0.02  # of the time: slow samples that add less need not be met so of
 _WARM = 8  # the first eighth of the batches does not count
 
 
-class _Plan:
+class _SimulatedPlan:
     """The batches of one loading process, every `stride`th of all; see `engine.contracts.Plan`."""
 
     is_prepared = True
@@ -142,7 +142,8 @@ class Simulation:
         states = WorkerStates(1)
         self._clock = WorkerClock(states, self._time, first_state=0)
         self._plans = [
-            _Plan(self._batch, self._chunk(room), room, range(process, self.num_batches, num)) for process in range(num)
+            _SimulatedPlan(self._batch, self._chunk(room), room, range(process, self.num_batches, num))
+            for process in range(num)
         ]
         self._schedulers = [
             Scheduler(cast("Plan", plan), states, self._time, num_workers=sum(self._workers), is_whole=False)

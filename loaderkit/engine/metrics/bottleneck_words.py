@@ -90,6 +90,7 @@ def host_facts(interval: Interval, facts: StageFacts) -> list[str]:
 
 
 def compared(facts: StageFacts) -> str:
+    """The throughput of one worker alone beside that of several."""
     num_compared = round(facts.num_compared)
     others = f"{num_compared} of {facts.num_in_process} at a time"
     if num_compared == facts.num_in_process:
@@ -101,6 +102,7 @@ def compared(facts: StageFacts) -> str:
 
 
 def say_memory(interval: Interval) -> str:
+    """How many batches the budget holds, and how many are to be read ahead."""
     budget_bytes, batch_bytes = interval.stats.memory["budget_bytes"], interval.stats.memory.get("batch_bytes", 0)
     return (
         f"prefetch.memory ({say_bytes(budget_bytes)}) holds {interval.num_in_memory} of the {interval.num_wanted} "
@@ -109,6 +111,7 @@ def say_memory(interval: Interval) -> str:
 
 
 def less_work(interval: Interval, facts: StageFacts) -> str:
+    """The change for a stage that computes."""
     cheaper = _CHEAPER.get(facts.stage.kind, f"a cheaper {facts.stage.name}")
     if interval.is_inline:
         return f"{workers_instead(interval, 'so that it runs in parallel with training')}; or {cheaper}"
@@ -127,6 +130,7 @@ def workers_instead(interval: Interval, how: str) -> str:
 
 
 def more_workers(interval: Interval, facts: StageFacts) -> str:
+    """The change for a stage that more workers make faster."""
     if facts.pool.is_in_trainer:
         return "not more workers: one thread in the trainer's process runs it"
     wanted = interval.suggested_workers(facts.stage.workers)
@@ -134,6 +138,7 @@ def more_workers(interval: Interval, facts: StageFacts) -> str:
 
 
 def more_cpus(interval: Interval) -> str:
+    """Where more CPUs could come from."""
     if interval.stats.host.quota_cpus is not None or interval.throttled_share > HARMLESS:
         return "a larger CPU quota"
     others = interval.others_cpus or 0.0

@@ -205,7 +205,7 @@ class TestLoaders:
 
         def is_named() -> bool:
             stall = loader.stats().to_dict()["stall"]
-            return stall["percent"] > 90 and stall["by_stage"].get("call", 0.0) > 0.9 * stall["total_s"]
+            return bool(stall["percent"] > 90 and stall["by_stage"].get("call", 0.0) > 0.9 * stall["total_s"])
 
         wait_for(is_named)  # the longer it waits, the less its start counts
         release.set()

@@ -14,9 +14,9 @@ from mixed_photos import write_mixed
 from seaweed import Seaweed
 
 import loaderkit
+from loaderkit._internal.yaml_text import from_yaml
 from loaderkit.cli import main
 from loaderkit.connectors import Connector
-from loaderkit.pipeline.config.yaml_text import from_yaml
 from profiles.reports import FOLDER, PAGE, filled, text_of
 
 ROOT = Path(__file__).parents[1]

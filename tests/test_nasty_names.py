@@ -19,11 +19,11 @@ from conftest import make_photo
 from rich.text import Text
 from safetensors.torch import save_file
 
+from loaderkit._internal.yaml_text import to_yaml
 from loaderkit.checkpoint import latest
 from loaderkit.cli import console, main
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import CheckpointError, FormatError, StageError, printable
-from loaderkit.pipeline.config.yaml_text import to_yaml
 from loaderkit.profile.render.summary import PlainConsole, table_of
 from loaderkit.sources.formats.tar_index import load_index
 

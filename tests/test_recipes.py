@@ -18,8 +18,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 import loaderkit
+from loaderkit._internal.yaml_text import from_yaml
 from loaderkit.cli import main
-from loaderkit.pipeline.config.yaml_text import from_yaml
 
 PAGE = "docs/recipes.md"
 NUM_PHOTOS = 480

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
+from loaderkit._internal.diagnostics import nearest
 from loaderkit._internal.units import parse_seconds
-from loaderkit.pipeline.config.diagnostics import nearest
 from loaderkit.profile.report import Report
 
 _CONDITION = re.compile(r"\s*([A-Za-z_]\w*)\s*(<=|>=|<|>)\s*(\S+(?:\s+\S+)*?)\s*")

@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.diagnostics import Problems
 from loaderkit._internal.units import format_bytes
+from loaderkit._internal.yaml_text import to_yaml
 from loaderkit.engine.metrics import Stats, Verdict
 from loaderkit.engine.metrics.interval import Interval
-from loaderkit.pipeline.config.diagnostics import Problems
 from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
 from loaderkit.pipeline.config.validation import check_structure
-from loaderkit.pipeline.config.yaml_text import to_yaml
 from loaderkit.pipeline.process_setup import check_depth, check_sendable
 from loaderkit.profile.report_parts import Setting, VerdictPart
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from loaderkit._internal.yaml_text import YAML_ERRORS, compose, from_yaml, to_yaml
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.parsing import parse, stage_names
-from loaderkit.pipeline.config.yaml_text import YAML_ERRORS, compose, from_yaml, to_yaml
 from loaderkit.profile.report_parts import Setting
 
 

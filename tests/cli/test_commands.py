@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from loaderkit import Pipeline, build
+from loaderkit._internal.yaml_text import from_yaml, to_yaml
 from loaderkit.cli import main
 from loaderkit.cli.run import progress
-from loaderkit.pipeline.config.yaml_text import from_yaml, to_yaml
 from loaderkit.sources.formats.tar_index import parse_wds_index
 
 SCRIPT = Path(sys.executable).parent / "loaderkit"

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from conftest import HELPERS
 
+from loaderkit._internal.yaml_text import from_yaml, to_yaml
 from loaderkit.cli import main
 from loaderkit.cli.experiments import parse_step_time
-from loaderkit.pipeline.config.yaml_text import from_yaml, to_yaml
 from loaderkit.profile.experiments.search import Tuned
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import Rate, Setting

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from loaderkit._internal.yaml_text import to_yaml
 from loaderkit.cli import main
-from loaderkit.pipeline.config.yaml_text import to_yaml
 from loaderkit.profile.report import Report
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loaderkit import Pipeline
+from loaderkit._internal.yaml_text import from_yaml
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.parsing import parse
-from loaderkit.pipeline.config.yaml_text import from_yaml
 from loaderkit.profile.report_parts import Setting
 from loaderkit.profile.settings_patch import value_of
 from loaderkit.profile.yaml_edit import diff_of, edited

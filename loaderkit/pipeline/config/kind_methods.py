@@ -13,10 +13,10 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from loaderkit._internal.diagnostics import nearest
 from loaderkit._internal.settings import Model
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.config.diagnostics import nearest
 from loaderkit.pipeline.config.model import ErrorsArgs, PrefetchArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.stages.base import StageArgs

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from loaderkit._internal.settings import ByteSize, Duration, Model
+from loaderkit._internal.yaml_text import to_yaml
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.registry import SOURCES
-from loaderkit.pipeline.config.yaml_text import to_yaml
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.batch import BatchArgs
 

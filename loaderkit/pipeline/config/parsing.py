@@ -13,16 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
+from loaderkit._internal.diagnostics import KeyPath, Problems, nearest
+from loaderkit._internal.model_errors import validate
 from loaderkit._internal.settings import Model
+from loaderkit._internal.yaml_text import expand_variables, read_yaml
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.config.diagnostics import KeyPath, Problems, nearest, say_expected, say_unmet
 from loaderkit.pipeline.config.model import ErrorsArgs, OrderArgs, PipelineConfig, PrefetchArgs, escape
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.config.validation import check_structure, order_of_stream
-from loaderkit.pipeline.config.yaml_text import expand_variables, read_yaml
 from loaderkit.stages.base import StageArgs, StageConfig
 
 _SECTIONS = ("version", "name", "source", "order", "stages", "prefetch", "errors", "output")
@@ -171,7 +170,7 @@ def _parse_source(data: dict[str, Any], problems: Problems, base: Path) -> Sourc
         text = "`kind` is missing" if "kind" not in raw else f"unknown kind {kind!r}"
         problems.error(("source", "kind"), f"{text}; {nearest(str(kind), SOURCES)}")
         return None
-    parsed = _validate(SOURCES[kind].args, raw, ("source",), problems)
+    parsed = validate(SOURCES[kind].args, raw, ("source",), problems)
     url = getattr(parsed, "url", None)
     if parsed is not None and url is not None:
         try:
@@ -201,7 +200,7 @@ def _parse_section(model: type[M], data: dict[str, Any], key: str, problems: Pro
     if not isinstance(raw, dict):
         problems.error((key,), f"expected a mapping with {', '.join(model.model_fields)}, not {raw!r}")
         return None
-    return _validate(model, raw, (key,), problems)
+    return validate(model, raw, (key,), problems)
 
 
 def _parse_stages(data: dict[str, Any], problems: Problems) -> tuple[StageConfig, ...]:
@@ -232,7 +231,7 @@ def _parse_stages(data: dict[str, Any], problems: Problems) -> tuple[StageConfig
             own = [name for name in STAGES[kind].args.model_fields if name not in StageArgs.model_fields]
             problems.error((*path, kind), f"expected arguments by name ({', '.join(own)}), not {arguments!r}")
             arguments = None
-        args = None if arguments is None else _validate(STAGES[kind].args, arguments, (*path, kind), problems)
+        args = None if arguments is None else validate(STAGES[kind].args, arguments, (*path, kind), problems)
         if args is None:  # its errors are added; the checks of the stages' order still need it
             args = STAGES[kind].args.model_construct()
         name = names[number]
@@ -253,77 +252,3 @@ def _parse_output(data: dict[str, Any], problems: Problems) -> tuple[str, ...] |
         return tuple(raw)
     problems.error(("output",), f"expected a list of fields, or null, not {raw!r}")
     return None
-
-
-def _validate(model: type[M], raw: dict[str, Any], path: KeyPath, problems: Problems) -> M | None:
-    try:
-        return model.model_validate(raw)
-    except ValidationError as error:
-        if _restore_texts(raw, error, path, problems):
-            return _validate(model, raw, path, problems)
-        _add_validation_errors(error, model, raw, path, problems)
-        return None
-
-
-def _add_validation_errors(
-    error: ValidationError, model: type[Model], raw: dict[str, Any], path: KeyPath, problems: Problems
-) -> None:
-    expected: dict[KeyPath, list[str]] = {}
-    for item in error.errors(include_url=False):
-        loc = item["loc"]
-        inner, _ = _follow(raw, loc)
-        if not loc:  # an error of the model as a whole has a message of its own
-            problems.error(path, item["msg"].removeprefix("Value error, "))
-        elif item["type"] == "extra_forbidden":
-            known = _model_at(model, inner[:-1]).model_fields
-            problems.error((*path, *inner), f"unknown key {inner[-1]!r}; {nearest(str(inner[-1]), known)}")
-        elif item["type"] == "missing" and isinstance(loc[-1], str):
-            field = _model_at(model, inner).model_fields.get(loc[-1])
-            meaning = f": {field.description}" if field is not None and field.description else ""
-            problems.error((*path, *inner), f"{loc[-1]!r} is missing{meaning}")
-        elif item["type"] == "missing":  # an item of a list of fixed length: the last such error gives the length
-            expected[inner] = [text for text in expected.get(inner, []) if not text.startswith("a list of")]
-            expected[inner].append(f"a list of {int(loc[-1]) + 1} items")
-        else:
-            text = say_expected(item["type"], item["msg"], item.get("ctx", {}))
-            texts = expected.setdefault(inner, [])
-            if text not in texts:
-                texts.append(text)
-    for inner, texts in expected.items():
-        problems.error((*path, *inner), say_unmet(texts, _follow(raw, inner)[1]))
-
-
-def _restore_texts(raw: dict[str, Any], error: ValidationError, path: KeyPath, problems: Problems) -> bool:
-    """Put back the texts of variables that look like numbers where text is expected. Returns True if there were any."""
-    is_changed = False
-    for item in error.errors(include_url=False):
-        inner, value = _follow(raw, item["loc"])
-        text = problems.texts.get((*path, *inner))
-        if item["type"] == "string_type" and text is not None and value != text:
-            *parents, last = inner
-            _, owner = _follow(raw, tuple(parents))
-            owner[last] = text
-            is_changed = True
-    return is_changed
-
-
-def _follow(raw: Any, loc: tuple[int | str, ...]) -> tuple[KeyPath, Any]:
-    """(the part of a pydantic location that is in the data, the value there); the rest names branches of unions."""
-    path: KeyPath = ()
-    value = raw
-    for part in loc:
-        try:
-            value = value[part]
-        except (KeyError, IndexError, TypeError):
-            break
-        path = (*path, part)
-    return path, value
-
-
-def _model_at(model: type[Model], path: KeyPath) -> type[Model]:
-    for part in path:
-        annotation = model.model_fields[str(part)].annotation if str(part) in model.model_fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, Model)):
-            return model
-        model = annotation
-    return model

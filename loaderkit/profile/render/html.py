@@ -10,9 +10,9 @@ from functools import cache, partial
 from types import ModuleType
 
 from loaderkit._internal.units import say_seconds
+from loaderkit._internal.yaml_text import to_yaml
 from loaderkit.engine.metrics.bottleneck_words import headline
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.config.yaml_text import to_yaml
 from loaderkit.profile.compare import say
 from loaderkit.profile.ranks import Merged
 from loaderkit.profile.render.charts import charts, legend

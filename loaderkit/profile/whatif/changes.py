@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.diagnostics import Problems
 from loaderkit._internal.units import format_bytes
-from loaderkit.pipeline.config.diagnostics import Problems
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.validation import check_neighbours
 from loaderkit.profile.report import Report

@@ -19,10 +19,10 @@ from pydantic import ValidationError
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit._internal.yaml_text import from_yaml
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.parsing import load_yaml, parse
-from loaderkit.pipeline.config.yaml_text import from_yaml
 
 
 def test_yaml_dict_and_pipeline_are_one_config(write: Callable[[str], Path], tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from wrong_structures import WRONG_STRUCTURES
 from wrong_values import WRONG_VALUES
 
 import loaderkit
+from loaderkit._internal.yaml_text import from_yaml
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.parsing import load_yaml, parse
-from loaderkit.pipeline.config.yaml_text import from_yaml
 
 WRONG = WRONG_VALUES | WRONG_STRUCTURES
 

@@ -12,10 +12,10 @@ import pytest
 from config_cases import MINIMAL
 
 import loaderkit
+from loaderkit._internal.diagnostics import Problems
+from loaderkit._internal.yaml_text import from_yaml, read_yaml, to_yaml
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.config.diagnostics import Problems
 from loaderkit.pipeline.config.parsing import load_yaml
-from loaderkit.pipeline.config.yaml_text import from_yaml, read_yaml, to_yaml
 
 
 def test_invalid_yaml(write: Callable[[str], Path]) -> None:

@@ -1,4 +1,4 @@
-"""The text of a pipeline file: YAML with the line of every key, and ${VAR}."""
+"""The text of a config file: YAML with the line of every key, and ${VAR}."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.resolver import VersionedResolver
 from ruamel.yaml.tag import Tag
 
-from loaderkit.pipeline.config.diagnostics import KeyPath, Problems
+from loaderkit._internal.diagnostics import KeyPath, Problems
 
 YAML_ERRORS = (YAMLError, ValueError, TypeError, LookupError, OverflowError, RecursionError)
 """The errors of ruamel.yaml, and of the functions that it calls for values such as a date."""
@@ -85,7 +85,7 @@ def to_yaml(value: Any, *, flow: bool | None = None, width: int = 100) -> str:
 
 
 def read_yaml(text: str, problems: Problems) -> Any:
-    """The value of a pipeline file. `problems` gets the line of each key and the errors; None if it is not YAML."""
+    """The value of a config file. `problems` gets the line of each key and the errors; None if it is not YAML."""
     yaml = _yaml()
     try:
         constructor, _ = yaml.get_constructor_parser(text)

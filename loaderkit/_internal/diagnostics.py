@@ -25,10 +25,11 @@ _IN_YAML: Mapping[str, str] = MappingProxyType(
 
 
 class Problems:
-    """Collects problems while a config is read, and holds the line of every key."""
+    """Collects problems while a config is read, and holds the line of every key. `what` names a config that is no file."""
 
-    def __init__(self, file: Path | None) -> None:
+    def __init__(self, file: Path | None, what: str = "the pipeline") -> None:
         self.file = file
+        self._what = what
         self.lines: dict[KeyPath, int] = {}
         self.texts: dict[KeyPath, str] = {}  # texts of variables that were read as numbers
         self.problems: list[Problem] = []
@@ -47,7 +48,7 @@ class Problems:
     def raise_problems(self) -> None:
         if not self.problems:
             return
-        where = str(self.file) if self.file is not None else "the pipeline"
+        where = str(self.file) if self.file is not None else self._what
         problems = sorted(dict.fromkeys(self.problems), key=lambda problem: problem.line or 0)
         texts = []
         for problem in problems:

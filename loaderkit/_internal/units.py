@@ -14,6 +14,14 @@ def say_seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
 
 
+def say_age(seconds: float) -> str:
+    """A time that has passed, in the largest unit of which there are at least two: "90 s", "5 min", "47 h", "3 d"."""
+    for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * factor:
+            return f"{seconds // factor:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
 _SIZE_UNITS = {
     "": 1, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -21,7 +29,7 @@ _SIZE_UNITS = {
 }  # fmt: skip
 
 
-_TIME_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_TIME_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")

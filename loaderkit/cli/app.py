@@ -16,6 +16,7 @@ import typer
 from loaderkit import __version__
 from loaderkit.cli import console
 from loaderkit.cli.check import check, explain
+from loaderkit.cli.checkpoints import checkpoints
 from loaderkit.cli.demo import demo
 from loaderkit.cli.index import index
 from loaderkit.cli.options import Debug, Settings
@@ -52,7 +53,7 @@ def _root(
     pass
 
 
-for function in (run, check, explain, profile, tune, index, restore, manifest, demo):
+for function in (run, check, explain, profile, tune, index, restore, manifest, checkpoints, demo):
     app.command()(function)
 
 

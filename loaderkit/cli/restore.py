@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from loaderkit._internal.units import say_size
 from loaderkit.cli import console
+from loaderkit.cli.byte_progress import ByteProgress, byte_progress
 from loaderkit.cli.options import AsJson, Debug
 from loaderkit.profile.render.summary import print_summary
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from loaderkit.checkpoint.transfer.session import TransferSession
     from loaderkit.pipeline.config.model import PipelineConfig
 
-_SECONDS_A_LINE = 5.0
 Url = Annotated[
     str,
     typer.Argument(metavar="URL", help="A checkpoint: a file, a directory, or either in a tar.", show_default=False),
@@ -122,7 +120,11 @@ def _read_through(source: OpenCheckpoint, session: TransferSession, begin_s: flo
     def now() -> Progress:
         return progress_of(source.contents, session.totals, total, time.perf_counter() - begin_s)
 
-    with session, _progress(now) as show:
+    def shown() -> ByteProgress:
+        done = now()
+        return ByteProgress(done.num_bytes, done.total_bytes, done.seconds, f"slowest: {done.slowest_object}")
+
+    with session, byte_progress(shown) as show:
         for given in session:
             num_tensors += len(given)
             del given
@@ -149,52 +151,6 @@ def _read_through(source: OpenCheckpoint, session: TransferSession, begin_s: flo
         },
         "stats": stats,
     }
-
-
-@contextmanager
-def _progress(now: Callable[[], Progress]) -> Iterator[Callable[[], None]]:
-    """A bar on stderr if that is a terminal, else a line every few seconds."""
-    screen = console.stderr()
-    if not screen.is_terminal:
-        yield _lines(now)
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[slow]}", markup=False),
-    )
-    with Progress(*columns, console=screen, transient=True) as bar:
-        task = bar.add_task("", total=now().total_bytes, slow="")
-
-        def show() -> None:
-            progress = now()
-            bar.update(task, completed=progress.num_bytes, slow=f"slowest: {progress.slowest_object}")
-
-        yield show
-
-
-def _lines(now: Callable[[], Progress]) -> Callable[[], None]:
-
-    due_s = _SECONDS_A_LINE
-
-    def show() -> None:
-        nonlocal due_s
-        progress = now()
-        if progress.seconds < due_s:
-            return
-        due_s = progress.seconds + _SECONDS_A_LINE
-        left = progress.total_bytes - progress.num_bytes
-        left_s = left / progress.bytes_per_s if progress.bytes_per_s else 0.0
-        console.say(
-            f"{say_size(progress.num_bytes)} of {say_size(progress.total_bytes)}, {say_size(progress.bytes_per_s)}/s, "
-            f"{left_s:.0f} s left, slowest: {progress.slowest_object}"
-        )
-
-    return show
 
 
 def _tell(result: dict[str, Any]) -> None:

@@ -146,6 +146,10 @@ class BulkConnector(Connector):
         """(seconds to the first byte, seconds of the body) by `describe(key)`, each summed over all reads of the object."""
         return {}
 
+    def modified_s(self, key: str) -> float | None:
+        """When an object was last written, in seconds since 1970 by the store's clock; None where the store does not say."""
+        return None
+
 
 def traits_of(connector: Connector) -> ConnectorTraits:
     """The traits of a connector; the defaults for one that declares none."""
@@ -160,6 +164,14 @@ def bulk_of(connector: Connector) -> BulkReads:
 def counters_of(connector: Connector) -> dict[str, float]:
     """A copy of a connector's counters."""
     return dict(connector.counters()) if isinstance(connector, BulkConnector) else {}
+
+
+def modified_s_of(connector: Connector, key: str) -> float | None:
+    """When an object was last written, in seconds since 1970 by the store's clock; None where the store does not say.
+
+    Raises as `Connector.stat` does.
+    """
+    return connector.modified_s(key) if isinstance(connector, BulkConnector) else None
 
 
 class ConnectorLayer(BulkConnector):
@@ -193,6 +205,10 @@ class ConnectorLayer(BulkConnector):
     def object_times(self) -> Mapping[str, tuple[float, float]]:
         """The times that `inner` measured."""
         return self.inner.object_times() if isinstance(self.inner, BulkConnector) else {}
+
+    def modified_s(self, key: str) -> float | None:
+        """The time that `inner` gives."""
+        return modified_s_of(self.inner, key)
 
     def close(self) -> None:
         """Close `inner`."""

@@ -62,6 +62,13 @@ class FileConnector(BulkConnector):
         self._require_regular(key, status.st_mode)
         return ObjectInfo(key, status.st_size, etag_of(status.st_mtime_ns, status.st_size))
 
+    def modified_s(self, key: str) -> float:
+        """The time of the file's last change of content."""
+        try:
+            return os.stat(self._path(key)).st_mtime
+        except (OSError, ValueError) as error:
+            raise self._translated(key, error) from error
+
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the file's bytes from `start` on, or raise; see `Connector.read_into`."""
         self._read(key, start, buffer, etag)

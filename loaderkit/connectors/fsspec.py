@@ -12,6 +12,8 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from loaderkit.connectors.base import BulkConnector, ConnectorTraits, ObjectInfo
@@ -112,6 +114,15 @@ class FsspecConnector(BulkConnector):
 
     def stat(self, key: str) -> ObjectInfo:
         """Size in bytes and etag of one object; the etag is empty if the store has neither tags nor times."""
+        details = self._details(key)
+        return ObjectInfo(key, self._size_of(key, details), _tag_of(details))
+
+    def modified_s(self, key: str) -> float | None:
+        """When the object was last written, as far as the filesystem says."""
+        return next(filter(None, map(_seconds_of, map(self._details(key).get, _TIMES))), None)
+
+    def _details(self, key: str) -> Any:
+        """What the filesystem says about an object."""
         system, path = self._path(key)
         self._count(0)
         try:
@@ -121,7 +132,7 @@ class FsspecConnector(BulkConnector):
             raise self._translated(key, error) from None
         if details.get("type", "file") != "file":
             raise ObjectNotFoundError(f"{self.describe(key)} is a directory, not an object")
-        return ObjectInfo(key, self._size_of(key, details), _tag_of(details))
+        return details
 
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the object's bytes from `start` on, or raise; see `Connector.read_into`."""
@@ -302,6 +313,18 @@ def _tag_of(details: Any) -> str:
             value = details[name]
             return f"{value.timestamp() if hasattr(value, 'timestamp') else value}-{details.get('size')}"
     return ""
+
+
+def _seconds_of(value: Any) -> float | None:
+    """Seconds since 1970 of a number, a date with its zone, or a text of HTTP or ISO 8601; None for any other value."""
+    if isinstance(value, str):
+        try:
+            value = parsedate_to_datetime(value) if "," in value else datetime.fromisoformat(value)
+        except ValueError:
+            return None
+    if isinstance(value, datetime):
+        return value.timestamp() if value.tzinfo is not None else value.replace(tzinfo=UTC).timestamp()
+    return float(value) if isinstance(value, (int, float)) and value > 0 else None
 
 
 def _text_of(error: Exception) -> str:

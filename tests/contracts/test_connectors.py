@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,16 @@ from seaweed import Seaweed
 import loaderkit
 from loaderkit.checkpoint.discovery.archive import TarConnector
 from loaderkit.connectors.backoff import RetryPolicy
-from loaderkit.connectors.base import BulkReads, ByteRange, Connector, ConnectorLayer, Ranges, bulk_of, traits_of
+from loaderkit.connectors.base import (
+    BulkReads,
+    ByteRange,
+    Connector,
+    ConnectorLayer,
+    Ranges,
+    bulk_of,
+    modified_s_of,
+    traits_of,
+)
 from loaderkit.connectors.config import CacheArgs, S3Args
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.fsspec import FsspecConnector
@@ -229,6 +239,21 @@ def test_listing_is_ordered_by_the_bytes_of_the_key(kind: str, keys: list[str], 
         assert [info.key for info in infos] == [store.place(key) for key in wanted]
         assert [info.size for info in infos] == [len(key.encode()) for key in wanted]
         assert [store.connector.stat(info.key) for info in infos] == infos
+
+
+@pytest.mark.parametrize(
+    "kind", ["file", "retry-over-file", "tar-over-file", "fsspec-file", "fsspec-memory", "s3", "memory"]
+)
+def test_when_an_object_was_written(kind: str) -> None:
+    before_s = time.time()
+    with opened(kind) as factory:
+        store = factory({"a": b"1"})
+        modified_s = modified_s_of(store.connector, store.place("a"))
+        if kind == "memory":
+            assert modified_s is None
+            return
+        assert modified_s is not None
+        assert before_s - 2 <= modified_s <= time.time() + 2  # by clocks that may give whole seconds
 
 
 def test_prefix_is_a_string_not_a_directory(factory: Factory) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from loaderkit.connectors.base import BulkReads, Connector, ConnectorLayer, ObjectInfo, ReadInto, bulk_of
+from loaderkit.connectors.base import BulkReads, Connector, ConnectorLayer, ObjectInfo, ReadInto, bulk_of, modified_s_of
 from loaderkit.errors import ObjectNotFoundError, ShortReadError
 from loaderkit.sources.formats.tar_index.index import Member
 
@@ -60,6 +60,10 @@ class TarConnector(ConnectorLayer):
     def stat(self, key: str) -> ObjectInfo:
         """Size in bytes and etag of one member: the archive's etag and the member's place in it."""
         return _info(*self._find(key, afresh=True))
+
+    def modified_s(self, key: str) -> float | None:
+        """When the archive was last written."""
+        return modified_s_of(self.inner, self._find(key)[0].info.key)
 
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the member's bytes from `start` on, or raise; see `Connector.read_into`.

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Mapping
-from typing import Any
 
-from loaderkit.checkpoint.discovery.locate import CheckpointLocation, locate
-from loaderkit.checkpoint.discovery.manifest import NAME, Verify, read_manifest
-from loaderkit.checkpoint.discovery.open import open_checkpoint
+from loaderkit.checkpoint.discovery.listing import by_number, names_below, url_below
+from loaderkit.checkpoint.discovery.locate import SAVING, locate
+from loaderkit.checkpoint.discovery.manifest import Verify, read_manifest
+from loaderkit.checkpoint.discovery.open import NoCheckpointError, open_checkpoint
 from loaderkit.checkpoint.transfer.fetch import fetch_of
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError, printable
 
 logger = logging.getLogger("loaderkit")
-_DIGITS = re.compile(r"(\d+)")
 
 
 def latest(
@@ -31,13 +29,12 @@ def latest(
     given = connectors or {}
     location = locate(prefix, given)
     try:
-        names = _names(location)
+        names = [name for name in names_below(location) if not name.startswith(SAVING)]
     finally:
         location.close()
     skipped = []
-    for name in sorted(names, key=_by_number, reverse=True):
-        root = os.fspath(prefix)
-        url = root + name if root.endswith("/") else f"{root}/{name}"
+    for name in sorted(names, key=by_number, reverse=True):
+        url = url_below(prefix, name)
         try:
             inside = locate(url, given)
             try:
@@ -45,10 +42,11 @@ def latest(
                 read_manifest(inside, open_checkpoint(inside, fetch), verify, fetch)
             finally:
                 inside.close()
+        except NoCheckpointError:
+            continue
         except (CheckpointError, FormatError, ConnectorError) as error:
-            if not isinstance(error, CheckpointError) or "holds no checkpoint" not in str(error):
-                logger.warning("%s is skipped: %s", printable(url), error)
-                skipped.append(f"{name}: {error}")
+            logger.warning("%s is skipped: %s", printable(url), error)
+            skipped.append(f"{name}: {error}")
         else:
             return url
     reasons = "\n  ".join(skipped[:5])
@@ -60,17 +58,3 @@ def latest(
             else f"; there are {', '.join(names[:3]) or 'no files'}"
         )
     )
-
-
-def _names(location: CheckpointLocation) -> list[str]:
-    """The files and folders directly below a location."""
-    if location.single is not None:
-        raise CheckpointError(f"{location.url} is a file: give the directory that the checkpoints are in")
-    cut = len(location.prefix)
-    names = dict.fromkeys(info.key[cut:].partition("/")[0] for info in location.connector.list(location.prefix))
-    return [name for name in names if not name.endswith((NAME, ".tmp"))]  # .tmp: not renamed yet
-
-
-def _by_number(name: str) -> list[Any]:
-    """A sort key with numbers as numbers: "step-300" before "step-2000"."""
-    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in _DIGITS.split(name)]

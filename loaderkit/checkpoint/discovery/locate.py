@@ -15,6 +15,8 @@ from loaderkit.connectors.factory import open_connector
 from loaderkit.errors import CheckpointError, ObjectNotFoundError
 from loaderkit.sources.formats.tar_index import default_cache_dir, load_index
 
+SAVING = ".saving-"
+"""Begins the name of a directory that is being written, and of one beside it that tells by whom."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 

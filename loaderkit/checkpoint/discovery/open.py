@@ -34,6 +34,10 @@ _FORMATS = {
 }
 
 
+class NoCheckpointError(CheckpointError):
+    """There are files, and none of them is a checkpoint's."""
+
+
 def open_checkpoint(location: CheckpointLocation, fetch: Fetch) -> Checkpoint:
     """The checkpoint at a location. `fetch` reads many ranges at once. Raises CheckpointError, FormatError, ConnectorError."""
     infos = {info.key[len(location.prefix) :]: info for info in location.children()}
@@ -48,7 +52,7 @@ def open_checkpoint(location: CheckpointLocation, fetch: Fetch) -> Checkpoint:
         )
     if not kinds:
         listed = ", ".join(list(infos)[:3]) or "nothing"
-        raise CheckpointError(
+        raise NoCheckpointError(
             f"{location.url} holds no checkpoint: expected safetensors, torch.save or torch.distributed.checkpoint; there is "
             f"{listed}"
         )

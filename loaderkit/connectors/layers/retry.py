@@ -14,7 +14,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from loaderkit.connectors.backoff import Retries, RetryPolicy
-from loaderkit.connectors.base import BulkReads, Connector, ConnectorLayer, ObjectInfo, Ranges, ReadMany, bulk_of
+from loaderkit.connectors.base import (
+    BulkReads,
+    Connector,
+    ConnectorLayer,
+    ObjectInfo,
+    Ranges,
+    ReadMany,
+    bulk_of,
+    modified_s_of,
+)
 from loaderkit.connectors.call_pool import CallPool
 from loaderkit.errors import RequestTimeoutError, TemporaryError
 
@@ -55,6 +64,10 @@ class RetryConnector(ConnectorLayer):
     def stat(self, key: str) -> ObjectInfo:
         """The answer of `inner`."""
         return self._retries(lambda: self._bounded(lambda: self.inner.stat(key), self.inner.describe(key)))
+
+    def modified_s(self, key: str) -> float | None:
+        """The time that `inner` gives."""
+        return self._retries(lambda: self._bounded(lambda: modified_s_of(self.inner, key), self.inner.describe(key)))
 
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the object's bytes from `start` on, or raise; see `Connector.read_into`."""

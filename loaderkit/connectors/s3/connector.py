@@ -126,6 +126,11 @@ class S3Connector(BulkConnector):
         """Size in bytes and etag of one object."""
         return self._head(key, None)
 
+    def modified_s(self, key: str) -> float | None:
+        """The store's Last-Modified, in whole seconds."""
+        modified = getattr(self._metadata(key, None), "last_modified", None)
+        return None if modified is None else float(modified)
+
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the object's bytes from `start` on, or raise; see `Connector.read_into`."""
         if start < 0:
@@ -193,6 +198,9 @@ class S3Connector(BulkConnector):
     # --------------------------------------------------------------------------------------------------------- parts
 
     def _head(self, key: str, begin_s: float | None) -> ObjectInfo:
+        return _info_of(key, self._metadata(key, begin_s))
+
+    def _metadata(self, key: str, begin_s: float | None) -> Any:
         full, where = self._full(key), self.describe(key)
         try:
             head = self._requests.ask(lambda client, call: client.head(full), where, begin_s=begin_s)
@@ -205,7 +213,7 @@ class S3Connector(BulkConnector):
             except ConnectorError:
                 pass
             raise
-        return _info_of(key, head)
+        return head
 
     def _read_checked(self, key: str, start: int, buffer: memoryview, etag: str | None, begin_s: float) -> None:
         self._read_parts(key, start, buffer, etag, begin_s)

@@ -1,0 +1,189 @@
+"""Lists the checkpoints below a prefix: of each its step, age and size, and whether it is whole or what is missing."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from loaderkit.checkpoint.discovery.locate import SAVING, CheckpointLocation, locate
+from loaderkit.checkpoint.discovery.manifest import NAME, manifest_key, needed_objects, read_manifest
+from loaderkit.checkpoint.discovery.open import NoCheckpointError, open_checkpoint
+from loaderkit.checkpoint.transfer.fetch import fetch_of
+from loaderkit.connectors.base import Connector, ObjectInfo, modified_s_of, traits_of
+from loaderkit.errors import STORE_FAILURES, CheckpointError, ConnectorError, FormatError, printable
+
+_NUM_AT_ONCE = 8  # checkpoints opened at the same time in a store that one waits for
+_MAX_ASKED = 32  # files whose times are asked for; the others were written at about the same time
+_MARKERS = (".owner", ".new")  # end the names of directories beside those that are being written
+_UNFINISHED = "not committed: it is being written, or was left behind by a save that died"
+_DIGITS = re.compile(r"(\d+)")
+_STEP = re.compile(r"(?:step|steps|checkpoint|ckpt|iter|iteration)[-_=]?(\d+)", re.IGNORECASE)
+_NUMBER = re.compile(r"(\d+)(?:\.(?:pt|pth|ckpt|tar))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSummary:
+    """One checkpoint, or what is left of one.
+
+    `problem` is "" for a whole one, else what is missing or wrong. `num_bytes` and `num_files` count the files that belong to
+    it; of one that is not whole, all files there. `time_s` is when it was committed, in seconds since 1970 by the clock of the
+    store; None where that does not say.
+    """
+
+    name: str
+    url: str
+    step: int | None
+    time_s: float | None
+    num_bytes: int
+    num_files: int
+    format: str = ""
+    has_manifest: bool = False
+    problem: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.problem
+
+
+def step_in(name: str) -> int | None:
+    """The training step in a checkpoint's name, such as 1000 of "step-0000001000"; None for a name without one."""
+    found = _STEP.findall(name)
+    if found:
+        return int(found[-1])
+    number = _NUMBER.fullmatch(name)
+    return int(number[1]) if number else None
+
+
+def by_number(name: str) -> list[Any]:
+    """A sort key with numbers as numbers: "step-300" before "step-2000"."""
+    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in _DIGITS.split(name)]
+
+
+def names_below(location: CheckpointLocation) -> dict[str, list[ObjectInfo]]:
+    """Name -> its objects, for the files and directories directly below a location; without manifests and temporary files.
+
+    Raises CheckpointError for a file.
+    """
+    if location.single is not None:
+        raise CheckpointError(f"{location.url} is a file: give the directory that the checkpoints are in")
+    cut = len(location.prefix)
+    names: dict[str, list[ObjectInfo]] = {}
+    for info in location.connector.list(location.prefix):
+        names.setdefault(info.key[cut:].partition("/")[0], []).append(info)
+    return {name: infos for name, infos in names.items() if not name.endswith((NAME, ".tmp"))}
+
+
+def url_below(prefix: str | os.PathLike[str], name: str) -> str:
+    """The URL of a name below a prefix."""
+    root = os.fspath(prefix)
+    return root + name if root.endswith("/") else f"{root}/{name}"
+
+
+def list_checkpoints(
+    url: str | os.PathLike[str], connectors: Mapping[str, Connector] | None = None
+) -> list[CheckpointSummary]:
+    """The checkpoints directly below `url`, sorted by the numbers in their names; or the one that `url` itself is.
+
+    A directory holds checkpoints if a name in it has a step ("step-100", "checkpoint-100.pt"), or if it is none itself. What is
+    being written, or was left half-written, is listed with its problem; other files are left out. Raises CheckpointError if
+    nothing is there, and ConnectorError if the store cannot be reached.
+    """
+    given, root = connectors or {}, os.fspath(url)
+    location = locate(url, given)
+    try:
+        if location.single is not None:
+            return _present([_summary(root, given)])
+        names = names_below(location)
+        if not any(step_in(name) is not None or name.startswith(SAVING) for name in names):
+            itself = _summary(root, given)
+            if itself is not None:
+                return [itself]
+
+        def summary_of(name: str) -> CheckpointSummary | None:
+            if name.startswith(SAVING):
+                if name.endswith(_MARKERS):
+                    return None
+                return _broken(location.connector, url_below(root, name), names[name], _UNFINISHED)
+            try:
+                return _summary(url_below(root, name), given)
+            except STORE_FAILURES:
+                raise
+            except (CheckpointError, FormatError, ConnectorError) as error:  # a damaged archive, or it was just removed
+                return _broken(location.connector, url_below(root, name), [], str(error))
+
+        at_once = _NUM_AT_ONCE if traits_of(location.connector).is_remote else 1
+        with ThreadPoolExecutor(at_once, thread_name_prefix="loaderkit-list") as pool:
+            try:
+                return _present(pool.map(summary_of, sorted(names, key=by_number)))
+            finally:
+                pool.shutdown(cancel_futures=True)
+    finally:
+        location.close()
+
+
+def _present(summaries: Iterable[CheckpointSummary | None]) -> list[CheckpointSummary]:
+    return [summary for summary in summaries if summary is not None]
+
+
+def _summary(url: str, given: Mapping[str, Connector]) -> CheckpointSummary | None:
+    """None for what is no checkpoint. Raises CheckpointError if nothing is there."""
+    location = locate(url, given)
+    try:
+        fetch = fetch_of(location.connector)
+        checkpoint = open_checkpoint(location, fetch)
+        checksums = read_manifest(location, checkpoint, "auto", fetch)
+    except NoCheckpointError:
+        return None
+    except STORE_FAILURES:
+        raise
+    except (CheckpointError, FormatError, ConnectorError) as error:
+        return _broken(location.connector, url, location.children(), str(error))
+    else:
+        infos = needed_objects(checkpoint)
+        asked = [manifest_key(location)] if checksums else [info.key for info in infos[-_MAX_ASKED:]]
+        return CheckpointSummary(
+            name=_name_in(url),
+            url=url,
+            step=step_in(_name_in(url)),
+            time_s=newest_s(location.connector, asked),
+            num_bytes=sum(info.size for info in infos),
+            num_files=len(infos),
+            format=checkpoint.format,
+            has_manifest=bool(checksums),
+        )
+    finally:
+        location.close()
+
+
+def _broken(connector: Connector, url: str, infos: list[ObjectInfo], problem: str) -> CheckpointSummary:
+    """The summary of what is not whole; all of its files count."""
+    return CheckpointSummary(
+        name=_name_in(url),
+        url=url,
+        step=step_in(_name_in(url)),
+        time_s=newest_s(connector, [info.key for info in infos]),
+        num_bytes=sum(info.size for info in infos),
+        num_files=len(infos),
+        has_manifest=any(info.key.endswith(NAME) for info in infos),
+        problem=problem.removeprefix(f"{printable(url)} is ").removeprefix(f"{printable(url)} "),
+    )
+
+
+def _name_in(url: str) -> str:
+    return url.rstrip("/").rpartition("/")[2]
+
+
+def newest_s(connector: Connector, keys: Iterable[str]) -> float | None:
+    """When the last of some objects was written; None where the store does not say, or one of them is gone."""
+    times = []
+    for key in keys:
+        try:
+            times.append(modified_s_of(connector, key))
+        except ConnectorError:
+            return None
+    known = [time_s for time_s in times if time_s is not None]
+    return max(known, default=None) if len(known) == len(times) else None

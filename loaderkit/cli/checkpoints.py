@@ -1,0 +1,137 @@
+"""`loaderkit checkpoints`: list the checkpoints of a run, and verify them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loaderkit._internal.units import say_age, say_size
+from loaderkit.cli import console
+from loaderkit.cli.byte_progress import ByteProgress, byte_progress
+from loaderkit.cli.options import AsJson, Debug
+from loaderkit.errors import CheckpointError, ConnectorError, FormatError
+
+if TYPE_CHECKING:
+    from loaderkit.checkpoint.discovery.listing import CheckpointSummary
+
+Url = Annotated[
+    str,
+    typer.Argument(
+        metavar="URL", help="The directory that the checkpoints are in, or one of them.", show_default=False
+    ),
+]
+
+
+def checkpoints(
+    url: Url,
+    *,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every byte of each with its manifest; fail if one differs.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """List the checkpoints at URL: step, age, size, and whether each is whole or what is missing."""
+    from loaderkit.checkpoint.discovery.listing import list_checkpoints
+
+    found = list_checkpoints(url)
+    now_s = time.time()
+    rows = [_row(summary, now_s) for summary in found]
+    num_failed = _verify(found, rows) if verify else 0
+    newest = next((summary.name for summary in reversed(found) if summary.is_whole), None)
+    if as_json:
+        console.tell_json({"url": url, "newest": newest, "checkpoints": rows})
+    else:
+        _tell(url, rows)
+    if num_failed:
+        raise typer.Exit(1)
+
+
+class _Counter:
+    """The bytes that were done, and of which checkpoint, for the progress of several."""
+
+    def __init__(self, total: int) -> None:
+        self.name = ""
+        self._total, self._num_bytes = total, 0
+        self._begin_s = time.perf_counter()
+        self.show: Callable[[], None] = lambda: None
+
+    def now(self) -> ByteProgress:
+        return ByteProgress(self._num_bytes, self._total, time.perf_counter() - self._begin_s, self.name)
+
+    def add(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self.show()
+
+
+def _row(summary: CheckpointSummary, now_s: float) -> dict[str, Any]:
+    return {
+        "name": summary.name,
+        "url": summary.url,
+        "step": summary.step,
+        "time_s": summary.time_s,
+        "age_s": None if summary.time_s is None else max(0.0, now_s - summary.time_s),
+        "num_bytes": summary.num_bytes,
+        "num_files": summary.num_files,
+        "format": summary.format or None,
+        "has_manifest": summary.has_manifest,
+        "is_whole": summary.is_whole,
+        "problem": summary.problem or None,
+    }
+
+
+def _verify(found: list[CheckpointSummary], rows: list[dict[str, Any]]) -> int:
+    """Add `verified` and `damage` to the rows; the number of checkpoints that failed.
+
+    What was never committed is no failure: it may be a checkpoint that is being written.
+    """
+    from loaderkit.checkpoint.discovery.verify import verify_checkpoint
+
+    counter = _Counter(sum(summary.num_bytes for summary in found if summary.is_whole and summary.has_manifest))
+    num_failed = 0
+    with byte_progress(counter.now) as counter.show:
+        for summary, row in zip(found, rows, strict=True):
+            counter.name = summary.name
+            row |= {"verified": False, "damage": []}
+            if not summary.is_whole:
+                num_failed += summary.has_manifest
+            elif not summary.has_manifest:
+                num_failed += 1
+                row["damage"] = [f"there is no manifest to compare with: `loaderkit manifest {summary.url}` writes one"]
+            else:
+                try:
+                    row["damage"] = verify_checkpoint(summary.url, progress=counter.add).damage
+                except (CheckpointError, FormatError, ConnectorError) as error:
+                    row["damage"] = [str(error)]
+                row["verified"] = not row["damage"]
+                num_failed += not row["verified"]
+    return num_failed
+
+
+def _tell(url: str, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        console.tell(f"{url}: no checkpoints")
+        return
+    cells = [("name", "step", "age", "size", "")]
+    for row in rows:
+        step = "-" if row["step"] is None else str(row["step"])
+        age = "-" if row["age_s"] is None else say_age(row["age_s"])
+        cells.append((row["name"], step, age, say_size(row["num_bytes"]), _state(row)))
+    widths = [max(len(line[column]) for line in cells) for column in range(4)]
+    for line in cells:
+        name, *numbers = line[:4]
+        aligned = "  ".join(text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True))
+        console.tell(f"{name.ljust(widths[0])}  {aligned}  {line[4]}".rstrip())
+
+
+def _state(row: dict[str, Any]) -> str:
+    if not row["is_whole"]:
+        return str(row["problem"])
+    if row.get("verified"):
+        return f"whole, {row['format']}, every block as in its manifest"
+    if row.get("damage"):
+        return "; ".join(row["damage"])
+    return f"whole, {row['format']}{'' if row['has_manifest'] else ', no manifest'}"

@@ -29,8 +29,9 @@ def _add_validation_errors(
     expected: dict[KeyPath, list[str]] = {}
     for item in error.errors(include_url=False):
         loc = item["loc"]
-        inner, value = _follow(raw, loc)
-        if not loc or (item["type"] == "value_error" and isinstance(value, dict)):
+        inner, _ = _follow(raw, loc)
+        is_model = bool(loc) and _model_at(model, inner) is not _model_at(model, inner[:-1])
+        if not loc or (is_model and item["type"] == "value_error"):
             # An error of a model as a whole has a message of its own.
             problems.error((*path, *inner), item["msg"].removeprefix("Value error, "))
         elif item["type"] == "extra_forbidden":

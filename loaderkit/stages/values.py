@@ -95,7 +95,10 @@ def image_fields(sample: Sample, fields: Iterable[str] | None) -> list[tuple[str
         images = [(name, image) for name, value in sample.items() if (image := as_image(value)) is not None]
     if not images:
         held = ", ".join(f"{name} ({describe(value)})" for name, value in sample.items()) or "nothing"
-        raise ValueError(f"it has no image, only {held}: is `decode` missing before this stage?")
+        hint = "is `decode` missing before this stage?"
+        if any(isinstance(value, (bytes, bytearray)) for value in sample.values()):
+            hint += " (It leaves bytes that do not begin as a picture does, unless `decode: {fields: [...]}` names them.)"
+        raise ValueError(f"it has no image, only {held}: {hint}")
     return images
 
 

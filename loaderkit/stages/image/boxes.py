@@ -159,7 +159,9 @@ def _numbers(sample: Sample, name: str) -> Coordinates | None:
         )
     value = sample[name]
     try:
-        return np.array(value.numpy() if isinstance(value, torch.Tensor) else value, np.float64)
+        if isinstance(value, torch.Tensor):  # of any type and device
+            value = value.detach().to("cpu", torch.float64).numpy()
+        return np.array(value, np.float64)
     except (RuntimeError, TypeError, ValueError):
         return None
 

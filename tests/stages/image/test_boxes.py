@@ -371,6 +371,16 @@ def test_boxes_of_several_images_are_refused(rng: np.random.Generator) -> None:
             list(loader)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int16])
+def test_boxes_in_tensors_of_any_type(dtype: torch.dtype) -> None:
+    given = torch.tensor([[1, 2, 3, 4]]).to(dtype).requires_grad_(dtype.is_floating_point)
+    found = sanitized(GOOD | {"boxes": given, "keypoints": given[:, :2]}, ["labels"])
+    assert found["boxes"].tolist() == [[1, 2, 3, 4]]
+    assert found["keypoints"].tolist() == [[1, 2]]
+    assert found["boxes"].dtype == found["keypoints"].dtype == torch.float32
+    assert not found["boxes"].requires_grad
+
+
 def unpack(sample: dict[str, Any]) -> None:
     """Boxes out of what a `json` holds."""
     sample["boxes"] = sample.pop("target")["boxes"]

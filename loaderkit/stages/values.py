@@ -97,7 +97,9 @@ def image_fields(sample: Sample, fields: Iterable[str] | None) -> list[tuple[str
         held = ", ".join(f"{name} ({describe(value)})" for name, value in sample.items()) or "nothing"
         hint = "is `decode` missing before this stage?"
         if any(isinstance(value, (bytes, bytearray)) for value in sample.values()):
-            hint += " (It leaves bytes that do not begin as a picture does, unless `decode: {fields: [...]}` names them.)"
+            hint += (
+                " (It leaves bytes that do not begin as a picture does, unless `decode: {fields: [...]}` names them.)"
+            )
         raise ValueError(f"it has no image, only {held}: {hint}")
     return images
 

@@ -231,7 +231,9 @@ def test_normalize_without_images_says_what_to_write() -> None:
 
 def test_bytes_that_are_no_picture_are_said_to_stay_bytes() -> None:
     """Such as an empty one: `decode` without `fields` cannot know that it should be a picture."""
-    with pytest.raises(StageError, match=r"no image, only image \(bytes\).*`decode: \{fields: \[\.\.\.\]\}` names them"):
+    with pytest.raises(
+        StageError, match=r"no image, only image \(bytes\).*`decode: \{fields: \[\.\.\.\]\}` names them"
+    ):
         batch_of([{"image": b""}], lambda s: s.decode().resize([4, 4]))
     with pytest.raises(StageError, match=r"the file is empty"):
         batch_of([{"image": b""}], lambda s: s.decode(fields=["image"]).resize([4, 4]))

@@ -61,6 +61,10 @@ What a subclass of `BulkConnector` may declare besides:
 {block(connectors.BulkReads)}
 {"".join(block(protocol, more={"__call__"}) + chr(10) for protocol in (ReadInto, ReadMany, GatherInto, ReadHashed))}
 {block(Hashed)}
+The writing side, which `BulkConnector.writes` returns; `loaderkit index` and `loaderkit manifest` write through it:
+
+{block(connectors.Writes)}
+{block(connectors.ObjectWriter)}
 Objects in memory, for tests (`loaderkit.connectors.memory`):
 
 {block(MemoryConnector, more={"__init__"}, only={"__init__"})}

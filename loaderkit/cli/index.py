@@ -141,6 +141,7 @@ def _indexed(shards: list[_Shard], verify: bool) -> Iterator[dict[str, Any]]:
 
 
 def _index_one(shard: _Shard, verify: bool) -> dict[str, Any]:
+    from loaderkit.connectors.base import writes_of
     from loaderkit.sources.formats.tar_index import scan_tar, write_wds_index
 
     row: dict[str, Any] = {"shard": shard.name, "index": shard.shown_index, "status": "failed"}
@@ -154,18 +155,11 @@ def _index_one(shard: _Shard, verify: bool) -> dict[str, Any]:
         if verify:
             row["status"] = _verify(connector, shard.index_key, members)
         else:
-            _write(connector, shard.index_key, text.encode("utf-8", "surrogateescape"))
+            writes_of(connector).put(shard.index_key, text.encode("utf-8", "surrogateescape"))
             row["status"] = "written"
     except (LoaderkitError, OSError) as error:
         row["error"] = str(error)
     return row
-
-
-def _write(connector: Connector, key: str, data: bytes) -> None:
-    from loaderkit.connectors.layers.retry import RetryConnector
-
-    inner: Any = connector.inner if isinstance(connector, RetryConnector) else connector  # a write is not tried again
-    inner.write(key, data)
 
 
 def _verify(connector: Connector, key: str, members: TarIndex) -> str:

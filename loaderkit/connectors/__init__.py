@@ -1,6 +1,16 @@
-"""Access to stores of objects: one module for each kind of store. A connector fills memory given to it, or raises."""
+"""Access to stores of objects: one module for each kind of store. A connector fills memory given to it, or raises; most of them
+write, too."""
 
-from loaderkit.connectors.base import BulkConnector, BulkReads, Connector, ConnectorTraits, ObjectInfo
+from loaderkit.connectors.base import (
+    BulkConnector,
+    BulkReads,
+    Connector,
+    ConnectorTraits,
+    ObjectInfo,
+    ObjectWriter,
+    Writes,
+    writes_of,
+)
 from loaderkit.connectors.config import CacheArgs, ReadAheadArgs, RetryArgs, S3Args, StoreArgs
 from loaderkit.connectors.factory import open_connector
 
@@ -11,9 +21,12 @@ __all__ = [
     "Connector",
     "ConnectorTraits",
     "ObjectInfo",
+    "ObjectWriter",
     "ReadAheadArgs",
     "RetryArgs",
     "S3Args",
     "StoreArgs",
+    "Writes",
     "open_connector",
+    "writes_of",
 ]

@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit.errors import ConnectorError
+
 
 class ObjectInfo(NamedTuple):
     """One object of a store: its key (relative, POSIX), its size in bytes, and a tag that changes with its content."""
@@ -126,8 +128,65 @@ class ConnectorTraits:
     store: str = ""  # names the store in the keys of a shared cache
 
 
+class ObjectWriter(Protocol):
+    """One object while it is being written. Until `commit` nothing is visible under its key that could be taken for it.
+
+    Any number of threads write at once; `commit` and `abort` are called when no `write` is running.
+    """
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Write one part: the object's bytes from `start` on. Parts come in any order, each may be written again.
+
+        `start` is a multiple of the `part_bytes_of` the object's size; every part has that many bytes, except the last one,
+        which ends with the object. `data` is contiguous bytes and is not used after the return; memory that starts at a
+        multiple of 4,096 is written to files past the page cache.
+        """
+
+    def commit(self) -> ObjectInfo:
+        """Make the object whole and visible, its bytes durable (its name in a directory is after `Writes.sync`).
+
+        Raises ConnectorError if parts are missing, or if the store failed; then `abort` is still to be called.
+        """
+
+    def abort(self) -> None:
+        """Leave nothing of it behind, unless it is committed. Idempotent."""
+
+
+class Writes(Protocol):
+    """The writing side of a connector; see `writes_of`. One instance serves any number of threads at once.
+
+    Errors are those of reading, and name the object. A key that leads out of the store raises ObjectNotFoundError.
+    """
+
+    def part_bytes_of(self, size: int) -> int:
+        """The bytes of a part of an object of `size` bytes: a multiple of 4,096, at most 8 MiB where the store allows it."""
+
+    def create(self, key: str, size: int) -> ObjectWriter:
+        """Begin to write an object of `size` bytes, which replaces another of that key at `commit`."""
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
+        """Create or replace a small object, durably: readers see the old bytes or the new ones."""
+
+    def delete(self, key: str) -> None:
+        """Remove an object; a missing one is no error. Durable after `sync`."""
+
+    def rename(self, prefix: str, new_prefix: str) -> bool:
+        """Give the directory `prefix` another name, atomically and durably; False, with nothing done, where the store cannot.
+
+        The names end with a slash or not. Raises ObjectNotFoundError if there is no such directory, ConnectorError if there
+        are objects below `new_prefix`.
+        """
+
+    def sync(self, prefix: str) -> None:
+        """Make the names of all objects below the directory `prefix` durable, and its own; "" is the whole store."""
+
+    def clear(self, prefix: str) -> None:
+        """Remove what is no object below the directory `prefix`: empty directories, it included, and what writers that died
+        left, such as unfinished uploads. Only for a directory that nobody writes to."""
+
+
 class BulkConnector(Connector):
-    """A `Connector` with traits, faster reads and counters; a subclass overrides those it has."""
+    """A `Connector` with traits, faster reads, writes and counters; a subclass overrides those it has."""
 
     traits: ConnectorTraits = ConnectorTraits()
 
@@ -135,8 +194,13 @@ class BulkConnector(Connector):
         """The connector's faster reads. A subclass that overrides `read_into` overrides this too."""
         return BulkReads()
 
+    def writes(self) -> Writes | None:
+        """The connector's writing side; None for one that cannot write."""
+        return None
+
     def counters(self) -> dict[str, float]:
-        """Counts and seconds of the requests to the store, by name."""
+        """Counts and seconds of the requests to the store, by name; what was written as `written_bytes`, `writing_s`,
+        `syncing_s`, `committing_s`."""
         return {}
 
     def time_objects(self) -> None:
@@ -161,6 +225,17 @@ def bulk_of(connector: Connector) -> BulkReads:
     return connector.bulk() if isinstance(connector, BulkConnector) else BulkReads()
 
 
+def writes_of(connector: Connector) -> Writes:
+    """The writing side of a connector. Raises ConnectorError for one that cannot write."""
+    writes = connector.writes() if isinstance(connector, BulkConnector) else None
+    if writes is None:
+        raise ConnectorError(
+            f"{connector.describe('')} cannot be written to: {type(connector).__name__} only reads; write to a directory, "
+            "s3:// or a filesystem of fsspec, or give the connector a method `writes`"
+        )
+    return writes
+
+
 def counters_of(connector: Connector) -> dict[str, float]:
     """A copy of a connector's counters."""
     return dict(connector.counters()) if isinstance(connector, BulkConnector) else {}
@@ -175,7 +250,7 @@ def modified_s_of(connector: Connector, key: str) -> float | None:
 
 
 class ConnectorLayer(BulkConnector):
-    """A connector that reads from `inner`. Its traits are those of `inner`; it has no faster reads unless it says so."""
+    """A connector around `inner`. Its traits and writes are those of `inner`; it has no faster reads unless it says so."""
 
     def __init__(self, inner: Connector) -> None:
         self.inner = inner
@@ -192,6 +267,10 @@ class ConnectorLayer(BulkConnector):
     def describe(self, key: str) -> str:
         """The object's name in the store."""
         return self.inner.describe(key)
+
+    def writes(self) -> Writes | None:
+        """The writing side of `inner`."""
+        return self.inner.writes() if isinstance(self.inner, BulkConnector) else None
 
     def counters(self) -> dict[str, float]:
         """The counters of `inner`."""

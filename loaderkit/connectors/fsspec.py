@@ -9,14 +9,17 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, BinaryIO
 
 from loaderkit.connectors.base import BulkConnector, ConnectorTraits, ObjectInfo
+from loaderkit.connectors.writing import Parts, WholeWriter, WriteCounts
 from loaderkit.errors import (
     AccessDeniedError,
     ConfigError,
@@ -48,6 +51,10 @@ _EXPLANATIONS: dict[type[ConnectorError], str] = {
 _NO_FILE = re.compile(r"[?#][^/]*\Z")  # the sorting links of an index page
 _UNUSUAL_PART = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)")
 _UNUSUAL_PART_OF_LINK = re.compile(r"(?:\A|/)(?:\.|%2e){0,2}(?:/|\Z)", re.IGNORECASE)  # %2e is a dot in a link
+_PART_BYTES = 8 << 20
+# Filesystems that show a file under its name while it is being written; they rename.
+_SHOWN_WHILE_WRITTEN = ("file", "local", "sftp", "ssh", "smb", "hdfs", "webhdfs")
+_TEMPORARY_NAME = re.compile(r"(?:\A|/)\.[0-9a-f]{16}\.tmp\Z")
 _USER = re.compile(r"(://)[^/@]*@")
 
 
@@ -74,6 +81,7 @@ class FsspecConnector(BulkConnector):
         self._root = ""
         self._pid = 0
         self._num_requests = self._fetched_bytes = 0
+        self._counts = WriteCounts()
         self._open()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -161,16 +169,37 @@ class FsspecConnector(BulkConnector):
             )
         buffer[:] = data
 
-    def write(self, key: str, data: bytes | bytearray | memoryview) -> None:
-        """Create or replace an object."""
-        system, path = self._path(key)
-        self._count(0)
-        try:
-            if "/" in path:
-                system.makedirs(system._parent(path), exist_ok=True)
-            system.pipe_file(path, bytes(data))
-        except Exception as error:
-            raise self._translated(key, error) from None
+    def writes(self) -> FsspecConnector | None:
+        """The connector itself; None for web servers."""
+        return None if self._is_web else self
+
+    def part_bytes_of(self, size: int) -> int:
+        """8 MiB."""
+        return _PART_BYTES
+
+    def create(self, key: str, size: int) -> WholeWriter:
+        """Begin to write an object of `size` bytes. They are kept in a file without a name in TMPDIR until `commit`, because
+        filesystems of fsspec take an object's bytes in order and at once."""
+        self._path(key)
+        where = self.describe(key)
+        return WholeWriter(
+            where, Parts(where, size, _PART_BYTES), lambda file: self._upload(key, file, size), self._counts
+        )
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
+        """Create or replace an object by one call."""
+        content = bytes(data)
+        with self._counts.timed("committing_s", len(content)):
+            return self._send(key, len(content), lambda system, path: system.pipe_file(path, content))
+
+    def _upload(self, key: str, file: BinaryIO, size: int) -> ObjectInfo:
+        name = f"/proc/self/fd/{file.fileno()}"
+        with self._counts.timed("committing_s"):
+            if size > _PART_BYTES and self._scheme != "memory":
+                return self._send(key, size, lambda system, path: system.put_file(name, path))
+            with open(name, "rb") as whole:
+                content = whole.read()
+            return self._send(key, size, lambda system, path: system.pipe_file(path, content))
 
     def delete(self, key: str) -> None:
         """Remove an object; a missing one is no error."""
@@ -183,13 +212,32 @@ class FsspecConnector(BulkConnector):
         except Exception as error:
             raise self._translated(key, error) from None
 
+    def rename(self, prefix: str, new_prefix: str) -> bool:
+        """False: most filesystems copy, one object after the other."""
+        return False
+
+    def sync(self, prefix: str) -> None:
+        """Nothing to do: fsspec has no such call."""
+
+    def clear(self, prefix: str) -> None:
+        """Remove temporary objects and the directory, if there is one and nothing else is in it."""
+        keys = [info.key for info in self.list(f"{prefix.removesuffix('/')}/" if prefix else "")]
+        temporary = [key for key in keys if _TEMPORARY_NAME.search(key)]
+        for key in temporary:
+            self.delete(key)
+        if prefix and len(temporary) == len(keys):
+            system, path = self._path(prefix.removesuffix("/"))
+            with suppress(Exception):  # most stores have no directories
+                system.rm(path, recursive=True)
+
     def describe(self, key: str) -> str:
         """The object's URL, without user and password."""
         return f"{self._name.rstrip('/')}/{key}" if not self._name.endswith("://") else f"{self._name}{key}"
 
     def counters(self) -> dict[str, float]:
-        """Requests made, and bytes fetched."""
-        return {"num_requests": self._num_requests, "fetched_bytes": self._fetched_bytes}
+        """Requests made, bytes fetched, and what was written."""
+        counts = {"num_requests": self._num_requests, "fetched_bytes": self._fetched_bytes}
+        return counts | self._counts.counters()
 
     def close(self) -> None:
         """Drop the filesystem; the next call opens it again."""
@@ -234,6 +282,40 @@ class FsspecConnector(BulkConnector):
         system, root = self._open()
         return system, f"{root}/{key}"
 
+    def _send(self, key: str, size: int, send: Callable[[Any, str], None]) -> ObjectInfo:
+        """Create or replace an object by `send(filesystem, path)`; after a failure it is what it was, or gone."""
+        system, path = self._path(key)
+        target = path
+        if self._scheme in _SHOWN_WHILE_WRITTEN:
+            target = f"{system._parent(path)}/.{secrets.token_hex(8)}.tmp"
+            if system.isdir(path):  # the file would be moved into it
+                raise ConnectorError(f"{self.describe(key)} is a directory, so no object can have this name")
+        before = self._tag_if_there(key)
+        self._count(0)
+        try:
+            if "/" in path:
+                system.makedirs(system._parent(path), exist_ok=True)
+            send(system, target)
+            if target != path:
+                system.mv(target, path)
+            info = self.stat(key)
+            if info.size != size:
+                raise TemporaryError(f"{self.describe(key)}: the store kept {info.size} of {size} bytes")
+        except Exception as error:
+            with suppress(Exception):
+                if target != path:
+                    system.rm_file(target)
+                elif self._tag_if_there(key) != before:  # a part of it, which some filesystems leave
+                    system.rm_file(path)
+            raise self._translated(key, error) from None
+        return info
+
+    def _tag_if_there(self, key: str) -> str | None:
+        try:
+            return self.stat(key).etag
+        except ConnectorError:
+            return None
+
     def _check(self, key: str, etag: str | None) -> None:
         current = self.stat(key).etag
         if etag and etag != current:
@@ -263,9 +345,13 @@ class FsspecConnector(BulkConnector):
 
     def _translated(self, key: str, error: Exception) -> ConnectorError:
         """loaderkit's error, without the original's text: it may quote a URL that holds a signature."""
+        if isinstance(error, ConnectorError):
+            return error
         where, status = self.describe(key), _status_of(error)
         shown = f" ({type(error).__name__}{f', status {status}' if status else ''})"
         reason = error.strerror if isinstance(error, OSError) and error.strerror else ""
+        if isinstance(error, NotImplementedError):
+            reason = "this filesystem of fsspec cannot do that"
         kind = _kind_of(error, status)
         return kind(f"{where}: {_EXPLANATIONS.get(kind) or reason or 'fsspec failed'}{shown}")
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
-from seaweed import Seaweed, free_port
+from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, free_port
 
-__all__ = ["Seaweed", "delay", "nginx", "upload"]
+__all__ = ["ACCESS_KEY", "SECRET_KEY", "Seaweed", "delay", "nginx", "upload"]
 
 _CONFIG = """
 {user} daemon off; worker_processes 2; pid {folder}/nginx.pid; error_log {folder}/error.log;

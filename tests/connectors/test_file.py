@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import io
 import os
 import re
 import socket
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from loaderkit import native
 from loaderkit._internal.hashing import address_of_hash
 from loaderkit.connectors.backoff import RetryPolicy
-from loaderkit.connectors.base import BulkReads, Hashed
+from loaderkit.connectors.base import BulkReads, Hashed, writes_of
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.layers.retry import RetryConnector
 from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundError, ShortReadError
@@ -82,7 +83,7 @@ def test_names_that_are_not_utf8(tmp_path: Path) -> None:
 
 def test_a_file_that_vanished_or_became_a_directory(tmp_path: Path) -> None:
     connector = FileConnector(tmp_path)
-    connector.write("x", b"data")
+    writes_of(connector).put("x", b"data")
     (info,) = connector.list("")
     (tmp_path / "x").unlink()
     with pytest.raises(ObjectNotFoundError, match="moved or deleted"):
@@ -95,7 +96,7 @@ def test_a_file_that_vanished_or_became_a_directory(tmp_path: Path) -> None:
 def test_a_directory_that_vanishes_while_listing(tmp_path: Path) -> None:
     connector = FileConnector(tmp_path)
     for key in ("a/1", "b/1", "c/1"):
-        connector.write(key, b"")
+        writes_of(connector).put(key, b"")
     listing = connector.list("")
     assert next(listing).key == "a/1"
     (tmp_path / "b" / "1").unlink()
@@ -137,7 +138,7 @@ def test_what_is_refused_is_refused_past_the_page_cache(tmp_path: Path, key: str
 
 def test_truncated_since(tmp_path: Path) -> None:
     connector = FileConnector(tmp_path)
-    connector.write("x", b"0123456789")
+    writes_of(connector).put("x", b"0123456789")
     os.truncate(tmp_path / "x", 4)
     with pytest.raises(ShortReadError, match="after 4 of the 10 bytes"):
         connector.read_into("x", 0, memoryview(bytearray(10)))
@@ -270,7 +271,7 @@ def test_the_c_module_refuses_what_does_not_fit(tmp_path: Path) -> None:
 
 def test_errors_leave_no_descriptor_open(tmp_path: Path) -> None:
     connector = FileConnector(tmp_path)
-    connector.write("x", b"0123456789")
+    writes_of(connector).put("x", b"0123456789")
     (tmp_path / "dir").mkdir()
 
     def num_open() -> int:
@@ -288,11 +289,11 @@ def test_errors_leave_no_descriptor_open(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     connector = FileConnector(tmp_path)
-    connector.write("dir/x", b"1")
+    writes_of(connector).put("dir/x", b"1")
     with pytest.raises(ConnectorError):
-        connector.write("dir", b"2")
+        writes_of(connector).put("dir", b"2")
     with pytest.raises(ObjectNotFoundError):
-        connector.write("../y", b"2")
+        writes_of(connector).put("../y", b"2")
     assert keys(tmp_path) == ["dir/x"]
     assert keys(tmp_path.parent, tmp_path.name) == [f"{tmp_path.name}/dir/x"]
 
@@ -325,7 +326,7 @@ def test_a_mounted_bucket_cannot_rename(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "replace", refuse)
     connector = FileConnector(tmp_path)
     for data in (b"first", b"second"):
-        connector.write("d/a.idx", data)
+        writes_of(connector).put("d/a.idx", data)
         assert (tmp_path / "d" / "a.idx").read_bytes() == data
     assert [path.name for path in (tmp_path / "d").iterdir()] == ["a.idx"]
 
@@ -336,12 +337,14 @@ def test_a_mounted_bucket_that_is_full_keeps_no_part(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     def full(path: str, mode: str) -> Any:
+        if mode == "rb":
+            return io.FileIO(path)
         Path(path).write_bytes(b"par")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(ConnectorError, match="No space left"):
-        FileConnector(tmp_path).write("a.idx", b"parts")
+        writes_of(FileConnector(tmp_path)).put("a.idx", b"parts")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -350,10 +353,10 @@ def test_a_rename_that_fails_otherwise_changes_nothing(tmp_path: Path, monkeypat
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     connector = FileConnector(tmp_path)
-    connector.write("a", b"old")
+    writes_of(connector).put("a", b"old")
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(ConnectorError):
-        connector.write("a", b"new")
+        writes_of(connector).put("a", b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
 
 

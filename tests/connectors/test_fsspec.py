@@ -14,6 +14,7 @@ from buckets import epoch_of
 from fsspec.implementations.memory import MemoryFileSystem
 
 import loaderkit
+from loaderkit.connectors.base import writes_of
 from loaderkit.connectors.fsspec import FsspecConnector
 from loaderkit.errors import (
     AccessDeniedError,
@@ -100,13 +101,13 @@ def test_reference_files_are_refused(chain: str, tmp_path: Path) -> None:
 def test_what_is_not_below_the_url_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page of links may lead anywhere; cut to size such a name would be that of another object."""
     connector = FsspecConnector("memory://below")
-    connector.write("a/b.jpg", b"abc")
+    writes_of(connector).put("a/b.jpg", b"abc")
     found = MemoryFileSystem().find("/below", detail=True)
     (details,) = found.values()
     more = {**found, "/other/b.jpg": details, "/belowx/b.jpg": details}
     monkeypatch.setattr(MemoryFileSystem, "find", lambda *_, **__: more)
     assert [info.key for info in connector.list("")] == ["a/b.jpg"]
-    connector.delete("a/b.jpg")
+    writes_of(connector).delete("a/b.jpg")
 
 
 def test_users_and_passwords_stay_inside() -> None:
@@ -120,11 +121,11 @@ def test_users_and_passwords_stay_inside() -> None:
 
 def test_a_copy_for_another_process() -> None:
     connector = FsspecConnector("memory://copied")
-    connector.write("a", b"abc")
+    writes_of(connector).put("a", b"abc")
     buffer = bytearray(3)
     pickle.loads(pickle.dumps(connector)).read_into("a", 0, memoryview(buffer))
     assert buffer == b"abc"
-    connector.delete("a")
+    writes_of(connector).delete("a")
 
 
 class AnswerError(Exception):
@@ -163,7 +164,7 @@ def test_errors(error: Exception, kind: type[Exception], monkeypatch: pytest.Mon
 
 def test_a_server_that_knows_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     connector = FsspecConnector("memory://ranges")
-    connector.write("a", b"abcdef")
+    writes_of(connector).put("a", b"abcdef")
     monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda self, path, start, end: b"abcdef")
     with pytest.raises(OSError, match="6 bytes where 2 were requested: it does not support"):
         connector.read_into("a", 0, memoryview(bytearray(2)))
@@ -171,8 +172,8 @@ def test_a_server_that_knows_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_replaced_objects() -> None:
     connector = FsspecConnector("memory://replaced")
-    connector.write("a", b"abc")
+    writes_of(connector).put("a", b"abc")
     etag = connector.stat("a").etag
-    connector.write("a", b"xyz")
+    writes_of(connector).put("a", b"xyz")
     with pytest.raises(ObjectChangedError, match="start again"):
         connector.read_into("a", 0, memoryview(bytearray(3)), etag=etag)

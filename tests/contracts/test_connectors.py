@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pytest
@@ -27,11 +26,12 @@ from loaderkit.connectors.base import (
     BulkReads,
     ByteRange,
     Connector,
-    ConnectorLayer,
     Ranges,
+    Writes,
     bulk_of,
     modified_s_of,
     traits_of,
+    writes_of,
 )
 from loaderkit.connectors.config import CacheArgs, S3Args
 from loaderkit.connectors.file import FileConnector
@@ -46,17 +46,11 @@ from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundE
 from loaderkit.sources.formats.tar_index import scan_tar
 
 
-class Writable(Connector, Protocol):
-    def write(self, key: str, data: bytes | bytearray | memoryview) -> None: ...
-
-    def delete(self, key: str) -> None: ...
-
-
 class Store:
     """A connector with objects in it. `place` turns a test's key into the connector's, `replace` changes an object."""
 
     def __init__(
-        self, connector: Connector, place: Callable[[str], str], replace: Callable[[str, bytes], None]
+        self, connector: Connector, place: Callable[[str], str], replace: Callable[[str, bytes], object]
     ) -> None:
         self.connector = connector
         self.place = place
@@ -84,18 +78,18 @@ def tar_bytes(objects: Mapping[str, bytes]) -> bytes:
     return file.getvalue()
 
 
-def plain_store(connector: Writable, objects: Mapping[str, bytes]) -> Store:
+def plain_store(connector: Connector, writes: Writes, objects: Mapping[str, bytes]) -> Store:
     for key, data in objects.items():
-        connector.write(key, data)
-    return Store(connector, lambda key: key, connector.write)
+        writes.put(key, data)
+    return Store(connector, lambda key: key, writes.put)
 
 
-def tar_store(inner: Writable, objects: Mapping[str, bytes]) -> Store:
-    inner.write("shards/a.tar", tar_bytes(objects))
+def tar_store(inner: Connector, writes: Writes, objects: Mapping[str, bytes]) -> Store:
+    writes.put("shards/a.tar", tar_bytes(objects))
     connector = TarConnector(inner, lambda info: scan_tar(inner, info))
 
     def replace(key: str, data: bytes) -> None:
-        inner.write("shards/a.tar", tar_bytes({**objects, key: data}))
+        writes.put("shards/a.tar", tar_bytes({**objects, key: data}))
 
     return Store(connector, lambda key: f"shards/a.tar/{key}", replace)
 
@@ -141,24 +135,9 @@ def _keys(s3_keys: None) -> None:
 class Plain:
     """A connector as others may write it: nothing but what `Connector` asks for."""
 
-    def __init__(self, outer: Connector, inner: Writable) -> None:
-        self.list, self.stat, self.read_into, self.describe = outer.list, outer.stat, outer.read_into, outer.describe
-        self.close = outer.close
-        self.write, self.delete = inner.write, inner.delete
-
-
-class Passing(ConnectorLayer):
-    """Another connector with writes passed on to the one below it."""
-
-    def __init__(self, outer: Connector, inner: Writable) -> None:
-        super().__init__(outer)
-        self.write, self.delete = inner.write, inner.delete
-
-    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
-        self.inner.read_into(key, start, buffer, etag=etag)
-
-    def bulk(self) -> BulkReads:
-        return bulk_of(self.inner)
+    def __init__(self, inner: Connector) -> None:
+        self.list, self.stat, self.read_into, self.describe = inner.list, inner.stat, inner.read_into, inner.describe
+        self.close = inner.close
 
 
 def no_pieces(epoch: int, position: int) -> Iterator[RangeSlice]:
@@ -166,39 +145,45 @@ def no_pieces(epoch: int, position: int) -> Iterator[RangeSlice]:
     return iter(())
 
 
-def made(kind: str, directory: str) -> Writable:
-    """A connector with nothing in it."""
+def simple(kind: str, directory: str) -> Connector:
+    """A connector of one store, with nothing in it."""
     if kind in ("file", "memory"):
         return FileConnector(directory) if kind == "file" else MemoryConnector()
     if kind == "fsspec-memory":
         return FsspecConnector(f"memory://{next(NUMBERS)}")
     if kind == "fsspec-file":
         return FsspecConnector(f"file://{directory}/files")
-    if kind == "s3":
-        # A folder for each, since a bucket costs the server a tenth of a second.
-        url = f"s3://contracts/a b+%20/{next(NUMBERS)}"
-        return S3Connector(url, S3Args(endpoint=SERVER[0].endpoint, connections=8))
-    outer, _, rest = kind.partition("-over-")
-    inner = made(rest, directory)
-    if outer == "plain":
-        return Plain(inner, inner)
+    # A folder for each, since a bucket costs the server a tenth of a second.
+    url = f"s3://contracts/a b+%20/{next(NUMBERS)}"
+    return S3Connector(url, S3Args(endpoint=SERVER[0].endpoint, connections=8))
+
+
+def made(kind: str, directory: str) -> tuple[Connector, Writes]:
+    """A connector with nothing in it, and what writes to its store."""
+    outer, is_layer, rest = kind.partition("-over-")
+    if not is_layer:
+        connector = simple(kind, directory)
+        return connector, writes_of(connector)
+    inner, writes = made(rest, directory)
     policy = RetryPolicy()
-    wrapped: Mapping[str, Callable[[], Connector]] = {
+    layers: Mapping[str, Callable[[], Connector]] = {
+        "plain": lambda: Plain(inner),
         "retry": lambda: RetryConnector(inner, policy),
         "timed": lambda: RetryConnector(inner, policy, 20.0),
         "cache": lambda: CacheConnector(inner, CacheArgs(dir=f"{directory}.cache", size=10_000_000)),
         "ahead": lambda: ReadAheadConnector(inner, no_pieces, memory_bytes=1 << 20, num_requests=2),
     }
-    return Passing(wrapped[outer](), inner)
+    return layers[outer](), writes
 
 
 @contextmanager
 def opened(kind: str) -> Iterator[Factory]:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        inner = made(kind.removeprefix("tar-over-"), f"{directory}/root")
+        inner, writes = made(kind.removeprefix("tar-over-"), f"{directory}/root")
         Path(directory, "root").mkdir()
         stack.callback(inner.close)
-        yield lambda objects: tar_store(inner, objects) if kind.startswith("tar") else plain_store(inner, objects)
+        make = tar_store if kind.startswith("tar") else plain_store
+        yield lambda objects: make(inner, writes, objects)
 
 
 # Two more layers over the server take a minute.
@@ -453,7 +438,7 @@ def test_a_connector_that_reads_in_its_own_way_is_not_passed_by(tmp_path: Path) 
 
 def test_layers_pass_traits_on_and_assume_little_of_a_connector_that_declares_nothing(tmp_path: Path) -> None:
     memory = MemoryConnector()
-    plain = Plain(memory, memory)
+    plain = Plain(memory)
     assert (traits_of(plain).is_remote, traits_of(plain).coalesce_gap, traits_of(plain).part_size) == (False, 2**20, 0)
     assert bulk_of(plain) == BulkReads()
     s3 = S3Connector("s3://anywhere")
@@ -485,15 +470,3 @@ def test_close_twice(factory: Factory) -> None:
     store = factory({"a": b""})
     store.connector.close()
     store.connector.close()
-
-
-@pytest.mark.parametrize("kind", ["file", "memory", "fsspec-memory", "fsspec-file", "s3"])
-def test_write_and_delete(kind: str) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        connector = made(kind, directory)
-        connector.write("a/b/c", b"1")
-        connector.write("a/b/c", bytearray(b"22"))
-        assert [(info.key, info.size) for info in connector.list("")] == [("a/b/c", 2)]
-        connector.delete("a/b/c")
-        connector.delete("a/b/c")
-        assert list(connector.list("")) == []

@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 class Fault:
     """What happens to a request.
 
-    wait_s: before it is passed on. reset: the connection is reset instead. hang: no answer until the proxy is closed.
+    wait_s: before it is passed on. reset: the connection is reset instead; lost: it is passed on, and reset instead of the
+    answer. hang: no answer until the proxy is closed.
     answer: (status, error code) instead of the server's. keep_bytes: of the body, then the connection is closed.
     drip: of the body one byte, and then nothing until the proxy is closed. flip: the byte at this place of the body is changed.
     """
 
     wait_s: float = 0.0
     reset: bool = False
+    lost: bool = False
     hang: bool = False
     answer: tuple[int, str] | None = None
     keep_bytes: int | None = None
@@ -139,7 +141,7 @@ class FaultProxy:
             self._closed.wait()
             return False
         if fault.reset:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            _reset(connection)
             return False
         if fault.answer is not None:
             connection.sendall(_error(*fault.answer, has_body=method != b"HEAD"))
@@ -151,6 +153,9 @@ class FaultProxy:
             server.sendall(re.sub(rb"(?im)^connection:.*\r\n", b"", head[:-2]) + b"Connection: close\r\n\r\n" + body)
             found = _read_head(answer)
             payload = b"" if is_head else answer.read()
+        if fault.lost:
+            _reset(connection)
+            return False
         found = re.sub(rb"(?im)^connection:.*\r\n", b"", found)
         if re.search(rb"(?im)^transfer-encoding: *chunked", found):
             connection.sendall(found[:-2] + b"Connection: close\r\n\r\n" + payload)
@@ -166,6 +171,11 @@ class FaultProxy:
             return False
         connection.sendall(found + payload)
         return True
+
+
+def _reset(connection: socket.socket) -> None:
+    """Closing it resets it."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def _read_head(stream: object) -> bytes:

@@ -65,6 +65,9 @@ class TarConnector(ConnectorLayer):
         """When the archive was last written."""
         return modified_s_of(self.inner, self._find(key)[0].info.key)
 
+    def writes(self) -> None:
+        """None: members of an archive are not written one by one."""
+
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the member's bytes from `start` on, or raise; see `Connector.read_into`.
 

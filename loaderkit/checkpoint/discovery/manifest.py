@@ -16,17 +16,16 @@ import xxhash
 
 from loaderkit._internal import hashing
 from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES, Checkpoint, Checksums
-from loaderkit.checkpoint.discovery.archive import TarConnector
 from loaderkit.checkpoint.discovery.detect import Fetch
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation, locate
 from loaderkit.checkpoint.discovery.open import open_checkpoint
 from loaderkit.checkpoint.transfer.fetch import fetch_of
-from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
-from loaderkit.connectors.layers.retry import RetryConnector
+from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, writes_of
 from loaderkit.errors import (
     AccessDeniedError,
     CheckpointError,
     ConfigError,
+    ConnectorError,
     ExpiredCredentialsError,
     FormatError,
     ObjectNotFoundError,
@@ -69,13 +68,12 @@ def write_manifest(
         raise ConfigError(f"block_bytes is {block_bytes}: expected 4096 to {MAX_BLOCK_BYTES}")
     location = locate(url, connectors or {})
     try:
-        # Writes go past the retries, because a write that failed half-way must not be repeated.
-        inner = location.connector.inner if isinstance(location.connector, RetryConnector) else location.connector
-        write = getattr(inner, "write", None)
-        if write is None or isinstance(location.connector, TarConnector):
+        try:
+            writes = writes_of(location.connector)
+        except ConnectorError as error:
             raise CheckpointError(
-                f"{location.url}: no manifest can be written there: write it before packing or uploading"
-            )
+                f"{location.url}: no manifest can be written there: write it before packing or uploading ({error})"
+            ) from None
         checkpoint = open_checkpoint(location, fetch_of(location.connector))
         objects = {}
         for info in needed_objects(checkpoint):
@@ -84,7 +82,7 @@ def write_manifest(
                 "hashes": _hashes(location.connector, info, block_bytes),
             }
         manifest = {"version": _VERSION, "hash": hashing.NAME, "block_bytes": block_bytes, "objects": objects}
-        write(manifest_key(location), json.dumps(manifest).encode())
+        writes.put(manifest_key(location), json.dumps(manifest).encode())
         return manifest
     finally:
         location.close()

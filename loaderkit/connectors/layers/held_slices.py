@@ -122,18 +122,36 @@ class HeldSlices:
             held.data = None
             self._freed()
 
+    def forget(self, prefix: str, error: Exception) -> list[HeldSlice]:
+        """Drop the slices of all keys that start with `prefix`; readers that wait for one get `error`. Their memory is not
+        reused, as readers may be copying from it."""
+        keys = [key for key in self._by_key if key.startswith(prefix)]
+        forgotten = [held for key in keys for held in self._by_key.pop(key)]
+        for held in forgotten:
+            _fail(held, error)
+            if held.is_begun:
+                self.held_bytes -= held.slice.length
+        if forgotten:
+            self._freed()
+        return forgotten
+
     def clear(self, error: Exception) -> None:
         """Drop all slices; readers that wait for one get `error`."""
         for same_key in self._by_key.values():
             for held in same_key:
-                if held.data is None and held.error is None:
-                    held.error = error
-                    if held.ready is not None:
-                        held.ready.set()
+                _fail(held, error)
         self._by_key.clear()
         self._in_order.clear()
         self._spare.clear()
         self.held_bytes = 0
+
+
+def _fail(held: HeldSlice, error: Exception) -> None:
+    """Give `error` to the readers of a slice that was not fetched yet."""
+    if held.data is None and held.error is None:
+        held.error = error
+        if held.ready is not None:
+            held.ready.set()
 
 
 def _start_of(held: HeldSlice) -> int:

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from loaderkit.connectors.base import Connector, ConnectorLayer
+from loaderkit.connectors.base import Connector, ConnectorLayer, ObjectInfo, ObjectWriter, Writes
 from loaderkit.connectors.layers.held_slices import HeldSlice, HeldSlices, SliceDropped
 from loaderkit.connectors.ranges import RangeSlice
+from loaderkit.connectors.writing import WriterLayer, WritesLayer
 from loaderkit.errors import ChecksumError, ClosedError, ConnectorError, ShortReadError
 
 logger = logging.getLogger("loaderkit")
@@ -84,6 +85,11 @@ class ReadAheadConnector(ConnectorLayer):
                 self._num_direct += 1
                 self._direct_bytes += len(buffer)
             self.inner.read_into(key, start, buffer, etag=etag)
+
+    def writes(self) -> Writes | None:
+        """The writing side of `inner`; what was read ahead of an object is forgotten when it is written."""
+        inner = super().writes()
+        return inner and _ForgettingWrites(inner, self._forget)
 
     def counters(self) -> dict[str, float]:
         """The counters of `inner`, and those of reading ahead."""
@@ -304,6 +310,13 @@ class ReadAheadConnector(ConnectorLayer):
             if held.ready is not None:
                 held.ready.set()
 
+    def _forget(self, prefix: str) -> None:
+        """Forget the slices of all objects whose key starts with `prefix`."""
+        with self._lock:
+            for held in self._held.forget(prefix, SliceDropped()):
+                if held in self._planned:
+                    self._planned.remove(held)
+
     def _drop_all(self, error: Exception) -> None:
         """Drop all slices; readers that wait for one get `error`. Under the lock."""
         self._generation += 1
@@ -312,6 +325,45 @@ class ReadAheadConnector(ConnectorLayer):
         self._urgent.clear()
         self._held.clear(error)
         self._reached = 0
+
+
+class _ForgettingWrites(WritesLayer):
+    """`inner`; `forget` is called after each change with a prefix of the keys that changed."""
+
+    def __init__(self, inner: Writes, forget: Callable[[str], None]) -> None:
+        super().__init__(inner)
+        self._forget = forget
+
+    def create(self, key: str, size: int) -> ObjectWriter:
+        return _ForgettingWriter(self.inner.create(key, size), lambda: self._forget(key))
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
+        info = self.inner.put(key, data)
+        self._forget(key)
+        return info
+
+    def delete(self, key: str) -> None:
+        self.inner.delete(key)
+        self._forget(key)
+
+    def rename(self, prefix: str, new_prefix: str) -> bool:
+        is_renamed = self.inner.rename(prefix, new_prefix)
+        for changed in (prefix, new_prefix):
+            self._forget(changed)
+        return is_renamed
+
+
+class _ForgettingWriter(WriterLayer):
+    """`inner`; `forget` is called after the commit."""
+
+    def __init__(self, inner: ObjectWriter, forget: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self._forget = forget
+
+    def commit(self) -> ObjectInfo:
+        info = self.inner.commit()
+        self._forget()
+        return info
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""Retries another connector's reads: files on a network disk (EIO, ESTALE), filesystems of fsspec, a user's connector.
+"""Retries another connector: files on a network disk (EIO, ESTALE), filesystems of fsspec, a user's connector.
 
 With a timeout each read runs in a pool thread and fills separate memory: a read that hangs is abandoned and never writes to
 the caller's buffer, which may hold other bytes by then. Without a timeout there is no thread and no copy.
@@ -19,12 +19,15 @@ from loaderkit.connectors.base import (
     Connector,
     ConnectorLayer,
     ObjectInfo,
+    ObjectWriter,
     Ranges,
     ReadMany,
+    Writes,
     bulk_of,
     modified_s_of,
 )
 from loaderkit.connectors.call_pool import CallPool
+from loaderkit.connectors.writing import WriterLayer, WritesLayer
 from loaderkit.errors import RequestTimeoutError, TemporaryError
 
 T = TypeVar("T")
@@ -131,6 +134,12 @@ class RetryConnector(ConnectorLayer):
                 errors[number] = error
         return errors
 
+    def writes(self) -> Writes | None:
+        """The writing side of `inner`, retried; each call is atomic or can be repeated. `timeout_s` does not bound it: a write
+        that was abandoned would go on to read the caller's memory."""
+        inner = super().writes()
+        return inner and _RetryWrites(inner, self._retries)
+
     def counters(self) -> dict[str, float]:
         """The counters of `inner`, with retries and timeouts added."""
         counts = super().counters()
@@ -145,6 +154,49 @@ class RetryConnector(ConnectorLayer):
         self._retries.resume()
         if self._owns_inner:
             self.inner.close()
+
+
+class _RetryWrites(WritesLayer):
+    """`inner`, retried after each `TemporaryError`."""
+
+    def __init__(self, inner: Writes, retries: Retries) -> None:
+        super().__init__(inner)
+        self._retries = retries
+
+    def create(self, key: str, size: int) -> ObjectWriter:
+        return _RetryWriter(self._retries(lambda: self.inner.create(key, size)), self._retries)
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
+        return self._retries(lambda: self.inner.put(key, data))
+
+    def delete(self, key: str) -> None:
+        self._retries(lambda: self.inner.delete(key))
+
+    def rename(self, prefix: str, new_prefix: str) -> bool:
+        return self._retries(lambda: self.inner.rename(prefix, new_prefix))
+
+    def sync(self, prefix: str) -> None:
+        self._retries(lambda: self.inner.sync(prefix))
+
+    def clear(self, prefix: str) -> None:
+        self._retries(lambda: self.inner.clear(prefix))
+
+
+class _RetryWriter(WriterLayer):
+    """`inner`, retried after each `TemporaryError`."""
+
+    def __init__(self, inner: ObjectWriter, retries: Retries) -> None:
+        super().__init__(inner)
+        self._retries = retries
+
+    def write(self, start: int, data: memoryview) -> None:
+        self._retries(lambda: self.inner.write(start, data))
+
+    def commit(self) -> ObjectInfo:
+        return self._retries(self.inner.commit)
+
+    def abort(self) -> None:
+        self._retries(self.inner.abort)
 
 
 class _Listing:

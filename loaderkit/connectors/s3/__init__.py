@@ -1,8 +1,10 @@
 """Objects of a bucket, through s3torchconnector: `s3://bucket/prefix`.
 
 connector.py    `S3Connector`
-requests.py     single requests: get, head, list, put, delete, with retries, timeouts and renewal of credentials
+writes.py       its writing side: multipart uploads
+requests.py     single requests, with retries, timeouts and renewal of credentials
 client.py       the only module that imports s3torchconnector
+uploads.py      the only module that imports botocore, for uploads in parts
 config.py       where the bucket is: config, environment, AWS configuration
 errors.py       translates the client's messages into errors of loaderkit, without secrets
 """

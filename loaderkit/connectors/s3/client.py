@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 from loaderkit.connectors.s3.config import ClientSettings, S3Location
+from loaderkit.connectors.s3.uploads import Uploads
 from loaderkit.errors import MissingExtraError
 
 _PAGE = 1000
@@ -41,7 +42,10 @@ class Client:
                 f"s3:// needs the package s3torchconnector ({error}): pip install 'loaderkit[s3]'"
             ) from error
         self.failure: type[Exception] = S3Exception
+        self._location = location
+        self._settings = settings
         self._bucket = location.bucket
+        self._uploads: Uploads | None = None
         self._pages = ListObjectStream
         self._lock = threading.Lock()
         self._num_part_requests = 0
@@ -92,14 +96,13 @@ class Client:
             batch.object_info if batch is not None else [], None if stream.complete else stream.continuation_token
         )
 
-    def put(self, key: str, data: memoryview, chunk_bytes: int, check_cancelled: Callable[[], None]) -> None:
-        """Create or replace an object, atomically. `check_cancelled` is called after every `chunk_bytes`."""
-        # Not the client's writer: garbage-collected after a failure, that file object would complete the upload.
-        stream = self._client._client.put_object(self._bucket, key)
-        for start in range(0, len(data), chunk_bytes):
-            stream.write(bytes(data[start : start + chunk_bytes]))
-            check_cancelled()
-        stream.close()
+    @property
+    def uploads(self) -> Uploads:
+        """The client that writes, created with the first upload; its errors are of type `failure`, too."""
+        with self._lock:
+            if self._uploads is None:
+                self._uploads = Uploads(self._location, self._settings, self.failure)
+            return self._uploads
 
     def delete(self, key: str) -> None:
         """Remove an object."""

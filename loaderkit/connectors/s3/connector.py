@@ -23,6 +23,8 @@ from loaderkit.connectors.config import RetryArgs, S3Args
 from loaderkit.connectors.s3.client import Client, Page
 from loaderkit.connectors.s3.config import ClientSettings, S3Location
 from loaderkit.connectors.s3.requests import Requests
+from loaderkit.connectors.s3.writes import S3Writes
+from loaderkit.connectors.writing import WriteCounts
 from loaderkit.errors import (
     AccessDeniedError,
     ChecksumError,
@@ -105,6 +107,7 @@ class S3Connector(BulkConnector):
             part_size=num_parts * self._most_part_bytes if num_parts > 1 else 0,
             store=self._requests.store,
         )
+        self._counts = WriteCounts()
         self.num_checksum_failures = 0
         self._odd_keys = set(odd_keys)  # they were listed, so the store tells "a//b" from "a/b"
         # AWS lists in the order of the keys' bytes, except directory buckets; other stores may not.
@@ -150,19 +153,9 @@ class S3Connector(BulkConnector):
                 if not attempts_left:
                     raise
 
-    def write(self, key: str, data: bytes | bytearray | memoryview) -> None:
-        """Create or replace an object: readers see the old bytes or the new ones."""
-        full, view = self._full(key), memoryview(data).cast("B")
-        self._requests.ask(
-            lambda client, call: client.put(full, view, self._most_part_bytes, call.check_cancelled),
-            self.describe(key),
-            patience=6,
-        )
-
-    def delete(self, key: str) -> None:
-        """Remove an object; a missing one is no error."""
-        full = self._full(key)
-        self._requests.ask(lambda client, call: client.delete(full), self.describe(key))
+    def writes(self) -> S3Writes:
+        """The writing side: parallel multipart uploads."""
+        return S3Writes(self._requests, self._full, self.describe, self.stat, self._counts)
 
     def describe(self, key: str) -> str:
         """The object's URL."""
@@ -179,6 +172,7 @@ class S3Connector(BulkConnector):
             "fetched_bytes": requests.fetched_bytes,
             "first_byte_s": requests.first_byte_s,
             "body_s": requests.body_s,
+            **self._counts.counters(),
         }
 
     def time_objects(self) -> None:

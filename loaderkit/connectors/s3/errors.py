@@ -24,7 +24,7 @@ from loaderkit.errors import (
 
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>")
 _STATUS = re.compile(r"(?:response_status|http_status)\D{0,12}(\d{3})")
-_TRANSPORT = re.compile(r"\b(AWS_[A-Z0-9_]{3,80})\b")
+_TRANSPORT = re.compile(r"\b(AWS_[A-Z0-9_]{3,80}|botocore\.\w{3,80})\b")
 
 
 class _Rule(NamedTuple):
@@ -40,14 +40,15 @@ class _Rule(NamedTuple):
 _RULES = (
     _Rule(
         ExpiredCredentialsError,
-        r"ExpiredToken|ExpiredTokenException|TokenRefreshRequired|RequestExpired|AWS_ERROR_S3_TOKEN_EXPIRED",
+        r"ExpiredToken|ExpiredTokenException|TokenRefreshRequired|RequestExpired|AWS_ERROR_S3_TOKEN_EXPIRED"
+        r"|botocore\.(SSOTokenLoad|UnauthorizedSSOToken|TokenRetrieval|CredentialRetrieval|RefreshWithMFAUnsupported)Error",
         (),
         r"token .{0,40}expired",
         "the credentials have expired: renew them (a new session token, `aws sso login`) and resume",
     ),
     _Rule(
         AccessDeniedError,
-        r"AWS_AUTH_CREDENTIALS\w*",
+        r"AWS_AUTH_CREDENTIALS\w*|botocore\.(No|Partial)CredentialsError|botocore\.ProfileNotFound",
         (),
         r"no signing credentials",
         "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role; for a public "
@@ -136,6 +137,13 @@ _RULES = (
         "{store} sent bytes that do not fit their checksum",
     ),
     _Rule(
+        TemporaryError,
+        r"BadDigest|InvalidDigest|XAmzContentSHA256Mismatch|XAmzContentChecksumMismatch",
+        (),
+        r"(?!)",
+        "{store} received other bytes than were sent: they were damaged on the way",
+    ),
+    _Rule(
         TruncatedError,
         r"AWS_ERROR_HTTP_CONNECTION_CLOSED|AWS_IO_SOCKET_CLOSED|AWS_ERROR_HTTP_SERVER_CLOSED",
         (),
@@ -144,7 +152,8 @@ _RULES = (
     ),
     _Rule(
         UnreachableError,
-        r"AWS_IO_\w+|AWS_ERROR_HTTP\w*",
+        r"AWS_IO_\w+|AWS_ERROR_HTTP\w*"
+        r"|botocore\.(EndpointConnection|ConnectionClosed|ConnectTimeout|ReadTimeout|ProxyConnection|SSL|HTTPClient|\w*Streaming)\w*",
         (),
         r"(?!)",
         "no connection with {store}: is the endpoint right, and up?",

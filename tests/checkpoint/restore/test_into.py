@@ -207,7 +207,7 @@ def test_an_object_replaced_meanwhile_is_an_error(many: dict[str, torch.Tensor])
     class Replaced(MemoryConnector):
         def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
             if len(buffer) > 1_000_000 and start > 10_000_000:
-                self.write(key, b"other")
+                self.put(key, b"other")
             super().read_into(key, start, buffer, etag=etag)
 
     connector = Replaced({"x": safetensors.torch.save(many)})

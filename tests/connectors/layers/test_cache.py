@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loaderkit.connectors.base import Connector
+from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.connectors.config import CacheArgs
 from loaderkit.connectors.layers.cache import BLOCK_BYTES, CacheConnector
 from loaderkit.connectors.layers.disk_cache import DiskCache, entry_name
@@ -113,7 +113,7 @@ class TestReading:
         inner = MemoryConnector(OBJECTS)
         connector = cached(inner, tmp_path)
         assert read(connector, "large", 5, 100) == LARGE[5:105]
-        inner.write("large", LARGE[::-1])
+        writes_of(inner).put("large", LARGE[::-1])
         assert read(connector, "large", 5, 100) == LARGE[::-1][5:105]
 
     def test_names_never_lead_out(self, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ class TestReading:
                 tar.addfile(member, io.BytesIO(bytes(BLOCK_BYTES)))
         inner = Counting({"s.tar": data.getvalue()})
         info = inner.stat("s.tar")
-        inner.write("s.idx", write_wds_index(scan_tar(inner, info)).encode())
+        writes_of(inner).put("s.idx", write_wds_index(scan_tar(inner, info)).encode())
         inner.reads.clear()
         connector = cached(inner, tmp_path / "cache")
         connector.stat("s.tar")

@@ -18,10 +18,12 @@ from s3torchconnector._s3client import S3Client
 from seaweed import SECRET_KEY, Seaweed
 
 import loaderkit
+from loaderkit.connectors.base import writes_of
 from loaderkit.connectors.config import RetryArgs, S3Args
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.connectors.s3.config import ClientSettings, S3Location
 from loaderkit.connectors.s3.errors import translate
+from loaderkit.connectors.writing import put_in_parts
 from loaderkit.errors import (
     AccessDeniedError,
     ConfigError,
@@ -97,7 +99,7 @@ class TestReading:
         monkeypatch.setattr("loaderkit.connectors.s3.connector._NEAR_S", near_s)
         data = np.random.default_rng(0).integers(0, 256, 23_000_001, np.uint8).tobytes()
         connector = connect(part_size=part_size)
-        connector.write("large", data)
+        put_in_parts(writes_of(connector), "large", data)
         info = connector.stat("large")
         assert info.size == len(data)
         before = connector.counters()
@@ -131,7 +133,7 @@ class TestReading:
         monkeypatch.setattr("s3torchconnector._s3client.S3Client", make)
         data = np.random.default_rng(0).integers(0, 256, 23_000_001, np.uint8).tobytes()
         connector = connect(part_size="5MiB")
-        connector.write("spread", data)
+        writes_of(connector).put("spread", data)
         etag = connector.stat("spread").etag
         assert read(connector, "spread", 7, 1000, etag) == data[7:1007]
         assert len(made) == 1, "one part is no reason to make another"
@@ -163,7 +165,7 @@ class TestReading:
 
     def test_empty_objects(self, connect: Any) -> None:
         connector = connect()
-        connector.write("empty", b"")
+        writes_of(connector).put("empty", b"")
         info = connector.stat("empty")
         assert info.size == 0
         assert read(connector, "empty", 0, 0, info.etag) == b""
@@ -172,7 +174,7 @@ class TestReading:
 
     def test_closed_and_used_again(self, connect: Any) -> None:
         connector = connect()
-        connector.write("again", b"x")
+        writes_of(connector).put("again", b"x")
         connector.close()
         assert not [t for t in threading.enumerate() if t.name.startswith("loaderkit-s3")]
         assert read(connector, "again", 0, 1) == b"x"
@@ -181,7 +183,7 @@ class TestReading:
 class TestProcesses:
     def test_pickled_it_holds_settings_only(self, connect: Any) -> None:
         connector = connect("s3://s3-tests/p")
-        connector.write("a", b"abc")
+        writes_of(connector).put("a", b"abc")
         packed = pickle.dumps(connector)
         assert SECRET_KEY.encode() not in packed
         other = pickle.loads(packed)
@@ -190,7 +192,7 @@ class TestProcesses:
 
     def test_a_fork_makes_a_client_of_its_own(self, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         connector = connect("s3://s3-tests/fork")
-        connector.write("a", b"abc")
+        writes_of(connector).put("a", b"abc")
         assert read(connector, "a", 0, 3) == b"abc"
         held = threading.Event()
         done = threading.Event()
@@ -235,7 +237,7 @@ class TestDenied:
             lambda: list(connector.list("")),
             lambda: connector.stat("a"),
             lambda: read(connector, "a", 0, 1),
-            lambda: connector.write("a", b"x"),
+            lambda: writes_of(connector).put("a", b"x"),
         ):
             with pytest.raises(AccessDeniedError) as caught:
                 attempt()

@@ -16,8 +16,10 @@ from s3_sources import is_read
 from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed
 from waiting import join_threads
 
+from loaderkit.connectors.base import writes_of
 from loaderkit.connectors.config import RetryArgs, S3Args
 from loaderkit.connectors.s3 import S3Connector
+from loaderkit.connectors.writing import put_in_parts
 from loaderkit.errors import (
     AccessDeniedError,
     ConnectorError,
@@ -235,7 +237,7 @@ class TestErrorDocuments:
         objects = {"document": document, "documents": document * 3, "bytes": rng.randbytes(4 * size)}
         connector = self.connector(proxy)
         for key, data in objects.items():
-            connector.write(key, data)
+            writes_of(connector).put(key, data)
             lengths = [size, rng.randrange(1, size), min(len(data), rng.randrange(size + 1, 3 * size))]
             for start, length in [(rng.randint(0, len(data) - length), length) for length in lengths] + [
                 (0, len(data))
@@ -254,7 +256,7 @@ class TestErrorDocuments:
         code = random.SystemRandom().choice(_CODES)
         print(code)
         connector = self.connector(proxy)
-        connector.write("old", b"old")
+        writes_of(connector).put("old", b"old")
         asks: dict[str, Callable[[Request], bool]] = {
             "read": is_read,
             "head": lambda request: request.method == "HEAD",
@@ -267,9 +269,9 @@ class TestErrorDocuments:
         met = self.first(proxy, 2, code, asks[what])
         buffer = bytearray(3)
         connector.read_into("old", 0, memoryview(buffer), etag=connector.stat("old").etag)
-        connector.write("new", b"new ones")
+        put_in_parts(writes_of(connector), "new", b"new ones")
         assert {"old": 3, "new": 8}.items() <= {info.key: info.size for info in connector.list("")}.items()
-        connector.delete("old")
+        writes_of(connector).delete("old")
         connector.close()
         assert buffer == b"old"
         assert len(met) == 2
@@ -280,7 +282,7 @@ class TestErrorDocuments:
     @pytest.mark.parametrize("etag", [None, "x"])
     def test_for_too_long(self, proxy: FaultProxy, etag: str | None) -> None:
         connector = self.connector(proxy, total=0.5)
-        connector.write("old", b"old")
+        writes_of(connector).put("old", b"old")
         proxy.rule = lambda request: Fault(answer=(200, "SlowDown"))
         for ask in (
             lambda: connector.read_into("old", 0, memoryview(bytearray(3)), etag=etag),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tar_archives import Recording, archive, by_tarfile
 
-from loaderkit.connectors.base import ObjectInfo
+from loaderkit.connectors.base import ObjectInfo, writes_of
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.sources.formats.tar_index import (
     TarIndex,
@@ -31,7 +31,7 @@ def test_kept_index_is_used_until_the_object_changes(tmp_path: Path) -> None:
 
     second = archive([(f"{i}.jpg", b"y" * 600) for i in range(39, -1, -1)])
     assert len(second) == len(first)
-    connector.write("s.tar", second)
+    writes_of(connector).put("s.tar", second)
     assert list(load_index(connector, connector.stat("s.tar"), tmp_path)) == by_tarfile(second)
     assert connector.reads
     assert not list(tmp_path.rglob("*.tmp"))
@@ -94,6 +94,6 @@ def test_an_object_replaced_while_scanning_is_noticed() -> None:
     data = archive([("a.jpg", b"1")])
     connector = MemoryConnector({"s.tar": data})
     info = connector.stat("s.tar")
-    connector.write("s.tar", data + bytes(512))
+    writes_of(connector).put("s.tar", data + bytes(512))
     with pytest.raises(OSError, match="was replaced"):
         scan_tar(connector, ObjectInfo(*info))

@@ -1,4 +1,4 @@
-"""What the writing sides of connectors share: counts, the parts of an object, a writer of whole objects, writes around writes."""
+"""What the writing sides of connectors share: counts, parts of an object, whole objects, writes around writes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def put_in_parts(writes: Writes, key: str, data: bytes | bytearray | memoryview)
 
 
 class WholeWriter:
-    """An object of a store that takes all bytes at once: they are kept in a file without a name, in TMPDIR, until the commit."""
+    """An object of a store that takes all bytes at once: until the commit they are in a file without a name, in TMPDIR."""
 
     def __init__(self, where: str, parts: Parts, upload: Callable[[BinaryIO], ObjectInfo], counts: WriteCounts) -> None:
         """`where` names the object for messages; `upload` makes it of the bytes of a file."""

@@ -1,39 +1,34 @@
-"""Batches of which `filter` left nothing: passed over, unless other ranks would wait for them."""
+"""Epochs with fewer batches than expected: a warning where `filter` left nothing of a batch, an error where there is none."""
 
 from __future__ import annotations
 
 import logging
 from typing import NoReturn
 
-from loaderkit.engine.contracts import Delivery
 from loaderkit.errors import SourceError, StageError
-from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.sampling.schedule import BatchSampler
 
 logger = logging.getLogger("loaderkit")
 
 
 class EmptyBatches:
-    """Says what empty batches mean for the loop; one for each loader."""
+    """What a loader says of empty batches."""
 
-    def __init__(self, config: PipelineConfig) -> None:
-        self._filters = ", ".join(stage.name for stage in config.stages if stage.kind == "filter")
+    def __init__(self, filters: str) -> None:
+        """`filters`: the names of the stages that drop samples."""
+        self._filters = filters
         self._has_warned = False
 
-    def note(self, delivery: Delivery, schedule: BatchSampler) -> None:
-        """Say so of the first empty batch. Raises StageError if there are other ranks."""
-        told = f"{self._filters} dropped all samples of a batch of epoch {delivery.epoch} that ends at position {delivery.end}"
-        if schedule.world_size > 1:
-            raise StageError(
-                f"{told}, on rank {schedule.rank} of {schedule.world_size}: this rank would have a batch less than others, "
-                "which would wait for it in a collective operation for ever: use larger batches, or leave such samples "
-                "out of the source",
-                stage=self._filters,
-                epoch=delivery.epoch,
-            )
+    def warn(self, epoch: int, position: int) -> None:
+        """Log the first batch that is skipped."""
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("%s: it is passed over, as all such batches are, so an epoch has fewer (logged once)", told)
+            logger.warning(
+                "%s left nothing of the batch at position %d of epoch %d: it is skipped, as all such batches are, which makes "
+                "epochs shorter than len(loader); not for loops that count on that length (logged once)",
+                self._filters,
+                position,
+                epoch,
+            )
 
     def fail(self, epoch: int, num_empty: int) -> NoReturn:
         """Raise the error for a whole epoch without a batch: a loop over epochs would search for ever."""

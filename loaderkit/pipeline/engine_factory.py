@@ -75,6 +75,8 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
         errors.on_bad_sample,
         has_keys=_names_samples(plan),
         marks_wrapped=schedule.world_size > 1 and not schedule.drop_last,
+        filters=config.filters,
+        skips_empty=config.skips_empty_batches,
     )
     return BatchPlan(
         BatchCursor(plan.order(), schedule, num_epochs=config.order.epochs, shard=shard, on_seek=compiled.on_seek),

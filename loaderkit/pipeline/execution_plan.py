@@ -118,7 +118,7 @@ class ExecutionPlan:
                 args = {
                     name: value
                     for name, value in stage.args
-                    if name not in ("workers", "name", "timeout", "max_pixels", "formats", "device")
+                    if name not in ("workers", "name", "timeout", "max_pixels", "formats", "device", "on_empty_batch")
                     and value != type(stage.args).model_fields[name].default
                 }
                 values[f"stages.{stage.name}"] = f"{stage.kind} {json.dumps(args, sort_keys=True, default=_name_of)}"
@@ -126,7 +126,8 @@ class ExecutionPlan:
 
     def of_rank(self, rank: int, world_size: int) -> ExecutionPlan:
         """This plan for another rank; its stages are compiled anew. Raises ConfigError."""
-        return replace(self, schedule=_with_batches(replace(self.schedule, rank=rank, world_size=world_size)))
+        schedule = replace(self.schedule, rank=rank, world_size=world_size)
+        return replace(self, schedule=_checked_schedule(schedule, self.config))
 
     def close(self) -> None:
         """Close the connector, unless the caller gave it."""
@@ -169,7 +170,7 @@ def compile_pipeline(
         source = kind.open(config.source, connector)
         list_s = time.perf_counter() - begin_s
         batch = config.batch
-        schedule = _with_batches(BatchSampler(len(source), rank, world_size, batch.size, batch.drop_last))
+        schedule = _checked_schedule(BatchSampler(len(source), rank, world_size, batch.size, batch.drop_last), config)
         inline_reason = why_inline(config, source, connector)
         plan = ExecutionPlan(
             config,
@@ -222,12 +223,18 @@ def _checked(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return rank, world_size
 
 
-def _with_batches(schedule: BatchSampler) -> BatchSampler:
-    """The schedule, if an epoch of it has a batch. Raises ConfigError."""
+def _checked_schedule(schedule: BatchSampler, config: PipelineConfig) -> BatchSampler:
+    """The schedule, if an epoch of it has a batch, and as many on every rank. Raises ConfigError."""
     if schedule.num_batches() == 0:
         raise ConfigError(
             f"an epoch has no batch at all: {schedule.num_samples} samples do not fill one batch of {schedule.batch_size} on "
             f"each of {schedule.world_size} ranks, and stages.batch.drop_last is true"
+        )
+    if schedule.world_size > 1 and config.skips_empty_batches:
+        raise ConfigError(
+            f"{config.filters}: `on_empty_batch: skip` is for one rank, and there are {schedule.world_size}: a rank that skips "
+            "a batch makes fewer steps than the others, which would wait for it for ever. Leave it out: an empty batch is then "
+            "an error"
         )
     return schedule
 

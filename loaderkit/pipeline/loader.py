@@ -82,7 +82,7 @@ class Loader:
         self._next = (0, 0)  # (epoch, position) where the next iteration begins
         self._iteration = 0
         self._bad_samples = BadSamples(plan.config.errors)
-        self._empty_batches = EmptyBatches(plan.config)
+        self._empty_batches = EmptyBatches(plan.config.filters)
         self._executors = ExecutorLifecycle(plan, clock)
 
     # ---------------------------------------------------------------------------------------------------- iterating
@@ -101,8 +101,8 @@ class Loader:
         return EpochIterator(partial(self._next_of, self._iteration), self._num_to_come, self._plan.schedule)
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch on this rank, also in a resumed one; with `filter` at most, as a batch of
-        which nothing is left is passed over."""
+        """The number of batches of a whole epoch on this rank, also in a resumed one. With `filter: {on_empty_batch: skip}` an
+        epoch may have fewer."""
         self._take_ranks()
         self._plan.schedule.check_length()
         return self._plan.schedule.num_batches()
@@ -186,7 +186,7 @@ class Loader:
             if delivery.is_end:
                 batch = _END
             elif delivery.is_empty:
-                self._empty_batches.note(delivery, self._plan.schedule)
+                self._empty_batches.warn(self._epoch, self._position)
             else:
                 if self._stream is not None:
                     self._stream.hand_over(delivery.result)
@@ -340,6 +340,11 @@ class Loader:
 
     def _rest_from(self, number: int) -> Iterator[Any]:
         """The next epoch without the first `number` batches, which are not read."""
+        if number and self._plan.config.skips_empty_batches:
+            raise ConfigError(
+                f"where a loop stopped after {number} batches is not known, as {self._plan.config.filters} may have skipped "
+                "some: continue with load_state_dict instead, or leave out `on_empty_batch: skip`"
+            )
         self._take_ranks()
         self._next = (self._next[0], self._plan.schedule.position_after(0, number))
         return iter(self)

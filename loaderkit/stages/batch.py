@@ -64,7 +64,12 @@ def specs_of(
 
 def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: str | None) -> FieldSpec:
     if ragged is not None:
-        tensor = as_tensor(value)
+        try:
+            tensor = as_tensor(value)
+        except TypeError as error:
+            raise TypeError(
+                f"`ragged` is for tensors, and {error}: a field that it does not name comes as a list"
+            ) from None
         kind: Literal["pad", "ragged"] = "pad" if ragged == "pad" else "ragged"
         is_image = type(value) is GpuDecoded or (type(value) is Image and not value.mask)
         return FieldSpec(kind, tuple(tensor.shape), dtype_of(tensor), is_image, key, tensor.nbytes)

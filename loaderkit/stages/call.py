@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -79,9 +79,16 @@ class CallArgs(StageArgs):
 class FilterArgs(CallArgs):
     """Drop the samples for which a user's function returns False.
 
-    It gets a sample as `call` does, and returns True to keep it as it was, or False. Batches are shorter by what is dropped;
-    one of which nothing is left is passed over. A dropped sample is no bad one; a sample for which the function fails is.
+    It gets a sample as `call` does, and returns True to keep it, or False. It must change no value in place, such as the pixels
+    of an image, since it is given the values themselves: `call` is for that. Batches are shorter by what is dropped. A dropped
+    sample is no bad one; a sample for which the function fails is.
     """
+
+    on_empty_batch: Literal["raise", "skip"] = Field(
+        "raise",
+        description="a batch of which nothing is left is an error; or it is skipped, with one warning, which makes the epoch "
+        "shorter than len(loader): for one rank, and loops that do not count on that length. Several filters must all say skip",
+    )
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -130,7 +137,7 @@ def call_on_sample(function: Callable[..., Any], sample: Sample, key: str, rng: 
 def filter_sample(
     function: Callable[..., Any], sample: Sample, key: str, rng: np.random.Generator | None
 ) -> Sample | None:
-    """The sample, if the function keeps it."""
+    """The sample, if the function keeps it, which is given its values themselves."""
     kept = function(_given(sample, key), rng)
     if isinstance(kept, (np.generic, np.ndarray, torch.Tensor)):
         kept = kept.item()

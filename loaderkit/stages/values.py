@@ -95,12 +95,14 @@ def image_fields(sample: Sample, fields: Iterable[str] | None) -> list[tuple[str
         images = [(name, image) for name, value in sample.items() if (image := as_image(value)) is not None]
     if not images:
         held = ", ".join(f"{name} ({describe(value)})" for name, value in sample.items()) or "nothing"
-        hint = "is `decode` missing before this stage?"
+        hint = (
+            "is `decode` missing before this stage, or should this stage stand before a `call` that makes them float?"
+        )
         if any(isinstance(value, (bytes, bytearray)) for value in sample.values()):
             hint += (
                 " (It leaves bytes that do not begin as a picture does, unless `decode: {fields: [...]}` names them.)"
             )
-        raise ValueError(f"it has no image, only {held}: {hint}")
+        raise ValueError(f"it has no image, only {held}. Images are uint8 here: {hint}")
     return images
 
 

@@ -38,6 +38,11 @@ def keep_from(sample: dict[str, Any], least: int) -> bool:
     return bool(sample["x"] >= least)
 
 
+def keep_but(sample: dict[str, Any], low: int, high: int) -> bool:
+    """All but those from `low` to `high` - 1."""
+    return not low <= sample["x"] < high
+
+
 def keep_by_draw(sample: dict[str, Any], rng: np.random.Generator) -> bool:
     return rng.random() < 0.4
 

@@ -119,7 +119,8 @@ def test_a_streaming_data_set_of_hugging_faces_goes_on_exactly(
 
 def test_a_filter_drops_its_items() -> None:
     made = Pipeline.iterable("iterables:counting", args={"size": 300}).epochs(2).read()
-    with loaderkit.build(made.filter(keep, args={"share": 0.3}).batch(8), overrides=INLINE) as loader:
+    kept = made.filter(keep, args={"share": 0.3}, on_empty_batch="skip").batch(8)
+    with loaderkit.build(kept, overrides=INLINE) as loader:
         found = [x for batch in loader for x in batch["x"].tolist()]
         assert loader.stats().num_dropped == 300 - len(found)
     with loaderkit.build(made.batch(300), overrides=INLINE) as loader:

@@ -229,7 +229,7 @@ def test_what_cannot_be_padded_together() -> None:
 
 
 def test_ragged_of_what_is_no_tensor_or_no_field() -> None:
-    with pytest.raises(StageError, match=r"'0'.*str"):
+    with pytest.raises(StageError, match=r"'0'.*`ragged` is for tensors, and str is not a number"):
         batch_of([{"x": "text"}], ragged={"x": "pad"})
     with pytest.raises(StageError, match="cannot hold sample '0'"):
         batch_of([{"x": 2**70}], ragged={"x": "pad"})

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from conftest import HELPERS
 from executors import EXECUTORS
-from filtering import fail_at_seven, is_kept, keep, keep_by_draw, keep_from, numbers
+from filtering import fail_at_seven, is_kept, keep, keep_but, keep_by_draw, keep_from, numbers
 
 import loaderkit
 from loaderkit import Pipeline
@@ -45,7 +50,7 @@ def test_batches_are_those_without_it_filtered(executor: str, rng: random.Random
     with loaderkit.build(made.batch(batch, drop_last=drop_last), overrides=INLINE) as loader:
         whole = taken(loader)
     expected = [kept for numbers in whole if (kept := [x for x in numbers if is_kept(x, share)])]
-    filtered = made.filter(keep, args={"share": share}).batch(batch, drop_last=drop_last)
+    filtered = made.filter(keep, args={"share": share}, on_empty_batch="skip").batch(batch, drop_last=drop_last)
     done = rng.randrange(len(expected))
     with loaderkit.build(filtered, overrides=EXECUTORS[executor]) as loader:
         assert taken(loader, done) == expected[:done]
@@ -63,12 +68,12 @@ def test_batches_are_those_without_it_filtered(executor: str, rng: random.Random
 
 
 def test_a_draw_is_the_samples_own(rng: random.Random) -> None:
-    made = numbers(60).filter(keep_by_draw).batch(6)
+    made = numbers(60).filter(keep_by_draw, on_empty_batch="skip").batch(6)
     with loaderkit.build(made, overrides=INLINE) as loader:
         epochs = [[batch["x"].tolist() for batch in loader] for _ in range(2)]
     assert epochs[0] != epochs[1]
     expected = epochs[0] + epochs[1]
-    done = rng.randrange(len(expected))
+    done = rng.randrange(1, len(expected))
     for executor in ("thread", "two processes"):
         with loaderkit.build(made, overrides=EXECUTORS[executor]) as loader:
             assert taken(loader, done) == expected[:done]
@@ -88,8 +93,43 @@ def test_every_rank_filters_its_share() -> None:
     assert sorted(found) == [x for x in range(48) if is_kept(x, 0.7)]
 
 
-def test_a_batch_of_which_nothing_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    made = numbers(24).filter(keep_from, args={"least": 10}).batch(4)
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_batch_of_which_nothing_is_left_is_an_error(executor: str) -> None:
+    made = numbers(24).filter(keep_but, args={"low": 8, "high": 12}).batch(4)
+    whole = [list(range(lo, lo + 4)) for lo in range(0, 24, 4)]
+    with loaderkit.build(made, overrides=EXECUTORS[executor]) as loader:
+        iterator = iter(loader)
+        assert [next(iterator)["x"].tolist() for _ in range(2)] == whole[:2]
+        with pytest.raises(
+            StageError, match="filter left nothing of the batch at position 8 of epoch 0: it dropped 4 of 4 sam"
+        ) as raised:
+            next(iterator)
+        state = loader.state_dict()
+    assert (raised.value.stage, raised.value.epoch, raised.value.position) == ("filter", 0, 8)
+    for remedy in ("larger batches", "out of the source", "`on_empty_batch: skip`"):
+        assert remedy in str(raised.value)
+    skipping = numbers(24).filter(keep_but, args={"low": 8, "high": 12}, on_empty_batch="skip").batch(4)
+    with loaderkit.build(skipping, overrides=EXECUTORS[executor]) as loader:
+        loader.load_state_dict(state)
+        assert taken(loader, 3) == whole[3:]
+    with (
+        loaderkit.build(made, rank=1, world_size=2, overrides=EXECUTORS[executor] | {"stages.batch.size": 2}) as loader,
+        pytest.raises(StageError, match="the batch at position 9 of epoch 0: it dropped 2 of 2 samples"),
+    ):
+        list(loader)
+
+
+def test_what_is_left_may_be_bad() -> None:
+    filtered = numbers(12, bad=(6,)).filter(keep_but, args={"low": 4, "high": 8}).batch(4).errors(on_bad_sample="skip")
+    with (
+        loaderkit.build(filtered, overrides=INLINE) as loader,
+        pytest.raises(StageError, match="position 4 of epoch 0: it dropped 3 of 4 samples; the others were bad"),
+    ):
+        list(loader)
+
+
+def test_empty_batches_may_be_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    made = numbers(24).filter(keep_from, args={"least": 10}, on_empty_batch="skip").batch(4)
     with loaderkit.build(made, overrides=INLINE) as loader:
         iterator = iter(loader)
         assert len(loader) == len(iterator) == 6
@@ -100,12 +140,52 @@ def test_a_batch_of_which_nothing_is_left(caplog: pytest.LogCaptureFixture) -> N
         assert taken(loader) == [[10, 11], *(list(range(lo, lo + 4)) for lo in (12, 16, 20))]
         loader.load_state_dict(state)
         assert taken(loader, 1) == [[12, 13, 14, 15]]
-    assert caplog.text.count("filter dropped all samples of a batch of epoch 0") == 1
-    with (
-        loaderkit.build(made, rank=1, world_size=2, overrides=INLINE) as loader,
-        pytest.raises(StageError, match="on rank 1 of 2: this rank would have a batch less"),
-    ):
-        next(iter(loader))
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1
+    assert "filter left nothing of the batch at position 0 of epoch 0: it is skipped" in warnings[0]
+    assert "not for loops that count on that length" in warnings[0]
+
+
+def test_what_counts_batches_cannot_skip_them() -> None:
+    made = numbers(24).filter(keep_but, args={"low": 4, "high": 8}).batch(4)
+    counting: Any = {"rank": 0, "world_size": 1, "overrides": INLINE}
+    with loaderkit.build(made, **counting) as loader:
+        assert loader.dataset.__getitems__(2)["x"].tolist() == [8, 9, 10, 11]
+    skipping = numbers(24).filter(keep_but, args={"low": 4, "high": 8}, on_empty_batch="skip").batch(4)
+    with loaderkit.build(skipping, **counting) as loader:
+        with pytest.raises(
+            ConfigError, match="after 2 batches is not known, as filter may have skipped some: continue with"
+        ):
+            loader.dataset.__getitems__(2)
+        assert loader.dataset.__getitems__(0)["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_several_ranks_cannot_skip_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = numbers(24).filter(keep_from, args={"least": 10}, on_empty_batch="skip").batch(4)
+    refused = pytest.raises(
+        ConfigError, match=r"filter: `on_empty_batch: skip` is for one rank, and there are 2: .* for ever"
+    )
+    with refused:
+        loaderkit.build(made, rank=0, world_size=2)
+    with loaderkit.build(made, overrides=INLINE) as loader:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        for use in (len, iter):
+            with refused:
+                use(loader)
+
+
+def test_all_of_several_filters_have_to_skip() -> None:
+    first = numbers(24).filter(keep_but, name="first", args={"low": 4, "high": 6}, on_empty_batch="skip")
+    cases: list[tuple[Literal["raise", "skip"], int]] = [("raise", 1), ("skip", 5)]
+    for second, number in cases:
+        made = first.filter(keep_but, name="second", args={"low": 6, "high": 8}, on_empty_batch=second).batch(4)
+        with loaderkit.build(made, overrides=INLINE) as loader:
+            iterator = iter(loader)
+            assert len([next(iterator) for _ in range(number)]) == number
+            with pytest.raises(StageError if second == "raise" else StopIteration) as raised:
+                next(iterator)
+        assert second == "skip" or "first, second left nothing of the batch at position 4" in str(raised.value)
 
 
 @pytest.mark.parametrize("executor", ["inline", "two processes"])
@@ -119,7 +199,7 @@ def test_a_filter_that_drops_everything_is_an_error(executor: str) -> None:
 
 
 def test_an_epoch_of_which_nothing_is_left_is_an_error() -> None:
-    made = numbers(24).filter(keep_from, args={"least": 23}).batch(5, drop_last=True)
+    made = numbers(24).filter(keep_from, args={"least": 23}, on_empty_batch="skip").batch(5, drop_last=True)
     with (
         loaderkit.build(made, overrides=INLINE) as loader,
         pytest.raises(StageError, match="filter dropped all samples of epoch 0, so there is nothing to deliver"),
@@ -128,7 +208,7 @@ def test_an_epoch_of_which_nothing_is_left_is_an_error() -> None:
 
 
 def test_what_is_kept_may_be_far_from_the_first_sample() -> None:
-    made = numbers(3000).filter(keep_from, args={"least": 2500}).batch(500)
+    made = numbers(3000).filter(keep_from, args={"least": 2500}, on_empty_batch="skip").batch(500)
     with loaderkit.build(made, overrides=INLINE) as loader:
         assert next(iter(loader))["x"].tolist() == list(range(2500, 3000))
 
@@ -206,7 +286,7 @@ def test_behind_batch_it_is_refused() -> None:
 YAML = """
 source: {kind: dataset, object: "filtering:Numbers", args: {size: 40}}
 order: {shuffle: none}
-stages: [read, {filter: {function: "filtering:keep_from", args: {least: 12}}}, {batch: {size: 8}}]
+stages: [read, {filter: {function: "filtering:keep_from", args: {least: 12}, on_empty_batch: skip}}, {batch: {size: 8}}]
 """
 
 
@@ -226,3 +306,35 @@ def test_from_yaml_and_on_the_command_line(tmp_path: Path, capsys: pytest.Captur
     assert main(["run", str(path), "--epochs", "2", "--json"]) == 0
     ran = json.loads(capsys.readouterr().out)
     assert (ran["epochs"], ran["batches"], ran["samples"], ran["dropped"]) == (2, 8, 56, 24)
+
+
+def check_lightning(runs: Any) -> None:
+    """It validates in each of two epochs."""
+    assert runs["none empty"] == {"trained": 12, "validated": 2, "error": None}
+    assert "filter left nothing of the batch at position 4 of epoch 0" in runs["raise"].pop("error")
+    assert runs["raise"] == {"trained": 1, "validated": 0}
+    # Why `skip` says that it is not for such loops.
+    assert runs["skip"] == {"trained": 10, "validated": 0, "error": None}
+    assert runs["skip in validation"] == {"trained": 12, "validated": 2, "error": None}
+
+
+def check_transformers(runs: Any) -> None:
+    """It resumes behind the last batch trained."""
+    whole = runs["none empty"]["whole"]
+    assert len(whole) == 12
+    assert runs["none empty"]["resumed"] == [whole[step:] for step in (1, 3, 7)]
+    assert "filter left nothing of the batch at position 4 of epoch 0" in runs["raise"]["whole"]
+    for resumed in runs["skip"]["resumed"]:
+        assert "batches is not known, as filter may have skipped some: continue with load_state_dict" in resumed
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize(("library", "check"), [("lightning", check_lightning), ("transformers", check_transformers)])
+def test_other_loops_are_right_or_an_error_says_why_not(
+    library: str, check: Callable[[Any], None], tmp_path: Path
+) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    command = [sys.executable, str(HELPERS / "filtered_loops.py"), library, str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+    check(json.loads((tmp_path / "runs.json").read_text()))

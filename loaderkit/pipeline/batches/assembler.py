@@ -21,7 +21,8 @@ class BatchShape:
     """What a batch looks like, besides its fields.
 
     `has_keys`: it has `__key__`, the samples' keys, which take as long to make as stacking numbers does. `marks_wrapped`: it
-    has `__wrapped__`, the slots of samples that are read again to make ranks equal.
+    has `__wrapped__`, the slots of samples that are read again to make ranks equal. `filters`: the names of the stages that
+    drop samples. `skips_empty`: a batch of which they leave nothing is marked as empty, and no error.
     """
 
     size: int
@@ -29,6 +30,8 @@ class BatchShape:
     policy: Literal["raise", "skip", "replace"] = "raise"
     has_keys: bool = True
     marks_wrapped: bool = False
+    filters: str = ""
+    skips_empty: bool = False
 
 
 class BatchAssembler:
@@ -41,7 +44,7 @@ class BatchAssembler:
         self._run = run
 
     def finish(self, work_item: BatchWork) -> dict[str, Any]:
-        """The batch for the batch stages. Raises StageError for bad samples under the policy `raise`."""
+        """The batch for the batch stages. Raises StageError for bad samples under the policy `raise`, or if none is left."""
         if self._run is None:
             return self._assemble(work_item)
         batch: dict[str, Any] = self._run(self._assemble, work_item)
@@ -52,6 +55,8 @@ class BatchAssembler:
         slots = self._kept_slots(work_item) if work_item.failures or work_item.dropped else None
         batch: dict[str, Any] = {}
         if slots is not None and not len(slots):
+            if not shape.skips_empty:
+                raise _emptied(work_item, shape.filters)
             work_item.is_empty = True
             work_item.let_go()
             return batch
@@ -97,6 +102,21 @@ class BatchAssembler:
         if not left_out:
             return None
         return np.array([slot for slot in range(num_slots) if slot not in left_out], np.int64)
+
+
+def _emptied(work_item: BatchWork, filters: str) -> StageError:
+    """The error for a batch of which filters left nothing."""
+    num_dropped, first = len(work_item.dropped), int(work_item.positions[0])
+    others = "; the others were bad" if num_dropped < len(work_item) else ""
+    return StageError(
+        f"{filters} left nothing of the batch at position {first} of epoch {work_item.epoch}: it dropped {num_dropped} of "
+        f"{len(work_item)} samples{others}. Use larger batches, leave such samples out of the source, or set `on_empty_batch: "
+        "skip`, which makes the epoch shorter than len(loader): not for several ranks, nor for loops that count on that length "
+        "(Lightning's, the Trainer's of transformers)",
+        stage=filters,
+        epoch=work_item.epoch,
+        position=first,
+    )
 
 
 def _stack_rows(rows: list[GpuDecoded]) -> torch.Tensor:

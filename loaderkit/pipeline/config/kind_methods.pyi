@@ -504,20 +504,25 @@ class KindMethods:
         args: Mapping[str, Any] = ...,
         timeout: float | str | None = None,
         seeded: bool = False,
+        on_empty_batch: Literal["raise", "skip"] = "raise",
         *,
         name: str | None = None,
         workers: int | Literal["auto"] = "auto",
     ) -> Self:
         """Drop the samples for which a user's function returns False.
 
-        It gets a sample as `call` does, and returns True to keep it as it was, or False. Batches are shorter by what is dropped;
-        one of which nothing is left is passed over. A dropped sample is no bad one; a sample for which the function fails is.
+        It gets a sample as `call` does, and returns True to keep it, or False. It must change no value in place, such as the pixels
+        of an image, since it is given the values themselves: `call` is for that. Batches are shorter by what is dropped. A dropped
+        sample is no bad one; a sample for which the function fails is.
 
         function: "package.module:function", or in Python the function itself
         args: keyword arguments for every call
         timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned
         seeded: seed the global generators of torch, NumPy and Python for every call; needs `executor:
             process` or inline
+        on_empty_batch: a batch of which nothing is left is an error; or it is skipped, with one warning,
+            which makes the epoch shorter than len(loader): for one rank, and loops that do not count on
+            that length. Several filters must all say skip
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """

@@ -19,6 +19,7 @@ from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.registry import SOURCES
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.batch import BatchArgs
+from loaderkit.stages.call import FilterArgs
 
 
 class BlockArgs(Model):
@@ -120,6 +121,17 @@ class PipelineConfig:
     def executor_with_workers(self) -> Literal["thread", "process"]:
         """What may take the place of `executor: inline`: a function with `seeded` cannot run in threads."""
         return "process" if any(getattr(stage.args, "seeded", False) for stage in self.stages) else "thread"
+
+    @property
+    def filters(self) -> str:
+        """The names of the stages that drop samples, for messages."""
+        return ", ".join(stage.name for stage in self.stages if stage.kind == "filter")
+
+    @property
+    def skips_empty_batches(self) -> bool:
+        """True if a batch of which nothing is left is skipped: there are filters, and all of them say so."""
+        filters = [stage.args for stage in self.stages if isinstance(stage.args, FilterArgs)]
+        return bool(filters) and all(args.on_empty_batch == "skip" for args in filters)
 
     def to_dict(self, *, defaults: bool = False) -> dict[str, Any]:
         """Plain values that `parse` turns back into an equal config; with every default, or only what differs.

@@ -195,9 +195,16 @@ def following(
 def canvas_of(sample: Sample, fields: tuple[str, ...] | None = None) -> tuple[str, Size] | None:
     """The image that boxes lie in, and its size; None if `fields` name only others.
 
-    Masks count only where there is nothing else. Raises ValueError where several images leave open which it is.
+    Masks count only where there is nothing else. Raises ValueError where several images leave open which it is, and where only
+    a table [N, M] of uint8 could be one.
     """
     images = image_fields(sample, None)
+    if all(getattr(sample[name], "ndim", 3) == 2 for name, _ in images):
+        listed = ", ".join(f"{name} ({describe(value)})" for name, value in sample.items())
+        raise ValueError(
+            f"it has no image [C, H, W] that its boxes and keypoints lie in, only {listed}. Images are uint8 here: put this "
+            "stage before a `call` that makes them float"
+        )
     sizes = {name: image.size for name, image in images if not image.mask} or {
         name: image.size for name, image in images
     }

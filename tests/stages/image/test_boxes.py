@@ -381,6 +381,50 @@ def test_boxes_in_tensors_of_any_type(dtype: torch.dtype) -> None:
     assert not found["boxes"].requires_grad
 
 
+def to_float(sample: dict[str, Any]) -> None:
+    sample["image"] = sample["image"] / 255
+
+
+def test_boxes_of_a_float_image_are_refused_unless_a_mask_shows_where_they_lie() -> None:
+    """Above all a table of uint8 is no image that they are clipped to."""
+    item: dict[str, Any] = {"image": encoded(np.zeros((40, 60, 3), np.uint8)), "boxes": [[50, 30, 80, 90]]}
+    table, mask = {"table": torch.zeros(1, 20, dtype=torch.uint8)}, {"mask": np.zeros((1, 40, 60), np.uint8)}
+    begun = Pipeline.dataset([item | table]).read().decode(fields=["image"], boxes={"boxes": "xyxy"})
+    floats = begun.call(to_float)
+    without = Pipeline.dataset([item]).read().decode(boxes={"boxes": "xyxy"}).call(to_float)
+    for stages in (floats.sanitize_boxes([]), without.sanitize_boxes([]), floats.resize([20, 30])):
+        with (
+            loaderkit.build(stages.batch(1).prefetch(executor="inline")) as loader,
+            pytest.raises(StageError, match="before a `call` that makes them float"),
+        ):
+            next(iter(loader))
+    masked = Pipeline.dataset([item | mask]).read().decode(boxes={"boxes": "xyxy"}, masks=["mask"]).call(to_float)
+    for stages in (begun, masked):
+        with loaderkit.build(stages.sanitize_boxes([]).batch(1).prefetch(executor="inline")) as loader:
+            assert next(iter(loader))["boxes"].tolist() == [[[50, 30, 60, 40]]]
+
+
+EMPTY_BOXES: list[Any] = [[], (), np.zeros(0), np.zeros((0, 4)), torch.zeros(0), torch.zeros(0, 4)]
+EMPTY_KEYPOINTS: list[Any] = [
+    [],
+    np.zeros(0),
+    np.zeros((0, 2)),
+    torch.zeros(0, 17, 3),
+    np.zeros((0, 17, 2)),
+    torch.zeros(0),
+]
+
+
+def test_images_without_boxes_or_keypoints() -> None:
+    for boxes, keypoints in zip(EMPTY_BOXES, EMPTY_KEYPOINTS, strict=True):
+        found = sanitized({"boxes": boxes, "labels": torch.zeros(0), "keypoints": keypoints}, ["labels", "keypoints"])
+        assert (found["boxes"].shape, found["labels"].shape) == ((0, 4), (0,))
+        assert found["keypoints"].shape == (np.shape(keypoints) if np.ndim(keypoints) > 1 else (0, 2))
+        rows = [row(np.random.default_rng(0)) | {"boxes": boxes, "keypoints": keypoints}]
+        (sample,) = delivered(rows, lambda stages: stages.random_resized_crop(24).random_horizontal_flip())
+        assert (sample["boxes"].shape, sample["keypoints"].shape) == ((0, 4), found["keypoints"].shape)
+
+
 def unpack(sample: dict[str, Any]) -> None:
     """Boxes out of what a `json` holds."""
     sample["boxes"] = sample.pop("target")["boxes"]

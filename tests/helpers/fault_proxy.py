@@ -130,11 +130,16 @@ class FaultProxy:
             return False
         method, path = head.split(b" ", 2)[:2]
         headers = dict(_headers(head))
-        body = stream.read(int(headers.get("content-length", 0)))  # type: ignore[attr-defined]
         with self._lock:
             request = Request(method.decode(), path.decode(), len(self.requests), headers)
             self.requests.append(request)
         fault = self.rule(request) or Fault()
+        body = b""
+        is_asked = headers.get("expect") == "100-continue"
+        if is_asked and fault.answer is None:
+            connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if not is_asked or fault.answer is None:  # else the client sends none
+            body = stream.read(int(headers.get("content-length", 0)))  # type: ignore[attr-defined]
         if fault.wait_s:
             self._closed.wait(fault.wait_s)
         if fault.hang:
@@ -150,7 +155,9 @@ class FaultProxy:
 
     def _pass_on(self, connection: socket.socket, head: bytes, body: bytes, fault: Fault, *, is_head: bool) -> bool:
         with socket.create_connection(("127.0.0.1", self._upstream)) as server, server.makefile("rb") as answer:
-            server.sendall(re.sub(rb"(?im)^connection:.*\r\n", b"", head[:-2]) + b"Connection: close\r\n\r\n" + body)
+            server.sendall(
+                re.sub(rb"(?im)^(connection|expect):.*\r\n", b"", head[:-2]) + b"Connection: close\r\n\r\n" + body
+            )
             found = _read_head(answer)
             payload = b"" if is_head else answer.read()
         if fault.lost:

@@ -25,6 +25,11 @@ class Upload(NamedTuple):
     upload_id: str
 
 
+def _ask_before_sending(params: dict[str, Any], **others: Any) -> None:
+    """Let the store refuse a part before its bytes are on the way, which would break the connection without the reason."""
+    params["headers"]["Expect"] = "100-continue"
+
+
 @cache
 def _descriptions() -> Any:
     """What botocore knows of S3, read once a process: a client then takes 30 ms and not 180."""
@@ -39,7 +44,7 @@ class Uploads:
     def __init__(self, location: S3Location, settings: ClientSettings, failure: Callable[[str], Exception]) -> None:
         try:
             import botocore.session
-            from botocore import UNSIGNED
+            from botocore import UNSIGNED, handlers
             from botocore.config import Config
             from botocore.exceptions import BotoCoreError, ClientError
         except ImportError as error:
@@ -56,8 +61,8 @@ class Uploads:
             retries={"total_max_attempts": 1},
             max_pool_connections=_NUM_CONNECTIONS,
             s3={"addressing_style": "path" if settings.path_style else "auto"},
-            # Other stores than AWS refuse trailers with checksums; TLS, or the signed digest of the body, protects the bytes.
-            request_checksum_calculation="when_required" if settings.endpoint else "when_supported",
+            # Not in a trailer, which other stores refuse; TLS, or without it the signed digest of the body, protects the bytes.
+            request_checksum_calculation="when_required",
         )
         with self._translating():
             session = botocore.session.Session(profile=settings.profile)
@@ -65,6 +70,12 @@ class Uploads:
             self._client: Any = session.create_client(
                 "s3", region_name=settings.region, endpoint_url=settings.endpoint, config=config
             )
+        # As a file a part would be sent in pieces of 16 KiB, each under the GIL, and hashed from copies.
+        events = self._client.meta.events
+        events.unregister(
+            "before-parameter-build.s3.UploadPart", getattr(handlers, "convert_body_to_file_like_object", None)
+        )
+        events.register("before-call.s3.UploadPart", _ask_before_sending)
 
     @contextmanager
     def _translating(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -239,6 +240,23 @@ def test_without_botocore(connect: Callable[..., S3Connector], monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "botocore.session", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'loaderkit\[s3\]'"):
         writes_of(connect()).put("a", b"1")
+
+
+def test_a_worker_holds_one_part(seaweed: Seaweed, bucket: Any) -> None:
+    connector = S3Connector(f"s3://{BUCKET}/runs", S3Args(endpoint=seaweed.endpoint))
+    writes = writes_of(connector)
+    put_in_parts(writes, "first", b"1")  # botocore's own memory
+    writer, view = writes.create("a", len(DATA)), memoryview(DATA)
+    tracemalloc.start()
+    try:
+        for start in range(0, len(DATA), PART):
+            writer.write(start, view[start : start + PART])
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    writer.commit()
+    connector.close()
+    assert PART <= peak_bytes < PART + (1 << 20)
 
 
 @pytest.mark.parametrize("size", [0, 1, PART, 80_000 * 2**20, 80_000 * 2**20 + 1, 10**12, 5 * 2**40])

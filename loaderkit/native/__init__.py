@@ -39,6 +39,7 @@ def _choose(python: Callable[P, R], module: Any = _kernels) -> Callable[P, R]:
     return kernel
 
 
+crc32 = _choose(fallback.crc32) if HAS_KERNELS and _kernels.crc32(b"") == 0 else fallback.crc32
 cut = _choose(fallback.cut)
 delayed = _choose(fallback.delayed)
 gather_ranges = _choose(fallback.gather_ranges)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import stat
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,6 +79,11 @@ def cut(buffer: memoryview, lengths: list[int]) -> list[bytes]:
     """The parts of a buffer, of these lengths."""
     ends = np.cumsum(lengths).tolist()
     return [bytes(buffer[end - length : end]) for length, end in zip(lengths, ends, strict=True)]
+
+
+def crc32(data: bytes | bytearray | memoryview) -> int:
+    """The CRC-32 of bytes, as zip archives have it."""
+    return zlib.crc32(data)
 
 
 # ---------------------------------------------------------------------------------------------- samples

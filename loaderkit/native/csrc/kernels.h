@@ -14,6 +14,7 @@
  *     permute(values, sizes, a, b, keys)                     keyed bijections, four times as fast as NumPy
  *     members(indices, offsets, num_members, ...)            the ranges of the members of samples in tars
  *     texts(data, ends, places)                              some of the texts of a packed table
+ *     crc32(data)                                            the checksum of zip archives, where the CPU has PCLMULQDQ
  *     StateClock                                             a worker's time by state
  *     delayed()                                              the time that this thread was runnable without a CPU
  *     gil_wait(sleep_s)                                      the time that a waking thread waits for the GIL
@@ -61,6 +62,7 @@ PyObject *gather_ranges(PyObject *self, PyObject *args);
 PyObject *tar_run(PyObject *self, PyObject *args);
 PyObject *group_names(PyObject *self, PyObject *args);
 PyObject *resample(PyObject *self, PyObject *list);
+PyObject *crc32(PyObject *self, PyObject *arg);
 PyObject *permute(PyObject *self, PyObject *args);
 PyObject *members(PyObject *self, PyObject *args);
 PyObject *texts(PyObject *self, PyObject *args);

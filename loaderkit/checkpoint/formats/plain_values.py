@@ -32,6 +32,7 @@ def plain_names() -> Mapping[str, Any]:
         called[f"{module}.frozenset"] = frozenset
         called[f"{module}.complex"] = complex
         called[f"{module}.bytearray"] = _bytearray
+        called[f"{module}.bytes"] = _no_bytes
     for core in ("numpy.core", "numpy._core"):
         called[f"{core}.multiarray._reconstruct"] = lambda *_: Array()
         called[f"{core}.multiarray.scalar"] = _scalar
@@ -42,6 +43,12 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
     if encoding not in ("latin1", "latin-1"):
         raise pickle.UnpicklingError(f"bytes encoded as {shown(encoding)}")
     return text.encode("latin1")
+
+
+def _no_bytes(*data: object) -> bytes:
+    if data:
+        raise pickle.UnpicklingError("bytes of other than bytes")
+    return b""  # others are encoded text
 
 
 def _bytearray(data: object = b"", encoding: str = "latin1") -> bytearray:

@@ -14,7 +14,7 @@ from loaderkit.errors import CheckpointError
 
 METADATA = ".metadata"
 INDEX = ".index.json"
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar")
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar")
 _MAX_CANDIDATES = 1000
 _MIN_HEAD = 32
 _HEAD = 64 * 2**10  # bytes of a file; most headers are no longer
@@ -25,14 +25,14 @@ Fetch = Callable[[Sequence[ByteRange]], list[bytes]]
 def candidates(location: CheckpointLocation, infos: dict[str, ObjectInfo]) -> list[str]:
     """The files whose first bytes are to be read. Raises CheckpointError for a checkpoint that was not committed."""
     if METADATA in infos and location.single is None:
-        return [name for name in infos if name.endswith(_SUFFIXES)]
+        return [name for name in infos if name.endswith(SUFFIXES)]
     parts = [name for name in infos if name.endswith(".distcp")]
     if parts and location.single is None:
         raise CheckpointError(
             f"{location.url} has {parts[0]} and no {METADATA}: the checkpoint was not committed, so it is not whole"
         )
     indexes = [name for name in infos if name.endswith(INDEX)]
-    names = [name for name in infos if name.endswith(_SUFFIXES)] if indexes else _usual_files(infos)
+    names = [name for name in infos if name.endswith(SUFFIXES)] if indexes else _usual_files(infos)
     for index in indexes:
         if not any(name.endswith(index.removesuffix(INDEX).rpartition(".")[2]) for name in names):
             raise CheckpointError(f"{location.connector.describe(infos[index].key)} is there, and none of its files is")
@@ -59,7 +59,7 @@ def formats_of(
 
 
 def _usual_files(infos: dict[str, ObjectInfo]) -> list[str]:
-    usual = [name for name in infos if name.endswith(_SUFFIXES)]
+    usual = [name for name in infos if name.endswith(SUFFIXES)]
     return usual or [name for name in infos if not name.endswith((".json", ".txt", ".md", ".yaml"))][:_MAX_CANDIDATES]
 
 

@@ -18,7 +18,7 @@ from loaderkit.errors import STORE_FAILURES, CheckpointError, ConnectorError, Fo
 
 _NUM_AT_ONCE = 8  # checkpoints opened at the same time in a store that one waits for
 _MAX_ASKED = 32  # files whose times are asked for; the others were written at about the same time
-_MARKERS = (".owner", ".new")  # end the names of directories beside those that are being written
+_MARKERS = (".json", ".new")  # end the names of what lies beside directories that are being written
 _UNFINISHED = "not committed: it is being written, or was left behind by a save that died"
 _DIGITS = re.compile(r"(\d+)")
 _STEP = re.compile(r"(?:step|steps|checkpoint|ckpt|iter|iteration)[-_=]?(\d+)", re.IGNORECASE)

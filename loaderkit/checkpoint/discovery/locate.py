@@ -97,6 +97,38 @@ def _find(url: str, connector: Connector, key: str, owned: bool) -> CheckpointLo
     return CheckpointLocation(url, connector, prefix, None, owned)
 
 
+class SaveTarget(NamedTuple):
+    """Where a checkpoint is to be: the directory `name` in the directory `parent` ("" or "name/") of a store."""
+
+    url: str
+    connector: Connector
+    parent: str
+    name: str  # "": it is the whole store
+    owned: bool  # True: `close` closes the connector
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of the keys of its objects."""
+        return f"{self.parent}{self.name}/" if self.name else self.parent
+
+    def close(self) -> None:
+        """Close the connector, unless it was given."""
+        if self.owned:
+            self.connector.close()
+
+
+def save_target(url: str | os.PathLike[str], connectors: Mapping[str, Connector]) -> SaveTarget:
+    """The directory that a URL or path names, which need not exist. Raises CheckpointError for one inside an archive, and what
+    the connector raises."""
+    url = os.fspath(url)
+    root, key, given = _split(url, connectors)
+    if ".tar/" in key:
+        raise CheckpointError(f"{url}: nothing can be saved inside an archive; save to a directory")
+    parent, slash, name = key.rpartition("/")
+    connector = given if given is not None else open_connector(root, connectors)
+    return SaveTarget(url, connector, parent + slash, name, given is None)
+
+
 def _members(connector: Connector, info: ObjectInfo) -> list:  # type: ignore[type-arg]
     return load_index(connector, info, default_cache_dir(), use_wds_index=False).members()
 

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import xxhash
@@ -54,6 +55,15 @@ def needed_objects(checkpoint: Checkpoint) -> list[ObjectInfo]:
     return [info for info in checkpoint.objects.values() if info.key in keys]
 
 
+def manifest_of(
+    objects: Mapping[str, Any], block_bytes: int = MAX_BLOCK_BYTES, replacing: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The content of a manifest. `objects` are num_bytes, hashes and, where it differs, block_bytes by name; `replacing` are
+    those of the objects that are being replaced, after which these are the checkpoint's."""
+    manifest = {"version": _VERSION, "hash": hashing.NAME, "block_bytes": block_bytes, "objects": dict(objects)}
+    return manifest | ({"replacing": dict(replacing)} if replacing else {})
+
+
 def write_manifest(
     url: str | os.PathLike[str],
     *,
@@ -81,7 +91,7 @@ def write_manifest(
                 "num_bytes": info.size,
                 "hashes": _hashes(location.connector, info, block_bytes),
             }
-        manifest = {"version": _VERSION, "hash": hashing.NAME, "block_bytes": block_bytes, "objects": objects}
+        manifest = manifest_of(objects, block_bytes)
         writes.put(manifest_key(location), json.dumps(manifest).encode())
         return manifest
     finally:
@@ -131,7 +141,17 @@ def read_manifest(
         raise FormatError(f"{location.connector.describe(key)}: {info.size} bytes are too many for a manifest")
     data = bytearray(info.size)
     location.connector.read_into(key, 0, memoryview(data), etag=info.etag)
-    parsed = _parse(location.connector.describe(key), data)
+    *others, last = parse_manifest(location.connector.describe(key), data)
+    for parsed in others:  # it is being saved again, and has the old description or the new one
+        with suppress(CheckpointError):
+            return _compared(location, checkpoint, parsed, fetch)
+    return _compared(location, checkpoint, last, fetch)
+
+
+def _compared(
+    location: CheckpointLocation, checkpoint: Checkpoint, parsed: Mapping[str, Checksums], fetch: Fetch
+) -> dict[str, Checksums]:
+    """The checksums by key. Raises CheckpointError unless the objects have these sizes, and these descriptions."""
     checksums = {location.prefix + name: item for name, item in parsed.items()}
     if gone := sorted(checksums.keys() - {item.key for item in checkpoint.objects.values()}):
         raise CheckpointError(
@@ -151,22 +171,30 @@ def read_manifest(
     return checksums
 
 
-def _parse(name: str, data: bytearray) -> dict[str, Checksums]:
+def parse_manifest(name: str, data: bytes | bytearray) -> list[dict[str, Checksums]]:
+    """The checksums that a manifest has by name; two tables if objects are being replaced, before and after it. Raises
+    FormatError."""
     try:
         manifest = json.loads(data)
         if manifest["version"] != _VERSION or manifest["hash"] != hashing.NAME:
             raise ValueError(f"version {manifest['version']!r}, hash {manifest['hash']!r}")
-        block = manifest["block_bytes"]
-        if type(block) is not int or not 4096 <= block <= MAX_BLOCK_BYTES:
-            raise ValueError(f"block_bytes {block!r}")
-        checksums = {}
-        for key, item in manifest["objects"].items():
-            size, hashes = item["num_bytes"], item["hashes"]
-            if type(size) is not int or not isinstance(hashes, list) or len(hashes) != -(-size // block):
-                raise ValueError(f"{key!r} has {len(hashes)} hashes of {size} bytes")
-            checksums[key] = Checksums(block, size, hashes)
+        tables = [_parse_objects(manifest["objects"], manifest["block_bytes"])]
+        if "replacing" in manifest:
+            tables.append(tables[0] | _parse_objects(manifest["replacing"], manifest["block_bytes"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{name} is no manifest of loaderkit: {error!r}") from None
+    return tables
+
+
+def _parse_objects(objects: dict[str, Any], block_bytes: Any) -> dict[str, Checksums]:
+    checksums = {}
+    for key, item in objects.items():
+        size, hashes, block = item["num_bytes"], item["hashes"], item.get("block_bytes", block_bytes)
+        if type(block) is not int or not 4096 <= block <= MAX_BLOCK_BYTES:
+            raise ValueError(f"block_bytes {block!r}")
+        if type(size) is not int or not isinstance(hashes, list) or len(hashes) != -(-size // block):
+            raise ValueError(f"{key!r} has {len(hashes)} hashes of {size} bytes")
+        checksums[key] = Checksums(block, size, hashes)
     return checksums
 
 

@@ -47,6 +47,7 @@ may be given by position; those that need not be given are in brackets.
 {block(checkpoint.latest)}
 {block(checkpoint.write_manifest)}
 {block(checkpoint.StreamReader, more={"__init__"}, only={"__init__", "stats"})}
+{block(checkpoint.StreamWriter, more={"__init__"}, only={"__init__", "stats", "stage", "close"})}
 ### `loaderkit.connectors`
 
 A connector reads objects of a store. `build` and `restore` take one for a scheme of URLs: `connectors={{"zip": ZipConnector("photos.zip")}}` serves

@@ -1,7 +1,9 @@
-"""Restores tensors from checkpoints on the engine, on one rank or several; the function is `loaderkit.restore`.
+"""Restores tensors from checkpoints on the engine, on one rank or several (`loaderkit.restore`), and writes checkpoints.
 
 url ─> discovery.open ──────────> restore.requests ─> transfer.layout ─> transfer.plan ──> engine: read, place ─> tensors
        TensorEntry, TensorShard   ReadRequest         ByteSpan           CoalescedRead
+
+dcp.save ─> save.dcp_writer ─> save.file_plan ─> save.engine: staged, hashed, written in parts ─> save.commit
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ if TYPE_CHECKING:
     from loaderkit.checkpoint.discovery.latest import latest
     from loaderkit.checkpoint.discovery.manifest import write_manifest
     from loaderkit.checkpoint.restore.dcp_reader import StreamReader
+    from loaderkit.checkpoint.save.dcp_writer import StreamWriter
 
-__all__ = ["StreamReader", "latest", "write_manifest"]
+__all__ = ["StreamReader", "StreamWriter", "latest", "write_manifest"]
 __getattr__ = public_names(
     __name__,
     {
         "StreamReader": "loaderkit.checkpoint.restore.dcp_reader",  # with torch.distributed.checkpoint
+        "StreamWriter": "loaderkit.checkpoint.save.dcp_writer",
         "latest": "loaderkit.checkpoint.discovery.latest",
         "write_manifest": "loaderkit.checkpoint.discovery.manifest",
     },

@@ -1,0 +1,324 @@
+"""`StreamWriter`: torch.distributed.checkpoint saves in parallel, in bounded memory, whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from loaderkit.checkpoint.discovery.locate import SaveTarget, save_target
+from loaderkit.checkpoint.save.commit import begin, commit
+from loaderkit.checkpoint.save.engine import SavedFile, save_files
+from loaderkit.checkpoint.save.file_plan import BytesItem, FilePlan, Item, TensorItem
+from loaderkit.checkpoint.save.memory import PartBuffers
+from loaderkit.checkpoint.save.owner import Lease
+from loaderkit.checkpoint.save.placement import Placement, find_placement, marker_bytes, marker_key
+from loaderkit.checkpoint.save.staging import HostCopies
+from loaderkit.checkpoint.save.tensor_bytes import plain_tensor
+from loaderkit.connectors.base import Connector, traits_of, writes_of
+from loaderkit.errors import CheckpointError, ConfigError
+
+_REMOTE_WORKERS = 8
+_FILE_WORKERS = 4
+_VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # of newer versions of torch
+
+
+class _Local(NamedTuple):
+    """What a rank adds to its plan: comes back with the coordinator's answer unless a planner sends a kept plan instead."""
+
+    token: str
+
+
+class _Share(NamedTuple):
+    """What the coordinator answers: where this save's files go, and the rank's number."""
+
+    placement: Placement
+    rank: int
+    token: str | None
+
+
+class _Written(NamedTuple):
+    """The files that one rank has written."""
+
+    attempt: str
+    rank: int
+    files: list[SavedFile]
+
+
+_FILES = MetadataIndex("loaderkit:files")  # of the result that carries them
+
+
+@dataclass
+class _Running:
+    """A save as its coordinator knows it."""
+
+    placement: Placement
+    lease: Lease
+
+
+class StreamWriter(StorageWriter, AsyncStager):
+    """Writes a checkpoint for `dcp.save(state_dict, storage_writer=StreamWriter(url))` and `dcp.async_save`.
+
+    The checkpoint is the directory `url` (a path, s3:// or what a connector writes), in torch's format: `dcp.load` reads it,
+    and so do `loaderkit.restore` and `StreamReader`, at any world size. It is there whole or not at all, with a manifest of
+    checksums made while writing; one that is there already is replaced by one step. Each rank writes one file, in parts, by
+    `workers` threads that each hold one part (at most 8 MiB; more for S3 objects of more than 80 GB).
+
+    For `async_save` the state is copied to host memory first, which is kept for the next save with the same StreamWriter.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        workers: int | Literal["auto"] = "auto",
+        connectors: Mapping[str, Connector] | None = None,
+    ) -> None:
+        """Raises ConfigError for `workers` that are no number from 1 on."""
+        super().__init__()
+        if workers != "auto" and (type(workers) is not int or workers < 1):
+            raise ConfigError(f"workers {workers!r}: expected 'auto', or a number of threads from 1 on")
+        self._url = os.fspath(url)
+        self._workers = workers
+        self._connectors = connectors
+        self._save_id = uuid.uuid4().hex
+        self._token = ""
+        self._target: SaveTarget | None = None
+        self._running: _Running | None = None
+        self._buffers = PartBuffers()
+        self._copies = HostCopies()
+        self._stats: dict[str, Any] | None = None
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        """Another process gets the settings only."""
+        return _writer_of, (self._url, self._workers, self._connectors)
+
+    @property
+    def stats(self) -> dict[str, Any] | None:
+        """What the last save took, on this rank or, at the coordinator, on all: by rank and file its bytes, and the seconds of
+        its workers together for staging, hashing, waiting for one another, writing and syncing; and those of the commit."""
+        return self._stats
+
+    # ------------------------------------------------------------------------------------ what dcp.save asks, in order
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save, of the same or of another checkpoint."""
+        with self._alone():
+            self._end()
+        if checkpoint_id:
+            self._url = os.fspath(checkpoint_id)
+        self._save_id = uuid.uuid4().hex
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Names the checkpoint and the save."""
+        return StorageMeta(checkpoint_id=self._url, save_id=self._save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises ConfigError without collectives, because then nothing tells when all ranks are done."""
+        if not kwargs.get("use_collectives", True):
+            raise ConfigError("StreamWriter commits a checkpoint once all ranks are done: leave use_collectives True")
+        with self._alone():
+            self._end()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan with a token that tells this save from others."""
+        self._token = uuid.uuid4().hex
+        return replace(plan, storage_data=_Local(self._token))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: clear what dead saves left, and tell each rank where its files go.
+
+        Raises CheckpointError, ConnectorError.
+        """
+        target = self._opened()
+        writes = writes_of(target.connector)
+        placement = begin(target, writes)
+
+        def renew() -> None:
+            writes.put(marker_key(target, placement), marker_bytes(target, placement))
+
+        self._running = _Running(placement, Lease(placement.attempt, renew))
+        tokens = [plan.storage_data.token if isinstance(plan.storage_data, _Local) else None for plan in plans]
+        return [
+            replace(plan, storage_data=_Share(placement, rank, token))
+            for rank, (plan, token) in enumerate(zip(plans, tokens, strict=True))
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file before it returns. Raises CheckpointError, ConnectorError."""
+        with self._alone():
+            try:
+                results = self._write(plan, planner)
+            except BaseException:
+                self._end()
+                raise
+            if self._running is None:
+                self._end()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, once all ranks have written: make it the checkpoint. Raises CheckpointError, ConnectorError."""
+        with self._alone():
+            try:
+                self._commit(metadata, results)
+            finally:
+                self._end()
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self._url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True if it can be a URL or path."""
+        return bool(os.fspath(checkpoint_id))
+
+    # ------------------------------------------------------------------------------------------ what dcp.async_save asks
+
+    _synchronize_after_execute = False  # `stage` has copied all when it returns
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the state in host memory, which is used again once nothing refers to the copy."""
+        copied: dict[str, Any] = self._copies.copy(state_dict)
+        return copied
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Give up the memory that is kept. Another save may follow."""
+        self._copies, self._buffers = HostCopies(), PartBuffers()
+
+    # --------------------------------------------------------------------------------------------------------- writing
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Raises ConfigError if another thread saves with this object now."""
+        if not self._lock.acquire(blocking=False):
+            raise ConfigError(
+                "a save is running with this StreamWriter: wait for its future, or use another StreamWriter"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _opened(self) -> SaveTarget:
+        if self._target is None:
+            self._target = save_target(self._url, self._connectors or {})
+        return self._target
+
+    def _end(self) -> None:
+        """This save is over. What it has written and not committed is cleared by the next."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.lease.release()
+        target, self._target = self._target, None
+        if target is not None:
+            target.close()
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        target = self._opened()
+        share = self._share(target, plan)
+        resolved = [_resolved(item, planner) for item in plan.items]
+        resolved.sort(key=lambda pair: isinstance(pair[1], TensorItem))  # plain values first, as torch does
+        plans = [FilePlan(share.placement.file_name(share.rank), [item for _, item in resolved])] if resolved else []
+        workers = _REMOTE_WORKERS if traits_of(target.connector).is_remote else _FILE_WORKERS
+        files = save_files(
+            plans,
+            writes_of(target.connector),
+            share.placement.folder,
+            num_workers=workers if self._workers == "auto" else self._workers,
+            buffers=self._buffers,
+        )
+        self._stats = {"ranks": {share.rank: _times_of(files)}, "commit_s": None}
+        results = [WriteResult(_FILES, 0, _Written(share.placement.attempt, share.rank, files))]
+        for file in plans:
+            for (write_item, item), start in zip(resolved, file.starts, strict=True):
+                where = filesystem._StorageInfo(file.name, start, item.size)
+                results.append(WriteResult(write_item.index, item.size, where))
+        return results
+
+    def _share(self, target: SaveTarget, plan: SavePlan) -> _Share:
+        """What the coordinator says to this rank. Raises CheckpointError."""
+        share = plan.storage_data
+        if not isinstance(share, _Share):
+            raise CheckpointError(
+                f"{self._url}: the planner {type(plan).__name__} did not keep `storage_data`, which says where files go"
+            )
+        if self._running is not None:
+            return share._replace(placement=self._running.placement)
+        if share.token == self._token:
+            return share
+        # The planner keeps plans (enable_plan_caching), so this is what the coordinator said at an earlier save.
+        placement = find_placement(target, share.placement.owner)
+        if placement is None:
+            raise CheckpointError(
+                f"{self._url}: the coordinator (process {share.placement.owner.pid} on {share.placement.owner.host}) left no "
+                "word of this save there. Is it the same directory on all machines?"
+            )
+        return share._replace(placement=placement)
+
+    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        target, running = self._target, self._running
+        if target is None or running is None:
+            raise CheckpointError(
+                f"{self._url}: another save was begun with this StreamWriter before this one was finished"
+            )
+        written: list[_Written] = []
+        stored: dict[MetadataIndex, Any] = {}
+        for result in chain.from_iterable(results):
+            if isinstance(result.storage_data, _Written):
+                written.append(result.storage_data)
+            else:
+                stored[result.index] = result.storage_data
+        if strangers := [item.rank for item in written if item.attempt != running.placement.attempt]:
+            raise CheckpointError(f"{self._url}: rank {strangers[0]} has written for another save: save again")
+        metadata.storage_data, metadata.storage_meta = stored, self.storage_meta()
+        if _VERSION is not None:
+            metadata.version = _VERSION
+        begin_s = time.perf_counter()
+        files = [file for item in written for file in item.files]
+        commit(target, writes_of(target.connector), running.placement, files, pickle.dumps(metadata))
+        ranks = {item.rank: _times_of(item.files) for item in written}
+        self._stats = {"ranks": ranks, "commit_s": time.perf_counter() - begin_s}
+
+
+def _resolved(write_item: WriteItem, planner: SavePlanner) -> tuple[WriteItem, Item]:
+    """What the planner gives for an item."""
+    name, value = write_item.index.fqn, planner.resolve_data(write_item)
+    if isinstance(value, io.BytesIO):
+        return write_item, BytesItem(name, value.getbuffer())
+    tensor = plain_tensor(value)
+    if tensor is not None:
+        return write_item, TensorItem(name, tensor)
+    file = io.BytesIO()
+    torch.save(value.detach().cpu(), file)  # a tensor's subclass, or a sparse one: as torch.distributed.checkpoint does
+    return write_item, BytesItem(name, file.getbuffer())
+
+
+def _times_of(files: Sequence[SavedFile]) -> dict[str, Any]:
+    return {file.name: {"num_bytes": file.num_bytes, **asdict(file.times)} for file in files}
+
+
+def _writer_of(url: str, workers: int | Literal["auto"], connectors: Mapping[str, Connector] | None) -> StreamWriter:
+    return StreamWriter(url, workers=workers, connectors=connectors)

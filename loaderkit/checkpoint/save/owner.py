@@ -1,0 +1,104 @@
+"""Who saves a checkpoint, and whether it still does: so that what a dead process left is cleared, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from loaderkit.checkpoint.ranks.group import machine
+from loaderkit.errors import ConnectorError
+
+LEASE_S = 900.0
+"""How long a save on another machine counts as running after it was last heard of."""
+
+
+class Owner(NamedTuple):
+    """A process: its host, the machine and its namespace of process numbers, its number, and when it started."""
+
+    host: str
+    machine: str
+    pid: int
+    started: int
+
+    def is_alive(self) -> bool | None:
+        """False if it has ended; None if that cannot be told from here."""
+        here = this_process()
+        if self.machine != here.machine:
+            return None
+        return _started(self.pid) == self.started
+
+
+def this_process() -> Owner:
+    """The process that calls."""
+    namespace = "?"
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return Owner(socket.gethostname(), f"{machine()} {namespace}", os.getpid(), _started(os.getpid()) or 0)
+
+
+def _started(pid: int) -> int | None:
+    """When a process started, in ticks since the machine did; None if there is no such process, 0 without /proc."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return None if os.path.exists("/proc/self/stat") else _exists(pid)
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])  # it is dead, and its parent has not heard of it
+
+
+def _exists(pid: int) -> int | None:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        return 0
+    return 0
+
+
+class Lease:
+    """Says that a save is running, until it is released or nothing refers to it, or the process ends."""
+
+    def __init__(self, attempt: str, renew: Callable[[], Any], every_s: float = LEASE_S / 3) -> None:
+        """`renew` is called every so many seconds in a thread; its errors are ignored."""
+        self._thread = _Renewal(attempt, renew, every_s)
+        self._thread.start()
+        finalizer = weakref.finalize(self, self._thread.released.set)
+        finalizer.atexit = False
+
+    def release(self) -> None:
+        """It is running no longer."""
+        self._thread.released.set()
+        self._thread.join(10.0)
+
+
+class _Renewal(threading.Thread):
+    def __init__(self, attempt: str, renew: Callable[[], Any], every_s: float) -> None:
+        super().__init__(name=f"loaderkit-saving-{attempt}", daemon=True)
+        self.attempt = attempt
+        self.released = threading.Event()
+        self._renew, self._every_s = renew, every_s
+
+    def run(self) -> None:
+        while not self.released.wait(self._every_s):
+            with suppress(ConnectorError):
+                self._renew()
+
+
+def is_running(owner: Owner, attempt: str, renewed_s: float) -> bool:
+    """True if that process may still be saving; `renewed_s` is when it was last heard of, in seconds of Unix time."""
+    if owner == this_process():
+        return any(
+            isinstance(thread, _Renewal) and thread.attempt == attempt and not thread.released.is_set()
+            for thread in threading.enumerate()
+        )
+    is_alive = owner.is_alive()
+    return time.time() - renewed_s < LEASE_S if is_alive is None else is_alive

@@ -1,0 +1,161 @@
+"""Where the files of one save go until they are committed, and the marker beside them that tells whose they are.
+
+<parent>/.saving-<name>.<attempt>.json     the marker: written first, removed last
+<parent>/.saving-<name>.<attempt>.new/     renaming it shows whether the store can, to
+<parent>/.saving-<name>.<attempt>/         the files; where the store cannot rename, they go to <parent>/<name>/
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from loaderkit.checkpoint.discovery.locate import SAVING, SaveTarget
+from loaderkit.checkpoint.save.owner import Owner, is_running, this_process
+from loaderkit.connectors.base import Connector, ObjectInfo, Writes
+from loaderkit.errors import ObjectNotFoundError
+
+_PROBE = "probe"
+_SAVING = re.compile(re.escape(SAVING) + r"(?P<name>[^/]*)\.(?P<attempt>[0-9a-f]{16})(\.json|(\.new)?/.*)", re.DOTALL)
+_DATA_FILE = re.compile(r"__\d+_(\d+)\.distcp")
+
+
+class Placement(NamedTuple):
+    """Where the ranks of one save put their files: below the prefix `folder`, with the number `generation` in their names.
+
+    `number` grows with every save of the process `owner`. `in_place`: `folder` is the checkpoint's own directory.
+    """
+
+    attempt: str
+    number: int
+    owner: Owner
+    folder: str
+    generation: int
+    in_place: bool
+
+    def file_name(self, rank: int) -> str:
+        """The name of a rank's file."""
+        return f"__{rank}_{self.generation}.distcp"
+
+
+class Trace(NamedTuple):
+    """What is there of one save, running or dead: the keys of its objects, and what its marker says, if it has one."""
+
+    base: str  # begins the keys of all its objects
+    name: str  # of the checkpoint
+    keys: list[str]
+    placement: Placement | None
+    renewed_s: float
+
+    @property
+    def is_running(self) -> bool:
+        """True if the process that saves is not known to be dead."""
+        return self.placement is not None and is_running(self.placement.owner, self.placement.attempt, self.renewed_s)
+
+    @property
+    def marker(self) -> str:
+        """The key of its marker."""
+        return f"{self.base}.json"
+
+    @property
+    def folders(self) -> tuple[str, str]:
+        """The prefixes of its directories."""
+        return f"{self.base}/", f"{self.base}.new/"
+
+
+def place(target: SaveTarget, writes: Writes, others: Iterable[Placement]) -> Placement:
+    """A place for the files of a new save, and its marker. `others` save the same checkpoint now. Raises ConnectorError."""
+    attempt = secrets.token_hex(8)
+    names = [info.key[len(target.prefix) :] for info in listed(target.connector, target.prefix)]
+    used = {number for number in map(generation_of, names) if number is not None} | {
+        other.generation for other in others
+    }
+    placement = Placement(
+        attempt, time.monotonic_ns(), this_process(), target.prefix, max(used, default=-1) + 1, in_place=True
+    )
+    is_new = bool(target.name) and not names
+    if is_new:
+        folder = f"{target.parent}{SAVING}{target.name}.{attempt}/"
+        placement = placement._replace(folder=folder, generation=0, in_place=False)
+    marker = marker_key(target, placement)
+    writes.put(marker, marker_bytes(target, placement))
+    if is_new and not _can_rename(writes, placement.folder):
+        placement = placement._replace(folder=target.prefix, in_place=True)
+        writes.put(marker, marker_bytes(target, placement))
+    return placement
+
+
+def _can_rename(writes: Writes, folder: str) -> bool:
+    """Whether a directory can be renamed to `folder`, which is then there and empty."""
+    probe = f"{folder[:-1]}.new/"
+    writes.put(probe + _PROBE, b"")
+    is_renamed = writes.rename(probe, folder)
+    writes.delete((folder if is_renamed else probe) + _PROBE)
+    if not is_renamed:
+        writes.clear(probe)
+    return is_renamed
+
+
+def generation_of(name: str) -> int | None:
+    """The number of the save that wrote a file of this name; None for other files."""
+    match = _DATA_FILE.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def marker_key(target: SaveTarget, placement: Placement) -> str:
+    """The key of the marker of a save."""
+    return f"{target.parent}{SAVING}{target.name}.{placement.attempt}.json"
+
+
+def marker_bytes(target: SaveTarget, placement: Placement) -> bytes:
+    """The content of the marker, as of now."""
+    said = placement._asdict() | {"owner": placement.owner._asdict()}
+    return json.dumps({"version": 1, "name": target.name, "renewed_s": time.time(), **said}).encode()
+
+
+def traces(target: SaveTarget) -> list[Trace]:
+    """What is there of the saves of all checkpoints in the same directory."""
+    keys: dict[tuple[str, str], list[str]] = {}
+    for info in listed(target.connector, target.parent + SAVING):
+        match = _SAVING.fullmatch(info.key[len(target.parent) :])
+        if match is not None:
+            base = f"{target.parent}{SAVING}{match['name']}.{match['attempt']}"
+            keys.setdefault((base, match["name"]), []).append(info.key)
+    return [Trace(base, name, found, *_marked(target.connector, base)) for (base, name), found in keys.items()]
+
+
+def _marked(connector: Connector, base: str) -> tuple[Placement | None, float]:
+    """What the marker of a save says, and when it was renewed."""
+    try:
+        said: Any = json.loads(read_object(connector, f"{base}.json"))
+        fields = {name: said[name] for name in Placement._fields}
+        return Placement(**fields | {"owner": Owner(**said["owner"])}), float(said["renewed_s"])
+    except (ObjectNotFoundError, ValueError, KeyError, TypeError):  # none, or of another version
+        return None, 0.0
+
+
+def find_placement(target: SaveTarget, owner: Owner) -> Placement | None:
+    """The newest save of this checkpoint by the process `owner`."""
+    found = [trace.placement for trace in traces(target) if trace.name == target.name and trace.placement]
+    mine = [placement for placement in found if placement.owner == owner]
+    return max(mine, key=lambda placement: placement.number, default=None)
+
+
+def listed(connector: Connector, prefix: str) -> Iterator[ObjectInfo]:
+    """The objects below a prefix; none in a store that does not exist yet."""
+    try:
+        yield from connector.list(prefix)
+    except ObjectNotFoundError:
+        return
+
+
+def read_object(connector: Connector, key: str) -> bytes:
+    """All bytes of a small object."""
+    info = connector.stat(key)
+    data = bytearray(info.size)
+    connector.read_into(key, 0, memoryview(data), etag=info.etag)
+    return bytes(data)

@@ -1,0 +1,151 @@
+"""A copy of a state in host memory that is kept between saves, so that training goes on while the copy is written."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from loaderkit.checkpoint.save.tensor_bytes import plain_tensor
+from loaderkit.checkpoint.transfer.stages import wait_for_queued
+
+_ALIGNMENT = 64
+_MAX_KEPT = 2  # one that is being written, one that is being filled
+
+
+class _Area:
+    """Memory that one copy of a state uses at a time."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self._memory: NDArray[np.uint8] = self._pinned.numpy()
+        self._user: weakref.ref[NDArray[np.uint8]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    @property
+    def is_free(self) -> bool:
+        """True if no tensor of the last copy is left."""
+        return self._user is None or self._user() is None
+
+    def lend(self) -> torch.Tensor:
+        """The memory, uint8 [N]; it is in use as long as there is a tensor of it."""
+        user = self._memory[:]
+        self._user = weakref.ref(user)
+        return torch.from_numpy(user)
+
+
+class HostCopies:
+    """Copies states. A copy goes into the memory of an earlier one if that is large enough and nobody uses it any more."""
+
+    def __init__(self) -> None:
+        self._areas: list[_Area] = []
+
+    def copy(self, state: Any) -> Any:
+        """A deep copy of the state whose tensors are contiguous and on the CPU; one that is there twice is copied once.
+
+        Tensors are found in tables, lists and tuples. All is copied when this returns.
+        """
+        found = _Found({}, {})
+        found.collect(state)
+        starts: dict[Any, int] = {}
+        num_bytes = 0
+        for tensor in found.plain.values():
+            if (identity := _identity(tensor)) not in starts:
+                starts[identity] = num_bytes
+                num_bytes += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
+        memory = self._area(num_bytes).lend()
+        devices = {tensor.device for tensor in found.plain.values()}
+        wait_for_queued(devices)
+        copies: dict[Any, torch.Tensor] = {}
+        memo: dict[int, Any] = {}
+        with torch.no_grad():
+            for number, tensor in found.plain.items():
+                identity = _identity(tensor)
+                if identity not in copies:
+                    copies[identity] = _copied(tensor, memory, starts[identity])
+                memo[number] = copies[identity]
+            for number, tensor in found.wrapped.items():
+                memo[number] = _rewrapped(tensor, memo)
+        wait_for_queued(devices)  # for the copies
+        return copy.deepcopy(state, memo)
+
+    def _area(self, num_bytes: int) -> _Area:
+        for area in self._areas:
+            if area.is_free and len(area) >= num_bytes:
+                return area
+        self._areas = [area for area in self._areas if not area.is_free][: _MAX_KEPT - 1]
+        self._areas.append(_Area(num_bytes))
+        return self._areas[-1]
+
+
+class _Found(NamedTuple):
+    """The tensors of a state by id: plain ones, and wrappers of tensors, the inner ones first. Others are left out."""
+
+    plain: dict[int, torch.Tensor]
+    wrapped: dict[int, torch.Tensor]
+
+    def collect(self, value: Any) -> None:
+        """Add those in `value`."""
+        if isinstance(value, Mapping):
+            for item in value.values():
+                self.collect(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self.collect(item)
+        elif isinstance(value, torch.Tensor) and id(value) not in self.wrapped:
+            if (plain := plain_tensor(value)) is not None:
+                self.plain[id(value)] = plain
+            elif _is_wrapper(value):
+                for item in _inner(value)[0].values():
+                    self.collect(item)
+                self.wrapped[id(value)] = value
+
+
+def _is_wrapper(tensor: Any) -> bool:
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def _inner(tensor: Any) -> tuple[dict[str, Any], Any]:
+    """What a wrapper consists of, as torch.compile flattens it: tensors by attribute, and the rest."""
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context
+
+
+def _rewrapped(tensor: torch.Tensor, memo: Mapping[int, Any]) -> torch.Tensor:
+    """A wrapper of copies."""
+    inner, context = _inner(tensor)
+    copies = {name: memo.get(id(item), item) for name, item in inner.items()}
+    wrapper: Any = type(tensor)
+    rewrapped: torch.Tensor = wrapper.__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
+    return rewrapped
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """Equal for tensors of the same elements."""
+    return (
+        tensor.data_ptr(),
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _copied(tensor: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
+    """A copy in the memory from `start` on."""
+    num_bytes = tensor.numel() * tensor.itemsize
+    if not num_bytes:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    target = memory[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
+    target.copy_(tensor, non_blocking=True)
+    return target

@@ -1,0 +1,93 @@
+"""A tensor as a sequence of bytes, in C order, of which any range is copied; the tensor is not made contiguous for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_SAME_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def plain_tensor(value: Any) -> torch.Tensor | None:
+    """The tensor itself if it is an ordinary dense one, whose elements are all there is to it; else None."""
+    wait = getattr(value, "trigger_wait", None)  # what a collective will have filled
+    if isinstance(value, torch.Tensor) and callable(wait):
+        value = wait()
+    if not isinstance(value, torch.Tensor) or type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return None  # a wrapper's elements are elsewhere
+    if value.layout != torch.strided or value.is_quantized or value.is_meta:
+        return None
+    return value.detach().as_subclass(torch.Tensor)
+
+
+class TensorBytes:
+    """The elements' bytes of a plain tensor on any device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.num_bytes = tensor.numel() * tensor.itemsize
+        self.device = tensor.device
+        self._memory: NDArray[np.uint8] | None = None
+        self._tensor = tensor
+        is_lazy = tensor.is_conj() or tensor.is_neg()  # copying it resolves that
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy:
+            self._memory = _memory_of(tensor)
+        elif tensor.itemsize in _SAME_BYTES and not is_lazy:
+            self._tensor = tensor.view(_SAME_BYTES[tensor.itemsize])  # not every type can be copied with strides
+
+    def copy(self, start: int, target: NDArray[np.uint8]) -> None:
+        """Fill `target` with the bytes from `start` on; both begin and end with an element.
+
+        In parts where the tensor is strided; what a device copies is there when this returns.
+        """
+        if self._memory is not None:
+            np.copyto(target, self._memory[start : start + len(target)])  # releases the GIL
+            return
+        tensor, item = self._tensor, self._tensor.itemsize
+        first, count, done = start // item, len(target) // item, 0
+        for box in boxes(tuple(tensor.shape), first, first + count):
+            part = tensor[box]
+            size = part.numel() * item
+            _tensor_of(target[done : done + size], tensor.dtype).view(part.shape).copy_(part)
+            done += size
+
+
+def boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[int | slice, ...]]:
+    """The elements [first, end) of a tensor in C order, as indices of boxes, which follow one another in that order."""
+    if first >= end:
+        return
+    if not shape:
+        yield ()
+        return
+    row = prod(shape[1:])
+    number = first // row
+    if first % row or end - first < row:
+        last = min(end, (number + 1) * row)
+        for inner in boxes(shape[1:], first - number * row, last - number * row):
+            yield (number, *inner)
+        first, number = last, number + 1
+    if first >= end:
+        return
+    num_rows = (end - first) // row
+    if num_rows:
+        yield (slice(number, number + num_rows),)
+    first, number = first + num_rows * row, number + num_rows
+    for inner in boxes(shape[1:], 0, end - first):
+        yield (number, *inner)
+
+
+def _memory_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """The bytes of a contiguous tensor on the CPU, not copied; of any type, those without a twin in NumPy included."""
+    data = torch.empty(0, dtype=torch.uint8)
+    offset = tensor.storage_offset() * tensor.itemsize
+    data.set_(tensor.untyped_storage(), offset, (tensor.numel() * tensor.itemsize,), (1,))
+    array: NDArray[np.uint8] = data.numpy()
+    return array
+
+
+def _tensor_of(memory: NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(memory).view(dtype)

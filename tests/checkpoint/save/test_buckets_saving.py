@@ -1,0 +1,68 @@
+"""Checkpoints saved to stores that do not rename directories: a bucket, and a filesystem of fsspec."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from crashing import Clock, DeadError, Mortal, names_in, number_in, save_to
+from seaweed import Seaweed
+from torch.distributed.checkpoint.api import CheckpointException
+
+from loaderkit.checkpoint import latest
+from loaderkit.connectors.base import Connector
+from loaderkit.connectors.config import S3Args
+from loaderkit.connectors.fsspec import FsspecConnector
+from loaderkit.connectors.s3 import S3Connector
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NUMBERS = itertools.count()
+BUCKET = "saves"
+
+
+@pytest.fixture(params=["s3", "fsspec"])
+def store(request: pytest.FixtureRequest, seaweed: Seaweed, s3_keys: None) -> Iterator[Connector]:
+    if request.param == "fsspec":
+        connector: Connector = FsspecConnector(f"memory://saves-{next(NUMBERS)}")
+    else:
+        if BUCKET not in [bucket["Name"] for bucket in seaweed.boto().list_buckets()["Buckets"]]:
+            seaweed.boto().create_bucket(Bucket=BUCKET)
+        connector = S3Connector(f"s3://{BUCKET}/{next(NUMBERS)}/", S3Args(endpoint=seaweed.endpoint))
+    yield connector
+    connector.close()
+
+
+def files(step: str, generation: int) -> list[str]:
+    return [f"{step}/{name}" for name in (".metadata", f"__0_{generation}.distcp", "loaderkit-manifest.json")]
+
+
+def test_saved_saved_again_and_found(store: Connector) -> None:
+    for number in range(3):
+        save_to(store, "step-1", number)
+        assert number_in(store, "step-1", verify=True) == number
+        assert names_in(store) == files("step-1", number)
+    save_to(store, "step-2", 7)
+    assert latest("given://", connectors={"given": store}).endswith("step-2")
+    assert names_in(store) == files("step-1", 2) + files("step-2", 0)
+
+
+def test_dead_at_every_fourth_operation(store: Connector) -> None:
+    save_to(store, "step-1", 0)
+    present = 0
+    for operation in range(0, 28, 4):
+        number = operation + 1
+        clock = Clock(operation)
+        try:
+            save_to(Mortal(store, clock), "step-1", number)
+        except CheckpointException as error:
+            if not isinstance(error.failures[0][0], DeadError):
+                raise
+        found = number_in(store, "step-1")
+        assert found in (present, number)
+        assert clock.is_dead or found == number
+        present = found
+    save_to(store, "step-1", 99)
+    assert number_in(store, "step-1", verify=True) == 99
+    assert [name for name in names_in(store) if not name.endswith(".distcp")] == files("step-1", 0)[::2]
+    assert len(names_in(store)) == 3

@@ -44,7 +44,18 @@ pictures = st.builds(view, st.integers(0, 99), st.integers(1, 40), st.integers(1
 
 def test_every_kernel_is_offered() -> None:
     assert set(TWINS) == {
-        *("cut", "delayed", "gather_ranges", "group_names", "is_cut", "members", "permute", "read_many", "read_range"),
+        *(
+            "crc32",
+            "cut",
+            "delayed",
+            "gather_ranges",
+            "group_names",
+            "is_cut",
+            "members",
+            "permute",
+            "read_many",
+            "read_range",
+        ),
         *("tar_run", "texts", "write_normalized", "write_planes"),
     }
 

@@ -381,6 +381,29 @@ def contradictions(found: Mapping[str, Any]) -> list[str]:
         problems.append(f"evidence: {others[0]!r}, but {others_cpus}")
     if used is not None and float(used[1]) > float(used[2]):
         problems.append(f"evidence: {used[0]!r}")
+    return problems + settings_contradictions(verdict, found.get("tuning", {}))
+
+
+def settings_contradictions(verdict: Mapping[str, Any], tuning: Mapping[str, Any]) -> list[str]:
+    """What a verdict's words and its settings say that does not agree: a setting that is not named, another number for it, or
+    workers that are said not to help. `tuning`: the settings as they are, as a report has them."""
+    change, problems = verdict["change"], []
+    settings = {one["key"]: one["value"] for one in verdict.get("settings", ())}
+    resized = re.search(r'loader\.resize\("([^"]+)", workers=(\d+)\)', change)
+    for key, value in settings.items():
+        of_workers = key == "prefetch.concurrency" or key.endswith(".workers")
+        if of_workers and "more workers would not help" in change:
+            problems.append(f"{key}: {value}, but {change!r}")
+        if of_workers and resized is not None:
+            others = [
+                pool["workers"]
+                for pool in tuning.get("pools", ())
+                if resized[1] not in pool["stages"] and "process" not in pool
+            ]
+            if value != int(resized[2]) + (sum(others) if key == "prefetch.concurrency" else 0):
+                problems.append(f"{key}: {value}, but {change!r}")
+        elif {*re.findall(rf"{re.escape(key)}: (\w+)", change)} != {str(value)}:
+            problems.append(f"{key}: {value}, but {change!r}")
     return problems
 
 

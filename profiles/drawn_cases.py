@@ -20,6 +20,8 @@ from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.profile.experiments.loops import Step, sleep_step
 from profiles.bottlenecks import BATCH, Link, photographs, small_photographs
 
+VARIED = frozenset({"stragglers", "bursts"})  # bottlenecks of few slow samples
+
 _MATRIX = np.random.default_rng(0).standard_normal((240, 240)).astype(np.float32)
 
 

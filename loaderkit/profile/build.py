@@ -2,6 +2,7 @@
 
 stats at begin, first batch, end ──differences──> verdict, stall, stages, slowest, first batch
 steps ───────────────────────────────────────────> steps, utilisation
+all of that, where times vary ────what if────────> the verdict's settings
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from loaderkit.profile.report_parts import (
 )
 from loaderkit.profile.settings_patch import settings_yaml, verdict_part
 from loaderkit.profile.step_log import StepLog
+from loaderkit.profile.whatif.suggest import with_suggestion
 from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sources.base import Source
 
@@ -91,7 +93,7 @@ def make_report(facts: ReportFacts) -> Report:
     values = passed.to_dict()
     series = [{**point, "at_s": point["at_s"] - log.begin_s} for point in facts.series if point["at_s"] >= log.begin_s]
     verdict = verdict_part(passed, facts.config)
-    return Report(
+    report = Report(
         name=facts.config.name,
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine(),
@@ -122,6 +124,7 @@ def make_report(facts: ReportFacts) -> Report:
         store=values["store"],
         config=described(facts.config_now),
     )
+    return with_suggestion(report, facts.config)
 
 
 def _since(end: Stats, earlier: Stats, wall_s: float) -> Stats:

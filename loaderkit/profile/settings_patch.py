@@ -16,23 +16,36 @@ from loaderkit._internal.diagnostics import Problems
 from loaderkit._internal.units import format_bytes
 from loaderkit._internal.yaml_text import to_yaml
 from loaderkit.engine.metrics import Stats, Verdict
-from loaderkit.engine.metrics.interval import Interval
+from loaderkit.engine.metrics.interval import Interval, StageFacts, measure, more_of
+from loaderkit.engine.metrics.stalls import RELEASE
 from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
 from loaderkit.pipeline.config.validation import check_structure
 from loaderkit.pipeline.process_setup import check_depth, check_sendable
 from loaderkit.profile.report_parts import Setting, VerdictPart
 
 _MOST_PROCESSES = 8  # each imports all that the functions need, and several ranks may share the machine
-_PAGE = 2**20
 
 
 def verdict_part(stats: Stats, config: PipelineConfig) -> VerdictPart:
-    """The verdict on an interval, with its change as values."""
+    """The verdict on an interval, with its change as values, which its words name."""
     if not stats.num_batches and not any(stats.stall_s.values()):
         stats = replace(stats, wall_s=0.0)  # no batch was requested
     verdict = stats.verdict()
     settings = settings_for(verdict, stats, config) if stats.wall_s > 0 and stats.num_batches else []
-    return VerdictPart(**verdict._asdict(), settings=settings)
+    change, unsaid = verdict.change, [one for one in settings if not _is_said(one, verdict.change)]
+    if unsaid:
+        change = f"{change}; as settings {say_settings(settings)}"
+    return VerdictPart(**verdict._replace(change=change)._asdict(), settings=settings)
+
+
+def say_settings(settings: Sequence[Setting]) -> str:
+    """Settings in words, as a file has them."""
+    return ", ".join(f"{one.key}: {one.value}" for one in settings)
+
+
+def _is_said(setting: Setting, change: str) -> bool:
+    is_of_workers = setting.key == "prefetch.concurrency" or setting.key.endswith(".workers")
+    return f"{setting.key}: {setting.value}" in change or (is_of_workers and "loader.resize(" in change)
 
 
 def settings_for(verdict: Verdict, stats: Stats, config: PipelineConfig) -> list[Setting]:
@@ -60,8 +73,6 @@ def is_accepted(config: PipelineConfig, settings: Mapping[str, Any]) -> bool:
 
 
 def _more_batches(interval: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
-    if interval.is_inline:
-        return _more_at_once(interval, verdict, config)
     batches = _set(config, "prefetch.batches", 2 * interval.num_wanted)
     if not (wanted := interval.memory_to_double):
         return [batches]
@@ -69,13 +80,24 @@ def _more_batches(interval: Interval, verdict: Verdict, config: PipelineConfig) 
     return [batches, *budget] if budget else []
 
 
+def _more_batches_and_workers(interval: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+    if interval.is_inline:
+        return _more_at_once(interval, verdict, config)
+    found, facts = _more_batches(interval, verdict, config), _facts_of(interval, verdict)
+    if facts is None or more_of(interval, facts) != "workers":
+        return found
+    return [*found, *_workers_of(facts, 2 * facts.stage.workers, interval, config)]
+
+
 def _more_memory(interval: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
-    return _memory_of(interval.num_wanted * int(interval.stats.memory.get("batch_bytes", 0)), interval, config)
+    if verdict.stage == RELEASE:  # of it there is enough, and it takes long to give back
+        return []
+    return _memory_of(interval.memory_wanted, interval, config)
 
 
 def _memory_of(wanted: int, interval: Interval, config: PipelineConfig) -> list[Setting]:
     """`prefetch.memory` of `wanted` bytes; empty if the machine has no memory for it."""
-    budget = _set(config, "prefetch.memory", format_bytes(-(-wanted // _PAGE) * _PAGE))
+    budget = _set(config, "prefetch.memory", format_bytes(wanted))
     return [budget] if interval.has_memory_for(wanted) else []
 
 
@@ -83,47 +105,60 @@ def _in_a_process(interval: Interval, verdict: Verdict, config: PipelineConfig) 
     return [_set(config, "prefetch.executor", "process")] if config.prefetch.executor == "thread" else []
 
 
+def _more_processes(interval: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+    facts = _facts_of(interval, verdict)
+    if facts is not None and facts.loop_holds_gil:  # one will do, which has a GIL of its own
+        return _in_a_process(interval, verdict, config)
+    return process_settings(config, int(interval.stats.memory.get("batch_bytes", 0)))
+
+
 def _more_at_once(interval: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
-    if interval.is_inline_by_rule:  # what computes would take longer with workers
-        return [] if verdict.kind == "computing" else [_set(config, "prefetch.concurrency", interval.num_cpus)]
-    if interval.is_inline:
-        return [_set(config, "prefetch.executor", config.executor_with_workers)]
-    if verdict.stage is None or (verdict.kind == "computing" and interval.is_short_of_cpus):
-        return []
-    return _more_workers(interval, verdict.stage, config)
+    facts, computing = _facts_of(interval, verdict), verdict.kind == "computing"
+    match None if facts is None else more_of(interval, facts, computing=computing):
+        case "executor" if interval.is_inline_by_rule:
+            return [_set(config, "prefetch.concurrency", interval.num_cpus)]
+        case "executor":
+            return [_set(config, "prefetch.executor", config.executor_with_workers)]
+        case "processes":
+            return _more_processes(interval, verdict, config)
+        case "workers" if facts is not None:
+            workers = interval.suggested_workers(facts.stage.workers, computing=computing)
+            return _workers_of(facts, workers, interval, config)
+    return []
 
 
 _CHANGES: Mapping[str, Callable[[Interval, Verdict, PipelineConfig], list[Setting]]] = {
     "latency": _more_at_once,
     "waiting": _more_at_once,
     "computing": _more_at_once,
-    "stragglers": _more_batches,
+    "stragglers": _more_batches_and_workers,
     "depth": _more_batches,
     "memory": _more_memory,
-    "gil": lambda interval, verdict, config: process_settings(config, int(interval.stats.memory.get("batch_bytes", 0))),
+    "gil": _more_processes,
     "wakeup": _in_a_process,
 }
 
 
-def _more_workers(interval: Interval, stage: str, config: PipelineConfig) -> list[Setting]:
-    pool = next((pool for pool in interval.pools if any(row.name == stage for row in pool.rows)), None)
-    if pool is None or pool.is_in_trainer:
-        return []
-    workers = pool.rows[0].workers
-    return workers_settings(
-        config, stage, workers, interval.suggested_workers(workers), interval.stats.tuning.to_dict()
-    )
+def _facts_of(interval: Interval, verdict: Verdict) -> StageFacts | None:
+    """The facts of the stage that a verdict names; None where it names something else."""
+    is_known = any(row.name == verdict.stage for row in interval.stats.stages)
+    return measure(interval, verdict.stage).awaited if is_known and verdict.stage is not None else None
+
+
+def _workers_of(facts: StageFacts, workers: int, interval: Interval, config: PipelineConfig) -> list[Setting]:
+    return workers_settings(config, facts.stage.name, facts.stage.workers, workers, interval.stats.tuning.to_dict())
 
 
 def workers_settings(
     config: PipelineConfig, stage: str, before: int, workers: int, tuning: dict[str, Any]
 ) -> list[Setting]:
     """`workers` for the pool of a stage: the stage's own `workers` if that is a number, else `prefetch.concurrency`."""
-    names = next((pool["stages"] for pool in tuning.get("pools", ()) if stage in pool["stages"]), [stage])
+    pools = [pool for pool in tuning.get("pools", ()) if "process" not in pool]  # but for the trainer's own
+    names = next((pool["stages"] for pool in pools if stage in pool["stages"]), [stage])
     own = [one for one in config.stages if one.name in names and one.args.workers != "auto"]
     if own:
         return [_set(config, f"stages.{one.name}.workers", workers) for one in own]
-    concurrency = int(tuning.get("concurrency", before))
+    concurrency = sum(int(pool["workers"]) for pool in pools) or before
     return [_set(config, "prefetch.concurrency", concurrency + workers - before)]
 
 

@@ -5,6 +5,7 @@
     is its fault; for a stage:
         libraries compute in threads of their own ──> oversubscription
         the GIL is held, and no more than one CPU is used ──> gil
+        the loop holds the GIL, and the workers hardly compute ──> gil
         no CPU is free ──> computing
         its workers wait for bytes that are read ahead ──> bandwidth
         a few items take all the time ──> stragglers
@@ -39,6 +40,7 @@ _WITHOUT_A_STAGE: Mapping[str, Callable[[Interval], Verdict]] = {
 _KINDS: Sequence[Callable[[Facts], Verdict | None]] = (
     rules.oversubscription,
     rules.gil,
+    rules.gil_of_loop,
     rules.no_cpu_free,
     rules.read_ahead,
     rules.stragglers,

@@ -15,17 +15,18 @@ from loaderkit.engine.metrics.interval import (
     ALL_ALONE,
     COMPUTING,
     HARMLESS,
+    LITTLE_CPU,
     PLAINLY,
     SPARE,
     WAITING,
     Facts,
     Interval,
     StageFacts,
+    are_slow_together,
 )
 from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, START, WAKEUP
 
 _BUSY = 0.75  # share of their time; workers that are busy for more are the limit
-_LITTLE_CPU = 0.3  # CPUs; a stage that uses less does not hold the GIL for long
 _CROWDED = 0.25  # share of the busy time ready to run while no CPU was free
 _TAIL = 4.0  # times the usual service time; a longer item is a straggler
 _TAIL_SHARE = 0.25  # share of the busy time spent on stragglers
@@ -186,7 +187,7 @@ def gil(facts: Facts) -> Verdict | None:
 
 def _is_gil(interval: Interval, busiest: StageFacts) -> bool:
     uses_several_cpus = interval.cpus_used > _ONE_CPU * interval.num_processes
-    if busiest.stage.cpu_s < _LITTLE_CPU * interval.wall_s or uses_several_cpus or interval.is_inline:
+    if busiest.stage.cpu_s < LITTLE_CPU * interval.wall_s or uses_several_cpus or interval.is_inline:
         return False
     may_be_as_fast_alone = busiest.is_as_fast_alone is not False
     if (holds_gil := busiest.pool.trial.holds_gil) is not None:
@@ -194,6 +195,23 @@ def _is_gil(interval: Interval, busiest: StageFacts) -> bool:
         is_full = interval.cpus_used > _MOST_OF_A_CPU * interval.num_processes
         return holds_gil and (is_full or may_be_as_fast_alone)
     return busiest.num_in_process > 1 and busiest.contended_share > WAITING and may_be_as_fast_alone
+
+
+def gil_of_loop(facts: Facts) -> Verdict | None:
+    """The loop computes in Python, and the workers, which have little to do, get the GIL late."""
+    interval, awaited = facts.interval, facts.awaited
+    if not awaited.loop_holds_gil:
+        return None
+    taken = awaited.pool.trial.gil_taken or 0.0
+    evidence = (
+        f"the loop's own thread computes for {100 * interval.loop_share:.0f} % of the time, and the GIL was held "
+        f"{100 * taken:.0f} % of the times a worker asked for it; the workers use {interval.cpus_used:.1f} CPUs"
+    )
+    change = (
+        "prefetch.executor: process gives loading a GIL of its own; or do the loop's work in NumPy or torch, which release "
+        "the GIL; more workers would not help"
+    )
+    return _of_stage(interval, awaited, "gil", evidence, change, sure=0.8)
 
 
 def no_cpu_free(facts: Facts) -> Verdict | None:
@@ -239,13 +257,14 @@ def stragglers(facts: Facts) -> Verdict | None:
     # usual items, one behind another, fill the time. One alone gets plainly more done by chance: the slow ones fell to all.
     fills = _FILLS[0] < usual_s * stage.num_items / interval.wall_s < _FILLS[1]
     does_all_alone = awaited.alone_share is not None and ALL_ALONE < awaited.alone_share < _BY_CHANCE
-    if fills and (awaited.pool.works_one_at_a_time or does_all_alone):
+    may_be_a_lock = fills and not are_slow_together(interval, stage, usual_s)
+    if may_be_a_lock and (awaited.pool.works_one_at_a_time or does_all_alone):
         return None
     evidence = (
         f"the median item takes {say_seconds(usual_s)}, one in a hundred {say_seconds(slow_s)} or more: stragglers take "
         f"{100 * share:.0f} % of the stage's time"
     )
-    ahead = f"{words.deeper(interval)}, and more workers"
+    ahead = words.wider(interval, awaited)
     if interval.is_inline:
         ahead = words.workers_instead(interval, "with several workers")
     change = f"{ahead}, so that other batches are ready meanwhile; or find out why those items are slow"

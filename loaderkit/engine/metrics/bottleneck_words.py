@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from loaderkit._internal.units import say_bytes, say_seconds
-from loaderkit.engine.metrics.interval import HARMLESS, Interval, StageFacts
+from loaderkit._internal.units import format_bytes, say_bytes, say_seconds
+from loaderkit.engine.metrics.interval import HARMLESS, Interval, StageFacts, more_of
 from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, START, WAKEUP
 
 _OTHERS = 0.2  # CPUs; other programs that use more are named
@@ -113,13 +113,27 @@ def say_memory(interval: Interval) -> str:
 def less_work(interval: Interval, facts: StageFacts) -> str:
     """The change for a stage that computes."""
     cheaper = _CHEAPER.get(facts.stage.kind, f"a cheaper {facts.stage.name}")
+    match more_of(interval, facts, computing=True):
+        case "executor":
+            more = workers_instead(interval, "so that it runs in parallel with training")
+        case "workers":
+            more = more_workers(interval, facts, computing=True)
+        case "processes":
+            more = more_processes(interval, facts)
+        case None:
+            return f"{cheaper}; {_why_not_more(interval, facts)}"
+    return f"{more}; or {cheaper}"
+
+
+def _why_not_more(interval: Interval, facts: StageFacts) -> str:
+    """Why no more of what computes can be done at a time."""
     if interval.is_inline:
-        return f"{workers_instead(interval, 'so that it runs in parallel with training')}; or {cheaper}"
+        return "or larger batches"
     if interval.is_short_of_cpus:
-        return f"{cheaper}; or {more_cpus(interval)}: more workers would not help, since no CPU is free"
+        return f"or {more_cpus(interval)}: more workers would not help, since no CPU is free"
     if facts.pool.works_one_at_a_time:
-        return f"{cheaper}; more workers would not help: one worker alone was faster"
-    return f"{more_workers(interval, facts)}; or {cheaper}"
+        return "more workers would not help: one worker alone was faster"
+    return _IN_TRAINER
 
 
 def workers_instead(interval: Interval, how: str) -> str:
@@ -129,12 +143,25 @@ def workers_instead(interval: Interval, how: str) -> str:
     return f"prefetch.executor: {interval.stats.tuning.executor_with_workers}, {how}"
 
 
-def more_workers(interval: Interval, facts: StageFacts) -> str:
+_IN_TRAINER = "not more workers: one thread in the trainer's process runs it"
+
+
+def more_workers(interval: Interval, facts: StageFacts, *, computing: bool = False) -> str:
     """The change for a stage that more workers make faster."""
-    if facts.pool.is_in_trainer:
-        return "not more workers: one thread in the trainer's process runs it"
-    wanted = interval.suggested_workers(facts.stage.workers)
+    if more_of(interval, facts, computing=computing) is None:
+        return _IN_TRAINER
+    wanted = interval.suggested_workers(facts.stage.workers, computing=computing)
     return f'more workers: loader.resize("{facts.stage.name}", workers={wanted})'
+
+
+def more_processes(interval: Interval, facts: StageFacts) -> str:
+    """More workers, each with a GIL of its own, since it is not known that more threads would do."""
+    change = process_instead(
+        interval,
+        "prefetch.executor: process with a process for every CPU, by prefetch.processes",
+        f"prefetch.processes: {interval.num_processes + 1} or more, while CPUs are free",
+    )
+    return f"{change}, each with a GIL of its own (more threads help only if {facts.stage.name} releases the GIL)"
 
 
 def more_cpus(interval: Interval) -> str:
@@ -151,12 +178,10 @@ def process_instead(interval: Interval, change: str, otherwise: str = "") -> str
 
 
 def more_memory(interval: Interval) -> str:
-    wanted = interval.num_wanted * interval.stats.memory.get("batch_bytes", 0)
-    return (
-        f"prefetch.memory: {say_bytes(wanted)} or more; or smaller batches"
-        if interval.has_memory_for(wanted)
-        else _SMALLER
-    )
+    wanted = interval.memory_wanted
+    if not interval.has_memory_for(wanted):
+        return _SMALLER
+    return f"prefetch.memory: {format_bytes(wanted)} or more; or smaller batches"
 
 
 def deeper(interval: Interval) -> str:
@@ -164,4 +189,12 @@ def deeper(interval: Interval) -> str:
     batches, wanted = f"prefetch.batches: {2 * interval.num_wanted}", interval.memory_to_double
     if not wanted:
         return batches
-    return f"{batches} and prefetch.memory: {say_bytes(wanted)}" if interval.has_memory_for(wanted) else _SMALLER
+    return f"{batches} and prefetch.memory: {format_bytes(wanted)}" if interval.has_memory_for(wanted) else _SMALLER
+
+
+def wider(interval: Interval, facts: StageFacts) -> str:
+    """More batches ahead and more workers, where times vary."""
+    if more_of(interval, facts) != "workers":
+        return deeper(interval)
+    workers = f'loader.resize("{facts.stage.name}", workers={2 * facts.stage.workers})'
+    return f"{deeper(interval)}; and more workers: {workers}"

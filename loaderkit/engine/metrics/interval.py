@@ -3,12 +3,14 @@ stage in it: how its workers spend their time, and how one compares with all."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import cbrt, ceil
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from loaderkit._internal.cgroups import free_memory
 from loaderkit.engine.metrics.contention import ContentionResult
+from loaderkit.engine.metrics.slow_samples import Slow
 from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
 from loaderkit.engine.metrics.stalls import START
 from loaderkit.engine.metrics.tuning import PoolTuning
@@ -22,9 +24,17 @@ PLAINLY = 1.2  # ratio from which on a difference is more than chance
 _SEVERAL = 1.5  # workers, on average
 _SHORT = 0.2  # share of the busy time ready to run without a free CPU, above which CPUs are short
 _IDLE = 0.5  # idle CPUs, above which a thread that is ready to run finds one
+_NONE_IDLE = 0.1  # share of the CPUs; when fewer are idle, all are in use
 _THROTTLED = 0.2  # share of the time that a quota holds the process back, above which CPUs are short
 _FULL = 0.8  # share of the CPUs in use, above which none is free
 _NUM_SURE = 8  # batches; more do not raise the confidence
+_MIB = 2**20
+LITTLE_CPU = 0.3  # CPUs; what uses less does not hold the GIL for long
+_LOOP_COMPUTES = 0.5  # share of the time; a loop that computes for less does not keep others from the GIL
+_USUAL_CPU = 2.0  # times what it computes in the mean; a usual item that takes longer waits for something
+_MOST_FOR_GIL_S = 0.05  # ten times the 5 ms after which a thread that computes gives it away
+_SLOW = 4.0  # times the usual time
+_ALL_SLOW = 0.05  # share of the time in which every worker is with a slow item: under a lock one of them gets on
 
 
 @dataclass(frozen=True)
@@ -100,14 +110,25 @@ class Interval:
 
     def has_memory_for(self, budget_bytes: int) -> bool:
         """True if the machine has room for a larger budget, as far as it tells."""
-        free_bytes, _ = free_memory()
-        return free_bytes is None or budget_bytes - self.stats.memory.get("allocated_bytes", 0) < free_bytes
+        return has_memory_for(self.stats.memory, budget_bytes)
+
+    def memory_for(self, num_batches: int) -> int:
+        """The budget that holds so many batches, in whole MiB."""
+        return -(-num_batches * int(self.stats.memory.get("batch_bytes", 0)) // _MIB) * _MIB
+
+    @property
+    def memory_wanted(self) -> int:
+        """The budget for the batches to read ahead; twice as much as there is where that should be enough, and is not."""
+        budget_bytes = self.stats.memory["budget_bytes"]
+        wanted = self.memory_for(self.num_wanted)
+        return wanted if wanted > budget_bytes else -(-2 * budget_bytes // _MIB) * _MIB
 
     @property
     def memory_to_double(self) -> int:
         """The budget for twice as many batches ahead; 0 if there is enough."""
-        wanted = 2 * self.num_wanted * int(self.stats.memory.get("batch_bytes", 0))
-        return wanted if wanted > self.stats.memory["budget_bytes"] else 0
+        memory = self.stats.memory
+        is_enough = 2 * self.num_wanted * memory.get("batch_bytes", 0) <= memory["budget_bytes"]
+        return 0 if is_enough else self.memory_for(2 * self.num_wanted)
 
     @property
     def num_in_memory(self) -> int:
@@ -182,11 +203,19 @@ class Interval:
 
     @property
     def is_short_of_cpus(self) -> bool:
-        """True if the workers use nearly all CPUs, wait for one while none is idle, or are held back by a quota."""
+        """True if the workers use nearly all CPUs, none is idle, they wait for one, or a quota holds them back."""
         rows = self.stats.stages
         is_delayed = sum(row.delayed_s for row in rows) > _SHORT * sum(row.busy_s for row in rows)
         is_full = self.cpus is not None and self.cpus_used > _FULL * self.cpus
+        if self.num_idle_cpus is not None and self.num_cpus is not None:
+            is_full = is_full or self.num_idle_cpus < _NONE_IDLE * self.num_cpus
         return is_full or self.throttled_share > _THROTTLED or (is_delayed and not self.has_idle_cpus)
+
+    @property
+    def loop_share(self) -> float:
+        """The share of the time in which the loop's own thread computes, as far as its process tells."""
+        own_s = self.stats.host.cpu_s - self.stats.host.native_s - self.cpu_s
+        return 0.0 if self.stats.tuning.executor != "thread" else max(0.0, own_s) / self.counted_s
 
     def pool_of(self, row: StageStats) -> PoolUse:
         return next(pool for pool in self.pools if any(row is one for one in pool.rows))
@@ -201,11 +230,20 @@ class Interval:
             confidence *= factor
         return round(max(0.05, confidence), 2)
 
-    def suggested_workers(self, workers: int) -> int:
-        """The number that would be enough if throughput grew with the workers; at most four times as many as there are."""
+    def suggested_workers(self, workers: int, *, computing: bool = False) -> int:
+        """The number that would be enough if throughput grew with the workers; at most four times as many as there are, and
+        where they compute no more than there are CPUs for."""
         share = self.share_after_start
         enough = ceil(workers / max(1e-9, 1 - share)) if share < 1 else 2 * workers
+        if computing and self.cpus is not None and self.cpus_used > 0:
+            enough = min(enough, ceil(workers * self.cpus / self.cpus_used))
         return max(workers + 1, min(4 * workers, enough))
+
+
+def has_memory_for(memory: Mapping[str, int], budget_bytes: int) -> bool:
+    """True if the machine has room for a larger budget than `memory` is of, as far as it tells."""
+    free_bytes, _ = free_memory()
+    return free_bytes is None or budget_bytes - memory.get("allocated_bytes", 0) < free_bytes
 
 
 def _pools_of(stats: Snapshot) -> list[PoolUse]:
@@ -237,6 +275,13 @@ class StageFacts:
     is_as_fast_alone: bool | None  # its throughput is nearer to that of all than to one worker's share
     is_serial: bool  # workers block one another
     is_held_up: bool  # an item takes plainly longer side by side, for whatever reason
+    may_hold_gil: bool  # with more threads, its workers may only wait for one another
+    loop_holds_gil: bool  # its workers wait for the GIL, and the loop has it
+
+
+_USERS = frozenset(
+    {"call", "filter"}
+)  # whose functions may hold the GIL all the time; the other stages' kernels do not
 
 
 class Facts(NamedTuple):
@@ -253,6 +298,42 @@ def measure(interval: Interval, cause: str) -> Facts:
     awaited = next(row for row in stages if row.name == cause)
     busiest = max(stages, key=lambda row: row.cpu_s)
     return Facts(interval, _measure_stage(interval, awaited), _measure_stage(interval, busiest))
+
+
+More = Literal["executor", "workers", "processes"]
+
+
+def more_of(interval: Interval, facts: StageFacts, *, computing: bool = False) -> More | None:
+    """What lets more of a stage's items be done at a time: an executor with workers, more workers, or more processes. None:
+    nothing that can be set would help. Both the words of a verdict and its settings are made from this."""
+    if interval.is_inline:  # what computes and is so small would take longer with workers
+        return None if computing and interval.is_inline_by_rule else "executor"
+    if facts.pool.is_in_trainer or facts.stage.kind == "transfer":
+        return None
+    if not computing:
+        return "workers"
+    if interval.is_short_of_cpus or facts.pool.works_one_at_a_time:
+        return None
+    return "processes" if facts.may_hold_gil else "workers"
+
+
+def are_slow_together(interval: Interval, stage: StageStats, usual_s: float) -> bool:
+    """True if all workers of a stage were with slow items at once for some of the time, which a lock explains for all of them
+    but the one that has it. False also where too few of the slow items are known."""
+    slow = [one for one in interval.stats.slowest.get(stage.name, ()) if one.chunk_s > _SLOW * one.chunk * usual_s]
+    together_s = _overlap_s(slow, stage.workers) - sum(one.chunk * usual_s for one in slow)
+    return stage.workers > 1 and together_s > _ALL_SLOW * interval.wall_s
+
+
+def _overlap_s(slow: Sequence[Slow], num_together: int) -> float:
+    """How long at least `num_together` of the chunks were in work at once."""
+    ends = [(one.at_s - one.chunk_s, 1) for one in slow] + [(one.at_s, -1) for one in slow]
+    overlap_s, num_inside, since_s = 0.0, 0, 0.0
+    for at_s, step in sorted(ends):
+        if num_inside >= num_together:
+            overlap_s += at_s - since_s
+        num_inside, since_s = num_inside + step, at_s
+    return overlap_s
 
 
 def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
@@ -284,7 +365,10 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
         # One worker alone does as much as all if it takes an unfair lock again and again while the others wait.
         does_all = alone_share > ALL_ALONE and num_inside > _SEVERAL
         is_held_up = num_in_stage > 1 and slowdown is not None and slowdown > serial_slowdown
-        is_serial = does_all or (is_held_up and alone_share * num_inside > PLAINLY)
+        # What computes when it is alone waits for no lock, or for one under which it computes: on one CPU at most.
+        computes_alone = busy_s > 0 and stage.cpu_s / busy_s * (slowdown or 1.0) > COMPUTING
+        uses_several = computes_alone and interval.cpus_used > interval.num_processes
+        is_serial = not uses_several and (does_all or (is_held_up and alone_share * num_inside > PLAINLY))
     return StageFacts(
         stage=stage,
         pool=pool,
@@ -300,4 +384,23 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
         is_as_fast_alone=None if alone_share is None else alone_share >= num_compared**-0.5,
         is_serial=is_serial,
         is_held_up=slowdown is not None and slowdown > PLAINLY,
+        may_hold_gil=_may_hold_gil(stage, trial, num_in_process),
+        loop_holds_gil=_loop_holds_gil(interval, stage, trial),
     )
+
+
+def _loop_holds_gil(interval: Interval, stage: StageStats, trial: ContentionResult) -> bool:
+    """Workers that hardly compute find the GIL taken, while the loop computes; its usual items wait for nothing, and no item
+    waits for longer than the GIL is given away in."""
+    if not trial.holds_gil or interval.cpus_used > LITTLE_CPU or interval.loop_share < _LOOP_COMPUTES:
+        return False
+    usual_s, slow_s = stage.services.percentile(0.5), stage.services.percentile(0.99)
+    if usual_s is None or slow_s is None or not stage.num_items:
+        return False
+    return usual_s < _USUAL_CPU * stage.cpu_s / stage.num_items and slow_s < _MOST_FOR_GIL_S
+
+
+def _may_hold_gil(stage: StageStats, trial: ContentionResult, num_in_process: int) -> bool:
+    if trial.holds_gil is not None or num_in_process > 1:
+        return bool(trial.holds_gil)
+    return stage.kind in _USERS or (stage.kind == "read" and not stage.num_bytes)

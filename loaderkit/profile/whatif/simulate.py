@@ -26,6 +26,11 @@ _NOTICED = 0.02  # of the time: slow samples that add less need not be met so of
 _WARM = 8  # the first eighth of the batches does not count
 
 
+def most_ahead(batch: float) -> int:
+    """More batches ahead cannot be told apart in a run."""
+    return max(_NUM_BATCHES, int(_NUM_SAMPLES / max(batch, 1.0)))
+
+
 class _SimulatedPlan:
     """The batches of one loading process, every `stride`th of all; see `engine.contracts.Plan`."""
 
@@ -108,7 +113,7 @@ class _Processors:
 
 
 class Simulation:
-    """One run of a model, `num_batches` long."""
+    """One run of a model. Of `num_batches` those count that are taken while there still are others to begin with."""
 
     def __init__(self, model: PipelineModel, seed: int = 0) -> None:
         self._model = model
@@ -116,7 +121,12 @@ class Simulation:
         least_s = _NOTICED * sum(stage.service_s for stage in model.stages)
         rare = max((one.times.every for one in model.stages if one.service_s - one.usual_s > least_s), default=0.0)
         wanted = min(_MOST_SAMPLES, max(_NUM_SAMPLES, _NUM_SLOW * rare))
-        self.num_batches = max(_NUM_BATCHES, int(wanted / self._batch))
+        num = max(1, model.processes)
+        num_counted = max(_NUM_BATCHES, int(wanted / self._batch))
+        # Behind those that count there are as many as are ahead: else they would come out of a stock that is never replaced.
+        ahead = min(model.batches_ahead, model.batches_in_memory, num_counted)
+        self.num_batches = num_counted + num * max(1, int(ahead) // num)
+        self._num_counted = num_counted
         num_samples = self.num_batches * self._batch
         rngs = np.random.default_rng(seed).spawn(len(model.stages) + 1)
         draws = iter(
@@ -133,7 +143,6 @@ class Simulation:
         self._timers: list[tuple[float, int, _Task]] = []
         self._num_timers = 0
         self._serial_free_s = 0.0
-        num = max(1, model.processes)
         cpu_s = sum(stage.cpu_s for stage in model.stages)
         self._gil_share = min(1.0, model.gil_s / cpu_s) if cpu_s > 0 else 0.0
         self._cpus = _Processors(model.cpus, model.others_cpus, num if self._gil_share else 0)
@@ -169,10 +178,10 @@ class Simulation:
         for process in range(len(self._schedulers)):
             self._deal_out(process)
         self._take()
-        while len(self.taken_s) < self.num_batches:
+        while len(self.taken_s) < self._num_counted:
             self._step()
-        first = self.num_batches // _WARM
-        return (self.num_batches - 1 - first) * self._batch / max(self.taken_s[-1] - self.taken_s[first], 1e-12)
+        first = self._num_counted // _WARM
+        return (self._num_counted - 1 - first) * self._batch / max(self.taken_s[-1] - self.taken_s[first], 1e-12)
 
     def _step(self) -> None:
         """Advance to the next moment at which a task is done."""

@@ -17,6 +17,7 @@ from loaderkit import Pipeline
 from loaderkit.engine.metrics import Stats, Verdict
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
+from loaderkit.engine.metrics.slow_samples import Slow
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from loaderkit.profile.settings_patch import settings_for
@@ -53,6 +54,7 @@ def stats(
     batches: int = 100,
     idle_s: float | None = None,
     ahead_wait_s: float = 0.0,
+    slow: dict[str, tuple[Slow, ...]] | None = None,
 ) -> Stats:
     names = [one.name for one in rows]
     pools = [PoolTuning((name,), 1) for name in names] if apart else [PoolTuning(tuple(names), 1)]
@@ -67,6 +69,7 @@ def stats(
         memory={"budget_bytes": memory[0], "batch_bytes": memory[1]},
         trials={names[0]: trial},
         store={"ahead_wait_s": ahead_wait_s},
+        slowest=slow or {},
     )
 
 
@@ -139,7 +142,7 @@ class TestWithoutAStage:
         found = stats(stall_s, rows, memory=(100, 60)).verdict()
         assert (found.stage, found.kind, found.percent) == (stage, "memory", percent)
         assert "1 of the 4 batches" in found.evidence
-        assert "prefetch.memory: 240 bytes" in found.change
+        assert "prefetch.memory: 1MiB or more" in found.change
         busy = stats({"read": 8.0}, [row("read", 19, 0.1, blocked_s=1)], memory=(100, 60)).verdict()
         assert busy.kind == "waiting"
 
@@ -159,7 +162,7 @@ class TestOfAStage:
     def test_computing_with_cpus_to_spare(self) -> None:
         found = self.verdict(row("decode", 19, 18))
         assert found.kind == "computing"
-        assert 'loader.resize("decode", workers=8)' in found.change
+        assert 'loader.resize("decode", workers=5)' in found.change, "as many as there are CPUs for"
 
     def test_computing_with_no_cpu_left(self) -> None:
         found = self.verdict(row("decode", 39, 36, workers=4))
@@ -343,6 +346,41 @@ class TestOfAStage:
         some = services((0.01, 900), (0.1, 45))
         one = row("read", 19, 0.3, services=some, num_items=945, num_bytes=10**6)
         assert self.verdict(one, trial=ContentionResult(alone, 0.98, slowdowns={"read": 2.6})).kind == kind
+
+    @pytest.mark.parametrize(("is_together", "kind"), [(True, "stragglers"), (False, "lock")])
+    def test_where_all_are_slow_at_once_no_lock_is_held(self, is_together: bool, kind: str) -> None:
+        """One alone, which met none of the slow items, was as fast as both, and the usual items fill the time: so it is under a
+        lock that one has again and again. But then that one gets on."""
+        some = services((0.01, 900), (0.1, 45), (0.4, 12))
+        one = row("call", 19, 0.3, services=some, num_items=957)
+        slow = [
+            Slow(0.4, 1.0 + n + 0.5 * (number and not is_together), 0.4, 0, 0, 1, 0, 1, 0.4)
+            for n in range(6)
+            for number in range(2)
+        ]
+        found = self.verdict(
+            one, trial=ContentionResult(1.1, 0.98, slowdowns={"call": 2.6}), slow={"call": tuple(slow)}
+        )
+        assert found.kind == kind
+
+    def test_what_computes_on_several_cpus_holds_no_lock(self) -> None:
+        """Three threads on two CPUs, or on one core's caches: each gets on more slowly, and one alone is as fast."""
+        busy = row("call", 24, 13, delayed_s=3, workers=6, blocked_s=36)
+        trial = ContentionResult(1.18, 0.4, 0.4, num_inside=3.0, slowdowns={"call": 1.6})
+        assert self.verdict(busy, trial=trial, idle_s=0.2).kind == "computing"
+
+    def test_the_loop_may_hold_the_gil(self) -> None:
+        """The usual item takes what it computes; some wait for the GIL, which a loop of Python gives away every 5 ms."""
+        late = row("call", 8, 0.2, num_items=1000, services=services((2e-4, 950), (0.009, 50)))
+        trial = ContentionResult(1.1, 0.9, 0.95)
+        seen = replace(stats({"call": 1.0}, [row("read", 0.1, 0.1), late], trial=trial))
+        busy, idle = (replace(seen, host=replace(seen.host, cpu_s=cpu_s)) for cpu_s in (8.0, 1.0))
+        assert busy.verdict().kind == "gil"
+        assert "its own" in busy.verdict().change
+        assert idle.verdict().kind != "gil", "the loop hardly computes"
+        config = Pipeline.dataset(Numbers()).read().batch(8).config
+        found = settings_for(busy.verdict(), busy, config)
+        assert [(one.key, one.value) for one in found] == [("prefetch.executor", "process")]
 
     def test_rare_stragglers_do_not_matter(self) -> None:
         seldom = services((0.01, 990), (0.1, 11))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from loaderkit.profile.whatif.bounds import bounds
 from loaderkit.profile.whatif.demands import Demand, PipelineModel, PoolModel
-from loaderkit.profile.whatif.table import predict
+from loaderkit.profile.whatif.predict import predict
 
 demands = st.floats(1e-5, 1e-1)
 counts = st.integers(1, 32)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from loaderkit.profile.whatif.bounds import bounds
 from loaderkit.profile.whatif.demands import Demand, PipelineModel, PoolModel
+from loaderkit.profile.whatif.predict import predict
 from loaderkit.profile.whatif.simulate import Simulation
-from loaderkit.profile.whatif.table import predict
 from loaderkit.profile.whatif.times import Times
 
 EXPONENTIAL = tuple(-math.log(1 - (n + 0.5) / 200) for n in range(200))
@@ -86,6 +86,14 @@ class TestClosedForms:
         model = model_of(workers, waiting(0.001), compute_s=1e-7, batch=8, chunk=9, batches_ahead=depth)
         assert Simulation(model).run() == pytest.approx(expected, rel=0.01)
 
+    def test_a_stock_that_is_not_replaced_counts_for_nothing(self) -> None:
+        """The first sample takes longest by far, so at its end all that are ahead are there."""
+        times = Times(slow_wait=0.5, gaps=(1.0,), every=400.0)
+        model = model_of(4, waiting(0.002, times), compute_s=1e-6)
+        for ahead in (400.0, 2000.0):
+            found = Simulation(replace(model, batches_ahead=ahead)).run()
+            assert found <= 1.05 * 4 / 0.002
+
     def test_while_a_pause_lasts_nothing_comes(self) -> None:
         """Half of the time, so one batch ahead waits half of the time; enough of them wait no more."""
         times = Times(slow_wait=0.0, sizes=(1.0,), gaps=(1.0,), every=100.0, pause=50.0, pause_every_s=0.2)
@@ -120,7 +128,8 @@ class TestStraggler:
         slow = [n for n in range(number) if n and n % every == 0]
         services = [1.0 - share + (share * number / len(slow)) * (n in set(slow)) for n in range(number)]
         expected = recursion(services, compute_s, workers=workers, depth=depth)
-        assert simulation.taken_s == pytest.approx(expected)
+        assert len(simulation.taken_s) >= number - depth
+        assert simulation.taken_s == pytest.approx(expected[: len(simulation.taken_s)])
 
     def test_depth_pays_and_is_named_as_the_limit(self) -> None:
         times = Times(slow_wait=2 / 3, gaps=(1.0,), every=50.0)
@@ -128,7 +137,7 @@ class TestStraggler:
         rates = [predict(replace(model, batches_ahead=depth)) for depth in (1.0, 4.0, 16.0)]
         assert rates[0].limit == "batches ahead"
         assert rates[0].samples_per_s < rates[1].samples_per_s < rates[2].samples_per_s
-        assert rates[2].samples_per_s == pytest.approx(2 / 0.003, rel=0.02)
+        assert rates[2].samples_per_s == pytest.approx(2 / 0.003, rel=0.03)  # 40 slow samples, give or take one
         assert rates[2].limit == "read"
 
 

@@ -67,7 +67,10 @@ def made_up(drawn: dict[str, Any]) -> tuple[Stats, VerdictPart]:
         for seconds, count in drawn["services"].items():
             row.services.add(seconds, count)
         rows.append(row)
-    pools = (PoolTuning(STAGES[:3], workers), PoolTuning(STAGES[3:], 1, is_trainers=executor == "process"))
+    pools: tuple[PoolTuning, ...] = (
+        PoolTuning(STAGES[:3], workers),
+        PoolTuning(STAGES[3:], 1, is_trainers=executor == "process"),
+    )
     if drawn["apart"]:
         pools = (PoolTuning(STAGES[:1], workers), PoolTuning(STAGES[1:3], workers), pools[1])
     given: dict[str, Any] = {

@@ -51,7 +51,10 @@ def _is_said(setting: Setting, change: str) -> bool:
 def settings_for(verdict: Verdict, stats: Stats, config: PipelineConfig) -> list[Setting]:
     """The settings of the verdict's change; empty where it is not a matter of settings."""
     make = _CHANGES.get(verdict.kind)
-    settings = [] if make is None else make(Interval.of(stats), verdict, config)
+    made = [] if make is None else make(Interval.of(stats), verdict, config)
+    settings = [
+        one for one in made if one.before != one.value
+    ]  # where a loader was resized, the file may have it already
     return settings if settings and is_accepted(config, {one.key: one.value for one in settings}) else []
 
 

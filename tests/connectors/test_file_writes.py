@@ -8,7 +8,7 @@ import random
 import re
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +282,42 @@ class TestFailures:
         Calls(monkeypatch, "rename").errors = [number]
         assert not writes.rename("old", "new")
         assert files_of(tmp_path) == {"old/a": b"1"}
+
+
+def test_a_writer_that_is_killed_at_any_call(tmp_path: Path) -> None:
+    """Leaves the old file or the new one whole, and what `clear` removes."""
+    names = ("mkdir", "open", "pwrite", "fdatasync", "fsync", "utime", "replace", "stat")
+    seen = set()
+    for number in range(100):
+        root = tmp_path / str(number)
+        writes_of(FileConnector(root)).put("d/a", b"old")
+        child = os.fork()
+        if child == 0:
+            left = iter(range(number))
+
+            def counted(real: Callable[..., Any], left: Iterator[int] = left) -> Callable[..., Any]:
+                return lambda *arguments, **more: (
+                    real(*arguments, **more) if next(left, None) is not None else os._exit(9)
+                )
+
+            try:
+                for name in names:
+                    setattr(os, name, counted(getattr(os, name)))
+                writes_of(FileConnector(root)).put("d/a", b"newer")
+                os._exit(0)
+            finally:
+                os._exit(1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, 9)
+        content = (root / "d" / "a").read_bytes()
+        assert content in ((b"newer",) if status == 0 else (b"old", b"newer"))
+        seen.add(content)
+        writes_of(FileConnector(root)).clear("")
+        assert files_of(root) == {"d/a": content}
+        if status == 0:
+            break
+    assert number >= 6
+    assert seen == {b"old", b"newer"}
 
 
 def test_a_file_replaced_within_a_tick_of_the_clock_has_another_etag(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from loaderkit.connectors.fsspec import FsspecConnector
 from loaderkit.errors import (
     AccessDeniedError,
     ConfigError,
+    ConnectorError,
     MissingExtraError,
     ObjectChangedError,
     ObjectNotFoundError,
@@ -126,6 +130,72 @@ def test_a_copy_for_another_process() -> None:
     pickle.loads(pickle.dumps(connector)).read_into("a", 0, memoryview(buffer))
     assert buffer == b"abc"
     writes_of(connector).delete("a")
+
+
+class TestWriting:
+    """What fails leaves the object that was there, or none: never a part."""
+
+    @pytest.fixture
+    def connector(self) -> Iterator[FsspecConnector]:
+        connector = FsspecConnector("memory://written")
+        yield connector
+        for info in list(connector.list("")):
+            connector.delete(info.key)
+
+    @pytest.mark.parametrize("is_replaced", [False, True])
+    @pytest.mark.parametrize("how", ["fails", "fails half-way", "keeps a half"])
+    def test_a_part(
+        self, connector: FsspecConnector, monkeypatch: pytest.MonkeyPatch, how: str, is_replaced: bool
+    ) -> None:
+        if is_replaced:
+            connector.put("d/a", b"old one")
+        pipe_file = MemoryFileSystem.pipe_file
+
+        def failing(system: MemoryFileSystem, path: str, value: bytes) -> None:
+            if how != "fails":
+                pipe_file(system, path, value[: len(value) // 2])
+            if how != "keeps a half":
+                raise OSError(errno.EIO, "broken")
+
+        monkeypatch.setattr(MemoryFileSystem, "pipe_file", failing)
+        writer = connector.create("d/a", 6)
+        writer.write(0, memoryview(b"newer!"))
+        for write in (writer.commit, lambda: connector.put("d/a", b"newer!")):
+            with pytest.raises(TemporaryError, match=r"memory://written/d/a: (broken|the store kept 3 of 6 bytes)"):
+                write()
+            left = {info.key: info.size for info in connector.list("")}
+            assert left == ({"d/a": 7} if is_replaced and how == "fails" else {})
+        monkeypatch.undo()
+        assert writer.commit().size == 6
+
+    def test_no_room_until_it_is_whole(self, connector: FsspecConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+        writer = connector.create("a", 6)
+
+        def full(*arguments: object, **more: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(ConnectorError, match=r"memory://written/a: .*No space left.*TMPDIR"):
+            writer.write(0, memoryview(b"newer!"))
+        writer.abort()
+        monkeypatch.setattr("tempfile.TemporaryFile", full)
+        with pytest.raises(ConnectorError, match=r"memory://written/a: .*No space left.*TMPDIR"):
+            connector.create("a", 6)
+
+    def test_a_filesystem_that_only_reads(self, connector: FsspecConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*arguments: object, **more: object) -> None:
+            raise NotImplementedError
+
+        monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+        with pytest.raises(ConnectorError, match="written/a: this filesystem of fsspec cannot do that"):
+            connector.put("a", b"1")
+
+    def test_a_file_is_not_moved_into_a_directory(self, tmp_path: Path) -> None:
+        connector = FsspecConnector(f"file://{tmp_path}")
+        connector.put("d/a", b"1")
+        with pytest.raises(ConnectorError, match="d is a directory"):
+            connector.put("d", b"2")
+        assert [info.key for info in connector.list("")] == ["d/a"]
 
 
 class AnswerError(Exception):

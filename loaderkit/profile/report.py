@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from loaderkit.profile.report_parts import (
     Comparison,
@@ -51,7 +51,12 @@ class _Document(Part):
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """The report of a JSON document. Raises ValueError if it is none, or one of another version."""
-        report = cls.model_validate_json(text)
+        try:
+            report = cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from None
         if report.schema_version != SCHEMA_VERSION:
             raise ValueError(
                 f"a report of version {report.schema_version}, and this loaderkit reads version {SCHEMA_VERSION}: make it again"

@@ -89,7 +89,8 @@ def test_ranks_together(
         (["small.yaml", "--html", "no/page.html"], "--html: there is no folder"),
         (["small.yaml", "--trace", "no/trace.json"], "--trace: there is no folder"),
         (["small.yaml", "--baseline", "none.json"], "none.json cannot be read: No such file"),
-        (["small.yaml", "--baseline", "small.yaml"], "is no report that `loaderkit profile --json` has written"),
+        (["small.yaml", "--baseline", "small.yaml"], "is no report that `loaderkit profile --json` has written: Invalid JSON"),
+        (["small.yaml", "--baseline", "other.json"], "has written: name: Field required"),
         (["small.yaml", "small.yaml"], "the reports of several ranks need --merge"),
         (["--merge", "small.yaml", "small.yaml"], "is no report"),
         (["old.json", "--steps", "3"], "only shown again: nothing is measured"),
@@ -102,6 +103,7 @@ def test_wrong_use_is_told_before_anything_runs(
     pipeline: Path, small: str, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
 ) -> None:
     Path("old.json").write_text(small)
+    Path("other.json").write_text('{"epoch": 3}')
     code, out, err = run(capsys, *arguments)
     assert code == 2
     assert complaint in " ".join(err.split())

@@ -1,14 +1,15 @@
-"""`loaderkit checkpoints`: list the checkpoints of a run, and verify them."""
+"""`loaderkit checkpoints`: list the checkpoints of a run, verify and copy them, remove what is left of dead saves."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loaderkit._internal.units import say_age, say_size
+from loaderkit._internal.units import parse_seconds, say_age, say_size
 from loaderkit.cli import console
 from loaderkit.cli.byte_progress import ByteProgress, byte_progress
 from loaderkit.cli.options import AsJson, Debug
@@ -16,6 +17,7 @@ from loaderkit.errors import CheckpointError, ConnectorError, FormatError
 
 if TYPE_CHECKING:
     from loaderkit.checkpoint.discovery.listing import CheckpointSummary
+    from loaderkit.checkpoint.save.prune import Debris
 
 Url = Annotated[
     str,
@@ -31,13 +33,40 @@ def checkpoints(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every byte of each with its manifest; fail if one differs.")
     ] = False,
+    copy: Annotated[
+        str | None,
+        typer.Option(
+            "--copy",
+            metavar="TO",
+            help="Copy each whole one into the directory TO, compared with its manifest on the way.",
+        ),
+    ] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove what saves that died have left; shows it and asks before.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --prune: do not ask.")] = False,
+    idle: Annotated[
+        str,
+        typer.Option(
+            metavar="DURATION",
+            help="With --prune: after how long without a write a step that is no checkpoint is taken for dead.",
+        ),
+    ] = "24h",
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """List the checkpoints at URL: step, age, size, and whether each is whole or what is missing."""
     from loaderkit.checkpoint.discovery.listing import list_checkpoints
 
+    if verify + (copy is not None) + prune > 1:
+        raise typer.BadParameter("give one of --verify, --copy and --prune")
+    if prune:
+        _prune(url, _idle_seconds(idle), yes, as_json)
+        return
     found = list_checkpoints(url)
+    if copy is not None:
+        _copy(found, copy, as_json)
+        return
     now_s = time.time()
     rows = [_row(summary, now_s) for summary in found]
     num_failed = _verify(found, rows) if verify else 0
@@ -48,6 +77,13 @@ def checkpoints(
         _tell(url, rows)
     if num_failed:
         raise typer.Exit(1)
+
+
+def _idle_seconds(idle: str) -> float:
+    try:
+        return parse_seconds(idle)
+    except ValueError as error:
+        raise typer.BadParameter(f"expected {error}", param_hint="--idle") from None
 
 
 class _Counter:
@@ -65,6 +101,78 @@ class _Counter:
     def add(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
         self.show()
+
+
+def _copy(found: list[CheckpointSummary], to: str, as_json: bool) -> None:
+    from loaderkit.checkpoint.save.copy import copy_checkpoint
+
+    whole = [summary for summary in found if summary.is_whole]
+    if not whole:
+        raise CheckpointError("there is no whole checkpoint to copy")
+    counter = _Counter(sum(summary.num_bytes for summary in whole))
+    rows: list[dict[str, Any]] = []
+    with byte_progress(counter.now) as counter.show:
+        for summary in whole:
+            counter.name = summary.name
+            row: dict[str, Any] = {
+                "name": summary.name,
+                "url": None,
+                "num_bytes": None,
+                "num_files": None,
+                "status": "failed",
+            }
+            try:
+                copied = copy_checkpoint(summary.url, to, progress=counter.add)
+                status = "was there" if copied.was_there else "copied"
+                row |= {
+                    "url": copied.url,
+                    "num_bytes": copied.num_bytes,
+                    "num_files": copied.num_files,
+                    "status": status,
+                }
+            except (CheckpointError, FormatError, ConnectorError) as error:
+                row["error"] = str(error)
+            rows.append(row)
+    for row in rows:
+        if "error" in row:
+            console.say(f"error: {row['error']}")
+        elif not as_json:
+            console.tell(f"{row['url']}: {row['status']}, {row['num_files']} files, {say_size(row['num_bytes'])}")
+    if as_json:
+        console.tell_json({"to": to, "checkpoints": rows})
+    if any("error" in row for row in rows):
+        raise typer.Exit(1)
+
+
+def _prune(url: str, idle_s: float, yes: bool, as_json: bool) -> None:
+    from loaderkit.checkpoint.save.prune import find_debris, remove_debris
+
+    debris = find_debris(url, idle_s=idle_s)
+    is_removed = False
+    if not as_json:
+        for item in debris:
+            console.tell(f"{item.name}  {item.num_files} files, {say_size(item.num_bytes)}: {item.reason}")
+        if not debris:
+            console.tell(f"{url}: nothing to remove")
+    if debris and (yes or (not as_json and _is_agreed(debris))):
+        remove_debris(url, debris)
+        is_removed = True
+    if as_json:
+        rows = [
+            {"name": item.name, "num_bytes": item.num_bytes, "num_files": item.num_files, "reason": item.reason}
+            for item in debris
+        ]
+        console.tell_json({"url": url, "debris": rows, "removed": is_removed})
+    elif debris:
+        console.tell("removed" if is_removed else "nothing was removed")
+
+
+def _is_agreed(debris: list[Debris]) -> bool:
+    total = say_size(sum(item.num_bytes for item in debris))
+    if not sys.stdin.isatty():
+        console.say(f"not removed, as there is no terminal to ask at: --yes removes these {len(debris)} ({total})")
+        return False
+    return typer.confirm(f"Remove these {len(debris)} ({total})?", err=True)
 
 
 def _row(summary: CheckpointSummary, now_s: float) -> dict[str, Any]:

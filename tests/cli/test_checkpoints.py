@@ -197,3 +197,78 @@ def test_a_line_of_progress_every_few_seconds(capsys: pytest.CaptureFixture[str]
         "3.00 MB of 9.00 MB, 500.00 kB/s, 12 s left, step-7",
         "3.00 MB of 9.00 MB, 250.00 kB/s, 24 s left, step-7",
     ]
+
+
+class TestCopy:
+    def test_all_whole_ones_are_copied(self, run_folder: Path, tmp_path: Path, ask: Ask) -> None:
+        save_dcp({"weight": torch.ones(5)}, run_folder / "step-3000")
+        (run_folder / "step-3000" / ".metadata").unlink()
+        found = ask("checkpoints", run_folder, "--copy", tmp_path / "far")
+        assert [(row["name"], row["status"], row["num_files"]) for row in found["checkpoints"]] == [
+            ("step-0000000200", "copied", 2),
+            ("step-0000001000", "copied", 2),
+        ]
+        rows = ask("checkpoints", tmp_path / "far", "--verify")["checkpoints"]
+        assert [(row["step"], row["verified"]) for row in rows] == [(200, True), (1000, True)]
+        again = ask("checkpoints", run_folder / "step-0000001000", "--copy", tmp_path / "far")
+        assert [row["status"] for row in again["checkpoints"]] == ["was there"]
+
+    def test_one_that_fails_does_not_stop_the_others(
+        self, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        save_dcp({"other": torch.ones(5)}, tmp_path / "far" / "step-0000000200")
+        loaderkit.checkpoint.write_manifest(tmp_path / "far" / "step-0000000200")
+        assert main(["checkpoints", str(run_folder), "--copy", str(tmp_path / "far")]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == f"{tmp_path}/far/step-0000001000: copied, 2 files, 1.20 MB\n"
+        assert captured.err.startswith("error: ")
+        assert "another checkpoint of this name" in captured.err
+
+    def test_nothing_whole(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "notes.txt").write_text("no checkpoint")
+        assert main(["checkpoints", str(tmp_path), "--copy", str(tmp_path / "far")]) == 1
+        assert "no whole checkpoint" in capsys.readouterr().err
+
+
+class TestPrune:
+    @pytest.fixture
+    def dead(self, run_folder: Path) -> Path:
+        """What a save has left that died two days ago."""
+        folder = run_folder / "step-0000002000"
+        folder.mkdir()
+        (folder / "__0_0.distcp").write_bytes(b"half")
+        then_s = time.time() - 2 * 86400
+        os.utime(folder / "__0_0.distcp", (then_s, then_s))
+        return folder
+
+    def test_it_is_shown_and_asked_for(self, run_folder: Path, dead: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["checkpoints", str(run_folder), "--prune"]) == 0  # stdin is no terminal here
+        captured = capsys.readouterr()
+        assert captured.out.splitlines() == [
+            f"{dead.name}  1 files, 4 bytes: it is no checkpoint, and nothing in it was written for 2 d",
+            "nothing was removed",
+        ]
+        assert "--yes removes" in captured.err
+        assert dead.exists()
+
+    def test_yes_removes_it_and_nothing_else(self, run_folder: Path, dead: Path, ask: Ask) -> None:
+        found = ask("checkpoints", run_folder, "--prune")
+        assert [row["name"] for row in found["debris"]] == [dead.name]
+        assert found["removed"] is False
+        assert ask("checkpoints", run_folder, "--prune", "--yes", "--idle", "3d")["debris"] == []
+        assert ask("checkpoints", run_folder, "--prune", "--yes")["removed"] is True
+        assert sorted(path.name for path in run_folder.iterdir()) == ["step-0000000200", "step-0000001000"]
+        assert ask("checkpoints", run_folder, "--prune", "--yes") == {
+            "url": str(run_folder),
+            "debris": [],
+            "removed": False,
+        }
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--verify", "--prune"], "one of --verify, --copy and --prune"), (["--prune", "--idle", "soon"], "a duration")],
+)
+def test_wrong_use_is_2(options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", str(tmp_path), *options]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,109 @@
+"""Finds what saves that died have left behind, and removes it."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from loaderkit._internal.units import say_age
+from loaderkit.checkpoint.discovery.detect import INDEX, METADATA
+from loaderkit.checkpoint.discovery.listing import list_checkpoints, newest_s, url_below
+from loaderkit.checkpoint.discovery.locate import SaveTarget, save_target
+from loaderkit.checkpoint.discovery.manifest import NAME
+from loaderkit.checkpoint.save.commit import clear
+from loaderkit.checkpoint.save.placement import Trace, listed, traces
+from loaderkit.connectors.base import Connector, ObjectInfo, Writes, writes_of
+from loaderkit.errors import CheckpointError
+
+IDLE_S = 24 * 3600.0
+_STEP = re.compile(r"step-\d+")
+_OWN_FILES = re.compile(rf".*\.(?:distcp|safetensors)|{re.escape(METADATA)}|.*{re.escape(INDEX)}|\.[0-9a-f]{{16}}\.tmp")
+
+
+@dataclass(frozen=True)
+class Debris:
+    """What is left of a save or a checkpoint, and why it is known that no one writes to it any more."""
+
+    name: str
+    num_bytes: int
+    num_files: int
+    reason: str
+    trace: Trace | None = field(default=None, repr=False)  # of a save that never ended
+
+
+def find_debris(
+    url: str | os.PathLike[str], *, idle_s: float = IDLE_S, connectors: Mapping[str, Connector] | None = None
+) -> list[Debris]:
+    """What can be removed below the directory `url`: what saves have left that are known to have died, and directories of steps
+    without a manifest and without all that a checkpoint needs, to which nothing was written for `idle_s` by the store's clock.
+
+    A whole checkpoint, one with a manifest, and any file that is no saver's is never among them.
+    """
+    given = connectors or {}
+    whole = {item.name for item in list_checkpoints(url, given) if item.is_whole}
+    target = save_target(url_below(url, "step"), given)
+    try:
+        debris = [_of_save(target, trace) for trace in traces(target) if not trace.is_running]
+        written = {trace.name for trace in traces(target) if trace.is_running}
+        steps: dict[str, list[ObjectInfo]] = {}
+        for info in listed(target.connector, f"{target.parent}step-"):
+            name, slash, rest = info.key[len(target.parent) :].partition("/")
+            if slash and rest:
+                steps.setdefault(name, []).append(info)
+        for name, infos in steps.items():
+            cut = len(target.parent) + len(name) + 1
+            is_own = _STEP.fullmatch(name) and all(_OWN_FILES.fullmatch(info.key[cut:]) for info in infos)
+            if not is_own or name in whole or name in written:
+                continue
+            newest = newest_s(target.connector, [info.key for info in infos])
+            if newest is not None and time.time() - newest >= idle_s:
+                reason = f"it is no checkpoint, and nothing in it was written for {say_age(time.time() - newest)}"
+                debris.append(Debris(name, sum(info.size for info in infos), len(infos), reason))
+        return debris
+    finally:
+        target.close()
+
+
+def _of_save(target: SaveTarget, trace: Trace) -> Debris:
+    owner = trace.placement.owner if trace.placement is not None else None
+    reason = "a save left it" if owner is None else f"process {owner.pid} on {owner.host}, which saved it, has ended"
+    sizes = [target.connector.stat(key).size for key in trace.keys]
+    return Debris(trace.base[len(target.parent) :], sum(sizes), len(sizes), reason, trace)
+
+
+def remove_debris(
+    url: str | os.PathLike[str], debris: Sequence[Debris], *, connectors: Mapping[str, Connector] | None = None
+) -> None:
+    """Remove what `find_debris` has found. Raises CheckpointError if something was written to it meanwhile."""
+    target = save_target(url_below(url, "step"), connectors or {})
+    try:
+        writes = writes_of(target.connector)
+        for item in debris:
+            if item.trace is not None:
+                clear(target, writes, item.trace)
+                continue
+            infos = list(listed(target.connector, f"{target.parent}{item.name}/"))
+            if (sum(info.size for info in infos), len(infos)) != (item.num_bytes, item.num_files):
+                raise CheckpointError(f"{target.connector.describe(target.parent + item.name)} is being written to")
+            remove_directory(writes, f"{target.parent}{item.name}/", infos)
+    finally:
+        target.close()
+
+
+def remove_directory(writes: Writes, prefix: str, infos: Sequence[ObjectInfo]) -> None:
+    """Remove a checkpoint, or what is left of one: its manifest first, then its descriptions, then the bytes. What is cut off
+    in between is no checkpoint any more."""
+    for rank in range(3):
+        some = [info.key for info in infos if _removal_rank(info.key) == rank]
+        for key in some:
+            writes.delete(key)
+        if some and rank < 2:
+            writes.sync(prefix)
+    writes.clear(prefix)
+
+
+def _removal_rank(key: str) -> int:
+    return 0 if key.endswith(NAME) else 1 if key.endswith((METADATA, INDEX)) else 2

@@ -50,13 +50,15 @@ def check(
 
 
 def _lengths(plan: ExecutionPlan) -> dict[str, Any]:
-    """`resume`: how an iterable, whose length is not known, gets to a saved position; None for other sources."""
-    if plan.schedule.knows_length:
-        return {"num_samples": len(plan.source), "batches_per_epoch": plan.schedule.num_batches(), "resume": None}
-    resume = (
-        "its own state, as exact as that is" if getattr(plan.source, "has_state", False) else "iterating up to there"
-    )
-    return {"num_samples": None, "batches_per_epoch": None, "resume": resume}
+    """`resume`: how an iterable gets to a saved position; None for other sources. The numbers are None if not known before."""
+    from loaderkit.sources.iterable import IterableSource
+
+    source, schedule, resume = plan.source, plan.schedule, None
+    if isinstance(source, IterableSource):
+        resume = "its own state, as exact as that is" if source.has_state else "iterating up to there"
+    if not schedule.knows_length:
+        return {"num_samples": None, "batches_per_epoch": None, "resume": resume}
+    return {"num_samples": len(source), "batches_per_epoch": schedule.num_batches(), "resume": resume}
 
 
 def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Delivery(Protocol):
         """True if it is empty as the epoch has ended."""
 
     @property
-    def snapshot(self) -> Any:
+    def source_state(self) -> Any:
         """The source's own state behind it, if it has one."""
 
     @property

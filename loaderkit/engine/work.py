@@ -40,7 +40,7 @@ class WorkItem:
     num_dropped: int = 0  # of its items, those that a stage left out
     is_empty: bool = False  # nothing is left of it, so the loop does not get it
     is_end: bool = False  # empty, as the epoch has ended
-    snapshot: Any = None  # the source's own state behind it
+    source_state: Any = None  # the source's own state behind it
 
     def __init__(self, epoch: int, begin: int, end: int, num_items: int) -> None:
         self.epoch = epoch

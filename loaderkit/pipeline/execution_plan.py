@@ -100,7 +100,7 @@ class ExecutionPlan:
         """The values that must be equal for a saved state to mean the same samples; not the URL or settings of speed."""
         config, source = self.config, self.source
         named = config.source.model_dump(mode="python", include={"fields", "label"}, exclude_none=True)
-        size = f" of {len(source)} samples" if self.schedule.knows_length else ""
+        size = f" of {len(source)} samples" if self.schedule.wraps else ""
         values = {
             "data": f"{config.source_kind}{size}, digest {source.fingerprint()}",
             "order": config.order.shuffle,
@@ -170,7 +170,9 @@ def compile_pipeline(
         source = kind.open(config.source, connector)
         list_s = time.perf_counter() - begin_s
         batch = config.batch
-        schedule = _checked_schedule(BatchSampler(len(source), rank, world_size, batch.size, batch.drop_last), config)
+        schedule = _checked_schedule(
+            BatchSampler(len(source), rank, world_size, batch.size, batch.drop_last, wraps=not kind.is_stream), config
+        )
         inline_reason = why_inline(config, source, connector)
         plan = ExecutionPlan(
             config,

@@ -23,7 +23,7 @@ from loaderkit.pipeline.empty_batches import EmptyBatches
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline, ranks_now
 from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle
 from loaderkit.sampling.state import State
-from loaderkit.sources.iterable import IterableSource, Snapshot, own_state
+from loaderkit.sources.iterable import IterableSource, SourceState
 
 if TYPE_CHECKING:
     from loaderkit.profile.recording import Profile, ProfiledLoader
@@ -198,11 +198,11 @@ class Loader:
             executors.stop(join_s=1.0)
             raise
         if batch is _END:
-            self._epoch, self._position = self._epoch + 1, 0
+            self._position = self._plan.schedule.num_samples
             return batch
         self._position = delivery.end
         if isinstance(self._plan.source, IterableSource):
-            self._plan.source.snapshot = delivery.snapshot
+            self._plan.source.saved = delivery.source_state
         executors.delivered(self._epoch, self._position)
         return batch
 
@@ -253,9 +253,11 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop as JSON values; takes microseconds, after any batch. Batches read ahead do not count.
-        After an epoch's last batch it is the beginning of the next epoch."""
-        here = self._or_next_epoch(self._epoch, self._position)
-        own = own_state(self._plan.source, here)
+        After an epoch's last batch it is the beginning of the next epoch. An iterable's own state is in `source`, as it is."""
+        here, source = self._or_next_epoch(self._epoch, self._position), self._plan.source
+        own: tuple[Any, ...] | None = None
+        if isinstance(source, IterableSource):
+            own = (source.saved.state,) if source.saved is not None and source.saved[:2] == here else ()
         return State(*here, self._plan.config.order.seed, self._fingerprint, own).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -274,7 +276,7 @@ class Loader:
         source = self._plan.source
         if isinstance(source, IterableSource):
             self._executors.stop()  # the next one begins with the state
-            source.snapshot = None if restored.source is None else Snapshot(*here, restored.source)
+            source.saved = SourceState(*here, restored.source[0]) if restored.source else None
 
     def _or_next_epoch(self, epoch: int, position: int) -> tuple[int, int]:
         """(epoch, position), or the beginning of the next epoch if no batch comes behind it."""

@@ -171,7 +171,8 @@ class BatchSampler:
     """The positions of an epoch that one rank's batches hold, from any global position on.
 
     Position p goes to rank p mod world_size. Dropping, every rank has floor(left / (batch_size world_size)) batches; else
-    every rank has ceil(left / world_size) samples, and positions past the end are marked as wrapped.
+    every rank has ceil(left / world_size) samples, and positions past the end are marked as wrapped. Where samples cannot be
+    repeated (`wraps`), the last batch has what is left, and there is none unless every rank has a sample for it.
     """
 
     num_samples: int
@@ -179,11 +180,13 @@ class BatchSampler:
     world_size: int
     batch_size: int
     drop_last: bool
+    wraps: bool = True
 
     def num_batches(self, start: int = 0) -> int:
         left = max(0, self.num_samples - start)
-        if self.drop_last:
-            return left // (self.batch_size * self.world_size)
+        if self.drop_last or not self.wraps:
+            num_batches, rest = divmod(left, self.batch_size * self.world_size)
+            return num_batches + (not self.drop_last and rest >= self.world_size)
         per_rank = -(-left // self.world_size)
         return -(-per_rank // self.batch_size)
 
@@ -196,7 +199,8 @@ class BatchSampler:
         """Raise TypeError, as `len` does, if the number of samples is not known."""
         if not self.knows_length:
             raise TypeError(
-                "how many samples an iterable has shows when it ends, so there is no length: count what is delivered"
+                "how many samples an iterable has shows when it ends, so there is no length: give `length` in `source`, if it is "
+                "the same in every epoch, or count what is delivered"
             )
 
     def step_of(self, start: int, position: int) -> int:
@@ -208,8 +212,8 @@ class BatchSampler:
 
         int64 [num_batches * batch_size], or less at the end of the epoch.
         """
-        per_rank = -(-(self.num_samples - start) // self.world_size)
         first = start + (self.rank - start) % self.world_size
+        per_rank = -(-(self.num_samples - (start if self.wraps else first)) // self.world_size)
         lo = step * self.batch_size
         hi = min(lo + num_batches * self.batch_size, per_rank)
         return np.arange(first + lo * self.world_size, first + hi * self.world_size, self.world_size, dtype=np.int64)

@@ -20,11 +20,12 @@ class State:
     position: int
     seed: int
     fingerprint: dict[str, str]
-    source: Any = None  # the source's own state there, if it has one
+    source: tuple[Any, ...] | None = None  # the source's own state there, if it has one; None: a source that never has
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict of JSON values. The fingerprint is a list, as torch.distributed.checkpoint flattens dicts: its load would fail
-        for want of a part's key before `check` could name the difference."""
+        """A dict of JSON values, if the source's own state is one. The fingerprint is a list, as torch.distributed.checkpoint
+        flattens dicts: its load would fail for want of a part's key before `check` could name the difference. The source's own
+        state is in a tuple, which it leaves whole, and always there: it loads only what a fresh loader's state has."""
         return {
             "version": STATE_VERSION,
             "epoch": self.epoch,
@@ -54,7 +55,10 @@ class State:
             fingerprint = None
         if fingerprint is None or any(type(part) is not str for part in chain(*fingerprint.items())):
             raise StateError("the state's 'fingerprint' is missing: it was not made by a loader's state_dict()")
-        return cls(data["epoch"], data["position"], data["seed"], fingerprint, data.get("source"))
+        source = data.get("source")
+        if not (source is None or (isinstance(source, (list, tuple)) and len(source) <= 1)):
+            raise StateError(f"the state's 'source' is {short_repr(source)}, expected a list of at most one state")
+        return cls(data["epoch"], data["position"], data["seed"], fingerprint, None if source is None else tuple(source))
 
     def check(self, *, seed: int, fingerprint: dict[str, str], num_samples: int) -> None:
         """Raise `StateError` naming what differs, if this state belongs to another data set or pipeline."""

@@ -41,12 +41,17 @@ class DatasetArgs(SourceArgs):
     @field_validator("object")
     @classmethod
     def _is_object(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            if not is_name(value):
-                raise ValueError(f'"package.module:name", not {value!r}')
-        elif not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
-            raise ValueError(f"an object with __len__ and __getitem__, not {type(value).__name__}")
+        if not isinstance(value, str):
+            cls.check_given(value)
+        elif not is_name(value):
+            raise ValueError(f'"package.module:name", not {value!r}')
         return value
+
+    @classmethod
+    def check_given(cls, value: Any) -> None:
+        """Raise ValueError unless `value`, given as an object, is a data set."""
+        if not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+            raise ValueError(f"an object with __len__ and __getitem__, not {type(value).__name__}")
 
     @field_validator("args")
     @classmethod

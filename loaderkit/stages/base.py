@@ -18,7 +18,7 @@ from loaderkit.sources.base import Sample
 from loaderkit.stages.slots import Slots, TakeBytes
 
 if TYPE_CHECKING:
-    from loaderkit.sources.iterable import Pass
+    from loaderkit.sources.iterable import Pass, Preview
     from loaderkit.stages.context import CompileContext, Stream
     from loaderkit.stages.image.ops import ImageOps
 
@@ -203,7 +203,7 @@ class BatchWork(WorkItem):
         "is_empty",
         "is_end",
         "positions",
-        "snapshot",
+        "source_state",
         "specs",
         "step",
         "stream",
@@ -236,8 +236,8 @@ class BatchWork(WorkItem):
         self.failures = []
         self.dropped: list[int] = []  # the slots of samples that `filter` left out
         self.is_empty = self.is_end = False
-        self.stream: Pass | None = None  # what its items come from, if they come in order only
-        self.snapshot: Any = None
+        self.stream: Pass | Preview | None = None  # what its items come from, if they come in order only
+        self.source_state: Any = None
 
     @property
     def num_dropped(self) -> int:  # type: ignore[override]

@@ -22,7 +22,7 @@ from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS
 from loaderkit.sources.base import FieldRange, ItemSource, RecordSource, Sample, Source
-from loaderkit.sources.iterable import IterableSource, Pass
+from loaderkit.sources.iterable import IterableSource, Pass, Preview
 from loaderkit.stages.base import Encoded, SampleChunk, StageArgs, StageConfig, StageKind
 from loaderkit.stages.context import CompileContext
 from loaderkit.stages.read_arrays import DirectRead
@@ -226,13 +226,13 @@ def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Ca
     return run
 
 
-def _next_items(stream: Pass, chunk: SampleChunk, indices: list[int]) -> list[Any]:
+def _next_items(stream: Pass | Preview, chunk: SampleChunk, indices: list[int]) -> list[Any]:
     """The chunk's items, fewer at the end of the stream. A batch's last chunk reads on to the batch's end on all ranks."""
     work_item = chunk.work_item
     is_last = chunk.hi == len(work_item)
-    items, snapshot = stream.take(indices, work_item.end if is_last else indices[-1] + 1)
+    items, state = stream.take(indices, work_item.end if is_last else indices[-1] + 1)
     if is_last:
-        work_item.snapshot = snapshot
+        work_item.source_state = state
     return items
 
 

@@ -45,6 +45,30 @@ class Stateful(Counting):
             yield {"x": number, "epoch": self.epoch}
 
 
+class Continuing(Stateful):
+    """It remembers where it is, and begins there when it is iterated over again."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while self.num_read < self.size:
+            self.num_read += 1
+            yield {"x": self.num_read - 1, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_read = state["num_read"]
+
+
+class Sharing(Counting):
+    """All its iterators take from one."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.shared = iter(range(size))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number in self.shared:
+            yield {"x": number, "epoch": self.epoch}
+
+
 def counting(size: int) -> Iterator[dict[str, Any]]:
     """A generator function: made anew for each epoch, whose number it does not know."""
     for number in range(size):

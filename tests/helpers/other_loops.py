@@ -2,14 +2,16 @@
 
 It writes down what was trained:
 
-python other_loops.py lightning|accelerate|transformers FOLDER
+python other_loops.py lightning|accelerate|transformers FOLDER dataset|iterable
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import random
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,37 @@ from loaderkit import Pipeline
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 13, 2, 3
 NUM_BATCHES = 7
+KINDS = ("dataset", "iterable")
 
 
-def built(rank: int | None = None, world_size: int | None = None) -> Any:
+class Shuffled:
+    """An iterable of the numbers from 0 on, in another order in each epoch; it has a state."""
+
+    def __init__(self) -> None:
+        self.epoch = self.num_read = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_read": self.num_read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_read = state["num_read"]
+
+    def __iter__(self) -> Iterator[int]:
+        order = random.Random(self.epoch).sample(range(NUM_SAMPLES), NUM_SAMPLES)
+        while self.num_read < NUM_SAMPLES:
+            self.num_read += 1
+            yield order[self.num_read - 1]
+
+
+def built(rank: int | None = None, world_size: int | None = None, *, kind: str = "dataset") -> Any:
     """A loader of the numbers from 0 on."""
-    pipeline = Pipeline.dataset(list(range(NUM_SAMPLES))).read().batch(BATCH_SIZE).shuffle("global", seed=1)
+    if kind == "iterable":
+        pipeline = Pipeline.iterable(Shuffled(), length=NUM_SAMPLES).read().batch(BATCH_SIZE)
+    else:
+        pipeline = Pipeline.dataset(list(range(NUM_SAMPLES))).read().batch(BATCH_SIZE).shuffle("global", seed=1)
     return loaderkit.build(pipeline, rank=rank, world_size=world_size)
 
 
@@ -35,7 +63,7 @@ def numbers(batches: Any) -> list[list[int]]:
     return [batch["0"].tolist() for batch in batches]
 
 
-def fit(checkpoints: Path, resumed: Path | None, **when: Any) -> list[list[int]]:
+def fit(kind: str, checkpoints: Path, resumed: Path | None, **when: Any) -> list[list[int]]:
     """Train by Lightning, saving after every step or epoch, or resume; the numbers that the module got."""
     lightning: Any = importlib.import_module("lightning")
 
@@ -57,27 +85,27 @@ def fit(checkpoints: Path, resumed: Path | None, **when: Any) -> list[list[int]]
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     module = Module()
     trainer = lightning.Trainer(accelerator="cpu", max_epochs=NUM_EPOCHS, callbacks=[saving], **quiet)
-    trainer.fit(module, built(), ckpt_path=resumed)
+    trainer.fit(module, built(kind=kind), ckpt_path=resumed)
     return numbers(module.trained)
 
 
-def by_lightning(folder: Path) -> dict[str, Any]:
-    runs: dict[str, Any] = {"whole": fit(folder / "steps", None, every_n_train_steps=1)}
-    fit(folder / "epochs", None, every_n_epochs=1)
+def by_lightning(folder: Path, kind: str) -> dict[str, Any]:
+    runs: dict[str, Any] = {"whole": fit(kind, folder / "steps", None, every_n_train_steps=1)}
+    fit(kind, folder / "epochs", None, every_n_epochs=1)
     runs["resumed"] = [
-        [int(path.stem.partition("=")[2]), fit(folder / "ignored", path)]
+        [int(path.stem.partition("=")[2]), fit(kind, folder / "ignored", path)]
         for path in [*folder.glob("steps/*.ckpt"), *folder.glob("epochs/*.ckpt")]
     ]
     return runs
 
 
-def by_transformers(folder: Path) -> dict[str, Any]:
+def by_transformers(folder: Path, kind: str) -> dict[str, Any]:
     transformers: Any = importlib.import_module("transformers")
 
     class Trainer(transformers.Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
             self.trained: list[Any] = []
-            return built()
+            return built(kind=kind)
 
         def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *_: Any, **__: Any) -> torch.Tensor:
             self.trained.append(inputs)
@@ -99,10 +127,10 @@ def by_transformers(folder: Path) -> dict[str, Any]:
     return runs
 
 
-def by_accelerate(folder: Path) -> dict[str, Any]:
+def by_accelerate(folder: Path, kind: str) -> dict[str, Any]:
     accelerate: Any = importlib.import_module("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
-    loader = built()
+    loader = built(kind=kind)
     _, prepared = accelerator.prepare(torch.nn.Linear(1, 1), loader)
     assert prepared is loader
     by_hand = importlib.import_module("accelerate.data_loader").prepare_data_loader
@@ -129,6 +157,7 @@ def by_accelerate(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    library, place = sys.argv[1], Path(sys.argv[2])
-    made = {"lightning": by_lightning, "transformers": by_transformers, "accelerate": by_accelerate}[library](place)
+    library, place, source_kind = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    run = {"lightning": by_lightning, "transformers": by_transformers, "accelerate": by_accelerate}[library]
+    made = run(place, source_kind)
     (place / "runs.json").write_text(json.dumps(made))

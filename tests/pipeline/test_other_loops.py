@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import HELPERS
-from other_loops import BATCH_SIZE, NUM_BATCHES, NUM_EPOCHS, NUM_SAMPLES, built, numbers
+from other_loops import BATCH_SIZE, KINDS, NUM_BATCHES, NUM_EPOCHS, NUM_SAMPLES, built, numbers
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from loaderkit.errors import ClosedError
@@ -54,8 +54,8 @@ def skip_first_batches(loader: Any, num: int) -> DataLoader[Any]:
     return DataLoader(loader.dataset, batch_sampler=Skipping(loader.batch_sampler, num), **given)
 
 
-def whole() -> list[list[int]]:
-    with built() as loader:
+def whole(kind: str = "dataset") -> list[list[int]]:
+    with built(kind=kind) as loader:
         return [batch for _ in range(NUM_EPOCHS) for batch in numbers(loader)]
 
 
@@ -77,11 +77,12 @@ def test_what_accelerate_would_shard_again() -> None:
 
 @pytest.mark.matrix(6)
 @pytest.mark.parametrize("num_done", range(NUM_EPOCHS * NUM_BATCHES))
-def test_skipped_batches(num_done: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_skipped_batches(num_done: int, kind: str) -> None:
     """As in a loop by hand, which sets the epoch first, and in the Trainer, which sets it afterwards."""
     epoch, num_skipped = divmod(num_done, NUM_BATCHES)
     for is_trainer in (False, True):
-        with built() as loader:
+        with built(kind=kind) as loader:
             if not is_trainer:
                 loader.set_epoch(epoch)
             rest: Any = skip_first_batches(loader, num_skipped)
@@ -90,9 +91,8 @@ def test_skipped_batches(num_done: int) -> None:
             assert len(rest) == NUM_BATCHES - num_skipped
             trained = numbers(rest)
             assert loader.state_dict()["epoch"] == epoch + 1
-            assert (
-                trained + [one for _ in range(epoch + 1, NUM_EPOCHS) for one in numbers(loader)] == whole()[num_done:]
-            )
+            later = [one for _ in range(epoch + 1, NUM_EPOCHS) for one in numbers(loader)]
+            assert trained + later == whole(kind)[num_done:]
 
 
 def test_skipped_batches_are_not_made() -> None:
@@ -137,14 +137,15 @@ def test_lightning_calls(num_done: int, has_state: bool) -> None:
 
 
 @pytest.mark.matrix(1)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("library", ["lightning", "accelerate", "transformers"])
-def test_trains_and_resumes_by(library: str, tmp_path: Path) -> None:
+def test_trains_and_resumes_by(library: str, kind: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
-    command = [sys.executable, str(HELPERS / "other_loops.py"), library, str(tmp_path)]
+    command = [sys.executable, str(HELPERS / "other_loops.py"), library, str(tmp_path), kind]
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
     runs = json.loads((tmp_path / "runs.json").read_text())
-    assert runs["whole"] == whole()
+    assert runs["whole"] == whole(kind)
     assert len(runs["resumed"]) >= NUM_EPOCHS * NUM_BATCHES - 1
     for num_done, trained in runs["resumed"]:
-        assert trained == whole()[num_done:], num_done
+        assert trained == whole(kind)[num_done:], num_done

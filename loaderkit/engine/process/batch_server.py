@@ -114,7 +114,7 @@ class BatchSender:
             num_dropped=work_item.num_dropped,
             is_empty=work_item.is_empty,
             is_end=work_item.is_end,
-            snapshot=work_item.snapshot,
+            source_state=work_item.source_state,
             error=work_item.error,
             done_s=path.done_s,
             segments=self._engine.trace(since_s, path.done_s, path),

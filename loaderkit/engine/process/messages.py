@@ -177,7 +177,7 @@ class Delivered:
     num_dropped: int
     is_empty: bool
     is_end: bool
-    snapshot: Any
+    source_state: Any
     error: BaseException | None
     done_s: float
     segments: Sequence[WaitSegment]

@@ -51,6 +51,11 @@ class BatchCursor:
         """(epoch, global position) of the next batch."""
         return (self._epoch + 1, 0) if self._step >= self._num_steps else (self._epoch, self._end)
 
+    @property
+    def first_step(self) -> int:
+        """The step of the next batch, if it is of the epoch that the last `seek` was to."""
+        return self._step
+
     def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
         """The `next_position` after `seek(epoch, position)`."""
         return self._schedule.next_position_after(epoch, position, self._shard.number)

@@ -19,7 +19,7 @@ from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.memory import BatchMemory
 from loaderkit.sampling.permutation import Bijection
 from loaderkit.sources.base import Sample, Source
-from loaderkit.sources.iterable import IterableSource, Pass
+from loaderkit.sources.iterable import Pass, Preview
 from loaderkit.stages.base import BatchContext, BatchWork, FieldSpec, SampleChunk, image_names
 from loaderkit.stages.runner import raise_store_failure
 
@@ -36,12 +36,12 @@ class BatchPlan:
         assembler: BatchAssembler,
         *,
         key: Callable[[int], str],
-        find_specs: Callable[[], Mapping[str, FieldSpec]],
+        find_specs: Callable[[Pass | None], Mapping[str, FieldSpec]],
         whole_chunks: bool = False,
-        begin_pass: Callable[[int, int], Pass] | None = None,
+        begin_pass: Callable[[int, int, int], Pass] | None = None,
     ) -> None:
         """`find_specs` gives the fields of a batch: see `specs_of_first`. `whole_chunks`: a batch is one chunk. `begin_pass`
-        begins to read, from (epoch, position) on, a source whose items come in order only."""
+        begins to read, from (epoch, position, step) on, a source whose items come in order only."""
         self._cursor = cursor
         self.memory = memory
         self._assembler = assembler
@@ -49,8 +49,9 @@ class BatchPlan:
         self._find_specs = find_specs
         self._whole_chunks = whole_chunks
         self._begin_pass = begin_pass
-        self._begin = (0, 0)
-        self._pass: Pass | None = None
+        self._begin = (0, 0)  # where the cursor was put last
+        self._pass: Pass | None = None  # that of the newest batch
+        self._previewed: Pass | None = None
         self.is_prepared = False
         self.specs: Mapping[str, FieldSpec] = {}
         self._images: tuple[str, ...] = ()
@@ -90,7 +91,9 @@ class BatchPlan:
     def prepare(self) -> None:
         """Determine the fields of a batch. Raises `StageError` if no sample is readable, `ConfigError` if the memory holds not
         even one batch."""
-        specs = self._find_specs()
+        if self._begin_pass is not None:
+            self._previewed = self._begin_pass(*self._begin, self._cursor.first_step)
+        specs = self._find_specs(self._previewed)
         self.memory.prepare(specs)
         self._loose = tuple(name for name, spec in specs.items() if spec.kind != "slab")
         self._ragged = tuple(name for name, spec in specs.items() if spec.kind in ("ragged", "pad"))
@@ -102,9 +105,8 @@ class BatchPlan:
         work_item = self._cursor.next()
         if work_item is None:
             return None
-        if self._pass is None and self._begin_pass is not None:
-            self._pass = self._begin_pass(*self._begin)
-        work_item.stream = self._pass
+        if self._begin_pass is not None:
+            work_item.stream = self._pass = self._pass_of(work_item, self._begin_pass)
         work_item.specs = self.specs
         work_item.fields = self.memory.take()
         work_item.take_bytes = self.memory.take_bytes
@@ -123,7 +125,7 @@ class BatchPlan:
 
     def finish(self, work_item: WorkItem) -> dict[str, Any]:
         assert isinstance(work_item, BatchWork)
-        if work_item.stream is not None and not _cut_to_end(work_item, work_item.stream):
+        if isinstance(work_item.stream, Pass) and not _cut_to_end(work_item, work_item.stream):
             return {}
         batch = self._assembler.finish(work_item)
         if self._ragged and batch:
@@ -140,11 +142,25 @@ class BatchPlan:
 
     def close(self) -> None:
         self._end_pass()
+        if self._previewed is not None:
+            self._previewed.end()
         self.memory.close()
+
+    def _pass_of(self, work_item: BatchWork, begin_pass: Callable[[int, int, int], Pass]) -> Pass:
+        """The pass that a batch is of: that of the one before it, the one that was looked into, or a new one."""
+        if self._pass is not None and self._pass.begin[0] == work_item.epoch:
+            return self._pass
+        begin = (*(self._begin if work_item.epoch == self._begin[0] else (work_item.epoch, 0)), work_item.step)
+        previewed, self._previewed = self._previewed, None
+        if previewed is not None and previewed.begin == begin:
+            return previewed
+        if previewed is not None:
+            previewed.end()
+        return begin_pass(*begin)
 
     def _end_pass(self) -> None:
         if self._pass is not None:
-            self._pass.is_ended = True
+            self._pass.end()
             self._pass = None
 
 
@@ -155,9 +171,9 @@ def _cut_to_end(work_item: BatchWork, stream: Pass) -> bool:
         work_item.is_empty = work_item.is_end = True
         work_item.let_go()
         return False
-    if stream.end is not None and stream.end < work_item.end:
+    if stream.num_items is not None and stream.num_items < work_item.end:
         work_item.cut(num_left)
-        work_item.end = stream.end
+        work_item.end = stream.num_items
     return True
 
 
@@ -166,6 +182,7 @@ def _num_bytes(values: torch.Tensor | list[torch.Tensor]) -> int:
 
 
 def specs_of_first(
+    stream: Pass | None,
     source: Source,
     run: Callable[[SampleChunk], None],
     specs_of: Callable[[Sample, str], Mapping[str, FieldSpec]],
@@ -174,19 +191,21 @@ def specs_of_first(
 ) -> Mapping[str, FieldSpec]:
     """The fields of a batch, from the first readable sample of the canonical order after `run` has taken it through the stages.
 
-    Not from the first sample of the epoch, so that the fields do not depend on where training resumed. Raises `StageError` if
-    `num_tries` are bad before that, or none is kept of the first and of as many as can be tried all over the source.
+    Not from the first sample of the epoch, so that the fields do not depend on where training resumed; of a `stream` from the
+    next one, as there is no other. Raises `StageError` if `num_tries` are bad before that, or none is kept of the first and of
+    as many as can be tried all over the source.
     """
     errors: list[StageError] = []
     num_dropped = 0
-    stream = Pass.from_first(source) if isinstance(source, IterableSource) else None
-    for index in _candidates(len(source)) if stream is None else range(_NUM_FIRST + _NUM_ELSEWHERE):
+    epoch, begin, _ = (0, 0, 0) if stream is None else stream.begin
+    following = range(begin, begin + _NUM_FIRST + _NUM_ELSEWHERE)
+    for index in _candidates(len(source)) if stream is None else following:
         indices = np.array([index], np.int64)
-        work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices, end=index + 1)
-        work_item.stream = stream
+        work_item = BatchWork(epoch=epoch, step=0, positions=indices, indices=indices, end=index + 1)
+        work_item.stream = None if stream is None else Preview(stream)
         chunk = SampleChunk(work_item, 0, 1, indices)
         run(chunk)
-        if stream is not None and stream.end is not None:
+        if stream is not None and stream.num_items is not None:
             break
         sample = chunk.samples[0]
         if sample is not None:

@@ -51,7 +51,7 @@ class BatchPlan:
         self._begin_pass = begin_pass
         self._begin = (0, 0)  # where the cursor was put last
         self._pass: Pass | None = None  # that of the newest batch
-        self._previewed: Pass | None = None
+        self._previewed: Pass | None = None  # that whose first items have shown what a batch holds
         self.is_prepared = False
         self.specs: Mapping[str, FieldSpec] = {}
         self._images: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ class BatchPlan:
         """Determine the fields of a batch. Raises `StageError` if no sample is readable, `ConfigError` if the memory holds not
         even one batch."""
         if self._begin_pass is not None:
-            self._previewed = self._begin_pass(*self._begin, self._cursor.first_step)
+            self._previewed = self._begin_pass(self._begin[0], 0, self._cursor.first_step)
         specs = self._find_specs(self._previewed)
         self.memory.prepare(specs)
         self._loose = tuple(name for name, spec in specs.items() if spec.kind != "slab")
@@ -147,7 +147,7 @@ class BatchPlan:
         self.memory.close()
 
     def _pass_of(self, work_item: BatchWork, begin_pass: Callable[[int, int, int], Pass]) -> Pass:
-        """The pass that a batch is of: that of the one before it, the one that was looked into, or a new one."""
+        """The pass that a batch is of: that of the batch before it, the previewed one if it begins there, or a new one."""
         if self._pass is not None and self._pass.begin[0] == work_item.epoch:
             return self._pass
         begin = (*(self._begin if work_item.epoch == self._begin[0] else (work_item.epoch, 0)), work_item.step)
@@ -191,17 +191,15 @@ def specs_of_first(
 ) -> Mapping[str, FieldSpec]:
     """The fields of a batch, from the first readable sample of the canonical order after `run` has taken it through the stages.
 
-    Not from the first sample of the epoch, so that the fields do not depend on where training resumed; of a `stream` from the
-    next one, as there is no other. Raises `StageError` if `num_tries` are bad before that, or none is kept of the first and of
-    as many as can be tried all over the source.
+    Not from the first sample of the epoch, so that the fields do not depend on where training resumed. `stream`: a pass from
+    the first item on, of a source that can only be iterated over. Raises `StageError` if `num_tries` are bad before that, or
+    none is kept of the first and of as many as can be tried all over the source.
     """
     errors: list[StageError] = []
     num_dropped = 0
-    epoch, begin, _ = (0, 0, 0) if stream is None else stream.begin
-    following = range(begin, begin + _NUM_FIRST + _NUM_ELSEWHERE)
-    for index in _candidates(len(source)) if stream is None else following:
+    for index in _candidates(len(source)) if stream is None else range(_NUM_FIRST + _NUM_ELSEWHERE):
         indices = np.array([index], np.int64)
-        work_item = BatchWork(epoch=epoch, step=0, positions=indices, indices=indices, end=index + 1)
+        work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices, end=index + 1)
         work_item.stream = None if stream is None else Preview(stream)
         chunk = SampleChunk(work_item, 0, 1, indices)
         run(chunk)

@@ -58,7 +58,9 @@ class State:
         source = data.get("source")
         if not (source is None or (isinstance(source, (list, tuple)) and len(source) <= 1)):
             raise StateError(f"the state's 'source' is {short_repr(source)}, expected a list of at most one state")
-        return cls(data["epoch"], data["position"], data["seed"], fingerprint, None if source is None else tuple(source))
+        return cls(
+            data["epoch"], data["position"], data["seed"], fingerprint, None if source is None else tuple(source)
+        )
 
     def check(self, *, seed: int, fingerprint: dict[str, str], num_samples: int) -> None:
         """Raise `StateError` naming what differs, if this state belongs to another data set or pipeline."""

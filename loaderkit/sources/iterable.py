@@ -11,12 +11,13 @@ Each pass iterates over an object of its own, a copy or one that a function has 
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from loaderkit._internal.forks import ending_forks
 from loaderkit._internal.imports import import_named
@@ -82,7 +83,9 @@ class IterableSource(DatasetSource):
         self.dataset = None  # what it holds open ends with a pass
         self.max_items = min(sizes, default=UNKNOWN)
         self.num_ranks = _ranks_of(made)
-        self.has_state = args.resume == "auto" and all(hasattr(made, name) for name in ("state_dict", "load_state_dict"))
+        self.has_state = args.resume == "auto" and all(
+            hasattr(made, name) for name in ("state_dict", "load_state_dict")
+        )
         self.saved = saved  # behind the last batch delivered
         self._unused = [made]
         self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
@@ -134,12 +137,22 @@ def _made(args: IterableArgs) -> Any:
     if made is not (import_named(args.object) if isinstance(args.object, str) else args.object):
         return made
     try:
-        return copy.deepcopy(made)
+        return _copy_of(made)
     except USER_ERRORS as error:
         raise ConfigError(
             f"source.object: the {type(made).__qualname__} cannot be copied ({type(error).__name__}: {error}), and each epoch "
             "iterates over a copy, as the workers of a DataLoader do: give a function that makes it"
         ) from error
+
+
+def _copy_of(made: Any) -> Any:
+    try:
+        return pickle.loads(pickle.dumps(made))  # noqa: S301 - an object of this process, as the workers of a DataLoader get it
+    except Exception:  # it holds a lambda, say
+        try:
+            return copy.deepcopy(made)
+        except RuntimeError:  # a dict of its own, the cache of `datasets`, grows with the first copy in a thread
+            return copy.deepcopy(made)
 
 
 def _reference(iterator: Any) -> Callable[[], Any]:
@@ -274,8 +287,8 @@ class Pass:
     def _check_length(self) -> None:
         if len(self._source) < UNKNOWN:
             raise SourceError(
-                f"it has ended after {self._num} items, and source.length is {len(self._source)}: set it to the number of items "
-                "that every epoch has, or leave it out"
+                f"it has ended after {self._num} items, and source.length is {len(self._source)}: set it to the number of "
+                "items that every epoch has, or leave it out"
             )
 
     def _is_mine(self, index: int) -> bool:

@@ -182,10 +182,10 @@ def _num_bytes(values: torch.Tensor | list[torch.Tensor]) -> int:
 
 
 def specs_of_first(
-    stream: Pass | None,
     source: Source,
     run: Callable[[SampleChunk], None],
     specs_of: Callable[[Sample, str], Mapping[str, FieldSpec]],
+    stream: Pass | None,
     *,
     num_tries: int,
 ) -> Mapping[str, FieldSpec]:

@@ -140,18 +140,22 @@ class KindMethods:
         *,
         args: Mapping[str, Any] = ...,
         fields: tuple[str, ...] | list[str] | None = None,
+        length: int | None = None,
         resume: Literal["auto", "skip"] = "auto",
         limit: int | None = None,
     ) -> Self:
         """A Python object that can only be iterated over.
 
-        It is iterated over anew for every epoch, after `set_epoch(epoch)` if it has that, in its own order (`shuffle: none`). Every
-        rank and every loading process iterates over all of it and keeps its share, so give it whole, not split by rank or worker.
+        For every epoch a copy of it, or what the function makes, is iterated over in its own order (`shuffle: none`), after
+        `set_epoch(epoch)` if it has that. Every rank and every loading process iterates over all of it and keeps its share, so give
+        it whole, not split by rank or worker.
 
         object: "package.module:name" of the iterable or of a function that returns it, or the iterable or
             function
         args: keyword arguments, if `object` names a function or class
         fields: names for the items of a tuple
+        length: items of an epoch, over all ranks: gives the loader its length; more are left out, fewer are
+            an error
         resume: auto: by its `state_dict` and `load_state_dict`, if it has them; skip: by iterating up to
             the position
         limit: only the first N samples of the canonical order

@@ -231,6 +231,8 @@ def _checked_schedule(schedule: BatchSampler, config: PipelineConfig) -> BatchSa
         raise ConfigError(
             f"an epoch has no batch at all: {schedule.num_samples} samples do not fill one batch of {schedule.batch_size} on "
             f"each of {schedule.world_size} ranks, and stages.batch.drop_last is true"
+            if schedule.drop_last
+            else f"an epoch has no batch at all: {schedule.num_samples} items are not one for each of {schedule.world_size} ranks"
         )
     if schedule.world_size > 1 and config.skips_empty_batches:
         raise ConfigError(

@@ -228,10 +228,10 @@ def _checked(rank: int | None, world_size: int | None) -> tuple[int, int]:
 def _checked_schedule(schedule: BatchSampler, config: PipelineConfig) -> BatchSampler:
     """The schedule, if an epoch of it has a batch, and as many on every rank. Raises ConfigError."""
     if schedule.num_batches() == 0:
-        wanted = f"one batch of {schedule.batch_size}" if schedule.drop_last else "one sample"
+        lack = f"do not fill one batch of {schedule.batch_size} on" if schedule.drop_last else "are not one for"
         raise ConfigError(
-            f"an epoch has no batch at all: {schedule.num_samples} samples are not {wanted} for each of {schedule.world_size} "
-            "ranks" + (", and stages.batch.drop_last is true" if schedule.drop_last else "")
+            f"an epoch has no batch at all: {schedule.num_samples} samples {lack} each of {schedule.world_size} ranks"
+            + (", and stages.batch.drop_last is true" if schedule.drop_last else "")
         )
     if schedule.world_size > 1 and config.skips_empty_batches:
         raise ConfigError(

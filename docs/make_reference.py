@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from loaderkit._internal.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from loaderkit.checkpoint.manager.settings import BestArgs, Every, KeepArgs, NoticeArgs, SaveSettings
 from loaderkit.cli.app import app
 from loaderkit.connectors.config import CacheArgs, ReadAheadArgs, RetryArgs, S3Args
 from loaderkit.pipeline.config.model import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs
@@ -55,6 +56,9 @@ to the YAML file, or to the working directory for a dict, `Pipeline` or override
 STORES = """Where a `url` may lead: a path or `file://`; `s3://bucket/prefix`; `gs://`, `az://`, `http(s)://`, `hf://` through fsspec, and
 `fsspec+scheme://` for whatever else it knows; `memory://` and any scheme for which `build(connectors={...})` gives a connector.
 A URL is taken literally (`%20` and `+` are those characters), and must not hold credentials.
+"""
+
+CHECKPOINTS = """The settings of [`loaderkit.CheckpointManager`](#loaderkitcheckpointmanager): arguments, a mapping, or a file such as `checkpoint.yaml`.
 """
 
 BATCH = """## Batches
@@ -125,7 +129,14 @@ def type_name(annotation: Any, field: FieldInfo | None = None) -> str:
         return f"list of {inner[0]}" if Ellipsis in parts else "[" + ", ".join(inner) + "]"
     if origin is not None and issubclass(origin, typing.Mapping):
         return "mapping"
-    names = {int: "integer", float: "number", str: "text", bool: "true \\| false", Any: "any"}
+    names = {
+        Every: "integer \\| duration",
+        int: "integer",
+        float: "number",
+        str: "text",
+        bool: "true \\| false",
+        Any: "any",
+    }
     if annotation in names:
         return names[annotation]
     return "text" if typing.Callable in (annotation, origin) or str(origin).endswith("Callable'>") else "mapping"
@@ -156,7 +167,7 @@ def table(model: type[BaseModel], skip: typing.Container[str] = ()) -> str:
     """The keys of a model as a Markdown table; empty if there are none."""
     hints = typing.get_type_hints(model, include_extras=True)
     rows = [
-        f"| `{name}` | {type_name(hints[name], field)} | {default_of(field, hints[name])} | {field.description or ''} |"
+        f"| `{field.alias or name}` | {type_name(hints[name], field)} | {default_of(field, hints[name])} | {field.description or ''} |"
         for name, field in model.model_fields.items()
         if name not in skip
     ]
@@ -184,6 +195,9 @@ def render() -> str:
         parts += [f"### `{kind}`\n", summary(stage.args) + side + "\n", table(stage.args, skip=StageArgs.model_fields)]
     parts += ["## Prefetch\n", summary(PrefetchArgs) + "\n", table(PrefetchArgs)]
     parts += ["## Errors\n", summary(ErrorsArgs) + "\n", table(ErrorsArgs)]
+    parts += ["## Checkpoints\n", CHECKPOINTS, table(SaveSettings)]
+    for name, model in (("keep", KeepArgs), ("keep.best", BestArgs), ("notice", NoticeArgs)):
+        parts += [f"### `{name}`\n", summary(model) + "\n", table(model)]
     parts += [
         BATCH,
         python_reference.render(),
@@ -229,7 +243,15 @@ def json_type(annotation: Any) -> str:
         return " \\| ".join(f"`{part}`" for part in parts)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"`{annotation.__name__}`"
-    names = {int: "integer", float: "number", str: "text", bool: "true \\| false", Any: "any", type(None): "null"}
+    names = {
+        Every: "integer \\| duration",
+        int: "integer",
+        float: "number",
+        str: "text",
+        bool: "true \\| false",
+        Any: "any",
+        type(None): "null",
+    }
     return names[annotation]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import loaderkit
 from loaderkit import checkpoint, connectors, errors
+from loaderkit.checkpoint.manager.saving import Saving
 from loaderkit.connectors.base import GatherInto, Hashed, ReadHashed, ReadInto, ReadMany
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
@@ -42,8 +43,15 @@ may be given by position; those that need not be given are in brackets.
 ### `loaderkit.restore`
 
 {block(loaderkit.restore)}
+### `loaderkit.CheckpointManager`
+
+{block(loaderkit.CheckpointManager, more={"__init__"})}
+What `save` returns:
+
+{block(Saving, leave={"join", "start"})}
 ### `loaderkit.checkpoint`
 
+{block(checkpoint.RngState, more={"__init__"})}
 {block(checkpoint.latest)}
 {block(checkpoint.write_manifest)}
 {block(checkpoint.StreamReader, more={"__init__"}, only={"__init__", "stats"})}

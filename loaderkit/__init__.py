@@ -14,16 +14,18 @@ from loaderkit import checkpoint, errors
 from loaderkit._internal.imports import public_names
 
 if TYPE_CHECKING:
+    from loaderkit.checkpoint.manager.manager import CheckpointManager
     from loaderkit.checkpoint.restore.api import restore
     from loaderkit.pipeline.config.builder import Pipeline
     from loaderkit.pipeline.loader import Loader, build
 
 __version__ = "0.1.0"
-__all__ = ["Loader", "Pipeline", "__version__", "build", "checkpoint", "errors", "restore"]
+__all__ = ["CheckpointManager", "Loader", "Pipeline", "__version__", "build", "checkpoint", "errors", "restore"]
 # On first use: `import loaderkit` alone must not cost the import of torch (a second or more).
 __getattr__ = public_names(
     __name__,
     {
+        "CheckpointManager": "loaderkit.checkpoint.manager.manager",
         "Loader": "loaderkit.pipeline.loader",
         "Pipeline": "loaderkit.pipeline.config.builder",
         "build": "loaderkit.pipeline.loader",

@@ -15,13 +15,15 @@ from loaderkit._internal.imports import public_names
 if TYPE_CHECKING:
     from loaderkit.checkpoint.discovery.latest import latest
     from loaderkit.checkpoint.discovery.manifest import write_manifest
+    from loaderkit.checkpoint.manager.rng import RngState
     from loaderkit.checkpoint.restore.dcp_reader import StreamReader
     from loaderkit.checkpoint.save.dcp_writer import StreamWriter
 
-__all__ = ["StreamReader", "StreamWriter", "latest", "write_manifest"]
+__all__ = ["RngState", "StreamReader", "StreamWriter", "latest", "write_manifest"]
 __getattr__ = public_names(
     __name__,
     {
+        "RngState": "loaderkit.checkpoint.manager.rng",
         "StreamReader": "loaderkit.checkpoint.restore.dcp_reader",  # with torch.distributed.checkpoint
         "StreamWriter": "loaderkit.checkpoint.save.dcp_writer",
         "latest": "loaderkit.checkpoint.discovery.latest",

@@ -1,0 +1,315 @@
+"""`CheckpointManager`: saves the state of a training job behind training, keeps what is to be kept, and restores the newest."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Mapping
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from loaderkit.checkpoint.manager.directory import OWN_KEY, RunDirectory
+from loaderkit.checkpoint.manager.notice import SignalNotice, StepAgreement
+from loaderkit.checkpoint.manager.saving import Saving, messages_of, write_checkpoint
+from loaderkit.checkpoint.manager.settings import save_settings
+from loaderkit.checkpoint.ranks.board import Board, open_board
+from loaderkit.checkpoint.ranks.group import default_store
+from loaderkit.checkpoint.restore.stateful import leaves_of, number_tables, resolved_state, restore_state
+from loaderkit.checkpoint.save.dcp_writer import StreamWriter
+from loaderkit.connectors.base import Connector
+from loaderkit.errors import ClosedError, ConfigError
+
+logger = logging.getLogger("loaderkit")
+
+
+class CheckpointManager:
+    """The checkpoints of a training job: directories `step-0000001000/` in one directory, in torch.distributed.checkpoint's
+    format.
+
+    `target` is the directory (a path, or a URL such as s3://bucket/runs/a), a mapping, or the path of a .yaml file with `to`,
+    `every`, `keep`, `when_busy` and `notice`; each of them may be given by name instead. With several ranks of
+    torch.distributed, or of `process_group`, each makes one and calls the same methods. `timeout_s`: how long a rank waits for
+    another of which it hears nothing. It is a context manager: at the end, what is being written is waited for.
+
+    The state is a nested dict of tensors, DTensors, plain values and objects with `state_dict` and `load_state_dict`: modules,
+    optimizers, schedulers, the loader, `loaderkit.checkpoint.RngState()`.
+    """
+
+    def __init__(
+        self,
+        target: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        every: int | str | None = None,
+        keep: Mapping[str, Any] | None = None,
+        when_busy: str | None = None,
+        notice: Mapping[str, Any] | None = None,
+        timeout_s: float = 300.0,
+        process_group: Any = None,
+        connectors: Mapping[str, Connector] | None = None,
+    ) -> None:
+        """Raises ConfigError that names file, line and key."""
+        self.settings = save_settings(target, every=every, keep=keep, when_busy=when_busy, notice=notice)
+        self._process_group, self._timeout_s = process_group, timeout_s
+        self._connectors = dict(connectors or {})
+        self._board = _board(process_group, timeout_s)
+        self._directory = RunDirectory(self.settings.to, self._connectors)
+        self._writer = StreamWriter(self.settings.to, connectors=self._connectors)
+        self._saving: Saving | None = None
+        self._num_saves = self._num_restores = 0
+        self._last_step: int | None = None
+        self._last_s = monotonic()
+        self._stats = {"num_saved": 0, "num_skipped": 0, "waiting_s": 0.0, "staging_s": 0.0, "flush_s": 0.0}
+        self._closed = False
+        self._signals = None if self.settings.notice is None else SignalNotice(self.settings.notice.signals)
+        self._preemption = StepAgreement(self._board, "notice", self._noticed)
+        self._due = self._next_due()
+
+    # ------------------------------------------------------------------------------------------------------- when
+
+    def should_save(self, step: int) -> bool:
+        """True if `save(step, ...)` would save: `every` says so, or a notice came. All ranks agree on the step."""
+        if step == self._last_step:
+            return False
+        return self._is_due(step) or self.reached_preemption(step)
+
+    def reached_preemption(self, step: int) -> bool:
+        """True from the step on after which the job is to stop, the same on every rank; that step is saved, if `save` is called
+        for every step before this."""
+        if self.settings.notice is None:
+            return False
+        return self._preemption.reached(step)
+
+    def _noticed(self) -> str | None:
+        return None if self._signals is None else self._signals.name
+
+    def _is_due(self, step: int) -> bool:
+        every = self.settings.every
+        if every is None:
+            return True
+        return step % every.steps == 0 if every.steps is not None else self._due.reached(step)
+
+    def _next_due(self) -> StepAgreement:
+        """The agreement on the next step that a duration in `every` asks for; rank 0 has the clock."""
+        every, begin_s = self.settings.every, self._last_s
+        has_clock = self._board is None or self._board.rank == 0
+
+        def asks() -> str | None:
+            is_over = every is not None and every.seconds is not None and monotonic() - begin_s >= every.seconds
+            return "the time is over" if has_clock and is_over else None
+
+        return StepAgreement(self._board, f"due-{self._num_saves}", asks)
+
+    # ------------------------------------------------------------------------------------------------------- save
+
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        *,
+        force: bool = False,
+        wait: bool = False,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Saving | None:
+        """Save `state` as step `step`, if that is due, or with `force`; None: it was not, or was skipped.
+
+        Returns once the state is copied to host memory; a thread writes and commits it. `wait`: returns once it is committed.
+        `metrics` are numbers for `keep.best`. Raises what the previous save met; its checkpoint is then not there, and those
+        before it stand. Raises ConfigError for a state that could not be restored.
+        """
+        self._check_open()
+        if type(step) is not int or step < 0:
+            raise ConfigError(f"step {step!r}: expected a number of steps from 0 on")
+        if not force and not self.should_save(step):
+            return None
+        if self._is_skipped(step, force or self.reached_preemption(step)):
+            self._stats["num_skipped"] += 1
+            return None
+        self._wait()
+        saving = self._begin(step, state, metrics or {})
+        if wait:
+            self.wait_until_finished()
+        return saving
+
+    def _is_skipped(self, step: int, is_forced: bool) -> bool:
+        """True if a save is being written, and this one is left out for that; rank 0 decides."""
+        if self.settings.when_busy == "wait" or is_forced:
+            return False
+        is_busy = self._saving is not None and not self._saving.is_done
+        if self._board is None:
+            return is_busy
+        key = f"busy/{step}/{self._num_saves}"
+        if self._board.rank == 0:
+            self._board.post(key, b"1" if is_busy else b"0")
+            return is_busy
+        return self._board.wait_for(key, 0, about=key, doing="the ranks agree on whether to skip a save") == b"1"
+
+    def _begin(self, step: int, state: dict[str, Any], metrics: Mapping[str, float]) -> Saving:
+        begin_s = time.perf_counter()
+        key, last_key = f"save-{self._num_saves}", f"save-{self._num_saves - 1}"
+        self._num_saves += 1
+        try:
+            copy = self._writer.stage(_resolved(state, step, metrics))
+        except BaseException as error:
+            if self._board is not None:
+                self._board.fail(key, error)
+            raise
+        staging_s = time.perf_counter() - begin_s
+        self._stats["staging_s"] += staging_s
+        board, states = self._board, [copy]
+        del copy
+
+        def work(saving: Saving) -> None:
+            write_checkpoint(self._writer, self._directory.url_of(step), states.pop(), board, key)
+            saving.stats |= self._writer.stats or {}
+            if board is None or board.rank == 0:
+                if board is not None:
+                    board.remove(messages_of(board, last_key))
+                self._directory.retain(step, metrics, self.settings.keep)
+
+        self._saving = saving = Saving(step, work)
+        saving.stats["staging_s"] = staging_s
+        self._last_step, self._last_s = step, monotonic()
+        self._due = self._next_due()
+        saving.start()
+        return saving
+
+    def wait_until_finished(self) -> None:
+        """Return once nothing is being written. Raises what the last save met, once."""
+        self._check_open()
+        self._wait()
+
+    def _wait(self) -> None:
+        saving = self._saving
+        if saving is None:
+            return
+        begin_s = time.perf_counter()
+        saving.join()
+        self._stats["waiting_s"] += time.perf_counter() - begin_s
+        self._stats["flush_s"] += saving.stats["flush_s"]
+        self._saving = None
+        if saving.error is not None:
+            raise saving.error
+        self._stats["num_saved"] += 1
+
+    # ----------------------------------------------------------------------------------------------------- restore
+
+    def restore(self, state: dict[str, Any], step: int | None = None) -> int | None:
+        """Restore `state` in place from the newest whole checkpoint, or from that of `step`; the step. None: there is none.
+
+        It may have been saved by any number of ranks. One that is damaged is passed over with a warning that says why; with
+        `step` it is an error. Raises CheckpointError, before anything is written, if names, shapes or dtypes do not fit.
+        """
+        self._check_open()
+        leaves_of(state)
+        self._wait()
+        chosen = self._chosen(step)
+        if chosen is None:
+            return None
+        restore_state(
+            self._directory.url_of(chosen),
+            state,
+            process_group=self._process_group,
+            timeout_s=self._timeout_s,
+            connectors=self._connectors,
+        )
+        self._last_step = chosen
+        return chosen
+
+    def _chosen(self, step: int | None) -> int | None:
+        """The step to restore; rank 0 looks."""
+        board, key = self._board, f"restore-{self._num_restores}"
+        self._num_restores += 1
+        if board is not None and board.rank > 0:
+            chosen = board.wait_for(key, 0, about=key, doing="rank 0 looks for the newest checkpoint")
+            return int(chosen) if chosen else None
+        try:
+            found = self._directory.newest_whole() if step is None else self._directory.checked(step)
+        except BaseException as error:
+            if board is not None:
+                board.fail(key, error)
+            raise
+        if board is not None:
+            board.post(key, b"" if found is None else str(found).encode())
+        return found
+
+    def latest_step(self) -> int | None:
+        """The largest step of which there is a committed checkpoint; None: there is none."""
+        return max(self.all_steps(), default=None)
+
+    def all_steps(self) -> list[int]:
+        """The steps of which there is a committed checkpoint, ascending."""
+        return sorted(self._directory.committed())
+
+    # ------------------------------------------------------------------------------------------------------- end
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and seconds of all saves so far: waiting for the one before and copying to host memory, which is training's
+        pause, and writing."""
+        return dict(self._stats)
+
+    def close(self) -> None:
+        """Wait for what is being written, and end. Raises what it met. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._wait()
+        finally:
+            if self._signals is not None:
+                self._signals.close()
+            self._writer.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            logger.warning("the last checkpoint was not saved: %s", failure)  # the error of the block says more
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this CheckpointManager is closed: make another one")
+
+
+def _board(process_group: Any, timeout_s: float) -> Board | None:
+    """What the ranks agree by; None for one rank."""
+    distributed = torch.distributed
+    if (
+        not distributed.is_available()
+        or not distributed.is_initialized()
+        or distributed.get_world_size(process_group) == 1
+    ):
+        return None
+    ranks = distributed.get_process_group_ranks(process_group or distributed.group.WORLD)
+    group = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
+    # Equal on all ranks, as all of them make each manager.
+    number = default_store().add(f"loaderkit/managers/{group}/{distributed.get_rank()}", 1)
+    return open_board(f"manager-{group}-{number}", process_group, timeout_s=timeout_s)
+
+
+def _resolved(state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    """The state to save, its objects resolved, with step and metrics. Raises ConfigError for what could not be restored."""
+    leaves_of(state)
+    if OWN_KEY in state:
+        raise ConfigError(f"state: the key {OWN_KEY!r} is the manager's own: give it another name")
+    for name, value in metrics.items():
+        if type(name) is not str or isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"metrics: expected numbers by name, such as {{'loss': 0.5}}, not {name!r}: {value!r}")
+    resolved: dict[str, Any] = resolved_state(state)
+    own = {
+        "step": step,
+        "metrics": {name: float(value) for name, value in metrics.items()},
+        "number_tables": number_tables(resolved),
+    }
+    return resolved | {OWN_KEY: own}

@@ -1,0 +1,98 @@
+"""The notice that a job will be ended soon: a signal at any rank, upon which all ranks agree on one step.
+
+signal ──> noted by its rank ──> asked at its next step ──> each rank posts the step at which it sees that, and goes on
+           (nothing else in the handler)                ──> all have posted: the step after the last of theirs
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from loaderkit.checkpoint.ranks.board import Board
+from loaderkit.errors import ConfigError
+
+logger = logging.getLogger("loaderkit")
+
+
+class SignalNotice:
+    """Notes signals instead of letting them end the process, until `close`, which restores what was there."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Raises ConfigError outside the main thread, where Python sets no handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError(
+                "notice.signals: signals can be noted in the main thread only: make the CheckpointManager there, or leave "
+                "`notice` out"
+            )
+        self._noted: int | None = None
+        self._previous: dict[int, Any] = {}
+        for name in names:
+            number = signal.Signals[name]
+            self._previous[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = number
+
+    @property
+    def name(self) -> str | None:
+        """The signal that came; None: none did."""
+        return None if self._noted is None else signal.Signals(self._noted).name
+
+    def close(self) -> None:
+        """Put the previous handlers back, unless others were set since. Idempotent."""
+        for number, previous in self._previous.items():
+            # A bound method is made anew each time, and equal to itself.
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        self._previous.clear()
+
+
+class StepAgreement:
+    """A step that all ranks agree on, because one of them asks for it. Every rank calls `reached` after each of its steps.
+
+    No rank waits for another here: one that has looked already may be in the next step, in a collective that needs this one.
+    Once a rank asks, every rank posts the step at which it sees that. When the last one posts, after its step m, no other is
+    past step m + 1, whose collectives need that rank; so all see that all have posted after step m + 1, and that is the step.
+    """
+
+    def __init__(self, board: Board | None, key: str, asks: Callable[[], str | None]) -> None:
+        """`board` is None for a job of one rank; `asks` gives the reason why this rank asks, or None."""
+        self._board = board
+        self._key = key
+        self._asks = asks
+        self._has_posted = False
+        self._looked: int | None = None
+        self._agreed: int | None = None
+
+    def reached(self, step: int) -> bool:
+        """True if this is the agreed step, or a later one; the same answer when it is called again for a step."""
+        if self._agreed is None and (self._looked is None or step > self._looked):
+            self._look(step)
+            self._looked = step
+        return self._agreed is not None and step >= self._agreed
+
+    def _look(self, step: int) -> None:
+        board, key = self._board, self._key
+        reason = None if self._has_posted else self._asks()
+        if board is None:
+            if reason is not None:
+                self._agreed = step
+                logger.info("after step %d: %s", step, reason)
+            return
+        if not self._has_posted:
+            if reason is not None:
+                board.post(f"{key}/asked", reason.encode())
+            elif not board.has(f"{key}/asked"):
+                return
+            board.post(f"{key}/at/{board.rank}", str(step).encode())
+            self._has_posted = True
+            return
+        posted = [f"{key}/at/{rank}" for rank in range(len(board))]
+        if board.has(*posted):
+            self._agreed = 1 + max(int(board.read(item)) for item in posted)
+            logger.info("after step %d: %s", self._agreed, board.read(f"{key}/asked").decode())

@@ -1,0 +1,43 @@
+"""Which checkpoints of a run to keep: a pure function of steps, times and metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from loaderkit.checkpoint.manager.settings import KeepArgs
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """A whole checkpoint: its step, when it was saved in seconds since 1970, and the metrics given with it."""
+
+    step: int
+    time_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def steps_to_keep(saved: Sequence[SavedStep], keep: KeepArgs | None, now_s: float) -> set[int]:
+    """The steps to keep: those that any rule of `keep` names, and always the newest; all of them without rules.
+
+    A checkpoint without the metric of `best`, or with one that is no number, is no candidate for it.
+    """
+    steps = {item.step for item in saved}
+    if keep is None or not steps:
+        return steps
+    kept = set(sorted(steps)[-keep.last :])
+    if keep.every is not None:
+        for item in saved:
+            is_young = keep.max_age_s is None or now_s - item.time_s <= keep.max_age_s
+            if item.step % keep.every == 0 and is_young:
+                kept.add(item.step)
+    if keep.best is not None:
+        name, sign = keep.best.metric, 1 if keep.best.mode == "min" else -1
+        scored = [
+            (sign * item.metrics[name], -item.step)
+            for item in saved
+            if name in item.metrics and math.isfinite(item.metrics[name])
+        ]
+        kept |= {-negative for _, negative in sorted(scored)[: keep.best.num]}
+    return kept

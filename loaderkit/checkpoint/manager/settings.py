@@ -1,0 +1,154 @@
+"""The settings of a `CheckpointManager`: from arguments, a mapping, or a checkpoint.yaml."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
+
+from loaderkit._internal.diagnostics import Problems
+from loaderkit._internal.model_errors import validate
+from loaderkit._internal.settings import Duration, Model, as_tuple
+from loaderkit._internal.units import format_seconds, parse_seconds
+from loaderkit._internal.yaml_text import expand_variables, read_yaml
+from loaderkit.errors import ConfigError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_STEPS = re.compile(r"\s*(\d+)\s*(?:steps?)?\s*")
+
+
+class Every(NamedTuple):
+    """How often to save: each so many steps, or as soon as so many seconds have passed."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+
+def _parse_every(value: Any) -> Every:
+    """Raises ValueError."""
+    if isinstance(value, Every):
+        return value
+    match = _STEPS.fullmatch(str(value)) if isinstance(value, (int, str)) and not isinstance(value, bool) else None
+    if match is not None and int(match[1]) > 0:
+        return Every(steps=int(match[1]))
+    if isinstance(value, str) and match is None:
+        try:
+            seconds = parse_seconds(value)
+        except ValueError:
+            seconds = 0.0
+        if seconds > 0:
+            return Every(seconds=seconds)
+    raise ValueError(f"a number of steps such as 500, or a duration with its unit such as 10min, not {value!r}")
+
+
+def _say_every(value: Every | None) -> int | str | None:
+    if value is None:
+        return None
+    return value.steps if value.seconds is None else format_seconds(value.seconds)
+
+
+_SERIALIZED = PlainSerializer(_say_every, when_used="always")
+
+
+def _known_signal(name: str) -> str:
+    known = [item.name for item in signal.Signals]
+    if name not in known:
+        raise ValueError(f"the name of a signal such as SIGTERM or SIGUSR1, not {name!r}")
+    if name in ("SIGKILL", "SIGSTOP"):
+        raise ValueError(f"a signal that a program can catch, not {name!r}")
+    return name
+
+
+class BestArgs(Model):
+    """The checkpoints with the best values of a metric that is given to `save`."""
+
+    metric: str = Field(description="the name in `metrics`")
+    mode: Literal["min", "max"] = Field("min", description="whether lower or higher values are better")
+    num: int = Field(1, ge=1, description="how many are kept")
+
+
+class KeepArgs(Model):
+    """Which checkpoints are kept: those that any of these rules names, and always the newest."""
+
+    last: int = Field(1, ge=1, description="the newest ones")
+    every: int | None = Field(None, ge=1, description="those whose step is a multiple of this")
+    max_age_s: Annotated[Duration | None, Field(alias="for")] = Field(
+        None, description="how long those of `every` are kept; default for ever"
+    )
+    best: BestArgs | None = Field(None, description="the best by a metric")
+
+    @model_validator(mode="after")
+    def _check(self) -> KeepArgs:
+        if self.max_age_s is not None and self.every is None:
+            raise ValueError("`for` says how long those of `every` are kept: give `every`, too")
+        return self
+
+
+class NoticeArgs(Model):
+    """How a job is told that it will be ended soon."""
+
+    signals: Annotated[
+        tuple[Annotated[str, AfterValidator(_known_signal)], ...], BeforeValidator(as_tuple), Field(min_length=1)
+    ] = Field(("SIGTERM",), description="signals that announce the end; any rank may get one")
+
+
+class SaveSettings(Model):
+    """Where and when to save, and what to keep."""
+
+    to: str = Field(
+        min_length=1, description="the directory of the checkpoints: a path or a URL such as s3://bucket/runs/a"
+    )
+    every: Annotated[
+        Every | None, BeforeValidator(lambda value: None if value is None else _parse_every(value)), _SERIALIZED
+    ] = Field(
+        None, description="each N steps, or a duration such as 10min; default: each step for which `save` is called"
+    )
+    keep: KeepArgs | None = Field(None, description="which checkpoints stay; default all")
+    when_busy: Literal["wait", "skip"] = Field(
+        "wait", description="what a save does while another is being written: wait for it, or leave this one out"
+    )
+    notice: NoticeArgs | None = Field(None, description="signals at which all ranks save at the same step")
+
+
+def save_settings(target: str | os.PathLike[str] | Mapping[str, Any], **arguments: Any) -> SaveSettings:
+    """The settings that a URL, a mapping or a .yaml file describes, with `arguments` that are not None on top.
+
+    A relative path is relative to the file, or to the working directory. Raises ConfigError with file, line and key.
+    """
+    base, problems = Path.cwd(), Problems(None, "CheckpointManager")
+    if isinstance(target, Mapping):
+        data: Any = dict(target)
+    elif (text := os.fspath(target)).endswith((".yaml", ".yml")):
+        path = Path(text)
+        base, problems = path.parent.absolute(), Problems(path)
+        data = read_yaml(_text_of(path), problems)
+    else:
+        data = {"to": text}
+    problems.raise_problems()
+    if not isinstance(data, dict):
+        given = "nothing" if data is None else type(data).__name__
+        problems.error((), f"settings of checkpoints are a mapping with at least `to`, this is {given}")
+        problems.raise_problems()
+    if problems.file is not None:
+        data = expand_variables(data, (), problems)
+    data |= {name: value for name, value in arguments.items() if value is not None}
+    settings = validate(SaveSettings, data, (), problems)
+    problems.raise_problems()
+    assert settings is not None
+    if not _URL.match(settings.to):
+        folder = os.path.normpath(base / Path(settings.to).expanduser())
+        settings = settings.model_copy(update={"to": folder})
+    return settings
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"{path}: the settings cannot be read: {reason}") from error

@@ -1,0 +1,151 @@
+"""A board of short messages that the ranks of a job share, over a connection of its own to torch.distributed's store.
+
+No collective is called: what training does in its process groups meanwhile is not disturbed, from whatever thread. Nothing
+blocks inside the store either, whose calls of one process exclude one another.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from loaderkit.checkpoint.ranks.group import default_store
+from loaderkit.errors import PeerError
+
+if dist.is_available():
+    from torch.distributed import distributed_c10d as c10d
+
+_FIRST_POLL_S = 0.0005
+_MAX_POLL_S = 0.02
+_BEAT_S = 5.0  # between two signs of life
+_FAILED = "failed"
+
+
+class Board:
+    """The messages in `store`, which all ranks share. This is number `rank` of them; `global_ranks` are theirs in
+    torch.distributed."""
+
+    def __init__(self, store: Any, rank: int, global_ranks: Sequence[int], *, timeout_s: float) -> None:
+        self.rank = rank
+        self.global_ranks = tuple(global_ranks)
+        self._store = store
+        self._timeout_s = timeout_s
+
+    def __len__(self) -> int:
+        return len(self.global_ranks)
+
+    def post(self, key: str, data: bytes = b"") -> None:
+        """Put a message on the board."""
+        self._store.set(key, data)
+
+    def has(self, *keys: str) -> bool:
+        """True if all these messages are there; one request to the store."""
+        return bool(self._store.check(list(keys)))
+
+    def read(self, key: str) -> bytes:
+        """A message that is there."""
+        data: bytes = self._store.get(key)
+        return data
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove messages; those that are not there are no error."""
+        for key in keys:
+            with suppress(RuntimeError):
+                self._store.delete_key(key)
+
+    @contextmanager
+    def alive(self, key: str) -> Iterator[None]:
+        """While the block runs, those who wait for this rank's messages `key` wait on, however long that takes."""
+        done = threading.Event()
+
+        def beat() -> None:
+            number = 0
+            while not done.is_set():
+                with suppress(RuntimeError):
+                    self.post(f"{key}/alive/{self.rank}", str(number := number + 1).encode())
+                done.wait(min(_BEAT_S, self._timeout_s / 4))
+
+        thread = threading.Thread(target=beat, name=f"loaderkit-alive-{self.rank}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def fail(self, key: str, error: BaseException) -> None:
+        """Tell those who wait for messages about `key` that this rank failed."""
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        with suppress(RuntimeError):
+            self._store.compare_set(f"{key}/{_FAILED}", "", f"{self.rank}\n{reason}")
+
+    def collect(self, key: str, *, about: str = "", doing: str) -> list[bytes]:
+        """The messages `{key}/{rank}` of all ranks; waits for them.
+
+        Failures and signs of life are looked for below `about`, default `key`. Raises PeerError that names the ranks that
+        failed, or that did not come within the timeout and gave no sign of life; `doing` says what for.
+        """
+        return self._wait({rank: f"{key}/{rank}" for rank in range(len(self))}, about or key, doing)
+
+    def wait_for(self, key: str, source: int, *, about: str, doing: str) -> bytes:
+        """The message `key`, which rank `source` posts; otherwise as `collect`."""
+        return self._wait({source: key}, about, doing)[0]
+
+    def _wait(self, keys: dict[int, str], about: str, doing: str) -> list[bytes]:
+        missing, messages = dict(keys), {}
+        beats: dict[int, bytes] = {}
+        heard_s, looked_s, poll_s = time.monotonic(), time.monotonic(), _FIRST_POLL_S
+        try:
+            while True:
+                # They usually come in order; those behind the first that is missing are not asked for yet.
+                while missing and self.has(missing[rank := next(iter(missing))]):
+                    messages[rank] = self.read(missing.pop(rank))
+                    heard_s = time.monotonic()
+                if not missing:
+                    return [messages[rank] for rank in keys]
+                if self.has(f"{about}/{_FAILED}"):
+                    number, _, reason = self.read(f"{about}/{_FAILED}").decode().partition("\n")
+                    raise self._blame([int(number)], f"failed: {reason}", doing)
+                if time.monotonic() - looked_s > min(_BEAT_S, self._timeout_s / 8):
+                    looked_s = time.monotonic()
+                    if self._beats(about, rank := next(iter(missing)), beats):
+                        heard_s = looked_s
+                if time.monotonic() - heard_s > self._timeout_s:
+                    raise self._blame([*missing], f"did not come within {self._timeout_s:g} s", doing)
+                time.sleep(poll_s)
+                poll_s = min(2 * poll_s, _MAX_POLL_S)
+        except RuntimeError as error:
+            if isinstance(error, PeerError):
+                raise
+            raise PeerError(
+                f"the store of torch.distributed is gone while {doing}: unless torchrun keeps it, that is rank 0's, which has "
+                f"probably died ({str(error)[:200]})",
+                ranks=(0,),
+            ) from error
+
+    def _beats(self, about: str, rank: int, beats: dict[int, bytes]) -> bool:
+        """True if a rank has given a sign of life since the last look."""
+        key = f"{about}/alive/{rank}"
+        if not self.has(key):
+            return False
+        before, beats[rank] = beats.get(rank), self.read(key)
+        return before != beats[rank]
+
+    def _blame(self, numbers: Sequence[int], reason: str, doing: str) -> PeerError:
+        ranks = tuple(self.global_ranks[number] for number in numbers)
+        listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        return PeerError(f"rank{'s' if len(ranks) > 1 else ''} {listed} {reason} (while {doing})", ranks=ranks)
+
+
+def open_board(name: str, process_group: Any = None, *, timeout_s: float) -> Board:
+    """The board `name`, which every rank of the group names alike. Raises ConfigError without torch.distributed."""
+    store = default_store()
+    clone = getattr(store, "clone", None)  # from torch 2.8 on
+    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    own = c10d.PrefixStore(f"loaderkit/{name}", store if clone is None else clone())
+    return Board(own, dist.get_rank(process_group), ranks, timeout_s=timeout_s)

@@ -1,0 +1,79 @@
+"""CheckpointManager on several ranks: one checkpoint of all, restored by any number; notices, failures and deaths."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import manager_programs
+import pytest
+import rank_programs
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def said(folder: Path, name: str, num_ranks: int) -> list[Any]:
+    return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_training_goes_on_to_the_last_bit(sharded: bool, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert rank_programs.run_ranks(manager_programs.run, 2, whole, "whole", sharded, 0, 8) == [0, 0]
+    assert rank_programs.run_ranks(manager_programs.run, 2, tmp_path, "first", sharded, 0, 3) == [0, 0]
+    assert rank_programs.run_ranks(manager_programs.run, 2, tmp_path, "second", sharded, 3, 8) == [0, 0]
+    expected, found, first = said(whole, "whole", 2), said(tmp_path, "second", 2), said(tmp_path, "first", 2)
+    for rank in range(2):
+        late = {step: loss for step, loss in expected[rank]["losses"].items() if int(step) > 3}
+        assert found[rank]["losses"] == late
+        assert found[rank]["total"] == expected[rank]["total"]
+        assert found[rank]["drawn"] == first[rank]["next"]  # each rank its own generators
+        assert found[rank]["steps"] == [3, 6]
+    assert found[0]["drawn"] != found[1]["drawn"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_another_number_of_ranks(num_ranks: int, tmp_path: Path) -> None:
+    sharded = num_ranks > 1
+    assert rank_programs.run_ranks(manager_programs.run, 2, tmp_path, "first", sharded, 0, 6) == [0, 0]
+    codes = rank_programs.run_ranks(manager_programs.run, num_ranks, tmp_path, "second", sharded, 6, 8)
+    assert codes == [0] * num_ranks
+    found = said(tmp_path, "second", num_ranks)
+    assert len({json.dumps(one["drawn"]) for one in found}) == num_ranks
+    assert all(one["total"] == [36.0] * 3 for one in found)
+
+
+def test_a_notice_to_one_rank_stops_all_at_one_step(tmp_path: Path, rng: random.Random) -> None:
+    """Twice: the second run goes on where the first one stopped."""
+    stopped = 0
+    for _ in range(2):
+        victim, at_step, every = rng.randrange(2), rng.randint(1, 5), rng.choice([1, 2, 100])
+        for path in tmp_path.glob("sto*"):
+            path.unlink()
+        codes = rank_programs.run_ranks(manager_programs.stop_on_notice, 2, tmp_path, victim, at_step, every)
+        assert codes == [0, 0]
+        (first, step, steps), other = said(tmp_path, "stopped", 2)
+        assert other == [first, step, steps]
+        assert first == stopped
+        assert step == steps[-1]
+        assert first + at_step <= step <= first + at_step + 2
+        stopped = step
+
+
+def test_a_failure_on_one_rank_is_heard_on_all(tmp_path: Path) -> None:
+    assert rank_programs.run_ranks(manager_programs.fail_on_one, 2, tmp_path) == [0, 0]
+    (first, *steps), (second, *others) = said(tmp_path, "failed", 2)
+    assert first.startswith("PeerError: rank 1 failed: ConnectorError: No space left on device")
+    assert second == "ConnectorError: No space left on device"
+    assert steps == others == [[1], [1, 3]]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-0000000001", "step-0000000003"]
+
+
+def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
+    assert rank_programs.run_ranks(manager_programs.die_while_saving, 2, tmp_path) == [0, -9]
+    message, steps = json.loads((tmp_path / "survived-0.json").read_text())
+    assert message.startswith("rank 1 did not come within 3 s (while a checkpoint is written)")
+    assert steps == [1]

@@ -1,0 +1,95 @@
+"""Settings of a CheckpointManager: every mistake is named with file, line and key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loaderkit.checkpoint.manager.settings import BestArgs, Every, KeepArgs, save_settings
+from loaderkit.errors import ConfigError
+
+WHOLE = """
+to: runs/a
+every: 500
+keep: {last: 3, every: 5000, for: 30d, best: {metric: loss, mode: min, num: 2}}
+when_busy: skip
+notice: {signals: [SIGTERM, SIGUSR1]}
+"""
+
+
+def test_a_file_has_everything(write: Callable[[str], Path]) -> None:
+    path = write(WHOLE)
+    settings = save_settings(path)
+    assert settings.to == str(path.parent / "runs/a")
+    assert settings.every == Every(steps=500)
+    best = BestArgs(metric="loss", mode="min", num=2)
+    assert settings.keep == KeepArgs(last=3, every=5000, **{"for": 30 * 86400.0}, best=best)
+    assert settings.when_busy == "skip"
+    assert settings.notice is not None
+    assert settings.notice.signals == ("SIGTERM", "SIGUSR1")
+
+
+def test_a_url_a_mapping_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RUN", "b")
+    assert save_settings("runs/a").to == str(tmp_path / "runs/a")
+    assert save_settings("s3://bucket/runs/a").to == "s3://bucket/runs/a"
+    assert save_settings({"to": "s3://bucket/${RUN}"}).to == "s3://bucket/${RUN}"  # only files have variables
+    (tmp_path / "checkpoint.yaml").write_text("to: s3://bucket/${RUN}\nevery: 10min\n")
+    settings = save_settings("checkpoint.yaml", every=7)
+    assert (settings.to, settings.every) == ("s3://bucket/b", Every(steps=7))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1, Every(steps=1)), ("500", Every(steps=500)), ("500 steps", Every(steps=500)), ("10min", Every(seconds=600.0)),
+     ("1.5h", Every(seconds=5400.0)), (None, None)],
+)  # fmt: skip
+def test_every(value: Any, expected: Every | None) -> None:
+    assert save_settings({"to": "/a", "every": value}).every == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line", "said"),
+    [
+        ("every: 500\n", "", None, "'to' is missing: the directory of the checkpoints"),
+        ("to: /a\nevry: 500\n", "evry", 2, "unknown key 'evry'; did you mean 'every'?"),
+        ("to: /a\nevery: 0\n", "every", 2, "a number of steps such as 500, or a duration with its unit"),
+        ("to: /a\nevery: soon\n", "every", 2, "not 'soon'"),
+        ("to: /a\nevery: 1.5\n", "every", 2, "not 1.5"),
+        ("to: /a\nkeep:\n  last: 0\n", "keep.last", 3, "greater than or equal to 1, not 0"),
+        ("to: /a\nkeep:\n  fro: 3d\n", "keep.fro", 3, "unknown key 'fro'; did you mean 'for'?"),
+        ("to: /a\nkeep: {for: 3d}\n", "keep", 2, "`for` says how long those of `every` are kept: give `every`, too"),
+        ("to: /a\nkeep: {best: {mode: min}}\n", "keep.best", 2, "'metric' is missing"),
+        (
+            "to: /a\nkeep: {best: {metric: loss, mode: low}}\n",
+            "keep.best.mode",
+            2,
+            "expected 'min' or 'max', not 'low'",
+        ),
+        ("to: /a\nwhen_busy: wiat\n", "when_busy", 2, "did you mean 'wait'?"),
+        ("to: /a\nnotice: {signals: [SIGTREM]}\n", "notice.signals.0", 2, "the name of a signal such as SIGTERM"),
+        ("to: /a\nnotice: {signals: [SIGKILL]}\n", "notice.signals.0", 2, "a signal that a program can catch"),
+        ("- to\n", "", None, "a mapping with at least `to`, this is list"),
+        ("", "", None, "this is nothing"),
+    ],
+)
+def test_what_is_wrong_is_named(write: Callable[[str], Path], text: str, key: str, line: int | None, said: str) -> None:
+    path = write(text)
+    with pytest.raises(ConfigError) as caught:
+        save_settings(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert said in message
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.line) == (key, line)
+
+
+def test_arguments_are_named_too() -> None:
+    with pytest.raises(ConfigError, match=r"CheckpointManager: every: expected a number of steps"):
+        save_settings("/a", every="soon")
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        save_settings("/nowhere/checkpoint.yaml")

@@ -1,0 +1,183 @@
+"""A training state comes back in place: modules, optimizers before and after their first step, schedulers, values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_states import same, save_dcp
+
+from loaderkit.checkpoint.restore.stateful import number_tables, resolved_state, restore_state
+from loaderkit.errors import CheckpointError, ConfigError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+
+
+class Loop:
+    """A little training; how many steps it has done decides everything in it."""
+
+    def __init__(self, make: Optimizers, num_steps: int = 0) -> None:
+        torch.manual_seed(5)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2, bias=False)
+        )
+        self.optimizer = make(
+            [{"params": [*self.model[0].parameters()]}, {"params": [*self.model[1:].parameters()], "lr": 0.01}]
+        )
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 5])
+        self.values: dict[str, Any] = {
+            "best": None,
+            "history": [],
+            "moves": {3: "a", 7: "b"},
+            "average": torch.zeros(3),
+        }
+        for number in range(num_steps):
+            self.step(number)
+
+    def step(self, number: int) -> float:
+        data = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+        loss = self.model(data).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        found: float = loss.item()
+        self.values["best"] = found
+        self.values["history"] = [*self.values["history"], found]
+        self.values["average"] += number
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, **self.values}
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return same(one, other)
+
+
+MAKES: dict[str, Optimizers] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adam": lambda params: torch.optim.AdamW(params, lr=0.1, amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("kind", MAKES)
+@pytest.mark.parametrize("num_before", [0, 4])
+@pytest.mark.parametrize("num_saved", [0, 3])
+def test_training_goes_on_to_the_last_bit(kind: str, num_before: int, num_saved: int, tmp_path: Path) -> None:
+    """Into an optimizer that has taken no step yet, and into one that has; saved with and without a state of its own."""
+    saved = Loop(MAKES[kind], num_saved)
+    save_dcp(resolved_state(saved.state()), tmp_path / "step")
+    loop = Loop(MAKES[kind], num_before)
+    pointers = {name: tensor.data_ptr() for name, tensor in loop.model.state_dict().items()}
+    state = loop.state()
+    restore_state(str(tmp_path / "step"), state, timeout_s=60.0)
+    loop.values = {name: state[name] for name in loop.values}
+    assert equal(resolved_state(loop.state()), resolved_state(saved.state()))
+    assert {name: tensor.data_ptr() for name, tensor in loop.model.state_dict().items()} == pointers
+    for number in range(num_saved, num_saved + 4):
+        assert loop.step(number) == saved.step(number)
+    assert equal(resolved_state(loop.state()), resolved_state(saved.state()))
+
+
+class Opaque:
+    """An object whose state has containers of all kinds."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize(
+    ("value", "fresh"),
+    [
+        ({0: torch.ones(2), 5: torch.zeros(1)}, {}),
+        ([torch.ones(2), {"a": 3}, [torch.zeros(1)]], []),
+        ({0: torch.ones(2), 1: torch.ones(1)}, {0: torch.zeros(2), 1: torch.zeros(1)}),
+        ({"a": [1, 2, (3, "x")], "b": {1, 2}, "c": b"y", "d": 2.5, "e": None}, {}),
+        ({}, {"a": 1}),
+        (torch.arange(3), None),
+        (Counter({7: 2}), Counter()),
+    ],
+)
+def test_containers_of_an_object(value: Any, fresh: Any, tmp_path: Path) -> None:
+    resolved = resolved_state({"it": Opaque(value), "n": 1})
+    save_dcp(resolved | {"loaderkit": {"number_tables": number_tables(resolved)}}, tmp_path / "step")
+    state = {"it": Opaque(fresh), "n": 0}
+    if value == {}:  # an empty table has no name in a checkpoint
+        with pytest.raises(CheckpointError, match="missing in the checkpoint"):
+            restore_state(str(tmp_path / "step"), state, timeout_s=60.0)
+        return
+    restore_state(str(tmp_path / "step"), state, timeout_s=60.0)
+    assert equal(state["it"].value, dict(value) if isinstance(value, Counter) else value)  # type: ignore[attr-defined]
+
+
+class TestWhatDoesNotFit:
+    @pytest.fixture
+    def url(self, tmp_path: Path) -> str:
+        save_dcp({"model": torch.nn.Linear(3, 2).state_dict(), "x": torch.ones(3), "n": 1}, tmp_path / "step")
+        return str(tmp_path / "step")
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            ({"model": torch.nn.Linear(3, 3)}, r"'model\.weight' has shape \[3, 3\], and \[2, 3\] in the checkpoint"),
+            ({"model": torch.nn.Linear(3, 2, dtype=torch.float64)}, "is torch.float64, and torch.float32"),
+            ({"model": torch.nn.Linear(3, 2, bias=False)}, r"only in the checkpoint: model\.bias"),
+            ({"model": torch.nn.Sequential(torch.nn.Linear(3, 2))}, r"missing in the checkpoint \(2\): model\.0\.bias"),
+            ({"model": torch.nn.Linear(3, 2, device="meta")}, "has no memory"),
+            ({"y": torch.ones(2)}, r"missing in the checkpoint \(1\): y"),
+            ({"x": 3}, "'x' is a tensor in the checkpoint, and here a int"),
+            ({"n": torch.ones(1)}, "'n' is a tensor, and none in the checkpoint"),
+        ],
+    )
+    def test_nothing_is_written(self, url: str, change: dict[str, Any], said: str) -> None:
+        x = torch.zeros(3)
+        model = torch.nn.Linear(3, 2)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        state = {"first": model, "model": model, "x": x, "n": 0, **change}
+        state.pop("first")
+        with pytest.raises(CheckpointError, match=said) as caught:
+            restore_state(url, state, timeout_s=60.0)
+        assert "nothing was written" in str(caught.value)
+        assert not x.any()
+        assert equal(before, dict(model.state_dict()))
+
+    def test_what_only_the_checkpoint_has_is_left_out(self, url: str) -> None:
+        x = torch.zeros(3)
+        restore_state(url, {"x": x}, timeout_s=60.0)
+        assert x.tolist() == [1, 1, 1]
+
+    def test_no_state_at_all(self, url: str) -> None:
+        with pytest.raises(ConfigError, match="expected a dict"):
+            restore_state(url, torch.nn.Linear(1, 1), timeout_s=60.0)  # type: ignore[arg-type]
+
+
+def test_what_could_not_be_restored_is_refused_when_it_is_saved() -> None:
+    for value in (object(), [1, {"a": print}], lambda: 0, Path("x")):
+        with pytest.raises(ConfigError, match="without running code"):
+            number_tables({"a": {"b": value}})
+    for keys in ([Path("x")], [1, "1"], [True], [1.5], [(1, 2)]):
+        with pytest.raises(ConfigError, match=r"the keys of 'a\.b' are not all text, or all whole numbers"):
+            number_tables({"a": {"b": dict.fromkeys(keys, 1)}})
+    state = {
+        "a": [1, 2.5, None, "x", b"y", {3}, (4,), torch.Size([1])],
+        "n": torch.ones(2).numpy(),
+        "m": {1: {}, -2: 3},
+    }
+    assert number_tables(state) == ["m"]

@@ -1,0 +1,154 @@
+"""What each rank does in tests of CheckpointManager: a module of its own, as other processes import it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import rank_programs
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import loaderkit
+from loaderkit.checkpoint import RngState
+from loaderkit.connectors.base import writes_of
+from loaderkit.connectors.file import FileConnector
+from loaderkit.errors import ConnectorError, PeerError
+
+
+def training_state(rank: int, num_ranks: int, *, sharded: bool) -> dict[str, Any]:
+    """A model, the same on all ranks or sharded over them, its optimizer, and what each rank has for itself."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 31), torch.nn.Linear(31, 5), torch.nn.Linear(5, 1))
+    if sharded:
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(100 + rank)
+    return {"model": model, "optimizer": optimizer, "rng": RngState(), "note": "mine", "total": torch.zeros(3)}
+
+
+def train_step(state: dict[str, Any], step: int) -> float:
+    """One step on the same data on every rank; the loss."""
+    data = torch.randn(16, 12, generator=torch.Generator().manual_seed(step))
+    loss = state["model"](data).square().mean()
+    state["optimizer"].zero_grad()
+    loss.backward()
+    state["optimizer"].step()
+    state["total"] += step
+    dist.barrier()  # so that no rank is a step ahead, as with gradients that are added up
+    number: float = loss.item()
+    return number
+
+
+def run(rank: int, num_ranks: int, folder: Path, name: str, sharded: bool, first: int, last: int) -> None:
+    """Train from step `first`, or from what is restored, to `last`, and save each third step; write the losses and a draw."""
+    rank_programs.begin(rank, num_ranks, folder, f"store-{name}")
+    state = training_state(rank, num_ranks, sharded=sharded)
+    with loaderkit.CheckpointManager(folder / "run", every=3, timeout_s=60.0) as checkpoints:
+        step = checkpoints.restore(state) or 0
+        assert step == first, (step, first)
+        drawn = torch.rand(4).tolist() if step else []
+        losses = {}
+        while step < last:
+            step += 1
+            losses[step] = train_step(state, step)
+            checkpoints.save(step, state)
+    said = {"losses": losses, "drawn": drawn, "total": state["total"].tolist(), "steps": checkpoints.all_steps()}
+    (folder / f"{name}-{rank}.json").write_text(json.dumps(said | {"next": torch.rand(4).tolist()}))
+    dist.destroy_process_group()
+
+
+def stop_on_notice(rank: int, num_ranks: int, folder: Path, victim: int, at_step: int, every: int) -> None:
+    """Train until a notice, which rank `victim` gets in the middle of a step; exit with 0."""
+    rank_programs.begin(rank, num_ranks, folder, "store")
+    state = training_state(rank, num_ranks, sharded=False)
+    notice = {"signals": ["SIGTERM"]}
+    with loaderkit.CheckpointManager(folder / "run", every=every, notice=notice, timeout_s=60.0) as checkpoints:
+        step = checkpoints.restore(state) or 0
+        first = step
+        while True:
+            step += 1
+            if rank == victim and step == first + at_step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            train_step(state, step)
+            checkpoints.save(step, state)
+            if checkpoints.reached_preemption(step):
+                break
+    (folder / f"stopped-{rank}.json").write_text(json.dumps([first, step, checkpoints.all_steps()]))
+    dist.destroy_process_group()
+
+
+class Full(FileConnector):
+    """A full disk, as soon as `is_full`."""
+
+    is_full = False
+
+    def writes(self) -> Any:
+        outer, inner = self, writes_of(FileConnector(self.describe("")))
+
+        class Failing:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(inner, name)
+
+            def create(self, key: str, size: int) -> Any:
+                if outer.is_full:
+                    raise ConnectorError("No space left on device")
+                return inner.create(key, size)
+
+        return Failing()
+
+
+def fail_on_one(rank: int, num_ranks: int, folder: Path) -> None:
+    """Rank 1 cannot write the second checkpoint: every rank hears of it, and the first stands; a third is saved by all."""
+    rank_programs.begin(rank, num_ranks, folder, "store")
+    store = Full(folder / "run")
+    state = training_state(rank, num_ranks, sharded=True)
+    with loaderkit.CheckpointManager("store://", connectors={"store": store}, timeout_s=60.0) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        store.is_full = rank == 1
+        checkpoints.save(2, state)
+        try:
+            checkpoints.wait_until_finished()
+            message = ""
+        except (ConnectorError, PeerError) as error:
+            message = f"{type(error).__name__}: {error}"
+        store.is_full = False
+        steps = checkpoints.all_steps()
+        checkpoints.save(3, state)
+    (folder / f"failed-{rank}.json").write_text(json.dumps([message, steps, checkpoints.all_steps()]))
+    dist.destroy_process_group()
+
+
+def die_while_saving(rank: int, num_ranks: int, folder: Path) -> None:
+    """Rank 1 is killed when it is to write: rank 0 says so, and the checkpoint before stands."""
+    rank_programs.begin(rank, num_ranks, folder, "store")
+
+    class Deadly(FileConnector):
+        is_deadly = False
+
+        def writes(self) -> Any:
+            if self.is_deadly:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().writes()
+
+    store = Deadly(folder / "run")
+    state = training_state(rank, num_ranks, sharded=True)
+    checkpoints = loaderkit.CheckpointManager("store://", connectors={"store": store}, timeout_s=3.0)
+    checkpoints.save(1, state, wait=True)
+    store.is_deadly = rank == 1
+    checkpoints.save(2, state)
+    try:
+        checkpoints.close()
+        message = ""
+    except PeerError as error:
+        message = str(error)
+    (folder / f"survived-{rank}.json").write_text(json.dumps([message, checkpoints.all_steps()]))
+    os._exit(0)

@@ -26,6 +26,7 @@ _IN_METADATA = (
     "Metadata", "MetadataIndex", "_MEM_FORMAT_ENCODING",
 )  # fmt: skip
 _MAX_DIMS = 64
+MAX_TIED = 32  # tensors that may lie at the same bytes
 _MAX_CUT = 8  # dimensions along which a tensor is cut into shards
 _MAX_CORNERS = 2**24  # of the shards of a tensor: two million shards by rows and columns
 
@@ -177,12 +178,19 @@ def _check_cover(name: str, shape: tuple[int, ...], shards: list[TensorShard]) -
 
 
 def _check_overlap(contents: DcpContents, len_prefix: int) -> None:
-    """Raise FormatError if two archives share bytes: the checkpoint would have more bytes than its files."""
+    """Raise FormatError if two archives share bytes: the checkpoint would have more bytes than its files.
+
+    A few tensors may have one archive in common, as tied weights do.
+    """
     by_key: dict[str, list[tuple[int, int, str]]] = {}
+    tied: dict[tuple[str, int, int], set[str]] = {}
     for name, entry in contents.tensors.items():
         for shard in entry.shards:
             if 0 not in shard.sizes:
-                by_key.setdefault(shard.key, []).append((shard.start, shard.length, name))
+                names = tied.setdefault((shard.key, shard.start, shard.length), set())
+                if not names or name in names or len(names) == MAX_TIED:
+                    by_key.setdefault(shard.key, []).append((shard.start, shard.length, name))
+                names.add(name)
     for name, archive in contents.values.items():
         by_key.setdefault(archive.key, []).append((archive.start, archive.length, name))
     for key, archives in by_key.items():

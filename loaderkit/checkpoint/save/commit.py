@@ -5,7 +5,8 @@ all the files that it names. An existing one stays: the new files get other name
 `.metadata` is the one step. While it is replaced the manifest holds for both. So readers see the old checkpoint or the new one.
 
     new, renamed     files, .metadata, manifest ──> durable ──> rename
-    in place         files ──> durable ──> manifest of both ──> .metadata ──> manifest ──> old files removed
+    new, in place    files ──> durable ──> manifest, beside it ──> .metadata ──> manifest
+    again            files ──> durable ──> manifest of both ──> .metadata ──> manifest ──> old files removed
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import xxhash
@@ -31,10 +33,11 @@ from loaderkit.checkpoint.save.placement import (
     marker_key,
     place,
     read_object,
+    trace_folder,
     traces,
 )
 from loaderkit.connectors.base import Writes
-from loaderkit.errors import CheckpointError, ConnectorError, FormatError, ObjectNotFoundError
+from loaderkit.errors import AccessDeniedError, CheckpointError, ConnectorError, FormatError, ObjectNotFoundError
 
 logger = logging.getLogger("loaderkit")
 
@@ -52,7 +55,7 @@ def begin(target: SaveTarget, writes: Writes) -> Placement:
                 logger.warning("what a save that died left at %s is not cleared: %s", where, error)
     others = _of(target.name, running)
     if target.name and not others:
-        writes.clear(target.prefix)
+        _clear_rest(writes, target.prefix)
     names = [info.key[len(target.prefix) :] for info in listed(target.connector, target.prefix)]
     foreign = [name for name in names if "/" not in name and name.endswith(SUFFIXES)]
     if foreign:
@@ -82,16 +85,32 @@ def clear(target: SaveTarget, writes: Writes, trace: Trace, others: Sequence[Pla
         kept = {None, *(other.generation for other in others)}
         if METADATA not in names:  # the other files are another writer's, which may not be done
             kept |= {generation_of(name) for name in names} - {placement.generation}
+        if NAME not in names:
+            _complete(final, writes, trace)
         tidy(final, writes, [name for name in names if generation_of(name) not in kept])
         if trace.name and not others:
-            writes.clear(final.prefix)
+            _clear_rest(writes, final.prefix)
     for key in trace.keys:
         if key != trace.marker:
             writes.delete(key)
     for folder in trace.folders:
-        writes.clear(folder)
+        _clear_rest(writes, folder)
     writes.delete(trace.marker)
     writes.sync(target.parent)
+
+
+def _complete(final: SaveTarget, writes: Writes, trace: Trace) -> None:
+    """Give a checkpoint the manifest that a save, which died after the one step, has left beside it."""
+    with suppress(ObjectNotFoundError):
+        saved = read_object(final.connector, trace.folders[0] + NAME)
+        metadata = read_object(final.connector, final.prefix + METADATA)
+        if _objects_of(json.loads(saved), metadata) is not None:
+            writes.put(final.prefix + NAME, saved)
+
+
+def _clear_rest(writes: Writes, prefix: str) -> None:
+    with suppress(AccessDeniedError):  # to list unfinished uploads takes a permission of its own
+        writes.clear(prefix)
 
 
 def commit(
@@ -104,12 +123,12 @@ def commit(
     """
     objects = {file.name: _entry(file.num_bytes, file.block_bytes, file.hexadecimal()) for file in files}
     _check_files(target, placement, objects)
-    description = _described(metadata)
+    manifest = _encoded(manifest_of(objects | {METADATA: _described(metadata)}))
     if placement.in_place:
-        _replace(target, writes, objects, metadata, description)
+        _replace(target, writes, placement, objects=objects, metadata=metadata, manifest=manifest)
     else:
         writes.put(placement.folder + METADATA, metadata)
-        writes.put(placement.folder + NAME, _encoded(manifest_of(objects | {METADATA: description})))
+        writes.put(placement.folder + NAME, manifest)
         writes.sync(placement.folder)
         if not writes.rename(placement.folder, target.prefix):
             raise CheckpointError(
@@ -131,16 +150,33 @@ def _check_files(target: SaveTarget, placement: Placement, objects: Mapping[str,
 
 
 def _replace(
-    target: SaveTarget, writes: Writes, objects: dict[str, Any], metadata: bytes, description: dict[str, Any]
+    target: SaveTarget,
+    writes: Writes,
+    placement: Placement,
+    *,
+    objects: dict[str, Any],
+    metadata: bytes,
+    manifest: bytes,
 ) -> None:
     """Commit where the files lie already."""
-    old_names, old = _named_by(target), _manifest(target)
+    old = _metadata(target)
+    old_names = _names_in(old)
+    old_manifest = _manifest(target)
+    old_objects = None
+    if old is not None and old_names and old_manifest is not None:
+        old_objects = _objects_of(old_manifest, old)
     writes.sync(target.prefix)
-    if old is not None:
-        both = manifest_of(objects | old["objects"], old["block_bytes"], replacing={METADATA: description})
+    beside = trace_folder(target, placement) + NAME
+    if old_objects is not None:
+        both = manifest_of(objects | old_objects, replacing={METADATA: _described(metadata)})
         writes.put(target.prefix + NAME, _encoded(both))
+    else:
+        writes.put(beside, manifest)  # so that the next save can complete this one
     writes.put(target.prefix + METADATA, metadata)
-    writes.put(target.prefix + NAME, _encoded(manifest_of(objects | {METADATA: description})))
+    writes.put(target.prefix + NAME, manifest)
+    if old_objects is None:
+        writes.delete(beside)
+        _clear_rest(writes, trace_folder(target, placement))
     if old_names:
         tidy(target, writes, old_names)
 
@@ -150,39 +186,46 @@ def tidy(target: SaveTarget, writes: Writes, names: Iterable[str]) -> None:
 
     Raises FormatError if `.metadata` cannot be read, or is not that of the manifest; then nothing is removed.
     """
-    needed: set[str] = set()
-    try:
-        metadata = read_object(target.connector, target.prefix + METADATA)
-    except ObjectNotFoundError:
-        pass
-    else:
-        needed = _files_of(metadata)
-        if (manifest := _manifest(target)) is not None:
-            _restrict(target, writes, manifest, needed, metadata)
+    metadata, manifest = _metadata(target), _manifest(target)
+    needed = set() if metadata is None else _files_of(metadata)
+    if metadata is not None and manifest is not None:
+        objects = _objects_of(manifest, metadata)
+        if objects is None:
+            raise FormatError(f"{target.connector.describe(target.prefix + METADATA)} is not that of its manifest")
+        if objects.keys() != manifest["objects"].keys() or "replacing" in manifest:
+            writes.put(target.prefix + NAME, _encoded(manifest_of(objects)))
     for name in sorted(set(names) - needed - {METADATA, NAME}):
         writes.delete(target.prefix + name)
     writes.sync(target.prefix)
 
 
-def _restrict(target: SaveTarget, writes: Writes, manifest: dict[str, Any], needed: set[str], metadata: bytes) -> None:
-    """Make a manifest of two checkpoints that of the one whose `.metadata` is there. Raises FormatError if it is of neither."""
-    said = [manifest["objects"].get(METADATA), manifest.get("replacing", {}).get(METADATA)]
-    if "replacing" not in manifest and manifest["objects"].keys() <= needed | {METADATA}:
-        return
-    for entry in filter(None, said):
-        block_bytes = entry.get("block_bytes", manifest["block_bytes"])
-        if _described(metadata, block_bytes)["hashes"] == entry["hashes"]:
-            kept = {name: item for name, item in manifest["objects"].items() if name in needed}
-            writes.put(target.prefix + NAME, _encoded(manifest_of(kept | {METADATA: entry}, manifest["block_bytes"])))
-            return
-    raise FormatError(f"{target.connector.describe(target.prefix + METADATA)} is not that of its manifest")
+def _objects_of(manifest: Mapping[str, Any], metadata: bytes) -> dict[str, Any] | None:
+    """What a manifest has of the files that `.metadata` names, and of it; None if the manifest is of another `.metadata`.
+
+    Raises FormatError if that cannot be read.
+    """
+    needed, defaults = _files_of(metadata), {"block_bytes": manifest["block_bytes"]}
+    for entry in (manifest["objects"].get(METADATA), manifest.get("replacing", {}).get(METADATA)):
+        described = None if entry is None else defaults | entry
+        if described is not None and described == _described(metadata, described["block_bytes"]):
+            kept = {name: defaults | item for name, item in manifest["objects"].items() if name in needed}
+            return kept | {METADATA: described}
+    return None
 
 
-def _named_by(target: SaveTarget) -> set[str]:
-    """The files that the checkpoint's `.metadata` names; none without one, or if it cannot be read."""
+def _metadata(target: SaveTarget) -> bytes | None:
+    """The checkpoint's `.metadata`; None without one."""
     try:
-        return _files_of(read_object(target.connector, target.prefix + METADATA))
-    except (ObjectNotFoundError, FormatError):
+        return read_object(target.connector, target.prefix + METADATA)
+    except ObjectNotFoundError:
+        return None
+
+
+def _names_in(metadata: bytes | None) -> set[str]:
+    """The files that `.metadata` names; none if it cannot be read."""
+    try:
+        return set() if metadata is None else _files_of(metadata)
+    except FormatError:
         return set()
 
 

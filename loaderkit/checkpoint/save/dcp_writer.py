@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from loaderkit.checkpoint.discovery.locate import SaveTarget, save_target
+from loaderkit.checkpoint.formats.dcp import MAX_TIED
 from loaderkit.checkpoint.save.commit import begin, commit
 from loaderkit.checkpoint.save.engine import SavedFile, save_files
 from loaderkit.checkpoint.save.file_plan import BytesItem, FilePlan, Item, TensorItem
@@ -30,7 +31,7 @@ from loaderkit.checkpoint.save.memory import PartBuffers
 from loaderkit.checkpoint.save.owner import Lease
 from loaderkit.checkpoint.save.placement import Placement, find_placement, marker_bytes, marker_key
 from loaderkit.checkpoint.save.staging import HostCopies
-from loaderkit.checkpoint.save.tensor_bytes import plain_tensor
+from loaderkit.checkpoint.save.tensor_bytes import identity_of, plain_tensor
 from loaderkit.connectors.base import Connector, traits_of, writes_of
 from loaderkit.errors import CheckpointError, ConfigError
 
@@ -239,9 +240,10 @@ class StreamWriter(StorageWriter, AsyncStager):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         target = self._opened()
         share = self._share(target, plan)
-        resolved = [_resolved(item, planner) for item in plan.items]
-        resolved.sort(key=lambda pair: isinstance(pair[1], TensorItem))  # plain values first, as torch does
-        plans = [FilePlan(share.placement.file_name(share.rank), [item for _, item in resolved])] if resolved else []
+        resolved = _resolved(plan.items, planner, self._copies)
+        items = list({id(item): item for _, item in resolved}.values())
+        items.sort(key=lambda item: isinstance(item, TensorItem))  # plain values first, as torch does
+        plans = [FilePlan(share.placement.file_name(share.rank), items)] if items else []
         workers = _REMOTE_WORKERS if traits_of(target.connector).is_remote else _FILE_WORKERS
         files = save_files(
             plans,
@@ -253,8 +255,9 @@ class StreamWriter(StorageWriter, AsyncStager):
         self._stats = {"ranks": {share.rank: _times_of(files)}, "commit_s": None}
         results = [WriteResult(_FILES, 0, _Written(share.placement.attempt, share.rank, files))]
         for file in plans:
-            for (write_item, item), start in zip(resolved, file.starts, strict=True):
-                where = filesystem._StorageInfo(file.name, start, item.size)
+            starts = {id(item): start for item, start in zip(file.items, file.starts, strict=True)}
+            for write_item, item in resolved:
+                where = filesystem._StorageInfo(file.name, starts[id(item)], item.size)
                 results.append(WriteResult(write_item.index, item.size, where))
         return results
 
@@ -303,17 +306,29 @@ class StreamWriter(StorageWriter, AsyncStager):
         self._stats = {"ranks": ranks, "commit_s": time.perf_counter() - begin_s}
 
 
-def _resolved(write_item: WriteItem, planner: SavePlanner) -> tuple[WriteItem, Item]:
-    """What the planner gives for an item."""
-    name, value = write_item.index.fqn, planner.resolve_data(write_item)
-    if isinstance(value, io.BytesIO):
-        return write_item, BytesItem(name, value.getbuffer())
-    tensor = plain_tensor(value)
-    if tensor is not None:
-        return write_item, TensorItem(name, tensor)
-    file = io.BytesIO()
-    torch.save(value.detach().cpu(), file)  # a tensor's subclass, or a sparse one: as torch.distributed.checkpoint does
-    return write_item, BytesItem(name, file.getbuffer())
+def _resolved(
+    write_items: Sequence[WriteItem], planner: SavePlanner, copies: HostCopies
+) -> list[tuple[WriteItem, Item]]:
+    """What the planner gives for each item. Names of the same memory, such as tied weights, have one item."""
+    known: dict[tuple[Any, ...], tuple[TensorItem, set[str]]] = {}
+    resolved: list[tuple[WriteItem, Item]] = []
+    for write_item in write_items:
+        name, value = write_item.index.fqn, planner.resolve_data(write_item)
+        tensor = plain_tensor(value)
+        if isinstance(value, io.BytesIO):
+            resolved.append((write_item, BytesItem(name, value.getbuffer())))
+        elif tensor is None:
+            file = io.BytesIO()
+            torch.save(value.detach().cpu(), file)  # a wrapper, or a sparse one: as torch.distributed.checkpoint does
+            resolved.append((write_item, BytesItem(name, file.getbuffer())))
+        else:
+            identity = identity_of(tensor)
+            item, names = known.get(identity, (None, set()))
+            if item is None or not tensor.numel() or name in names or len(names) == MAX_TIED:
+                item, names = known[identity] = TensorItem(name, tensor, is_fixed=copies.owns(tensor)), set()
+            names.add(name)
+            resolved.append((write_item, item))
+    return resolved
 
 
 def _times_of(files: Sequence[SavedFile]) -> dict[str, Any]:

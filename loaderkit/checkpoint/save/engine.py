@@ -1,6 +1,7 @@
 """Writes files of a checkpoint: cut into parts, each staged, hashed and written by one of several threads.
 
     FilePlan ──> part ──> a worker's buffer: copied, and hashed block by block while in the CPU's cache ──> ObjectWriter.write
+                     └──> where it lies, if it is part of a copy that nobody changes: hashed ──────────────────┘
                                                                                           all parts of all files ──> commit
 
 A tensor's archive ends with the tensor's checksum, so the part with that end waits until other workers have copied the tensor's
@@ -198,6 +199,18 @@ class _Workers:
             self._changed.notify_all()
 
     def _write(self, part: _Part) -> None:
+        fixed = part.file.plan.fixed(part.begin, part.end)
+        if fixed is None:
+            self._write_copy(part)
+            return
+        times = _hash_fixed(part, *fixed)
+        with self._changed:
+            self._changed.notify_all()
+        item, start = fixed
+        assert item.data.fixed is not None
+        self._put(part, item.data.fixed[start : start + part.end - part.begin], times)
+
+    def _write_copy(self, part: _Part) -> None:
         with self._buffers.buffer(part.file.part_bytes) as buffer:
             memory = buffer[: part.end - part.begin]
             filler = _Filler(part, memory)
@@ -212,11 +225,26 @@ class _Workers:
                         return
                 filler.times.waiting_s += time.perf_counter() - begin_s
                 filler.finish()
-            begin_s = time.perf_counter()
-            part.file.writer.write(part.begin, memory.data)
-            filler.times.writing_s += time.perf_counter() - begin_s
+            self._put(part, memory, filler.times)
+
+    def _put(self, part: _Part, memory: NDArray[np.uint8], times: SaveTimes) -> None:
+        begin_s = time.perf_counter()
+        part.file.writer.write(part.begin, memory.data)
+        times.writing_s += time.perf_counter() - begin_s
         with self._changed:
-            part.file.times.add(filler.times)
+            part.file.times.add(times)
+
+
+def _hash_fixed(part: _Part, item: TensorItem, start: int) -> SaveTimes:
+    """Hash a part that is a range of a tensor, from `start` on, which stays as it is until it is written."""
+    begin_s = time.perf_counter()
+    assert item.data.fixed is not None
+    step, num_bytes = part.file.block_bytes, part.end - part.begin
+    for at in range(0, num_bytes, step):
+        block = item.data.fixed[start + at : start + min(at + step, num_bytes)].data
+        part.file.hashes[(part.begin + at) // step] = xxhash.xxh3_64_intdigest(block)
+        item.crc.add(start + at, len(block), native.crc32(block))
+    return SaveTimes(hashing_s=time.perf_counter() - begin_s)
 
 
 class _Filler:

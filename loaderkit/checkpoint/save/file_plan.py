@@ -6,22 +6,27 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loaderkit.checkpoint.formats.torch_archive import archive_of
 from loaderkit.checkpoint.save.crc import PieceCrc
 from loaderkit.checkpoint.save.tensor_bytes import TensorBytes
 
 ALIGNMENT = 64  # of items in a file, and so of tensors: no element lies in two parts
+PAGE = 4096  # of memory and place of a write past the page cache
+WORTH_ALIGNING = 2**20
 
 
 class TensorItem:
     """A tensor as torch.save writes it."""
 
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, *, is_fixed: bool = False) -> None:
+        """`is_fixed`: nobody changes the tensor while it is being saved."""
         self.name = name
         self.archive = archive_of(tensor.dtype, tuple(tensor.shape))
-        self.data = TensorBytes(tensor)
+        self.data = TensorBytes(tensor, is_fixed=is_fixed)
         self.crc = PieceCrc(self.data.num_bytes)
 
     @property
@@ -46,6 +51,19 @@ class BytesItem:
 Item = TensorItem | BytesItem
 
 
+def _start_of(item: Item, start: int) -> int:
+    """Where an item begins, from `start` on: a large tensor that can be written from where it lies as it lies in a page."""
+    if isinstance(item, BytesItem) or item.data.fixed is None or item.data.num_bytes < WORTH_ALIGNING:
+        return start
+    gap = (_address_of(item.data.fixed) - start - len(item.archive.head)) % PAGE
+    return start if gap % ALIGNMENT else start + gap
+
+
+def _address_of(memory: NDArray[np.uint8]) -> int:
+    address: int = memory.ctypes.data
+    return address
+
+
 class Piece(NamedTuple):
     """The bytes [lo, hi) of an item that lie in a part, from the offset `at` on in it."""
 
@@ -64,10 +82,19 @@ class FilePlan:
         self.starts: list[int] = []
         end = 0
         for item in self.items:
-            start = -(-end // ALIGNMENT) * ALIGNMENT
-            self.starts.append(start)
-            end = start + item.size
+            self.starts.append(_start_of(item, -(-end // ALIGNMENT) * ALIGNMENT))
+            end = self.starts[-1] + item.size
         self.size = end
+
+    def fixed(self, begin: int, end: int) -> tuple[TensorItem, int] | None:
+        """The tensor of which [begin, end) is a range that can be written from where it lies, and the range's start in it."""
+        number = bisect_right(self.starts, begin) - 1
+        item = self.items[number]
+        if not isinstance(item, TensorItem) or item.data.fixed is None:
+            return None
+        start = begin - self.starts[number] - len(item.archive.head)
+        is_inside = start >= 0 and start + end - begin <= item.archive.num_bytes
+        return (item, start) if is_inside and (_address_of(item.data.fixed) + start) % PAGE == 0 else None
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
         """The pieces of items in [begin, end), in order."""

@@ -1,11 +1,11 @@
-"""Host memory that is kept between saves: buffers of workers, which begin at a page."""
+"""Host memory that begins at a page, and is kept between saves."""
 
 from __future__ import annotations
 
 import mmap
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ class PartBuffers:
             kept = self._free.pop(fitting[0]) if fitting else None
             if kept is None:
                 self._free.clear()  # too small for this store
-        buffer = _pages(num_bytes) if kept is None else kept
+        buffer = pages(num_bytes) if kept is None else kept
         try:
             yield buffer
         finally:
@@ -35,9 +35,12 @@ class PartBuffers:
                 self._free.append(buffer)
 
 
-def _pages(num_bytes: int) -> NDArray[np.uint8]:
-    """Memory that begins at a page, uint8 [N]."""
+def pages(num_bytes: int) -> NDArray[np.uint8]:
+    """Memory that begins at a page, uint8 [N]; pinned where there is CUDA, else of large pages where the kernel has them."""
     if torch.cuda.is_available():
         pinned: NDArray[np.uint8] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
         return pinned
-    return np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), np.uint8)
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # not every kernel has them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)[:num_bytes]

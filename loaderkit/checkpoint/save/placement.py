@@ -79,7 +79,7 @@ def place(target: SaveTarget, writes: Writes, others: Iterable[Placement]) -> Pl
     )
     is_new = bool(target.name) and not names
     if is_new:
-        folder = f"{target.parent}{SAVING}{target.name}.{attempt}/"
+        folder = trace_folder(target, placement)
         placement = placement._replace(folder=folder, generation=0, in_place=False)
     marker = marker_key(target, placement)
     writes.put(marker, marker_bytes(target, placement))
@@ -104,6 +104,11 @@ def generation_of(name: str) -> int | None:
     """The number of the save that wrote a file of this name; None for other files."""
     match = _DATA_FILE.fullmatch(name)
     return None if match is None else int(match[1])
+
+
+def trace_folder(target: SaveTarget, placement: Placement) -> str:
+    """The prefix of the directory beside the checkpoint that belongs to a save."""
+    return f"{target.parent}{SAVING}{target.name}.{placement.attempt}/"
 
 
 def marker_key(target: SaveTarget, placement: Placement) -> str:

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from loaderkit.checkpoint.save.tensor_bytes import plain_tensor
+from loaderkit.checkpoint.save.memory import pages
+from loaderkit.checkpoint.save.tensor_bytes import identity_of, plain_tensor
 from loaderkit.checkpoint.transfer.stages import wait_for_queued
 
 _ALIGNMENT = 64
@@ -23,8 +24,7 @@ class _Area:
     """Memory that one copy of a state uses at a time."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        self._memory: NDArray[np.uint8] = self._pinned.numpy()
+        self._memory = pages(num_bytes)
         self._user: weakref.ref[NDArray[np.uint8]] | None = None
 
     def __len__(self) -> int:
@@ -34,6 +34,11 @@ class _Area:
     def is_free(self) -> bool:
         """True if no tensor of the last copy is left."""
         return self._user is None or self._user() is None
+
+    def has(self, address: int) -> bool:
+        """True if there is that address in it."""
+        begin: int = self._memory.ctypes.data
+        return begin <= address < begin + len(self._memory)
 
     def lend(self) -> torch.Tensor:
         """The memory, uint8 [N]; it is in use as long as there is a tensor of it."""
@@ -58,7 +63,7 @@ class HostCopies:
         starts: dict[Any, int] = {}
         num_bytes = 0
         for tensor in found.plain.values():
-            if (identity := _identity(tensor)) not in starts:
+            if (identity := identity_of(tensor)) not in starts:
                 starts[identity] = num_bytes
                 num_bytes += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
         memory = self._area(num_bytes).lend()
@@ -68,7 +73,7 @@ class HostCopies:
         memo: dict[int, Any] = {}
         with torch.no_grad():
             for number, tensor in found.plain.items():
-                identity = _identity(tensor)
+                identity = identity_of(tensor)
                 if identity not in copies:
                     copies[identity] = _copied(tensor, memory, starts[identity])
                 memo[number] = copies[identity]
@@ -76,6 +81,10 @@ class HostCopies:
                 memo[number] = _rewrapped(tensor, memo)
         wait_for_queued(devices)  # for the copies
         return copy.deepcopy(state, memo)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor is part of a copy: nobody changes it."""
+        return tensor.device.type == "cpu" and any(area.has(tensor.data_ptr()) for area in self._areas)
 
     def _area(self, num_bytes: int) -> _Area:
         for area in self._areas:
@@ -128,24 +137,11 @@ def _rewrapped(tensor: torch.Tensor, memo: Mapping[int, Any]) -> torch.Tensor:
     return rewrapped
 
 
-def _identity(tensor: torch.Tensor) -> Any:
-    """Equal for tensors of the same elements."""
-    return (
-        tensor.data_ptr(),
-        tensor.device,
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-
-
 def _copied(tensor: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
     """A copy in the memory from `start` on."""
     num_bytes = tensor.numel() * tensor.itemsize
     if not num_bytes:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     target = memory[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
-    target.copy_(tensor, non_blocking=True)
+    target.copy_(tensor, non_blocking=tensor.is_cuda)  # what is queued there is waited for
     return target

@@ -25,19 +25,27 @@ def plain_tensor(value: Any) -> torch.Tensor | None:
     return value.detach().as_subclass(torch.Tensor)
 
 
-class TensorBytes:
-    """The elements' bytes of a plain tensor on any device."""
+def identity_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that have the same elements because these are the same memory."""
+    layout = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.device, *layout
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+
+class TensorBytes:
+    """The elements' bytes of a plain tensor on any device. `fixed` are all of them, uint8 [N], if nobody changes them."""
+
+    def __init__(self, tensor: torch.Tensor, *, is_fixed: bool = False) -> None:
+        """`is_fixed`: nobody changes the tensor while it is being saved."""
         self.num_bytes = tensor.numel() * tensor.itemsize
         self.device = tensor.device
         self._memory: NDArray[np.uint8] | None = None
         self._tensor = tensor
         is_lazy = tensor.is_conj() or tensor.is_neg()  # copying it resolves that
         if tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy:
-            self._memory = _memory_of(tensor)
+            self._memory = memory_of(tensor)
         elif tensor.itemsize in _SAME_BYTES and not is_lazy:
             self._tensor = tensor.view(_SAME_BYTES[tensor.itemsize])  # not every type can be copied with strides
+        self.fixed = self._memory if is_fixed else None
 
     def copy(self, start: int, target: NDArray[np.uint8]) -> None:
         """Fill `target` with the bytes from `start` on; both begin and end with an element.
@@ -80,7 +88,7 @@ def boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[int | 
         yield (number, *inner)
 
 
-def _memory_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+def memory_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """The bytes of a contiguous tensor on the CPU, not copied; of any type, those without a twin in NumPy included."""
     data = torch.empty(0, dtype=torch.uint8)
     offset = tensor.storage_offset() * tensor.itemsize

@@ -129,6 +129,25 @@ class TestPlaces:
             with pytest.raises(FormatError, match=r"lie at the same bytes of '__0_0\.distcp'"):
                 read_metadata(described((4,), boxes, k=place))
 
+    def test_are_shared_by_a_few_tied_tensors(self) -> None:
+        def metadata(num_names: int, num_shards: int = 1, length: int = 504) -> bytes:
+            offsets = [torch.Size((2 * n,)) for n in range(num_shards)]
+            chunks = [ChunkStorageMetadata(offset, torch.Size((2,))) for offset in offsets]
+            shape = torch.Size((2 * num_shards,))
+            names = [f"w{n}" for n in range(num_names)]
+            tensors = {name: TensorStorageMetadata(TensorProperties(torch.float32), shape, chunks) for name in names}
+            places = {
+                MetadataIndex(name, offset): _StorageInfo("__0_0.distcp", 0, length if name == "w1" else 504)
+                for name in names
+                for offset in offsets
+            }
+            return pickle.dumps(Metadata(dict(tensors), None, places))
+
+        assert len(read_metadata(metadata(32)).tensors) == 32
+        for data in (metadata(33), metadata(1, 2), metadata(2, 1, 503)):
+            with pytest.raises(FormatError, match="lie at the same bytes"):
+                read_metadata(data)
+
     def test_hold_what_they_are_said_to(self) -> None:
         data = described((2000,), [((0,), (2000,))])
         assert tensor_in(data).shards[0].length == 8500

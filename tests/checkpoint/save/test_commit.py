@@ -28,7 +28,7 @@ from loaderkit.checkpoint.save.owner import LEASE_S, Lease, Owner, is_running, t
 from loaderkit.checkpoint.save.placement import Placement, find_placement, marker_bytes, marker_key, traces
 from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.errors import CheckpointError
+from loaderkit.errors import AccessDeniedError, CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -150,6 +150,20 @@ def test_what_cannot_be_cleared_is_said_and_the_save_goes_on(caplog: pytest.LogC
     assert "step-9.0123456789abcdef is not cleared" in caplog.text
     assert number_in(store, "step-1", verify=True) == 1
     assert {"step-9/.metadata", "step-9/__0_0.distcp"} <= {*names_in(store)}
+
+
+def test_whoever_may_not_list_uploads_saves_all_the_same() -> None:
+    class Restricted(MemoryConnector):
+        def clear(self, prefix: str) -> None:
+            raise AccessDeniedError("ListMultipartUploads is not allowed")
+
+    store = Restricted()
+    with pytest.raises(CheckpointException):
+        save_to(Mortal(store, Clock(5)), "step-1", 1)
+    for number in (1, 2):
+        save_to(store, "step-1", number)
+        assert number_in(store, "step-1", verify=True) == number
+    assert len(names_in(store)) == 3
 
 
 def test_two_saves_of_the_same_checkpoint_at_once() -> None:

@@ -15,6 +15,7 @@ from checkpoint_states import bytes_in, random_tensor, saved
 from loaderkit.checkpoint.save.engine import SavedFile, save_files
 from loaderkit.checkpoint.save.file_plan import BytesItem, FilePlan, Item, TensorItem
 from loaderkit.checkpoint.save.memory import PartBuffers
+from loaderkit.checkpoint.save.staging import HostCopies
 from loaderkit.connectors.base import ObjectWriter
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.writing import WriterLayer, WritesLayer
@@ -87,6 +88,51 @@ def test_blocks_end_with_parts(part_bytes: int) -> None:
     assert file.hexadecimal() == [
         xxhash.xxh3_64_hexdigest(data[n : n + file.block_bytes]) for n in range(0, len(data), file.block_bytes)
     ]
+
+
+def test_a_copy_that_nobody_changes_is_written_from_where_it_lies() -> None:
+    class Addresses(WritesLayer):
+        def part_bytes_of(self, size: int) -> int:
+            return 2**20
+
+        def create(self, key: str, size: int) -> ObjectWriter:
+            outer = super().create(key, size)
+
+            class Writer(WriterLayer):
+                def __init__(self) -> None:
+                    super().__init__(outer)
+                    self.data = bytearray(size)
+
+                def write(self, start: int, data: memoryview) -> None:
+                    addresses.append(np.frombuffer(data, np.uint8).ctypes.data)
+                    self.data[start : start + len(data)] = data
+
+                def commit(self) -> Any:
+                    made.append(bytes(self.data))
+
+            return Writer()
+
+    made: list[bytes] = []
+    state = {"a": torch.randn(3), "large": torch.randn(2**20 + 17), "b": torch.ones(5), "other": torch.randn(2**19)}
+    copies = HostCopies()
+    fixed = copies.copy(state)
+    contents = []
+    for tensors in (fixed, state):
+        addresses: list[int] = []
+        assert [copies.owns(tensor) for tensor in tensors.values()] == [tensors is fixed] * 4
+        plan = FilePlan(
+            "f", [TensorItem(name, tensor, is_fixed=copies.owns(tensor)) for name, tensor in tensors.items()]
+        )
+        (file,) = run(Addresses(MemoryConnector()), [plan])
+        inside = range(tensors["large"].data_ptr(), tensors["large"].data_ptr() + tensors["large"].nbytes)
+        assert len([address for address in addresses if address in inside]) == (3 if tensors is fixed else 0)
+        assert all(address % 4096 == 0 for address in addresses)
+        data = made.pop()
+        assert file.hexadecimal() == [
+            xxhash.xxh3_64_hexdigest(data[n : n + file.block_bytes]) for n in range(0, len(data), file.block_bytes)
+        ]
+        contents.append([data[start : start + item.size] for start, item in zip(plan.starts, plan.items, strict=True)])
+    assert contents[0] == contents[1] == [saved(tensor) for tensor in state.values()]
 
 
 def test_a_worker_has_one_buffer_of_one_part() -> None:
@@ -166,6 +212,7 @@ def test_an_error_of_a_tensor_ends_those_that_wait_for_its_checksum() -> None:
         """A tensor's bytes, which cannot be copied from the fourth part on."""
 
         device = torch.device("cpu")
+        fixed = None
 
         def __init__(self, data: Any) -> None:
             self.num_bytes, self.data = data.num_bytes, data

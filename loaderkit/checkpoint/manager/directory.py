@@ -14,14 +14,13 @@ from loaderkit.checkpoint.discovery.manifest import NAME
 from loaderkit.checkpoint.manager.retention import SavedStep, steps_to_keep
 from loaderkit.checkpoint.manager.settings import KeepArgs
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
+from loaderkit.checkpoint.restore.stateful import OWN_KEY
 from loaderkit.checkpoint.save.placement import listed
 from loaderkit.checkpoint.save.prune import remove_directory
 from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError, printable
 
 logger = logging.getLogger("loaderkit")
-OWN_KEY = "loaderkit"
-"""The key in a saved state under which the manager keeps the step and its metrics."""
 _METRIC = f"{OWN_KEY}.metrics."
 _STEP = re.compile(r"step-(\d+)")
 
@@ -70,9 +69,9 @@ class RunDirectory:
 
         A store that fails is a warning: the next call tries again.
         """
-        self._known[step] = SavedStep(step, time.time(), dict(metrics))
         if keep is None:
             return
+        self._known[step] = SavedStep(step, time.time(), dict(metrics))
         target = save_target(self.url_of(0), self._connectors)
         try:
             manifests = _manifests(target.connector, target.parent)

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from loaderkit.checkpoint.manager.directory import OWN_KEY, RunDirectory
+from loaderkit.checkpoint.manager.directory import RunDirectory
 from loaderkit.checkpoint.manager.notice import SignalNotice, StepAgreement
-from loaderkit.checkpoint.manager.saving import Saving, messages_of, write_checkpoint
+from loaderkit.checkpoint.manager.saving import Saving, messages_of, wait_for_others, write_checkpoint
 from loaderkit.checkpoint.manager.settings import save_settings
 from loaderkit.checkpoint.ranks.board import Board, open_board
 from loaderkit.checkpoint.ranks.group import default_store
-from loaderkit.checkpoint.restore.stateful import leaves_of, number_tables, resolved_state, restore_state
+from loaderkit.checkpoint.restore.stateful import OWN_KEY, leaves_of, resolved_state, restore_state, with_number_tables
 from loaderkit.checkpoint.save.dcp_writer import StreamWriter
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import ClosedError, ConfigError
@@ -153,14 +153,14 @@ class CheckpointManager:
         key, last_key = f"save-{self._num_saves}", f"save-{self._num_saves - 1}"
         self._num_saves += 1
         try:
-            copy = self._writer.stage(_resolved(state, step, metrics))
+            copy = self._writer.stage(self._resolved(state, step, metrics))
         except BaseException as error:
             if self._board is not None:
                 self._board.fail(key, error)
             raise
         staging_s = time.perf_counter() - begin_s
         self._stats["staging_s"] += staging_s
-        board, states = self._board, [copy]
+        board, states, asked = self._board, [copy], self._due.messages()
         del copy
 
         def work(saving: Saving) -> None:
@@ -168,7 +168,7 @@ class CheckpointManager:
             saving.stats |= self._writer.stats or {}
             if board is None or board.rank == 0:
                 if board is not None:
-                    board.remove(messages_of(board, last_key))
+                    board.remove([*messages_of(board, last_key), *asked])
                 self._directory.retain(step, metrics, self.settings.keep)
 
         self._saving = saving = Saving(step, work)
@@ -177,6 +177,22 @@ class CheckpointManager:
         self._due = self._next_due()
         saving.start()
         return saving
+
+    def _resolved(self, state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """The state to save, with step and metrics, which are rank 0's. Raises ConfigError for what could not be restored."""
+        leaves_of(state)
+        if OWN_KEY in state:
+            raise ConfigError(f"state: the key {OWN_KEY!r} is the manager's own: give it another name")
+        for name, value in metrics.items():
+            if type(name) is not str or isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ConfigError(
+                    f"metrics: expected numbers by name, such as {{'loss': 0.5}}, not {name!r}: {value!r}"
+                )
+        resolved: dict[str, Any] = resolved_state(state)
+        own: dict[str, Any] = with_number_tables(resolved)
+        if self._board is None or self._board.rank == 0:
+            own |= {"step": step, "metrics": {name: float(value) for name, value in metrics.items()}}
+        return resolved | {OWN_KEY: own}
 
     def wait_until_finished(self) -> None:
         """Return once nothing is being written. Raises what the last save met, once."""
@@ -259,6 +275,8 @@ class CheckpointManager:
         self._closed = True
         try:
             self._wait()
+            if self._board is not None and self._board.rank == 0 and self._num_saves:
+                wait_for_others(self._board, f"save-{self._num_saves - 1}")
         finally:
             if self._signals is not None:
                 self._signals.close()
@@ -296,20 +314,3 @@ def _board(process_group: Any, timeout_s: float) -> Board | None:
     # Equal on all ranks, as all of them make each manager.
     number = default_store().add(f"loaderkit/managers/{group}/{distributed.get_rank()}", 1)
     return open_board(f"manager-{group}-{number}", process_group, timeout_s=timeout_s)
-
-
-def _resolved(state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-    """The state to save, its objects resolved, with step and metrics. Raises ConfigError for what could not be restored."""
-    leaves_of(state)
-    if OWN_KEY in state:
-        raise ConfigError(f"state: the key {OWN_KEY!r} is the manager's own: give it another name")
-    for name, value in metrics.items():
-        if type(name) is not str or isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"metrics: expected numbers by name, such as {{'loss': 0.5}}, not {name!r}: {value!r}")
-    resolved: dict[str, Any] = resolved_state(state)
-    own = {
-        "step": step,
-        "metrics": {name: float(value) for name, value in metrics.items()},
-        "number_tables": number_tables(resolved),
-    }
-    return resolved | {OWN_KEY: own}

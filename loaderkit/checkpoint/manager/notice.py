@@ -76,6 +76,11 @@ class StepAgreement:
             self._looked = step
         return self._agreed is not None and step >= self._agreed
 
+    def messages(self) -> list[str]:
+        """The keys of its messages, which can be removed once all ranks have agreed."""
+        ranks = range(len(self._board)) if self._board is not None else ()
+        return [f"{self._key}/asked", *(f"{self._key}/at/{rank}" for rank in ranks)]
+
     def _look(self, step: int) -> None:
         board, key = self._board, self._key
         reason = None if self._has_posted else self._asks()

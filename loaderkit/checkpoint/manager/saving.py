@@ -9,7 +9,9 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -17,7 +19,9 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from loaderkit.checkpoint.ranks.board import Board
 from loaderkit.checkpoint.save.dcp_writer import StreamWriter
-from loaderkit.errors import CheckpointError
+from loaderkit.errors import CheckpointError, PeerError
+
+_FAREWELL_S = 5.0
 
 
 class Saving:
@@ -72,6 +76,7 @@ class Saving:
             self._work(self)
             self._committed = True
         except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the copy of the state
             self.error = error
         finally:
             self.stats["flush_s"] = time.perf_counter() - begin_s
@@ -131,6 +136,14 @@ def _write_together(writer: StreamWriter, planner: SavePlanner, board: Board, ke
         board.post(f"{key}/committed")
     else:
         board.wait_for(f"{key}/committed", 0, about=key, doing="a checkpoint is committed")
+    board.post(f"{key}/seen/{board.rank}")
+
+
+def wait_for_others(board: Board, key: str) -> None:
+    """Return once all ranks have seen that the save `key` is committed, or after a few seconds: this rank's end may be the end
+    of the store in which they look."""
+    with suppress(PeerError):
+        board.collect(f"{key}/seen", about=key, doing="a checkpoint is committed", timeout_s=_FAREWELL_S)
 
 
 def _received(data: bytes) -> Any:
@@ -143,5 +156,5 @@ def messages_of(board: Board, key: str) -> list[str]:
     ranks = range(len(board))
     return [
         f"{key}/committed",
-        *(f"{key}/{kind}/{rank}" for kind in ("plan", "share", "written", "alive") for rank in ranks),
+        *(f"{key}/{kind}/{rank}" for kind in ("plan", "share", "written", "seen", "alive") for rank in ranks),
     ]

@@ -28,10 +28,13 @@ _FAILED = "failed"
 
 class Board:
     """The messages in `store`, which all ranks share. This is number `rank` of them; `global_ranks` are theirs in
-    torch.distributed."""
+    torch.distributed. `server` is kept as long as the board: rank 0's store may be the one that serves all others."""
 
-    def __init__(self, store: Any, rank: int, global_ranks: Sequence[int], *, timeout_s: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, global_ranks: Sequence[int], *, timeout_s: float, server: Any = None
+    ) -> None:
         self.rank = rank
+        self._server = server
         self.global_ranks = tuple(global_ranks)
         self._store = store
         self._timeout_s = timeout_s
@@ -84,19 +87,20 @@ class Board:
         with suppress(RuntimeError):
             self._store.compare_set(f"{key}/{_FAILED}", "", f"{self.rank}\n{reason}")
 
-    def collect(self, key: str, *, about: str = "", doing: str) -> list[bytes]:
-        """The messages `{key}/{rank}` of all ranks; waits for them.
+    def collect(self, key: str, *, about: str = "", doing: str, timeout_s: float | None = None) -> list[bytes]:
+        """The messages `{key}/{rank}` of all ranks; waits for them, at most `timeout_s` instead of the board's.
 
         Failures and signs of life are looked for below `about`, default `key`. Raises PeerError that names the ranks that
         failed, or that did not come within the timeout and gave no sign of life; `doing` says what for.
         """
-        return self._wait({rank: f"{key}/{rank}" for rank in range(len(self))}, about or key, doing)
+        return self._wait({rank: f"{key}/{rank}" for rank in range(len(self))}, about or key, doing, timeout_s)
 
     def wait_for(self, key: str, source: int, *, about: str, doing: str) -> bytes:
         """The message `key`, which rank `source` posts; otherwise as `collect`."""
         return self._wait({source: key}, about, doing)[0]
 
-    def _wait(self, keys: dict[int, str], about: str, doing: str) -> list[bytes]:
+    def _wait(self, keys: dict[int, str], about: str, doing: str, timeout_s: float | None = None) -> list[bytes]:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         missing, messages = dict(keys), {}
         beats: dict[int, bytes] = {}
         heard_s, looked_s, poll_s = time.monotonic(), time.monotonic(), _FIRST_POLL_S
@@ -111,12 +115,12 @@ class Board:
                 if self.has(f"{about}/{_FAILED}"):
                     number, _, reason = self.read(f"{about}/{_FAILED}").decode().partition("\n")
                     raise self._blame([int(number)], f"failed: {reason}", doing)
-                if time.monotonic() - looked_s > min(_BEAT_S, self._timeout_s / 8):
+                if time.monotonic() - looked_s > min(_BEAT_S, timeout_s / 8):
                     looked_s = time.monotonic()
                     if self._beats(about, rank := next(iter(missing)), beats):
                         heard_s = looked_s
-                if time.monotonic() - heard_s > self._timeout_s:
-                    raise self._blame([*missing], f"did not come within {self._timeout_s:g} s", doing)
+                if time.monotonic() - heard_s > timeout_s:
+                    raise self._blame([*missing], f"did not come within {timeout_s:g} s", doing)
                 time.sleep(poll_s)
                 poll_s = min(2 * poll_s, _MAX_POLL_S)
         except RuntimeError as error:
@@ -148,4 +152,4 @@ def open_board(name: str, process_group: Any = None, *, timeout_s: float) -> Boa
     clone = getattr(store, "clone", None)  # from torch 2.8 on
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     own = c10d.PrefixStore(f"loaderkit/{name}", store if clone is None else clone())
-    return Board(own, dist.get_rank(process_group), ranks, timeout_s=timeout_s)
+    return Board(own, dist.get_rank(process_group), ranks, timeout_s=timeout_s, server=store)

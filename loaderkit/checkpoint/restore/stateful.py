@@ -6,6 +6,7 @@ state ─> leaves ─> object: its state_dict, filled in place where it has the 
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
@@ -24,8 +25,9 @@ from loaderkit.errors import CheckpointError, ConfigError
 
 _MAX_LEAVES = 100_000_000
 _NUM_LISTED = 8
-NUMBER_TABLES = "loaderkit.number_tables"
-"""The name under which a checkpoint has what `number_tables` gives."""
+OWN_KEY = "loaderkit"
+"""The key in a saved state for what is not the user's."""
+_NUMBER_TABLES = "number_tables"
 _SIMPLE = {type(None), bool, int, float, complex, str, bytes, bytearray}
 _SEQUENCES = {list, tuple, set, frozenset, torch.Size}
 _TABLES = {dict, OrderedDict, defaultdict, Counter}
@@ -90,6 +92,14 @@ def number_tables(state: Any) -> list[str]:
     return found
 
 
+def with_number_tables(resolved: Any) -> dict[str, Any]:
+    """What a state to be saved has under OWN_KEY: its `number_tables`, so that ranks with the same ones save them once, and
+    others save their own. Raises ConfigError."""
+    tables = number_tables(resolved)
+    digest = hashlib.sha256("\n".join(tables).encode()).hexdigest()[:12]
+    return {_NUMBER_TABLES: {digest: tables}} if tables else {}
+
+
 def _check_values(state: Any) -> None:
     for name, leaf in flatten(state, lambda value: isinstance(value, torch.Tensor), _MAX_LEAVES).items():
         if not isinstance(leaf.value, torch.Tensor) and (kind := _opaque_kind(leaf.value)):
@@ -129,8 +139,9 @@ def restore_state(
     """
     with OpenCheckpoint.open(url, connectors, "2GiB", "auto") as source:
         contents = source.contents
-        known = source.plain_values([NUMBER_TABLES]) if NUMBER_TABLES in contents.pickled else {}
-    targets = _Targets(contents, set(known.get(NUMBER_TABLES, ())))
+        names = [name for name in contents.pickled if name.startswith(f"{OWN_KEY}.{_NUMBER_TABLES}.")]
+        numbered = {table for tables in source.plain_values(names).values() for table in tables}
+    targets = _Targets(contents, numbered)
     for name, leaf in leaves_of(state).items():
         targets.add(name, leaf)
     targets.check()

@@ -11,7 +11,13 @@ import pytest
 import torch
 from checkpoint_states import same, save_dcp
 
-from loaderkit.checkpoint.restore.stateful import number_tables, resolved_state, restore_state
+from loaderkit.checkpoint.restore.stateful import (
+    OWN_KEY,
+    number_tables,
+    resolved_state,
+    restore_state,
+    with_number_tables,
+)
 from loaderkit.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -117,7 +123,7 @@ class Opaque:
 )
 def test_containers_of_an_object(value: Any, fresh: Any, tmp_path: Path) -> None:
     resolved = resolved_state({"it": Opaque(value), "n": 1})
-    save_dcp(resolved | {"loaderkit": {"number_tables": number_tables(resolved)}}, tmp_path / "step")
+    save_dcp(resolved | {OWN_KEY: with_number_tables(resolved)}, tmp_path / "step")
     state = {"it": Opaque(fresh), "n": 0}
     if value == {}:  # an empty table has no name in a checkpoint
         with pytest.raises(CheckpointError, match="missing in the checkpoint"):

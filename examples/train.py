@@ -1,21 +1,20 @@
 """Train on a folder of classes; stop at any time, and continue exactly there.
 
-    python examples/train.py DATA --epochs 2 --checkpoint run.pt      # DATA/<class>/*.jpg
-    python examples/train.py DATA --epochs 4 --checkpoint run.pt      # continues behind the last batch trained on
+    python examples/train.py DATA --epochs 2 --checkpoints runs/a      # DATA/<class>/*.jpg
+    python examples/train.py DATA --epochs 4 --checkpoints runs/a      # continues behind the last batch trained on
 
-Model, optimizer and loader are saved together, in one file that is always whole.
+Model, optimizer, loader and random numbers are saved together, behind training; a checkpoint is there whole or not at all.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import loaderkit
+from loaderkit.checkpoint import RngState
 
 
 def make_model(num_classes: int) -> nn.Module:
@@ -25,19 +24,12 @@ def make_model(num_classes: int) -> nn.Module:
     )
 
 
-def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, loader: loaderkit.Loader) -> None:
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
-    temporary = path.with_name(path.name + ".tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, path)  # a reader sees the old checkpoint or the new one, never half of one
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small network on a folder of classes.")
     parser.add_argument("data", help="a folder with one folder of images a class")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
+    parser.add_argument("--checkpoints", default="checkpoints", help="a folder, or s3://bucket/prefix")
     parser.add_argument("--save-every", type=int, default=100, metavar="BATCHES")
     parser.add_argument("--max-batches", type=int, help="stop after this many batches, also in mid-epoch")
     options = parser.parse_args()
@@ -56,32 +48,31 @@ def main() -> None:
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"  # as `transfer: auto` decides
     torch.manual_seed(0)
-    with loaderkit.build(pipeline) as loader:
+    checkpoints = loaderkit.CheckpointManager(options.checkpoints, every=options.save_every, keep={"last": 2})
+    with loaderkit.build(pipeline) as loader, checkpoints:
         model = make_model(len(loader.classes or [])).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        if options.checkpoint.exists():
-            state = torch.load(options.checkpoint, weights_only=True, map_location=device)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            loader.load_state_dict(state["loader"])
-            print(f"resumed epoch {loader.epoch} from {options.checkpoint}")
+        state = {"model": model, "optimizer": optimizer, "loader": loader, "rng": RngState()}
+        first = checkpoints.restore(state) or 0  # in place, from the newest one that is whole
+        if first:
+            print(f"resumed epoch {loader.epoch} after batch {first} from {options.checkpoints}")
 
-        num_batches = 0
+        step = first
         for _ in range(loader.epoch, options.epochs):
             for batch in loader:  # one epoch; the first one, after resuming, is what was left of it
                 loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"].long())
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
-                num_batches += 1
-                print(f"epoch {loader.epoch} batch {num_batches} loss {loss.item():.3f} first {batch['__key__'][0]}")
-                if num_batches % options.save_every == 0:
-                    save(options.checkpoint, model, optimizer, loader)
-                if num_batches == options.max_batches:
+                step += 1
+                print(f"epoch {loader.epoch} batch {step} loss {loss.item():.3f} first {batch['__key__'][0]}")
+                checkpoints.save(step, state)  # does nothing but for every `--save-every` batches
+                if step - first == options.max_batches:
                     break
-            if num_batches == options.max_batches:
+            if step - first == options.max_batches:
                 break
-        save(options.checkpoint, model, optimizer, loader)
+        if checkpoints.latest_step() != step:
+            checkpoints.save(step, state, force=True)
         print(f"training waited {loader.stats().to_dict()['stall']['percent']:.1f} % of the time")
 
 

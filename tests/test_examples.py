@@ -13,7 +13,7 @@ from buckets import upload
 FOLDER = Path(__file__).parent.parent / "examples"
 PROGRAMS = sorted(FOLDER.glob("*.py"))
 ARGUMENTS = {  # a program that is not here fails: give it small work to do
-    "train.py": ["PHOTOS", "--batch-size", "20", "--checkpoint", "run.pt"],
+    "train.py": ["PHOTOS", "--batch-size", "20", "--checkpoints", "run"],
     "torch_dataset.py": ["--samples", "100"],
     "train_from_s3.py": ["s3://examples/shards", "--endpoint", "ENDPOINT", "--cache", "cache", "--batch-size", "20"],
     "restore.py": ["--steps", "6", "--check"],
@@ -62,17 +62,17 @@ def test_training_resumes_exactly(photos: Path, tmp_path: Path) -> None:
         lines = run(program, [*arguments, *more], tmp_path).splitlines()
         return [f"{line.split()[1]} {line.split()[-1]}" for line in lines if line.startswith("epoch")]
 
-    whole = trained("--checkpoint", "whole.pt")
+    whole = trained("--checkpoints", "whole")
     assert len(whole) == 10
-    first = trained("--checkpoint", "parts.pt", "--max-batches", "3")
+    first = trained("--checkpoints", "parts", "--max-batches", "3")
     assert first == whole[:3]
-    assert trained("--checkpoint", "parts.pt") == whole[3:]
-    assert not list(tmp_path.glob("*.tmp"))
+    assert trained("--checkpoints", "parts") == whole[3:]
+    assert not list(tmp_path.glob("*/.saving-*"))
 
 
 @pytest.mark.prove
 def test_a_finished_training_has_nothing_left_to_do(photos: Path, tmp_path: Path) -> None:
-    arguments = [str(photos), "--batch-size", "30", "--epochs", "1", "--checkpoint", "run.pt"]
+    arguments = [str(photos), "--batch-size", "30", "--epochs", "1", "--checkpoints", "run"]
     assert "epoch" in run(FOLDER / "train.py", arguments, tmp_path)
     lines = run(FOLDER / "train.py", arguments, tmp_path).splitlines()
     assert not [line for line in lines if line.startswith("epoch")]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from loaderkit.checkpoint.discovery.detect import METADATA
 from loaderkit.checkpoint.discovery.listing import newest_s, url_below
-from loaderkit.checkpoint.discovery.locate import save_target
+from loaderkit.checkpoint.discovery.locate import SAVING, SaveTarget, save_target
 from loaderkit.checkpoint.discovery.manifest import NAME
+from loaderkit.checkpoint.formats.dcp import read_metadata
 from loaderkit.checkpoint.manager.retention import SavedStep, steps_to_keep
 from loaderkit.checkpoint.manager.settings import KeepArgs
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.restore.stateful import OWN_KEY
-from loaderkit.checkpoint.save.placement import listed
-from loaderkit.checkpoint.save.prune import remove_directory
+from loaderkit.checkpoint.save.owner import this_process
+from loaderkit.checkpoint.save.placement import Placement, listed, marker_bytes, marker_key, read_object, traces
 from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError, printable
 
@@ -37,6 +40,7 @@ class RunDirectory:
         self._url = url
         self._connectors = connectors
         self._known: dict[int, SavedStep] = {}
+        self._foreign: set[str] = set()  # steps without a manifest that no manager has saved
 
     def url_of(self, step: int) -> str:
         """The URL of a step's checkpoint."""
@@ -65,7 +69,8 @@ class RunDirectory:
             return step
 
     def retain(self, step: int, metrics: Mapping[str, float], keep: KeepArgs | None) -> None:
-        """Remove the steps that no rule of `keep` names, after `step` was committed; it stays in any case.
+        """Remove the steps that no rule of `keep` names, after `step` was committed; it stays in any case. Remove what an
+        earlier removal has left that was cut off.
 
         A store that fails is a warning: the next call tries again.
         """
@@ -77,14 +82,37 @@ class RunDirectory:
             manifests = _manifests(target.connector, target.parent)
             saved = [self._saved(target.connector, other, key, keep) for other, key in manifests.items()]
             kept = steps_to_keep(saved, keep, time.time()) | {step}
-            for other in sorted(manifests.keys() - kept):
-                prefix = f"{target.parent}{step_name(other)}/"
-                remove_directory(writes_of(target.connector), prefix, list(listed(target.connector, prefix)))
-                self._known.pop(other, None)
+            gone = [step_name(other) for other in sorted(manifests.keys() - kept)]
+            for name in [*gone, *self._cut_off(target, {step_name(other) for other in manifests})]:
+                _remove(target, name)
+            self._known = {other: item for other, item in self._known.items() if other in kept}
         except (CheckpointError, FormatError, ConnectorError) as error:
             logger.warning("old checkpoints in %s are not removed: %s", printable(self._url), error)
         finally:
             target.close()
+
+    def _cut_off(self, target: SaveTarget, committed: set[str]) -> list[str]:
+        """The steps of a manager that have lost their manifest, and are not being saved by anyone."""
+        described = {
+            info.key for info in listed(target.connector, f"{target.parent}step-") if info.key.endswith(METADATA)
+        }
+        names = (
+            {key[len(target.parent) :].removesuffix(f"/{METADATA}") for key in described} - committed - self._foreign
+        )
+        if not names:
+            return []
+        found = []
+        running = {trace.name for trace in traces(target) if trace.is_running}
+        for name in sorted(names - running):
+            match = _STEP.fullmatch(name)
+            if match is None or name != step_name(int(match[1])):
+                continue
+            contents = read_metadata(read_object(target.connector, f"{target.parent}{name}/{METADATA}"))
+            if f"{OWN_KEY}.step" in contents.values:
+                found.append(name)
+            else:
+                self._foreign.add(name)
+        return found
 
     def _saved(self, connector: Connector, step: int, manifest: str, keep: KeepArgs) -> SavedStep:
         """What the rules ask about a step, which an earlier run of the job may have saved."""
@@ -108,3 +136,25 @@ def _manifests(connector: Connector, parent: str) -> dict[int, str]:
         if match is not None and rest == NAME and name == step_name(int(match[1])):
             found[int(match[1])] = info.key
     return found
+
+
+def _remove(target: SaveTarget, name: str) -> None:
+    """Remove a step: in one go it is none any more, and what is left when this is cut off is found by the next save.
+
+    Where the store cannot rename, the manifest goes first and `.metadata`, which says whose it is, last.
+    """
+    step, writes, prefix = target._replace(name=name), writes_of(target.connector), f"{target.parent}{name}/"
+    attempt = secrets.token_hex(8)
+    aside = f"{target.parent}{SAVING}{name}.{attempt}/"
+    placement = Placement(attempt, 0, this_process(), aside, 0, in_place=False)
+    marker = marker_key(step, placement)  # by it the next save finds the directory even when nothing is left in it
+    writes.put(marker, marker_bytes(step, placement))
+    if writes.rename(prefix, aside):
+        prefix = aside
+    keys = [info.key for info in listed(target.connector, prefix)]
+    for key in sorted(keys, key=lambda key: (key.endswith(METADATA), not key.endswith(NAME))):
+        writes.delete(key)
+        if key.endswith(NAME):
+            writes.sync(prefix)
+    writes.clear(prefix)
+    writes.delete(marker)

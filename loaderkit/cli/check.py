@@ -43,6 +43,7 @@ def check(
         "left_out": dict(getattr(plan.source, "left_out", {})),
         **_first_batch(plan),
     }
+    checked |= _iterable_checks(plan)
     if as_json:
         console.tell_json(checked)
     else:
@@ -59,6 +60,19 @@ def _lengths(plan: ExecutionPlan) -> dict[str, Any]:
     if not schedule.knows_length:
         return {"num_samples": None, "batches_per_epoch": None, "resume": resume}
     return {"num_samples": len(source), "batches_per_epoch": schedule.num_batches(), "resume": resume}
+
+
+def _iterable_checks(plan: ExecutionPlan) -> dict[str, Any]:
+    """`items_differ`, `state_is_inexact`: of an iterable, whether it can be relied on; see `sources.iterable_checks`."""
+    from loaderkit.sources.iterable import IterableSource
+    from loaderkit.sources.iterable_checks import items_differ, state_is_inexact
+
+    source = plan.source
+    if not isinstance(source, IterableSource):
+        return {}
+    differ = items_differ(source)
+    # Where items differ anyway, what follows a state says nothing of it.
+    return {"items_differ": differ, "state_is_inexact": not differ and state_is_inexact(source)}
 
 
 def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
@@ -131,6 +145,14 @@ def _tell_check(checked: dict[str, Any]) -> None:
     ]
     if checked["resume"]:
         rows.append(("resume", f"by {checked['resume']}; every rank and loading process iterates over all of it"))
+    if checked.get("state_is_inexact"):
+        rows.append(
+            (
+                "state",
+                "not exact: what was resumed from it gave other items than come next, as a shuffle buffer does that is not "
+                "in the state. Set `resume: skip`",
+            )
+        )
     if classes is not None:
         more = ", ..." if len(classes) > _NUM_CLASSES_SHOWN else ""
         rows.append(("classes", f"{len(classes)}: {', '.join(classes[:_NUM_CLASSES_SHOWN])}{more}"))
@@ -153,6 +175,14 @@ def _tell_check(checked: dict[str, Any]) -> None:
         rows.append(
             ("dropped", f"{num_dropped} of {checked['num_tried_for_first_batch']} samples tried for the first batch")
         )
+    if checked.get("items_differ"):
+        rows.append(
+            (
+                "random",
+                "two passes of one epoch gave other items: several ranks or processes, and a resumed epoch, would repeat "
+                "some and leave out others. Shuffle and draw by a seed and the epoch",
+            )
+        )
     for stage, generators in checked["draws_unseeded"].items():
         remedy = "a `call` with `seeded: true` (and `prefetch.executor: process`), or in one that takes `rng`"
         draws = f"{stage} draws from global generators ({', '.join(generators)}), so batches differ from run to run"
@@ -167,12 +197,12 @@ def _shape(shape: list[int]) -> str:
 
 
 def _samples(facts: dict[str, Any]) -> str:
-    return "not known before the iterable ends" if facts["resume"] else str(facts["num_samples"])
+    return "not known before the iterable ends" if facts["num_samples"] is None else str(facts["num_samples"])
 
 
 def _batches(facts: dict[str, Any]) -> str:
     ranks = "" if facts["world_size"] == 1 else f" on rank {facts['rank']} of {facts['world_size']}"
-    number = "any number" if facts["resume"] else facts["batches_per_epoch"]
+    number = "any number" if facts["batches_per_epoch"] is None else facts["batches_per_epoch"]
     return f"{number} per epoch{ranks}, batch size {facts['batch_size']}"
 
 

@@ -31,7 +31,8 @@ logger = logging.getLogger("loaderkit")
 def make_executor(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Executor:
     """An executor that is not started. Raises ConfigError."""
     if isinstance(plan.source, IterableSource):
-        plan.source.check_ranks(plan.schedule.world_size)
+        num_processes = plan.config.prefetch.processes if plan.executor == "process" else 1
+        plan.source.check_readers(plan.schedule.world_size, num_processes)
     if plan.executor == "process":
         # Late: it imports this module, and takes a tenth of the time to the first batch.
         from loaderkit.pipeline.process_setup import make_process_engine

@@ -15,6 +15,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -81,40 +82,44 @@ class IterableSource(DatasetSource):
         sizes = [size for size in (args.limit, args.length) if size is not None]
         super().__init__(made, args, size=UNKNOWN if args.length is None else min(sizes))
         self.dataset = None  # what it holds open ends with a pass
-        self.max_items = min(sizes, default=UNKNOWN)
-        self.num_ranks = _ranks_of(made)
+        self.length, self.max_items = args.length, min(sizes, default=UNKNOWN)
+        self.num_ranks, self.is_unseeded = _ranks_of(made), _is_unseeded(made)
         self.has_state = args.resume == "auto" and all(
             hasattr(made, name) for name in ("state_dict", "load_state_dict")
         )
         self.saved = saved  # behind the last batch delivered
         self._unused = [made]
         self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
-        self._last_iterator: Callable[[], Any] = lambda: None
+        self._last_made: Callable[[], Any] = lambda: None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What a function makes is made anew in each process, as it may hold open files."""
         return IterableSource, (self._args, self.saved)
 
     def new_iterable(self, of: Pass) -> Any:
-        """An object for one pass to iterate over. Raises ConfigError."""
+        """An object for one pass to iterate over. Raises ConfigError, and SourceError if the last pass had the same one."""
         self._passes.add(of)
-        try:
-            return self._unused.pop()
-        except IndexError:
-            return _made(self._args)
-
-    def new_iterator(self, iterable: Any) -> Iterator[Any]:
-        """An iterator over it. Raises SourceError if it is one that has been read from."""
-        iterator: Iterator[Any] = ending_forks(iter)(iterable)
-        if iterator is self._last_iterator():
+        made = self._unused.pop() if self._unused else _made(self._args)
+        if made is self._last_made():
             raise SourceError(
-                "it gave the same iterator a second time, which has been read from: let it make a new one"
+                "the function returned the same object a second time, which has been read from: let it make a new one, or, if "
+                "it can be copied, give the object itself"
             )
-        self._last_iterator = _reference(iterator)
-        return iterator
+        self._last_made = _reference(made)
+        return made
 
-    def check_ranks(self, world_size: int) -> None:
-        """Raise ConfigError if the iterable is split by rank already, as each of several ranks would keep its share of that."""
+    def make_another(self) -> Any:
+        """The iterable for something other than a pass. Raises ConfigError."""
+        return _made(self._args)
+
+    def check_readers(self, world_size: int, num_processes: int) -> None:
+        """Raise ConfigError if it is known that several ranks, or processes of one, would not iterate over the same items."""
+        if world_size * num_processes > 1 and self.is_unseeded:
+            raise ConfigError(
+                f"source.object: the {self._name} shuffles without a seed, so each of {world_size} ranks with {num_processes} "
+                "loading processes would see another order, and samples would be repeated and left out: shuffle by a seed "
+                "(DataLoader has `generator`), or give its data set as `kind: dataset` with `shuffle: global`"
+            )
         if world_size > 1 and self.num_ranks > 1:
             raise ConfigError(
                 f"source.object: the {self._name} is split over {self.num_ranks} ranks already, and each of the {world_size} "
@@ -155,12 +160,12 @@ def _copy_of(made: Any) -> Any:
             return copy.deepcopy(made)
 
 
-def _reference(iterator: Any) -> Callable[[], Any]:
-    """A reference that does not keep an iterator alive which may hold threads, files or processes."""
+def _reference(made: Any) -> Callable[[], Any]:
+    """A reference that does not keep alive what may hold threads, files or processes."""
     try:
-        return weakref.ref(iterator)
-    except TypeError:  # built in, such as that of a list
-        return lambda: iterator
+        return weakref.ref(made)
+    except TypeError:  # built in, such as a list
+        return lambda: made
 
 
 def _ranks_of(iterable: Any) -> int:
@@ -168,6 +173,12 @@ def _ranks_of(iterable: Any) -> int:
     split, sampler = getattr(iterable, "_distributed", None), getattr(iterable, "sampler", None)
     sizes = (getattr(split, "world_size", 1), getattr(sampler, "num_replicas", 1))
     return max(size if isinstance(size, int) else 1 for size in sizes)
+
+
+def _is_unseeded(iterable: Any) -> bool:
+    """True for a DataLoader that draws its order from the global generator, of which each process has its own: torch's samplers
+    that draw have a `generator`."""
+    return getattr(getattr(iterable, "sampler", None), "generator", True) is None
 
 
 class Pass:
@@ -199,8 +210,10 @@ class Pass:
         self._states: dict[int, SourceState] = {}  # at the ends of those batches
         self._error: BaseException | None = None
         self._lock = threading.Lock()  # one thread at a time reads
+        self._most_peeked = schedule.batch_size * schedule.world_size * shard.of
         self._is_ended = False  # nothing more is to be read
         self.num_items: int | None = None  # of the epoch, once it is known
+        self.is_whole = True  # False: what was peeked at is gone
 
     def take(self, indices: list[int], up_to: int) -> tuple[list[Any], SourceState | None]:
         """The items at `indices`, after reading up to `up_to`, fewer at the end of the iterable; and its own state there, if it
@@ -214,12 +227,20 @@ class Pass:
             self._let_go()
 
     def peek(self, index: int) -> list[Any]:
-        """A copy of the next item, whose index is `index`, as the only one; none at the end. It is still there for `take`.
-        Raises SourceError."""
+        """A copy of the next item, whose index is `index`, as the only one; none at the end. It is still there for `take`,
+        unless more were looked at than a batch has, or it cannot be copied: then `is_whole` is False. Raises SourceError."""
         try:
             with self._lock:
                 item = self._read(index + 1)
-                return [copy.deepcopy(item)] if self._num > index else []
+                if self._num <= index:
+                    return []
+                if self.is_whole and index - self._begin < self._most_peeked:
+                    with suppress(Exception):  # it holds a lock, say, that a later stage leaves out
+                        return [copy.deepcopy(item)]
+                self.is_whole = False
+                self._items.clear()
+                self._states.clear()
+                return [item]
         finally:
             self._let_go()
 
@@ -285,9 +306,9 @@ class Pass:
         return item
 
     def _check_length(self) -> None:
-        if len(self._source) < UNKNOWN:
+        if self._source.length is not None:
             raise SourceError(
-                f"it has ended after {self._num} items, and source.length is {len(self._source)}: set it to the number of "
+                f"it has ended after {self._num} items, and source.length is {self._source.length}: set it to the number of "
                 "items that every epoch has, or leave it out"
             )
 
@@ -309,7 +330,7 @@ class Pass:
         if self._source.has_state and saved is not None and saved[:2] == (self._epoch, self._begin):
             iterable.load_state_dict(copy.deepcopy(saved.state))
             num = self._begin
-        iterator = self._source.new_iterator(iterable)
+        iterator: Iterator[Any] = ending_forks(iter)(iterable)
         for number in range(num, self._begin):
             if self._is_ended:
                 break

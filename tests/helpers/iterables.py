@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import threading
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import IterableDataset
 
@@ -67,6 +70,32 @@ class Sharing(Counting):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for number in self.shared:
             yield {"x": number, "epoch": self.epoch}
+
+
+class Buffered(Stateful):
+    """It reads ahead what its state counts as read, as a shuffle buffer does."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for item in super().__iter__():
+            self.num_read = item["x"] + 5
+            yield item
+
+
+def unseeded(size: int) -> Iterator[dict[str, Any]]:
+    """Another order in each pass."""
+    for number in random.sample(range(size), size):
+        yield {"x": number}
+
+
+class Uncopyable:
+    """Of which no copy can be made."""
+
+    alive: ClassVar[weakref.WeakSet[Uncopyable]] = weakref.WeakSet()
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.lock = threading.Lock()
+        self.alive.add(self)
 
 
 def counting(size: int) -> Iterator[dict[str, Any]]:

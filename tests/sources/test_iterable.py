@@ -12,7 +12,7 @@ import pytest
 import torch
 from executors import EXECUTORS
 from filtering import keep
-from iterables import READ, Continuing, Counting, Sharing, Stateful, counting
+from iterables import READ, Continuing, Counting, Sharing, Stateful, Uncopyable, counting
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import DataLoader, DistributedSampler
@@ -241,6 +241,48 @@ def test_loaders_of_torchdata_are_iterables(name: str, rng: random.Random) -> No
         assert [batch["0"].tolist() for _ in range(3) for batch in loader] == whole[done:]
 
 
+def test_an_order_without_a_seed_is_refused_where_it_is_shared() -> None:
+    def shuffled(seed: int | None) -> Any:
+        drawing = None if seed is None else torch.Generator().manual_seed(seed)
+        numbers: Any = list(range(40))
+        return DataLoader(numbers, batch_size=None, shuffle=True, generator=drawing)
+
+    made = Pipeline.iterable(shuffled(None)).read().batch(4)
+    for ranks, overrides in (({"rank": 0, "world_size": 2}, {}), ({}, EXECUTORS["two processes"])):
+        with (
+            loaderkit.build(made, **ranks, overrides=overrides) as loader,
+            pytest.raises(ConfigError, match=r"shuffles without a seed, .*: shuffle by a seed"),
+        ):
+            next(iter(loader))
+    with loaderkit.build(made, overrides=EXECUTORS["thread"]) as loader:
+        assert sorted(x for batch in loader for x in batch["0"].tolist()) == list(range(40))
+    found = []
+    for rank in range(2):
+        with loaderkit.build(Pipeline.iterable(shuffled(3)).read().batch(4), rank=rank, world_size=2) as loader:
+            found += [x for batch in loader for x in batch["0"].tolist()]
+    assert sorted(found) == list(range(40))
+
+
+def test_items_that_cannot_be_copied_and_many_that_are_dropped() -> None:
+    most = 0
+
+    def items() -> Any:
+        nonlocal most
+        for number in range(100):
+            most = max(most, len(Uncopyable.alive))
+            yield {"x": Uncopyable(number)}
+
+    def take_number(sample: dict[str, Any]) -> None:
+        sample["x"] = sample["x"].number
+
+    made = Pipeline.iterable(items).read().filter(lambda sample: sample["x"].number >= 60).call(take_number)
+    with loaderkit.build(made.batch(20), overrides=INLINE) as loader, pytest.raises(StageError, match="left nothing"):
+        next(iter(loader))
+    assert most <= 21, "the first sixty are looked at, and not kept"
+    with loaderkit.build(made.batch(100), overrides=INLINE) as loader:
+        assert [batch["x"].tolist() for batch in loader] == [list(range(60, 100))]
+
+
 def test_a_filter_drops_its_items() -> None:
     made = Pipeline.iterable("iterables:counting", args={"size": 300}).epochs(2).read()
     kept = made.filter(keep, args={"share": 0.3}, on_empty_batch="skip").batch(8)
@@ -289,8 +331,13 @@ def test_what_can_be_read_once_only_is_found_out() -> None:
     items = counting(10)
     with loaderkit.build(Pipeline.iterable(lambda: items).read().batch(4), overrides=INLINE) as loader:
         assert len(list(loader)) == 3
-        with pytest.raises(SourceError, match="gave the same iterator a second time"):
+        with pytest.raises(SourceError, match="returned the same object a second time"):
             list(loader)
+    stateful = Continuing(40)
+    with loaderkit.build(Pipeline.iterable(lambda: stateful).read().batch(4), overrides=INLINE) as loader:
+        next(iter(loader))
+        with pytest.raises(SourceError, match="returned the same object a second time"):
+            next(iter(loader))
     with (
         loaderkit.build(Pipeline.iterable([]).read().batch(4), overrides=INLINE) as loader,
         pytest.raises(SourceError, match="has no items"),
@@ -344,3 +391,24 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (ran["epochs"], ran["batches"], ran["samples"]) == (2, 4, 24)
     assert main(["explain", str(path)]) == 0
     assert "# batches   any number per epoch, batch size 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "unsaid"),
+    [
+        ("Stateful, length: 20", ["samples       20", "batches       3 per epoch"], ["two passes", "not exact"]),
+        ("Buffered", ["not exact: what was resumed from it"], ["two passes"]),
+        ("Buffered, resume: skip", ["by iterating up to there"], ["two passes", "not exact"]),
+        ("unseeded", ["two passes of one epoch gave other items"], ["not exact"]),
+    ],
+)
+def test_check_compares_passes_and_states(
+    name: str, said: list[str], unsaid: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "stream.yaml"
+    kind, _, settings = name.partition(",")
+    path.write_text(YAML.replace('"iterables:Stateful"', f'"iterables:{kind}"{"," if settings else ""}{settings}'))
+    assert main(["check", str(path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert all(" ".join(one.split()) in printed for one in said), printed
+    assert not any(one in printed for one in unsaid), printed

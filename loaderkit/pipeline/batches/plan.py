@@ -152,7 +152,7 @@ class BatchPlan:
             return self._pass
         begin = (*(self._begin if work_item.epoch == self._begin[0] else (work_item.epoch, 0)), work_item.step)
         previewed, self._previewed = self._previewed, None
-        if previewed is not None and previewed.begin == begin:
+        if previewed is not None and previewed.begin == begin and previewed.is_whole:
             return previewed
         if previewed is not None:
             previewed.end()

@@ -248,9 +248,9 @@ def test_an_order_without_a_seed_is_refused_where_it_is_shared() -> None:
         return DataLoader(numbers, batch_size=None, shuffle=True, generator=drawing)
 
     made = Pipeline.iterable(shuffled(None)).read().batch(4)
-    for ranks, overrides in (({"rank": 0, "world_size": 2}, {}), ({}, EXECUTORS["two processes"])):
+    for world_size, executor in ((2, "inline"), (1, "two processes")):
         with (
-            loaderkit.build(made, **ranks, overrides=overrides) as loader,
+            loaderkit.build(made, rank=0, world_size=world_size, overrides=EXECUTORS[executor]) as loader,
             pytest.raises(ConfigError, match=r"shuffles without a seed, .*: shuffle by a seed"),
         ):
             next(iter(loader))

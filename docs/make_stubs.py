@@ -29,7 +29,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
-from loaderkit._internal.settings import Model
+from loaderkit._internal.config.settings import Model
 
 def source_method(kind: str, args: type[Model]) -> Any: ...
 def stage_method(kind: str, args: type[Model]) -> Callable[..., Any]: ...

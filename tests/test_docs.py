@@ -14,7 +14,7 @@ from mixed_photos import write_mixed
 from seaweed import Seaweed
 
 import loaderkit
-from loaderkit._internal.yaml_text import from_yaml
+from loaderkit._internal.config.yaml_text import from_yaml
 from loaderkit.cli import main
 from loaderkit.connectors import Connector
 from profiles.reports import FOLDER, PAGE, filled, text_of

@@ -19,7 +19,7 @@ from conftest import make_photo
 from rich.text import Text
 from safetensors.torch import save_file
 
-from loaderkit._internal.yaml_text import to_yaml
+from loaderkit._internal.config.yaml_text import to_yaml
 from loaderkit.checkpoint import latest
 from loaderkit.cli import console, main
 from loaderkit.connectors.memory import MemoryConnector

@@ -18,7 +18,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 import loaderkit
-from loaderkit._internal.yaml_text import from_yaml
+from loaderkit._internal.config.yaml_text import from_yaml
 from loaderkit.cli import main
 
 PAGE = "docs/recipes.md"

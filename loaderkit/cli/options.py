@@ -45,7 +45,7 @@ Debug = Annotated[bool, typer.Option("--debug", callback=_note_debug, help="Show
 
 def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
     """{"stages.batch.size": 32} from ["stages.batch.size=32"]; values are read as YAML."""
-    from loaderkit._internal.yaml_text import YAML_ERRORS, from_yaml
+    from loaderkit._internal.config.yaml_text import YAML_ERRORS, from_yaml
 
     values: dict[str, Any] = {}
     for assignment in assignments:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
-from loaderkit._internal.settings import ByteSize, Duration, Model
+from loaderkit._internal.config.settings import ByteSize, Duration, Model
 
 
 class SourceArgs(Model):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
-from loaderkit._internal.diagnostics import nearest
+from loaderkit._internal.config.diagnostics import nearest
 from loaderkit._internal.units import parse_seconds
 from loaderkit.profile.report import Report
 

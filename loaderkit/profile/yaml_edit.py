@@ -14,7 +14,7 @@ from typing import Any
 
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from loaderkit._internal.yaml_text import YAML_ERRORS, compose, from_yaml, to_yaml
+from loaderkit._internal.config.yaml_text import YAML_ERRORS, compose, from_yaml, to_yaml
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.parsing import parse, stage_names
 from loaderkit.profile.report_parts import Setting

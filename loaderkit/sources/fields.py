@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from loaderkit._internal.settings import as_tuple
+from loaderkit._internal.config.settings import as_tuple
 from loaderkit.sources.patterns import Patterns, expand_braces
 
 IMAGE_EXTENSIONS = frozenset(

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PositiveInt
 
-from loaderkit._internal.settings import Model, as_tuple
+from loaderkit._internal.config.settings import Model, as_tuple
 from loaderkit.engine.work import Chunk, Stage, WorkItem
 from loaderkit.errors import StageError
 from loaderkit.sources.base import Sample

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from loaderkit import Pipeline, build
-from loaderkit._internal.yaml_text import from_yaml, to_yaml
+from loaderkit._internal.config.yaml_text import from_yaml, to_yaml
 from loaderkit.cli import main
 from loaderkit.cli.run import progress
 from loaderkit.sources.formats.tar_index import parse_wds_index

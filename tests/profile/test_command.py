@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from conftest import HELPERS
 
-from loaderkit._internal.yaml_text import from_yaml, to_yaml
+from loaderkit._internal.config.yaml_text import from_yaml, to_yaml
 from loaderkit.cli import main
 from loaderkit.cli.experiments import parse_step_time
 from loaderkit.profile.experiments.search import Tuned

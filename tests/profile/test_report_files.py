@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loaderkit._internal.yaml_text import to_yaml
+from loaderkit._internal.config.yaml_text import to_yaml
 from loaderkit.cli import main
 from loaderkit.profile.report import Report
 

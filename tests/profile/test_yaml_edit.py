@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loaderkit import Pipeline
-from loaderkit._internal.yaml_text import from_yaml
+from loaderkit._internal.config.yaml_text import from_yaml
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.parsing import parse
 from loaderkit.profile.report_parts import Setting

@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
-from loaderkit._internal.diagnostics import Problems
-from loaderkit._internal.model_errors import validate
-from loaderkit._internal.settings import Duration, Model, as_tuple
+from loaderkit._internal.config.diagnostics import Problems
+from loaderkit._internal.config.model_errors import validate
+from loaderkit._internal.config.settings import Duration, Model, as_tuple
+from loaderkit._internal.config.yaml_text import expand_variables, read_yaml
 from loaderkit._internal.units import format_seconds, parse_seconds
-from loaderkit._internal.yaml_text import expand_variables, read_yaml
 from loaderkit.errors import ConfigError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")

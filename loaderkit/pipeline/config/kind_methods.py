@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from loaderkit._internal.diagnostics import nearest
-from loaderkit._internal.settings import Model
+from loaderkit._internal.config.diagnostics import nearest
+from loaderkit._internal.config.settings import Model
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import ErrorsArgs, PrefetchArgs

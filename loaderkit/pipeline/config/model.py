@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from loaderkit._internal.settings import ByteSize, Duration, Model
-from loaderkit._internal.yaml_text import to_yaml
+from loaderkit._internal.config.settings import ByteSize, Duration, Model
+from loaderkit._internal.config.yaml_text import to_yaml
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.registry import SOURCES

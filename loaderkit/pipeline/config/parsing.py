@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loaderkit._internal.diagnostics import KeyPath, Problems, nearest
-from loaderkit._internal.model_errors import validate
-from loaderkit._internal.settings import Model
-from loaderkit._internal.yaml_text import expand_variables, read_yaml
+from loaderkit._internal.config.diagnostics import KeyPath, Problems, nearest
+from loaderkit._internal.config.model_errors import validate
+from loaderkit._internal.config.settings import Model
+from loaderkit._internal.config.yaml_text import expand_variables, read_yaml
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import ErrorsArgs, OrderArgs, PipelineConfig, PrefetchArgs, escape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from loaderkit._internal.diagnostics import KeyPath, Problems, nearest
+from loaderkit._internal.config.diagnostics import KeyPath, Problems, nearest
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.pipeline.config.model import ErrorsArgs, OrderArgs, PrefetchArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES

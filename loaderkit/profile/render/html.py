@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import cache, partial
 from types import ModuleType
 
+from loaderkit._internal.config.yaml_text import to_yaml
 from loaderkit._internal.units import say_seconds
-from loaderkit._internal.yaml_text import to_yaml
 from loaderkit.engine.metrics.bottleneck_words import headline
 from loaderkit.errors import ConfigError
 from loaderkit.profile.compare import say

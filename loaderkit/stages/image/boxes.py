@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
-from loaderkit._internal.settings import as_tuple
+from loaderkit._internal.config.settings import as_tuple
 from loaderkit.engine.work import Stage
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import AddError, StageArgs, StageConfig, StageKind

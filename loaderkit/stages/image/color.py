@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
 
-from loaderkit._internal.settings import PositiveRange, around_zero, as_tuple, ordered
+from loaderkit._internal.config.settings import PositiveRange, around_zero, as_tuple, ordered
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import FieldNames, StageArgs, StageKind
 from loaderkit.stages.image.ops import LUMA, Adjust, ImageOps

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
 from loaderkit import native
-from loaderkit._internal.settings import as_tuple
+from loaderkit._internal.config.settings import as_tuple
 from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, FormatError
 from loaderkit.sources.base import Sample

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from loaderkit._internal.settings import PositiveRange, Range, around_zero, as_tuple
+from loaderkit._internal.config.settings import PositiveRange, Range, around_zero, as_tuple
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import FieldNames, Image, StageArgs, StageKind
 from loaderkit.stages.image.ops import Crop, Flip, ImageOps, Rotate, Scale, VerticalFlip

@@ -15,7 +15,7 @@ import torch
 from pydantic import BeforeValidator, Field, model_validator
 
 from loaderkit import native
-from loaderkit._internal.settings import as_tuple
+from loaderkit._internal.config.settings import as_tuple
 from loaderkit.engine.work import Stage
 from loaderkit.native import fallback
 from loaderkit.stages.base import BatchContext, FieldNames, SampleChunk, StageArgs, StageConfig, StageKind, image_names

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit._internal.config.yaml_text import from_yaml
 from loaderkit._internal.units import format_bytes, format_seconds, parse_bytes, parse_seconds
-from loaderkit._internal.yaml_text import from_yaml
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.parsing import load_yaml, parse
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit._internal.yaml_text import from_yaml
+from loaderkit._internal.config.yaml_text import from_yaml
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.parsing import load_yaml, parse

@@ -12,7 +12,7 @@ from wrong_structures import WRONG_STRUCTURES
 from wrong_values import WRONG_VALUES
 
 import loaderkit
-from loaderkit._internal.yaml_text import from_yaml
+from loaderkit._internal.config.yaml_text import from_yaml
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.parsing import load_yaml, parse
 

@@ -12,8 +12,8 @@ import pytest
 from config_cases import MINIMAL
 
 import loaderkit
-from loaderkit._internal.diagnostics import Problems
-from loaderkit._internal.yaml_text import from_yaml, read_yaml, to_yaml
+from loaderkit._internal.config.diagnostics import Problems
+from loaderkit._internal.config.yaml_text import from_yaml, read_yaml, to_yaml
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.parsing import load_yaml
 

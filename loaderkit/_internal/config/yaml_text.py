@@ -16,7 +16,7 @@ from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.resolver import VersionedResolver
 from ruamel.yaml.tag import Tag
 
-from loaderkit._internal.diagnostics import KeyPath, Problems
+from loaderkit._internal.config.diagnostics import KeyPath, Problems
 
 YAML_ERRORS = (YAMLError, ValueError, TypeError, LookupError, OverflowError, RecursionError)
 """The errors of ruamel.yaml, and of the functions that it calls for values such as a date."""

@@ -6,8 +6,8 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 
-from loaderkit._internal.diagnostics import KeyPath, Problems, nearest, say_expected, say_unmet
-from loaderkit._internal.settings import Model
+from loaderkit._internal.config.diagnostics import KeyPath, Problems, nearest, say_expected, say_unmet
+from loaderkit._internal.config.settings import Model
 
 M = TypeVar("M", bound=Model)
 

@@ -220,7 +220,9 @@ class FileConnector(BulkConnector):
         name = self._base + key
         if isinstance(error, ValueError):  # a NUL, or a character that a file name cannot encode
             return ObjectNotFoundError(f"{key!r} is no key: {error}")
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
+        if error.errno == errno.ENOTDIR:
+            return ObjectNotFoundError(f"{name!r} cannot be: a part of its path is a file, not a directory; check the path")
+        if error.errno in (errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP):
             return ObjectNotFoundError(f"there is no file {name!r} ({error.strerror}); was it moved or deleted?")
         if error.errno in (errno.EACCES, errno.EPERM):
             return AccessDeniedError(f"{name!r} cannot be read or changed by this user ({error.strerror})")

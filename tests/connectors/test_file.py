@@ -33,6 +33,12 @@ def keys(root: Path, prefix: str = "") -> list[str]:
     return [info.key for info in FileConnector(root).list(prefix)]
 
 
+def test_a_file_where_a_directory_should_be(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"")
+    with pytest.raises(ObjectNotFoundError, match=r"a part of its path is a file, not a directory; check the path"):
+        writes_of(FileConnector(str(tmp_path / "a"))).put("b", b"1")
+
+
 def test_missing_root(tmp_path: Path) -> None:
     with pytest.raises(ObjectNotFoundError, match=r"no directory.*nowhere"):
         keys(tmp_path / "nowhere")

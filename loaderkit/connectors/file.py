@@ -221,7 +221,9 @@ class FileConnector(BulkConnector):
         if isinstance(error, ValueError):  # a NUL, or a character that a file name cannot encode
             return ObjectNotFoundError(f"{key!r} is no key: {error}")
         if error.errno == errno.ENOTDIR:
-            return ObjectNotFoundError(f"{name!r} cannot be: a part of its path is a file, not a directory; check the path")
+            return ObjectNotFoundError(
+                f"{name!r} cannot be: a part of its path is a file, not a directory; check the path"
+            )
         if error.errno in (errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP):
             return ObjectNotFoundError(f"there is no file {name!r} ({error.strerror}); was it moved or deleted?")
         if error.errno in (errno.EACCES, errno.EPERM):

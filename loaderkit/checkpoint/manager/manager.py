@@ -259,7 +259,7 @@ class CheckpointManager:
 
     def all_steps(self) -> list[int]:
         """The steps of which there is a committed checkpoint, ascending."""
-        return sorted(self._directory.committed())
+        return self._directory.committed()
 
     # ------------------------------------------------------------------------------------------------------- end
 

@@ -18,15 +18,12 @@ class SavedStep:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def steps_to_keep(saved: Sequence[SavedStep], keep: KeepArgs | None, now_s: float) -> set[int]:
-    """The steps to keep: those that any rule of `keep` names, and always the newest; all of them without rules.
+def steps_to_keep(saved: Sequence[SavedStep], keep: KeepArgs, now_s: float) -> set[int]:
+    """The steps to keep: those that any rule of `keep` names, and always the newest.
 
     A checkpoint without the metric of `best`, or with one that is no number, is no candidate for it.
     """
-    steps = {item.step for item in saved}
-    if keep is None or not steps:
-        return steps
-    kept = set(sorted(steps)[-keep.last :])
+    kept = set(sorted(item.step for item in saved)[-keep.last :])
     if keep.every is not None:
         for item in saved:
             is_young = keep.max_age_s is None or now_s - item.time_s <= keep.max_age_s

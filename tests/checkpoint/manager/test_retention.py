@@ -26,8 +26,7 @@ def saved(*steps: int, **metrics: list[float]) -> list[SavedStep]:
     ]
 
 
-def test_without_rules_all_are_kept() -> None:
-    assert steps_to_keep(saved(1, 2, 3), None, NOW_S) == {1, 2, 3}
+def test_of_none_none_is_kept() -> None:
     assert steps_to_keep([], keep(last=1), NOW_S) == set()
 
 

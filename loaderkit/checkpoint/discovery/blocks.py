@@ -80,6 +80,14 @@ def hash_objects(
             pool.shutdown(cancel_futures=True)
 
 
+def hashes_of(connector: Connector, objects: Sequence[tuple[ObjectInfo, int]]) -> dict[str, list[str]]:
+    """The hashes of all blocks of objects by key, each given with its block size in bytes. Raises what reading raises."""
+    hashes: dict[str, list[str]] = {info.key: [] for info, _ in objects}
+    for part in hash_objects(connector, objects):
+        hashes[part.info.key] += part.hashes
+    return hashes
+
+
 def _aligned(size: int) -> memoryview:
     """Memory that begins at a multiple of 4,096, as writes past the page cache ask for."""
     memory = np.empty(size + _ALIGNMENT, np.uint8)

@@ -17,6 +17,7 @@ import xxhash
 
 from loaderkit._internal import hashing
 from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES, Checkpoint, Checksums
+from loaderkit.checkpoint.discovery.blocks import hashes_of
 from loaderkit.checkpoint.discovery.detect import Fetch
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation, locate
 from loaderkit.checkpoint.discovery.open import open_checkpoint
@@ -85,28 +86,15 @@ def write_manifest(
                 f"{location.url}: no manifest can be written there: write it before packing or uploading ({error})"
             ) from None
         checkpoint = open_checkpoint(location, fetch_of(location.connector))
-        objects = {}
-        for info in needed_objects(checkpoint):
-            objects[info.key[len(location.prefix) :]] = {
-                "num_bytes": info.size,
-                "hashes": _hashes(location.connector, info, block_bytes),
-            }
+        infos = needed_objects(checkpoint)
+        hashes = hashes_of(location.connector, [(info, block_bytes) for info in infos])
+        cut = len(location.prefix)
+        objects = {info.key[cut:]: {"num_bytes": info.size, "hashes": hashes[info.key]} for info in infos}
         manifest = manifest_of(objects, block_bytes)
         writes.put(manifest_key(location), json.dumps(manifest).encode())
         return manifest
     finally:
         location.close()
-
-
-def _hashes(connector: Connector, info: ObjectInfo, block_bytes: int) -> list[str]:
-    num_blocks = 32
-    buffer = memoryview(bytearray(num_blocks * block_bytes))
-    hashes = []
-    for begin in range(0, info.size, len(buffer)):
-        blocks = buffer[: min(len(buffer), info.size - begin)]
-        connector.read_into(info.key, begin, blocks, etag=info.etag)
-        hashes += [xxhash.xxh3_64_hexdigest(blocks[lo : lo + block_bytes]) for lo in range(0, len(blocks), block_bytes)]
-    return hashes
 
 
 def read_manifest(

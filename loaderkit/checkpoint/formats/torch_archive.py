@@ -41,8 +41,8 @@ _TYPED = {
 _STORAGE_OF = {dtype: getattr(torch, f"{name}Storage") for name, dtype in _TYPED.items()}
 
 
-class Record(NamedTuple):
-    """One record of the zip: its name below the archive's folder, the offset of its header, its size and checksum."""
+class WrittenRecord(NamedTuple):
+    """A record of the zip to write: its name below the archive's folder, the offset of its header, its size and checksum."""
 
     name: str
     offset: int
@@ -92,7 +92,7 @@ class TensorArchive(NamedTuple):
     head: bytes
     num_bytes: int
     tail_bytes: int
-    records: tuple[Record, ...]  # up to the tensor's, whose checksum is not known yet
+    records: tuple[WrittenRecord, ...]  # up to the tensor's, whose checksum is not known yet
 
     @property
     def size(self) -> int:
@@ -109,22 +109,22 @@ def archive_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorArchive:
     """The archive of a tensor on the CPU that is C-contiguous and has a storage of its own."""
     head, records = bytearray(), []
     for name, content in {"data.pkl": _pickled(dtype, shape), **_BEFORE}.items():
-        records.append(Record(name, len(head), len(content), zlib.crc32(content)))
+        records.append(WrittenRecord(name, len(head), len(content), zlib.crc32(content)))
         head += records[-1].header() + content + records[-1].footer()
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    records.append(Record(_DATA, len(head), num_bytes, 0))
+    records.append(WrittenRecord(_DATA, len(head), num_bytes, 0))
     head += records[-1].header()
     tail_bytes = len(_tail(records, 0, len(head) + num_bytes))
     return TensorArchive(bytes(head), num_bytes, tail_bytes, tuple(records))
 
 
-def _tail(before: Sequence[Record], crc: int, begin: int) -> bytes:
+def _tail(before: Sequence[WrittenRecord], crc: int, begin: int) -> bytes:
     """What follows the tensor's bytes, from the offset `begin` on."""
     records = [*before[:-1], before[-1]._replace(crc=crc)]
     tail = bytearray(records[-1].footer())
     for name in ("version", _SERIALIZATION_ID):
         content = _VERSION if name == "version" else _serialization_id(records)
-        record = Record(name, begin + len(tail), len(content), zlib.crc32(content))
+        record = WrittenRecord(name, begin + len(tail), len(content), zlib.crc32(content))
         records.append(record)
         tail += record.header() + content + record.footer()
     start = begin + len(tail)
@@ -137,7 +137,7 @@ def _tail(before: Sequence[Record], crc: int, begin: int) -> bytes:
     return bytes(tail)
 
 
-def _serialization_id(records: Sequence[Record]) -> bytes:
+def _serialization_id(records: Sequence[WrittenRecord]) -> bytes:
     """Twenty digits of the records' names, which are always the same, and twenty of their checksums, as torch combines them."""
     combined = 0
     for record in records:

@@ -19,7 +19,7 @@ from loaderkit.checkpoint.manager.settings import KeepArgs
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.restore.stateful import OWN_KEY
 from loaderkit.checkpoint.save.owner import this_process
-from loaderkit.checkpoint.save.placement import Placement, listed, marker_bytes, marker_key, read_object, traces
+from loaderkit.checkpoint.save.placement import Placement, listed, marker_key, put_marker, read_object, unfinished_saves
 from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError, printable
 
@@ -102,7 +102,7 @@ class RunDirectory:
         if not names:
             return []
         found = []
-        running = {trace.name for trace in traces(target) if trace.is_running}
+        running = {save.name for save in unfinished_saves(target) if save.is_running}
         for name in sorted(names - running):
             match = _STEP.fullmatch(name)
             if match is None or name != step_name(int(match[1])):
@@ -147,8 +147,7 @@ def _remove(target: SaveTarget, name: str) -> None:
     attempt = secrets.token_hex(8)
     aside = f"{target.parent}{SAVING}{name}.{attempt}/"
     placement = Placement(attempt, 0, this_process(), aside, 0, in_place=False)
-    marker = marker_key(step, placement)  # by it the next save finds the directory even when nothing is left in it
-    writes.put(marker, marker_bytes(step, placement))
+    put_marker(step, writes, placement)  # by it the next save finds the directory even when nothing is left in it
     if writes.rename(prefix, aside):
         prefix = aside
     keys = [info.key for info in listed(target.connector, prefix)]
@@ -157,4 +156,4 @@ def _remove(target: SaveTarget, name: str) -> None:
         if key.endswith(NAME):
             writes.sync(prefix)
     writes.clear(prefix)
-    writes.delete(marker)
+    writes.delete(marker_key(step, placement))

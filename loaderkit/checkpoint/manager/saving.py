@@ -103,7 +103,7 @@ def write_checkpoint(writer: StreamWriter, url: str, state: dict[str, Any], boar
     except BaseException as error:
         if board is not None:
             board.fail(key, error)
-        writer.reset()  # its traces are then those of a dead save, which the next one clears
+        writer.reset()  # what is there of it is then a dead save's, which the next one clears
         raise
 
 

@@ -27,14 +27,14 @@ from loaderkit.checkpoint.formats.dcp import read_metadata
 from loaderkit.checkpoint.save.engine import SavedFile
 from loaderkit.checkpoint.save.placement import (
     Placement,
-    Trace,
+    UnfinishedSave,
     generation_of,
     listed,
     marker_key,
     place,
     read_object,
-    trace_folder,
-    traces,
+    saving_folder,
+    unfinished_saves,
 )
 from loaderkit.connectors.base import Writes
 from loaderkit.errors import AccessDeniedError, CheckpointError, ConnectorError, FormatError, ObjectNotFoundError
@@ -44,14 +44,14 @@ logger = logging.getLogger("loaderkit")
 
 def begin(target: SaveTarget, writes: Writes) -> Placement:
     """Clear what dead saves left, and give this one a place. Raises CheckpointError, ConnectorError."""
-    found = traces(target)
-    running = [trace for trace in found if trace.is_running]
-    for trace in found:
-        if not trace.is_running:
+    found = unfinished_saves(target)
+    running = [save for save in found if save.is_running]
+    for save in found:
+        if not save.is_running:
             try:
-                clear(target, writes, trace, _of(trace.name, running))
+                clear(target, writes, save, _of(save.name, running))
             except (ConnectorError, FormatError) as error:
-                where = target.connector.describe(trace.base)
+                where = target.connector.describe(save.base)
                 logger.warning("what a save that died left at %s is not cleared: %s", where, error)
     others = _of(target.name, running)
     if target.name and not others:
@@ -66,43 +66,43 @@ def begin(target: SaveTarget, writes: Writes) -> Placement:
     return place(target, writes, others)
 
 
-def _of(name: str, running: Iterable[Trace]) -> list[Placement]:
+def _of(name: str, running: Iterable[UnfinishedSave]) -> list[Placement]:
     """Where the files of that checkpoint go that are being written now."""
-    return [trace.placement for trace in running if trace.name == name and trace.placement is not None]
+    return [save.placement for save in running if save.name == name and save.placement is not None]
 
 
-def clear(target: SaveTarget, writes: Writes, trace: Trace, others: Sequence[Placement] = ()) -> None:
+def clear(target: SaveTarget, writes: Writes, save: UnfinishedSave, others: Sequence[Placement] = ()) -> None:
     """Remove what a dead save left; its marker last. `others` save the same checkpoint now.
 
     Raises ConnectorError, FormatError.
     """
-    placement = trace.placement
-    if placement is None and next(listed(target.connector, trace.marker), None) is not None:
+    placement = save.placement
+    if placement is None and next(listed(target.connector, save.marker), None) is not None:
         return  # written meanwhile, or by another version
     if placement is not None and placement.in_place:
-        final = target._replace(name=trace.name)
+        final = target._replace(name=save.name)
         names = [info.key[len(final.prefix) :] for info in listed(target.connector, final.prefix)]
         kept = {None, *(other.generation for other in others)}
         if METADATA not in names:  # the other files are another writer's, which may not be done
             kept |= {generation_of(name) for name in names} - {placement.generation}
         if NAME not in names:
-            _complete(final, writes, trace)
+            _complete(final, writes, save)
         tidy(final, writes, [name for name in names if generation_of(name) not in kept])
-        if trace.name and not others:
+        if save.name and not others:
             _clear_rest(writes, final.prefix)
-    for key in trace.keys:
-        if key != trace.marker:
+    for key in save.keys:
+        if key != save.marker:
             writes.delete(key)
-    for folder in trace.folders:
+    for folder in save.folders:
         _clear_rest(writes, folder)
-    writes.delete(trace.marker)
+    writes.delete(save.marker)
     writes.sync(target.parent)
 
 
-def _complete(final: SaveTarget, writes: Writes, trace: Trace) -> None:
+def _complete(final: SaveTarget, writes: Writes, save: UnfinishedSave) -> None:
     """Give a checkpoint the manifest that a save, which died after the one step, has left beside it."""
     with suppress(ObjectNotFoundError):
-        saved = read_object(final.connector, trace.folders[0] + NAME)
+        saved = read_object(final.connector, save.folders[0] + NAME)
         metadata = read_object(final.connector, final.prefix + METADATA)
         if _objects_of(json.loads(saved), metadata) is not None:
             writes.put(final.prefix + NAME, saved)
@@ -166,7 +166,7 @@ def _replace(
     if old is not None and old_names and old_manifest is not None:
         old_objects = _objects_of(old_manifest, old)
     writes.sync(target.prefix)
-    beside = trace_folder(target, placement) + NAME
+    beside = saving_folder(target, placement) + NAME
     if old_objects is not None:
         both = manifest_of(objects | old_objects, replacing={METADATA: _described(metadata)})
         writes.put(target.prefix + NAME, _encoded(both))
@@ -176,7 +176,7 @@ def _replace(
     writes.put(target.prefix + NAME, manifest)
     if old_objects is None:
         writes.delete(beside)
-        _clear_rest(writes, trace_folder(target, placement))
+        _clear_rest(writes, saving_folder(target, placement))
     if old_names:
         tidy(target, writes, old_names)
 

@@ -12,10 +12,11 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES, Checkpoint, Checksums
-from loaderkit.checkpoint.discovery.blocks import hash_objects
+from loaderkit.checkpoint.discovery.blocks import hash_objects, hashes_of
 from loaderkit.checkpoint.discovery.detect import INDEX, METADATA
 from loaderkit.checkpoint.discovery.listing import url_below
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation, SaveTarget, locate, save_target
@@ -29,8 +30,8 @@ from loaderkit.checkpoint.discovery.manifest import (
 )
 from loaderkit.checkpoint.discovery.open import open_checkpoint
 from loaderkit.checkpoint.discovery.verify import damaged_ranges
-from loaderkit.checkpoint.save.owner import Lease
-from loaderkit.checkpoint.save.placement import listed, marker_bytes, marker_key, place, read_object
+from loaderkit.checkpoint.save.owner import Heartbeat
+from loaderkit.checkpoint.save.placement import listed, marker_key, place, put_marker, read_object
 from loaderkit.checkpoint.save.prune import remove_directory
 from loaderkit.checkpoint.transfer.fetch import fetch_of
 from loaderkit.connectors.base import Connector, ObjectInfo, ObjectWriter, Writes, writes_of
@@ -156,9 +157,7 @@ def _checksums(source: _Source, there: Mapping[str, Checksums]) -> dict[str, Che
     for info in infos:
         known = there.get(source.name_of(info))
         blocks[info.key] = MAX_BLOCK_BYTES if known is None else known.block_bytes
-    hashes: dict[str, list[str]] = {info.key: [] for info in infos}
-    for part in hash_objects(source.location.connector, [(info, blocks[info.key]) for info in infos]):
-        hashes[part.info.key] += part.hashes
+    hashes = hashes_of(source.location.connector, [(info, blocks[info.key]) for info in infos])
     return {info.key: Checksums(blocks[info.key], info.size, hashes[info.key]) for info in infos}
 
 
@@ -174,11 +173,7 @@ def _copy(source: _Source, target: SaveTarget, progress: Callable[[int], None]) 
         remove_directory(writes, target.prefix, cut_off)
     placement = place(target, writes, ())
     folder = placement.folder
-
-    def renew() -> None:
-        writes.put(marker_key(target, placement), marker_bytes(target, placement))
-
-    lease = Lease(placement.attempt, renew)
+    heartbeat = Heartbeat(placement.attempt, partial(put_marker, target, writes, placement))
     try:
         document = _write(source, writes, lambda info: folder + source.name_of(info), progress)
         writes.sync(folder)
@@ -190,7 +185,7 @@ def _copy(source: _Source, target: SaveTarget, progress: Callable[[int], None]) 
         _discard(target, writes, folder)
         raise
     finally:
-        lease.release()
+        heartbeat.stop()
         with suppress(ConnectorError):
             writes.delete(marker_key(target, placement))
 

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -28,8 +29,8 @@ from loaderkit.checkpoint.save.commit import begin, commit
 from loaderkit.checkpoint.save.engine import SavedFile, save_files
 from loaderkit.checkpoint.save.file_plan import BytesItem, FilePlan, Item, TensorItem
 from loaderkit.checkpoint.save.memory import PartBuffers
-from loaderkit.checkpoint.save.owner import Lease
-from loaderkit.checkpoint.save.placement import Placement, find_placement, marker_bytes, marker_key
+from loaderkit.checkpoint.save.owner import Heartbeat
+from loaderkit.checkpoint.save.placement import Placement, find_placement, put_marker
 from loaderkit.checkpoint.save.staging import HostCopies
 from loaderkit.checkpoint.save.tensor_bytes import identity_of, plain_tensor
 from loaderkit.connectors.base import Connector, traits_of, writes_of
@@ -70,7 +71,7 @@ class _Running:
     """A save as its coordinator knows it."""
 
     placement: Placement
-    lease: Lease
+    heartbeat: Heartbeat
 
 
 class StreamWriter(StorageWriter, AsyncStager):
@@ -109,7 +110,7 @@ class StreamWriter(StorageWriter, AsyncStager):
 
     def __reduce__(self) -> Any:
         """Another process gets the settings only."""
-        return _writer_of, (self._url, self._workers, self._connectors)
+        return partial(StreamWriter, workers=self._workers, connectors=self._connectors), (self._url,)
 
     @property
     def stats(self) -> dict[str, Any] | None:
@@ -151,11 +152,8 @@ class StreamWriter(StorageWriter, AsyncStager):
         target = self._opened()
         writes = writes_of(target.connector)
         placement = begin(target, writes)
-
-        def renew() -> None:
-            writes.put(marker_key(target, placement), marker_bytes(target, placement))
-
-        self._running = _Running(placement, Lease(placement.attempt, renew))
+        renew = partial(put_marker, target, writes, placement)
+        self._running = _Running(placement, Heartbeat(placement.attempt, renew))
         tokens = [plan.storage_data.token if isinstance(plan.storage_data, _Local) else None for plan in plans]
         return [
             replace(plan, storage_data=_Share(placement, rank, token))
@@ -232,7 +230,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         """This save is over. What it has written and not committed is cleared by the next."""
         running, self._running = self._running, None
         if running is not None:
-            running.lease.release()
+            running.heartbeat.stop()
         target, self._target = self._target, None
         if target is not None:
             target.close()
@@ -333,7 +331,3 @@ def _resolved(
 
 def _times_of(files: Sequence[SavedFile]) -> dict[str, Any]:
     return {file.name: {"num_bytes": file.num_bytes, **asdict(file.times)} for file in files}
-
-
-def _writer_of(url: str, workers: int | Literal["auto"], connectors: Mapping[str, Connector] | None) -> StreamWriter:
-    return StreamWriter(url, workers=workers, connectors=connectors)

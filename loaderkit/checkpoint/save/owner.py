@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from loaderkit.checkpoint.ranks.group import machine
 from loaderkit.errors import ConnectorError
 
-LEASE_S = 900.0
+MAX_SILENCE_S = 900.0
 """How long a save on another machine counts as running after it was last heard of."""
 
 
@@ -64,19 +64,19 @@ def _exists(pid: int) -> int | None:
     return 0
 
 
-class Lease:
-    """Says that a save is running, until it is released or nothing refers to it, or the process ends."""
+class Heartbeat:
+    """Says that a save is running, until it is stopped or nothing refers to it, or the process ends."""
 
-    def __init__(self, attempt: str, renew: Callable[[], Any], every_s: float = LEASE_S / 3) -> None:
+    def __init__(self, attempt: str, renew: Callable[[], Any], every_s: float = MAX_SILENCE_S / 3) -> None:
         """`renew` is called every so many seconds in a thread; its errors are ignored."""
         self._thread = _Renewal(attempt, renew, every_s)
         self._thread.start()
-        finalizer = weakref.finalize(self, self._thread.released.set)
+        finalizer = weakref.finalize(self, self._thread.stopped.set)
         finalizer.atexit = False
 
-    def release(self) -> None:
-        """It is running no longer."""
-        self._thread.released.set()
+    def stop(self) -> None:
+        """The save is running no longer."""
+        self._thread.stopped.set()
         self._thread.join(10.0)
 
 
@@ -84,11 +84,11 @@ class _Renewal(threading.Thread):
     def __init__(self, attempt: str, renew: Callable[[], Any], every_s: float) -> None:
         super().__init__(name=f"loaderkit-saving-{attempt}", daemon=True)
         self.attempt = attempt
-        self.released = threading.Event()
+        self.stopped = threading.Event()
         self._renew, self._every_s = renew, every_s
 
     def run(self) -> None:
-        while not self.released.wait(self._every_s):
+        while not self.stopped.wait(self._every_s):
             with suppress(ConnectorError):
                 self._renew()
 
@@ -97,8 +97,8 @@ def is_running(owner: Owner, attempt: str, renewed_s: float) -> bool:
     """True if that process may still be saving; `renewed_s` is when it was last heard of, in seconds of Unix time."""
     if owner == this_process():
         return any(
-            isinstance(thread, _Renewal) and thread.attempt == attempt and not thread.released.is_set()
+            isinstance(thread, _Renewal) and thread.attempt == attempt and not thread.stopped.is_set()
             for thread in threading.enumerate()
         )
     is_alive = owner.is_alive()
-    return time.time() - renewed_s < LEASE_S if is_alive is None else is_alive
+    return time.time() - renewed_s < MAX_SILENCE_S if is_alive is None else is_alive

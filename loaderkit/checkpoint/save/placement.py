@@ -42,8 +42,9 @@ class Placement(NamedTuple):
         return f"__{rank}_{self.generation}.distcp"
 
 
-class Trace(NamedTuple):
-    """What is there of one save, running or dead: the keys of its objects, and what its marker says, if it has one."""
+class UnfinishedSave(NamedTuple):
+    """What there is of one save that has not ended, running or dead: the keys of its objects, and what its marker says, if it
+    has one."""
 
     base: str  # begins the keys of all its objects
     name: str  # of the checkpoint
@@ -79,13 +80,12 @@ def place(target: SaveTarget, writes: Writes, others: Iterable[Placement]) -> Pl
     )
     is_new = bool(target.name) and not names
     if is_new:
-        folder = trace_folder(target, placement)
+        folder = saving_folder(target, placement)
         placement = placement._replace(folder=folder, generation=0, in_place=False)
-    marker = marker_key(target, placement)
-    writes.put(marker, marker_bytes(target, placement))
+    put_marker(target, writes, placement)
     if is_new and not _can_rename(writes, placement.folder):
         placement = placement._replace(folder=target.prefix, in_place=True)
-        writes.put(marker, marker_bytes(target, placement))
+        put_marker(target, writes, placement)
     return placement
 
 
@@ -106,7 +106,7 @@ def generation_of(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def trace_folder(target: SaveTarget, placement: Placement) -> str:
+def saving_folder(target: SaveTarget, placement: Placement) -> str:
     """The prefix of the directory beside the checkpoint that belongs to a save."""
     return f"{target.parent}{SAVING}{target.name}.{placement.attempt}/"
 
@@ -116,21 +116,22 @@ def marker_key(target: SaveTarget, placement: Placement) -> str:
     return f"{target.parent}{SAVING}{target.name}.{placement.attempt}.json"
 
 
-def marker_bytes(target: SaveTarget, placement: Placement) -> bytes:
-    """The content of the marker, as of now."""
+def put_marker(target: SaveTarget, writes: Writes, placement: Placement) -> None:
+    """Write the marker of a save, which says that it runs now. Raises ConnectorError."""
     said = placement._asdict() | {"owner": placement.owner._asdict()}
-    return json.dumps({"version": 1, "name": target.name, "renewed_s": time.time(), **said}).encode()
+    content = {"version": 1, "name": target.name, "renewed_s": time.time(), **said}
+    writes.put(marker_key(target, placement), json.dumps(content).encode())
 
 
-def traces(target: SaveTarget) -> list[Trace]:
-    """What is there of the saves of all checkpoints in the same directory."""
+def unfinished_saves(target: SaveTarget) -> list[UnfinishedSave]:
+    """The unfinished saves of all checkpoints in the same directory."""
     keys: dict[tuple[str, str], list[str]] = {}
     for info in listed(target.connector, target.parent + SAVING):
         match = _SAVING.fullmatch(info.key[len(target.parent) :])
         if match is not None:
             base = f"{target.parent}{SAVING}{match['name']}.{match['attempt']}"
             keys.setdefault((base, match["name"]), []).append(info.key)
-    return [Trace(base, name, found, *_marked(target.connector, base)) for (base, name), found in keys.items()]
+    return [UnfinishedSave(base, name, found, *_marked(target.connector, base)) for (base, name), found in keys.items()]
 
 
 def _marked(connector: Connector, base: str) -> tuple[Placement | None, float]:
@@ -145,7 +146,7 @@ def _marked(connector: Connector, base: str) -> tuple[Placement | None, float]:
 
 def find_placement(target: SaveTarget, owner: Owner) -> Placement | None:
     """The newest save of this checkpoint by the process `owner`."""
-    found = [trace.placement for trace in traces(target) if trace.name == target.name and trace.placement]
+    found = [save.placement for save in unfinished_saves(target) if save.name == target.name and save.placement]
     mine = [placement for placement in found if placement.owner == owner]
     return max(mine, key=lambda placement: placement.number, default=None)
 

@@ -14,7 +14,7 @@ from loaderkit.checkpoint.discovery.listing import list_checkpoints, newest_s, u
 from loaderkit.checkpoint.discovery.locate import SaveTarget, save_target
 from loaderkit.checkpoint.discovery.manifest import NAME
 from loaderkit.checkpoint.save.commit import clear
-from loaderkit.checkpoint.save.placement import Trace, listed, traces
+from loaderkit.checkpoint.save.placement import UnfinishedSave, listed, unfinished_saves
 from loaderkit.connectors.base import Connector, ObjectInfo, Writes, writes_of
 from loaderkit.errors import CheckpointError
 
@@ -31,7 +31,7 @@ class Debris:
     num_bytes: int
     num_files: int
     reason: str
-    trace: Trace | None = field(default=None, repr=False)  # of a save that never ended
+    save: UnfinishedSave | None = field(default=None, repr=False)  # None: a directory of a step
 
 
 def find_debris(
@@ -46,8 +46,8 @@ def find_debris(
     whole = {item.name for item in list_checkpoints(url, given) if item.is_whole}
     target = save_target(url_below(url, "step"), given)
     try:
-        debris = [_of_save(target, trace) for trace in traces(target) if not trace.is_running]
-        written = {trace.name for trace in traces(target) if trace.is_running}
+        debris = [_of_save(target, save) for save in unfinished_saves(target) if not save.is_running]
+        written = {save.name for save in unfinished_saves(target) if save.is_running}
         steps: dict[str, list[ObjectInfo]] = {}
         for info in listed(target.connector, f"{target.parent}step-"):
             name, slash, rest = info.key[len(target.parent) :].partition("/")
@@ -67,11 +67,11 @@ def find_debris(
         target.close()
 
 
-def _of_save(target: SaveTarget, trace: Trace) -> Debris:
-    owner = trace.placement.owner if trace.placement is not None else None
+def _of_save(target: SaveTarget, save: UnfinishedSave) -> Debris:
+    owner = save.placement.owner if save.placement is not None else None
     reason = "a save left it" if owner is None else f"process {owner.pid} on {owner.host}, which saved it, has ended"
-    sizes = [target.connector.stat(key).size for key in trace.keys]
-    return Debris(trace.base[len(target.parent) :], sum(sizes), len(sizes), reason, trace)
+    sizes = [target.connector.stat(key).size for key in save.keys]
+    return Debris(save.base[len(target.parent) :], sum(sizes), len(sizes), reason, save)
 
 
 def remove_debris(
@@ -82,8 +82,8 @@ def remove_debris(
     try:
         writes = writes_of(target.connector)
         for item in debris:
-            if item.trace is not None:
-                clear(target, writes, item.trace)
+            if item.save is not None:
+                clear(target, writes, item.save)
                 continue
             infos = list(listed(target.connector, f"{target.parent}{item.name}/"))
             if (sum(info.size for info in infos), len(infos)) != (item.num_bytes, item.num_files):

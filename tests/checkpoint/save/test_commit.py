@@ -24,8 +24,15 @@ from loaderkit.checkpoint import StreamWriter, latest, write_manifest
 from loaderkit.checkpoint.discovery.locate import save_target
 from loaderkit.checkpoint.save import owner as owners
 from loaderkit.checkpoint.save.commit import begin
-from loaderkit.checkpoint.save.owner import LEASE_S, Lease, Owner, is_running, this_process
-from loaderkit.checkpoint.save.placement import Placement, find_placement, marker_bytes, marker_key, traces
+from loaderkit.checkpoint.save.owner import MAX_SILENCE_S, Heartbeat, Owner, is_running, this_process
+from loaderkit.checkpoint.save.placement import (
+    Placement,
+    find_placement,
+    marker_key,
+    put_marker,
+    read_object,
+    unfinished_saves,
+)
 from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import AccessDeniedError, CheckpointError
@@ -40,11 +47,11 @@ def begun(store: Connector, name: str = "step-9") -> Placement:
 
 def marked(store: Connector, name: str, placement: Placement, renewed_s: float | None = None) -> None:
     """Put a marker as that owner would have."""
-    target = save_target(f"given://{name}", {"given": store})
-    said = json.loads(marker_bytes(target, placement))
+    target, writes = save_target(f"given://{name}", {"given": store}), writes_of(store)
+    put_marker(target, writes, placement)
     if renewed_s is not None:
-        said["renewed_s"] = renewed_s
-    writes_of(store).put(marker_key(target, placement), json.dumps(said).encode())
+        key = marker_key(target, placement)
+        writes.put(key, json.dumps(json.loads(read_object(store, key)) | {"renewed_s": renewed_s}).encode())
 
 
 def placement_of(owner: Owner, attempt: str = "0123456789abcdef", *, in_place: bool = False) -> Placement:
@@ -66,24 +73,24 @@ def test_this_process_is_alive_and_a_dead_one_is_not() -> None:
     assert known.is_alive() is False
 
 
-def test_a_lease_holds_until_it_is_released_or_forgotten() -> None:
+def test_a_heartbeat_goes_on_until_it_is_stopped_or_forgotten() -> None:
     renewed = threading.Event()
-    lease = Lease("a", renewed.set, every_s=0.001)
+    heartbeat = Heartbeat("a", renewed.set, every_s=0.001)
     assert renewed.wait(60)
     assert is_running(this_process(), "a", 0)
     assert not is_running(this_process(), "b", time.time())
-    lease.release()
+    heartbeat.stop()
     assert not is_running(this_process(), "a", time.time())
-    forgotten = Lease("c", int)
+    forgotten = Heartbeat("c", int)
     assert is_running(this_process(), "c", 0)
     del forgotten
     assert not is_running(this_process(), "c", time.time())
 
 
-def test_a_lease_of_another_machine_runs_out() -> None:
+def test_a_heartbeat_of_another_machine_runs_out() -> None:
     other = this_process()._replace(machine="another")
-    assert is_running(other, "a", time.time() - LEASE_S / 2)
-    assert not is_running(other, "a", time.time() - 2 * LEASE_S)
+    assert is_running(other, "a", time.time() - MAX_SILENCE_S / 2)
+    assert not is_running(other, "a", time.time() - 2 * MAX_SILENCE_S)
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
@@ -94,7 +101,7 @@ def test_only_what_the_dead_left_is_cleared(kind: str, in_place: bool) -> None:
         dead = this_process()._replace(started=1)
         for attempt, owner, renewed_s in (
             ("a" * 16, other, time.time()),
-            ("b" * 16, other, time.time() - 2 * LEASE_S),
+            ("b" * 16, other, time.time() - 2 * MAX_SILENCE_S),
             ("c" * 16, dead, time.time()),
         ):
             placement = placement_of(owner, attempt, in_place=in_place)._replace(generation=int(attempt[0], 16))
@@ -130,14 +137,14 @@ def test_a_save_that_failed_in_this_process_is_dead_and_one_that_runs_is_not() -
     clock = Clock(5)
     with pytest.raises(CheckpointException):
         save_to(Mortal(store, clock), "step-1", 1)
-    assert [trace.is_running for trace in traces(save_target("given://x", {"given": store}))] == [False]
+    assert [save.is_running for save in unfinished_saves(save_target("given://x", {"given": store}))] == [False]
     running = begun(store)
-    lease = Lease(running.attempt, int)
+    heartbeat = Heartbeat(running.attempt, int)
     save_to(store, "step-1", 1)
     assert [name for name in names_in(store) if not name.startswith("step-1/")] == [
         f".saving-step-9.{running.attempt}.json"
     ]
-    lease.release()
+    heartbeat.stop()
     save_to(store, "step-2", 1)
     assert all(name.startswith("step-") for name in names_in(store))
 
@@ -169,14 +176,14 @@ def test_whoever_may_not_list_uploads_saves_all_the_same() -> None:
 def test_two_saves_of_the_same_checkpoint_at_once() -> None:
     store = MemoryConnector()
     save_to(store, "step-9", 1)
-    first, second = begun(store), begun(store)  # without leases: dead
-    leases = [Lease(first.attempt, int), Lease(second.attempt, int)]
+    first, second = begun(store), begun(store)  # without heartbeats: dead
+    heartbeats = [Heartbeat(first.attempt, int), Heartbeat(second.attempt, int)]
     third = begun(store)
     assert first.in_place
     assert third.generation > second.generation >= first.generation
     assert find_placement(save_target("given://step-9", {"given": store}), this_process()) == third
     assert find_placement(save_target("given://step-9", {"given": store}), this_process()._replace(pid=1)) is None
-    assert len(leases) == 2
+    assert len(heartbeats) == 2
 
 
 def test_the_number_of_files_grows_with_every_save_and_old_ones_go() -> None:

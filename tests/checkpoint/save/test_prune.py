@@ -16,7 +16,7 @@ from checkpoint_states import save_dcp
 
 import loaderkit
 from loaderkit.checkpoint.discovery.locate import save_target
-from loaderkit.checkpoint.save.owner import Lease
+from loaderkit.checkpoint.save.owner import Heartbeat
 from loaderkit.checkpoint.save.placement import place
 from loaderkit.checkpoint.save.prune import find_debris, remove_debris
 from loaderkit.connectors.base import writes_of
@@ -89,7 +89,7 @@ def test_what_dead_processes_were_saving(tmp_path: Path) -> None:
     elsewhere.write_text(json.dumps(said))
     target = save_target(tmp_path / "step-11", {})
     placement = place(target, writes_of(target.connector), ())
-    lease = Lease(placement.attempt, lambda: None)
+    heartbeat = Heartbeat(placement.attempt, lambda: None)
     (debris,) = find_debris(tmp_path)
     assert debris.name.startswith(".saving-step-9.")
     assert re.search(r"process \d+ on .*, which saved it, has ended", debris.reason)
@@ -97,7 +97,7 @@ def test_what_dead_processes_were_saving(tmp_path: Path) -> None:
     remove_debris(tmp_path, [debris])
     assert not [*tmp_path.glob(".saving-step-9*")]
     assert [*tmp_path.glob(".saving-step-10*")]
-    lease.release()
+    heartbeat.stop()
     assert [item.name[:15] for item in find_debris(tmp_path)] == [".saving-step-11"]
 
 

@@ -53,6 +53,16 @@ Sizes are numbers of bytes or text with a unit (`64MiB`, `2GB`); durations are s
 to the YAML file, or to the working directory for a dict, `Pipeline` or override.
 """
 
+TYPE_NAMES = {
+    Every: "integer \\| duration",
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true \\| false",
+    Any: "any",
+    type(None): "null",
+}
+
 STORES = """Where a `url` may lead: a path or `file://`; `s3://bucket/prefix`; `gs://`, `az://`, `http(s)://`, `hf://` through fsspec, and
 `fsspec+scheme://` for whatever else it knows; `memory://` and any scheme for which `build(connectors={...})` gives a connector.
 A URL is taken literally (`%20` and `+` are those characters), and must not hold credentials.
@@ -129,16 +139,8 @@ def type_name(annotation: Any, field: FieldInfo | None = None) -> str:
         return f"list of {inner[0]}" if Ellipsis in parts else "[" + ", ".join(inner) + "]"
     if origin is not None and issubclass(origin, typing.Mapping):
         return "mapping"
-    names = {
-        Every: "integer \\| duration",
-        int: "integer",
-        float: "number",
-        str: "text",
-        bool: "true \\| false",
-        Any: "any",
-    }
-    if annotation in names:
-        return names[annotation]
+    if annotation in TYPE_NAMES:
+        return TYPE_NAMES[annotation]
     return "text" if typing.Callable in (annotation, origin) or str(origin).endswith("Callable'>") else "mapping"
 
 
@@ -243,16 +245,7 @@ def json_type(annotation: Any) -> str:
         return " \\| ".join(f"`{part}`" for part in parts)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"`{annotation.__name__}`"
-    names = {
-        Every: "integer \\| duration",
-        int: "integer",
-        float: "number",
-        str: "text",
-        bool: "true \\| false",
-        Any: "any",
-        type(None): "null",
-    }
-    return names[annotation]
+    return TYPE_NAMES[annotation]
 
 
 def commands() -> str:

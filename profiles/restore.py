@@ -306,16 +306,22 @@ def interleave(runs: Runs, state: State, into: State, rounds: int, *, cold: bool
     return seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=5)
+def state_parser(doc: str | None, *, gigabytes: float) -> argparse.ArgumentParser:
+    """The options that saves and restores share: of the state, the rounds, and where things are written."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=gigabytes)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cold", action="store_true")
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="10,000 tensors of 1 kB instead")
     parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=None)
+    return parser
+
+
+def main() -> None:
+    parser = state_parser(__doc__, gigabytes=5)
+    parser.add_argument("--cold", action="store_true")
     parser.add_argument("--s3", action="store_true")
     parser.add_argument("--only", default="", help="names of contestants with semicolons between them; default: all")
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(2)
     state = make_state(args.gigabytes, args.tiny)

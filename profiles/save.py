@@ -13,7 +13,6 @@ pause  until `dcp.async_save` returns, from the second save on, beside copying t
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import random
@@ -38,7 +37,7 @@ import loaderkit
 from loaderkit.checkpoint import StreamWriter
 from loaderkit.checkpoint.transfer.layout import bytes_of
 from profiles.record import record
-from profiles.restore import make_state
+from profiles.restore import make_state, state_parser
 
 State = dict[str, torch.Tensor]
 _PART = 8 * 2**20
@@ -169,13 +168,7 @@ def tell(title: str, seconds: dict[str, list[float]], against: str, num_bytes: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tiny", action="store_true", help="10,000 tensors of 1 kB instead")
-    parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument("--out", type=Path, default=None)
-    args = parser.parse_args()
+    args = state_parser(__doc__, gigabytes=2).parse_args()
     torch.set_num_threads(2)
     state = make_state(args.gigabytes, args.tiny)
     num_bytes = sum(tensor.nbytes for tensor in state.values())

@@ -151,6 +151,21 @@ def s3_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
+def write_s3_keys(s3_keys: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Takes the credentials from a file instead: the fixture's value writes it, with more lines."""
+    path = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    keys = f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
+
+    def write_text(more: str = "") -> None:
+        path.write_text(f"{keys}{more}")
+
+    return write_text
+
+
+@pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], Path]:
     """Writes a text to pipeline.yaml, and gives its path."""
 

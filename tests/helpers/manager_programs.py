@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,15 @@ class Full(FileConnector):
         return Failing()
 
 
+def message_of(call: Callable[[], None]) -> str:
+    """The type and text of the error that a call raises; "" for none."""
+    try:
+        call()
+    except (ConnectorError, PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def fail_on_one(rank: int, num_ranks: int, folder: Path) -> None:
     """Rank 1 cannot write the second checkpoint: every rank hears of it, and the first stands; a third is saved by all."""
     rank_programs.begin(rank, num_ranks, folder, "store")
@@ -115,11 +125,7 @@ def fail_on_one(rank: int, num_ranks: int, folder: Path) -> None:
         checkpoints.save(1, state, wait=True)
         store.is_full = rank == 1
         checkpoints.save(2, state)
-        try:
-            checkpoints.wait_until_finished()
-            message = ""
-        except (ConnectorError, PeerError) as error:
-            message = f"{type(error).__name__}: {error}"
+        message = message_of(checkpoints.wait_until_finished)
         store.is_full = False
         steps = checkpoints.all_steps()
         checkpoints.save(3, state)
@@ -145,10 +151,6 @@ def die_while_saving(rank: int, num_ranks: int, folder: Path) -> None:
     checkpoints.save(1, state, wait=True)
     store.is_deadly = rank == 1
     checkpoints.save(2, state)
-    try:
-        checkpoints.close()
-        message = ""
-    except PeerError as error:
-        message = str(error)
+    message = message_of(checkpoints.close)
     (folder / f"survived-{rank}.json").write_text(json.dumps([message, checkpoints.all_steps()]))
     os._exit(0)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from drawn_accounts import contention_results, services
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -45,14 +46,8 @@ loops = st.fixed_dictionaries(
         # What tells kinds apart: a quota, threads of libraries, one worker alone against all, slow items.
         "quota": st.sampled_from([None, None, 0.5]),
         "native": st.sampled_from([0.0, 0.0, 2.0]),
-        "trial": st.builds(
-            ContentionResult,
-            st.one_of(st.none(), st.floats(0, 3)),
-            st.one_of(st.none(), st.floats(0, 1)),
-            st.one_of(st.none(), st.floats(0, 1)),
-            slowdowns=st.dictionaries(st.sampled_from(STAGES), st.floats(0.5, 4)),
-        ),
-        "services": st.sampled_from([{}, {0.01: 100}, {0.01: 90, 0.3: 10}]),
+        "trial": contention_results(STAGES),
+        "services": services,
     }
 )
 

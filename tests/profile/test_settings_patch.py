@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from drawn_accounts import contention_results, services
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,23 @@ from profiles.bottlenecks import settings_contradictions
 
 STAGES = ("read", "call", "batch", "transfer")
 CPUS = 4
+BUSY_CALL = {
+    "waits": {"call": 9.0},
+    "times": [(0.01, 1, 0, 0), (0.98, 1, 0, 0), (0.01, 1, 0, 0), (0, 0, 0, 0)],
+    "workers": 1,
+    "idle_share": 0.0,
+    "executor": "thread",
+    "processes": 1,
+    "batches": 8,
+    "batch_bytes": 1,
+    "memory": "2GiB",
+    "host": (20.0, 10.0, None),
+    "own": None,
+    "apart": False,
+    "trial": ContentionResult(),
+    "services": {},
+}
+"""What `accounts` draws, as it is where one worker computes in `call` all the time."""
 shares = st.one_of(st.just(0.0), st.floats(0, 1))
 accounts = st.fixed_dictionaries(
     {
@@ -39,14 +57,8 @@ accounts = st.fixed_dictionaries(
         "host": st.tuples(st.floats(0, 40), st.floats(0, 40), st.sampled_from([None, None, 0.5])),
         "own": st.sampled_from([None, None, 2]),
         "apart": st.booleans(),
-        "trial": st.builds(
-            ContentionResult,
-            st.one_of(st.none(), st.floats(0, 3)),
-            st.one_of(st.none(), st.floats(0, 1)),
-            st.one_of(st.none(), st.floats(0, 1)),
-            slowdowns=st.dictionaries(st.sampled_from(STAGES), st.floats(0.5, 4)),
-        ),
-        "services": st.sampled_from([{}, {0.01: 100}, {0.01: 90, 0.3: 10}]),
+        "trial": contention_results(STAGES),
+        "services": services,
     }
 )
 
@@ -138,23 +150,7 @@ def test_the_check_itself_can_fail(verdict: dict[str, Any], tuning: dict[str, An
 def test_what_may_hold_the_gil_gets_processes(executor: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that has a process for itself, and computes: whether a second thread would have a CPU is not known."""
     monkeypatch.setattr("loaderkit.profile.settings_patch.num_cpus", lambda: CPUS)
-    drawn: dict[str, Any] = {
-        "waits": {"call": 9.0},
-        "times": [(0.01, 1, 0, 0), (0.98, 1, 0, 0), (0.01, 1, 0, 0), (0, 0, 0, 0)],
-        "workers": workers,
-        "idle_share": 0.0,
-        "executor": executor,
-        "processes": workers,
-        "batches": 8,
-        "batch_bytes": 1,
-        "memory": "2GiB",
-        "host": (20.0, 10.0, None),
-        "own": None,
-        "apart": False,
-        "trial": ContentionResult(),
-        "services": {},
-    }
-    _, verdict = made_up(drawn)
+    _, verdict = made_up(BUSY_CALL | {"workers": workers, "processes": workers, "executor": executor})
     settings = {one.key: one.value for one in verdict.settings}
     assert verdict.kind == "computing"
     assert settings.get("prefetch.executor", "process") == "process"
@@ -163,23 +159,9 @@ def test_what_may_hold_the_gil_gets_processes(executor: str, workers: int, monke
 
 
 def test_one_that_works_alone_since_it_is_faster_gets_no_others_beside_it() -> None:
-    drawn: dict[str, Any] = {
-        "waits": {"call": 9.0},
-        "times": [(0.01, 1, 0, 0), (0.98, 0.8, 0, 0), (0.01, 1, 0, 0), (0, 0, 0, 0)],
-        "workers": 4,
-        "idle_share": 0.75,
-        "executor": "thread",
-        "processes": 1,
-        "batches": 8,
-        "batch_bytes": 1,
-        "memory": "2GiB",
-        "host": (20.0, 10.0, None),
-        "own": None,
-        "apart": False,
-        "trial": ContentionResult(1.2, 0.2),
-        "services": {},
-    }
-    _, verdict = made_up(drawn)
+    times = [(0.01, 1, 0, 0), (0.98, 0.8, 0, 0), (0.01, 1, 0, 0), (0, 0, 0, 0)]
+    trial = ContentionResult(1.2, 0.2)
+    _, verdict = made_up(BUSY_CALL | {"times": times, "workers": 4, "idle_share": 0.75, "trial": trial})
     assert verdict.kind == "computing"
     assert "more workers would not help" in verdict.change
     assert verdict.settings == []

@@ -75,5 +75,5 @@ def test_a_failure_on_one_rank_is_heard_on_all(tmp_path: Path) -> None:
 def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     assert rank_programs.run_ranks(manager_programs.die_while_saving, 2, tmp_path) == [0, -9]
     message, steps = json.loads((tmp_path / "survived-0.json").read_text())
-    assert message.startswith("rank 1 did not come within 3 s (while a checkpoint is written)")
+    assert message.startswith("PeerError: rank 1 did not come within 3 s (while a checkpoint is written)")
     assert steps == [1]

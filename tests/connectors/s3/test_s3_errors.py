@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fault_proxy import Fault, FaultProxy, Request, error_document
 from s3_sources import is_read
-from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed
+from seaweed import Seaweed
 from waiting import join_threads
 
 from loaderkit.connectors.base import writes_of
@@ -61,19 +61,10 @@ class TestErrors:
     @pytest.mark.matrix(1)
     @pytest.mark.parametrize("are_valid", [True, False])
     def test_newer_credentials_are_taken(
-        self, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, photos: Path, are_valid: bool
+        self, proxy: FaultProxy, write_s3_keys: Callable[[str], None], photos: Path, are_valid: bool
     ) -> None:
         """By all requests that were begun with older ones, also if they are told long after others."""
-        credentials = tmp_path / "credentials"
-        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
-        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-
-        def write(more: str) -> None:
-            keys = f"aws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
-            credentials.write_text(f"[default]\n{keys}{more}")
-
-        write("aws_session_token = old\n")
+        write_s3_keys("aws_session_token = old\n")
         has_come, is_renewed = threading.Event(), threading.Event()
 
         def rule(request: Request) -> Fault | None:
@@ -83,7 +74,7 @@ class TestErrors:
                 has_come.set()
                 is_renewed.wait(60.0)
             elif not is_renewed.is_set():
-                write("" if are_valid else "aws_session_token = older\n")
+                write_s3_keys("" if are_valid else "aws_session_token = older\n")
             return Fault(answer=(400, "ExpiredToken"))
 
         proxy.rule = rule

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from buckets import digest, epoch_of, upload
 from fault_proxy import Fault, FaultProxy, Request
 from s3_sources import BLOCKS, is_read, local, now_and_then, source
-from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed
+from seaweed import Seaweed
 
 import loaderkit
 from loaderkit.connectors.config import RetryArgs, S3Args
@@ -169,21 +170,16 @@ class TestLongReads:
         assert buffer == data
 
     def test_newer_credentials_are_for_all_parts_that_are_left(
-        self, proxy: FaultProxy, data: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self, proxy: FaultProxy, data: bytes, write_s3_keys: Callable[[str], None]
     ) -> None:
-        credentials = tmp_path / "credentials"
-        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
-        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-        keys = f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
-        credentials.write_text(f"{keys}aws_session_token = old\n")
+        write_s3_keys("aws_session_token = old\n")
         expired: set[str] = set()
 
         def rule(request: Request) -> Fault | None:
             if request.headers.get("x-amz-security-token") != "old":
                 return None
             if not expired:
-                credentials.write_text(keys)
+                write_s3_keys("")
             expired.add(request.headers.get("range", ""))
             return Fault(answer=(400, "ExpiredToken"))
 

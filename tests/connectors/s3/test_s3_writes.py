@@ -9,13 +9,12 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fault_proxy import Fault, FaultProxy, Request
-from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed
+from seaweed import Seaweed
 
 from loaderkit.connectors.base import Writes, writes_of
 from loaderkit.connectors.config import RetryArgs, S3Args
@@ -177,15 +176,10 @@ def test_an_upload_that_somebody_aborted_is_not_taken_for_done(
 
 
 def test_expired_credentials(
-    proxy: FaultProxy, connect: Callable[..., S3Connector], bucket: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    proxy: FaultProxy, connect: Callable[..., S3Connector], bucket: Any, write_s3_keys: Callable[[str], None]
 ) -> None:
     """In the middle of an upload: said at once, with what to do; after newer ones are written it goes on."""
-    credentials = tmp_path / "credentials"
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    keys = f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
-    credentials.write_text(keys)
+    write_s3_keys("")
     writer = writes_of(connect()).create("a", len(DATA))
     writer.write(0, memoryview(DATA)[:PART])
     proxy.rule = lambda request: Fault(answer=(403, "ExpiredToken"))
@@ -197,10 +191,11 @@ def test_expired_credentials(
     def renew(request: Request) -> Fault | None:
         if is_renewed:
             return None
-        is_renewed.append(credentials.write_text(f"{keys}\n# renewed\n"))
+        write_s3_keys("# renewed\n")
+        is_renewed.append(True)
         return Fault(answer=(403, "ExpiredToken"))
 
-    is_renewed: list[int] = []
+    is_renewed: list[bool] = []
     proxy.rule = renew
     writer.write(PART, memoryview(DATA)[PART : 2 * PART])
     writer.write(2 * PART, memoryview(DATA)[2 * PART :])

@@ -64,7 +64,7 @@ TYPE_NAMES = {
 }
 
 STORES = """Where a `url` may lead: a path or `file://`; `s3://bucket/prefix`; `gs://`, `az://`, `http(s)://`, `hf://` through fsspec, and
-`fsspec+scheme://` for whatever else it knows; `memory://` and any scheme for which `build(connectors={...})` gives a connector.
+`fsspec+scheme://` for any other scheme that fsspec knows; `memory://` and any scheme for which `build(connectors={...})` gives a connector.
 A URL is taken literally (`%20` and `+` are those characters), and must not hold credentials.
 """
 

@@ -182,7 +182,7 @@ class Writes(Protocol):
 
     def clear(self, prefix: str) -> None:
         """Remove what is no object below the directory `prefix`: empty directories, it included, and what writers that died
-        left, such as unfinished uploads. Only for a directory that nobody writes to."""
+        left, such as unfinished uploads. Only for a directory that no other writer is at work in."""
 
 
 class BulkConnector(Connector):

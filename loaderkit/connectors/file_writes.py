@@ -153,7 +153,8 @@ class FileWriter:
             with suppress(OSError):  # EINVAL: not on this file system
                 self._direct = io.FileIO(self._temporary, "r+", opener=_open_direct)
         except BaseException:
-            self.abort()
+            with suppress(ConnectorError):  # the first error says more
+                self.abort()
             raise
 
     def write(self, start: int, data: memoryview) -> None:

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import BinaryIO, Literal
 
 from loaderkit.connectors.base import ObjectInfo, ObjectWriter, Writes
@@ -94,7 +94,8 @@ def put_in_parts(writes: Writes, key: str, data: bytes | bytearray | memoryview)
             writer.write(start, view[start : start + part_bytes])
         return writer.commit()
     except BaseException:
-        writer.abort()
+        with suppress(ConnectorError):  # the first error says more
+            writer.abort()
         raise
 
 

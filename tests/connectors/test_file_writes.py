@@ -228,6 +228,14 @@ class TestFailures:
             put_in_parts(writes, "d/a", aligned(CONTENT))
         assert files_of(tmp_path) == {}
 
+    def test_an_error_is_told_though_the_temporary_file_cannot_be_removed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        Calls(monkeypatch, "pwrite").errors = [errno.ENOSPC]
+        Calls(monkeypatch, "unlink").errors = [errno.EROFS]
+        with pytest.raises(ConnectorError, match=os.strerror(errno.ENOSPC)):
+            put_in_parts(writes_of(FileConnector(tmp_path)), "a", CONTENT)
+
     def test_what_may_pass_is_tried_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         connector = RetryConnector(FileConnector(tmp_path), RetryPolicy(first_wait_s=0.0))
         for name in ("pwrite", "replace", "unlink"):

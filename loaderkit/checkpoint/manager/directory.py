@@ -92,7 +92,7 @@ class RunDirectory:
             target.close()
 
     def _cut_off(self, target: SaveTarget, committed: set[str]) -> list[str]:
-        """The steps of a manager that have lost their manifest, and are not being saved by anyone."""
+        """The steps of a manager that have lost their manifest, and that no running process saves."""
         described = {
             info.key for info in listed(target.connector, f"{target.parent}step-") if info.key.endswith(METADATA)
         }

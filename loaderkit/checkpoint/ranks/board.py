@@ -1,6 +1,6 @@
 """A board of short messages that the ranks of a job share, over a connection of its own to torch.distributed's store.
 
-No collective is called: what training does in its process groups meanwhile is not disturbed, from whatever thread. Nothing
+No collective is called: what training does in its process groups meanwhile is not disturbed, from any thread. Nothing
 blocks inside the store either, whose calls of one process exclude one another.
 """
 

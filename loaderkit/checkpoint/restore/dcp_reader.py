@@ -44,7 +44,7 @@ logger = logging.getLogger("loaderkit")
 
 
 class StreamReader(StorageReader):
-    """Reads a checkpoint for `dcp.load(state_dict, storage_reader=StreamReader(url))`, whatever its format, with resharding.
+    """Reads a checkpoint for `dcp.load(state_dict, storage_reader=StreamReader(url))`, of any format, with resharding.
 
     Only the ranges that a rank needs are read, also inside the archives of `.distcp` files. With `share`, what several ranks
     need is read by one of them and sent to the others; the result is the same without. The planner is only called by the

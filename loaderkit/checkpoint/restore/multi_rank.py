@@ -239,7 +239,7 @@ def transfer(group: RankGroup, source: OpenCheckpoint, task: RestoreTask) -> Res
 
 
 def _whole_ranges(contents: Checkpoint, names: Sequence[str], limits: ReadLimits, ranks: Ranks) -> list[NeededRange]:
-    """The ranges of these tensors, whatever the memory that a rank reads them into."""
+    """The ranges of these tensors, which do not depend on the memory that a rank reads them into."""
     requests = new_tensors(contents, names, _META, None)
     spans = [span for request in requests for span in request.prepare(limits)[0]]
     return [NeededRange(span.key, span.start, span.start + span.length, span.label, ranks) for span in spans]

@@ -60,8 +60,8 @@ def begin(target: SaveTarget, writes: Writes) -> Placement:
     foreign = [name for name in names if "/" not in name and name.endswith(SUFFIXES)]
     if foreign:
         raise CheckpointError(
-            f"{target.url} holds {foreign[0]!r}, a checkpoint of another format: nobody could read it beside this one; save "
-            "to another directory"
+            f"{target.url} holds {foreign[0]!r}, a checkpoint of another format, and no reader could tell which of the two is "
+            "meant: save to another directory"
         )
     return place(target, writes, others)
 

@@ -129,7 +129,7 @@ def _is_there(source: _Source, target: SaveTarget) -> bool:
     present = {info.key for info in listed(target.connector, where if source.is_single else target.prefix)}
     manifest = f"{where}.{NAME}" if source.is_single else f"{target.prefix}{NAME}"
     if manifest not in present:
-        # A copy into a directory may have been cut off; a file is there or not, and may be anyone's.
+        # A copy into a directory may have been cut off; a file is there or not, and may be another program's.
         wanted = {target.prefix + source.name_of(info) for info in source.files}
         others = (
             present & {where} if source.is_single else {key for key in present - wanted if not key.endswith(".tmp")}
@@ -248,7 +248,8 @@ class _Writers:
 
     def __exit__(self, *_: object) -> None:
         for writer in self._writers.values():
-            writer.abort()
+            with suppress(ConnectorError):  # the error that ends the copy says more
+                writer.abort()
 
     def write(self, info: ObjectInfo, start: int, data: memoryview) -> None:
         """Write a part; any thread."""

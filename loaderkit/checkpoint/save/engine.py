@@ -1,7 +1,7 @@
 """Writes files of a checkpoint: cut into parts, each staged, hashed and written by one of several threads.
 
     FilePlan ──> part ──> a worker's buffer: copied, and hashed block by block while in the CPU's cache ──> ObjectWriter.write
-                     └──> where it lies, if it is part of a copy that nobody changes: hashed ──────────────────┘
+                     └──> where it lies, if it is part of a copy that training does not change: hashed ────────┘
                                                                                           all parts of all files ──> commit
 
 A tensor's archive ends with the tensor's checksum, so the part with that end waits until other workers have copied the tensor's

@@ -23,7 +23,7 @@ class TensorItem:
     """A tensor as torch.save writes it."""
 
     def __init__(self, name: str, tensor: torch.Tensor, *, is_fixed: bool = False) -> None:
-        """`is_fixed`: nobody changes the tensor while it is being saved."""
+        """`is_fixed`: the caller does not change the tensor while it is being saved."""
         self.name = name
         self.archive = archive_of(tensor.dtype, tuple(tensor.shape))
         self.data = TensorBytes(tensor, is_fixed=is_fixed)

@@ -48,7 +48,7 @@ class _Area:
 
 
 class HostCopies:
-    """Copies states. A copy goes into the memory of an earlier one if that is large enough and nobody uses it any more."""
+    """Copies states. A copy goes into the memory of an earlier one if that is large enough and no tensor of it is left."""
 
     def __init__(self) -> None:
         self._areas: list[_Area] = []
@@ -83,7 +83,7 @@ class HostCopies:
         return copy.deepcopy(state, memo)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor is part of a copy: nobody changes it."""
+        """True if a tensor is part of a copy, which neither training nor another save changes while there is a tensor of it."""
         return tensor.device.type == "cpu" and any(area.has(tensor.data_ptr()) for area in self._areas)
 
     def _area(self, num_bytes: int) -> _Area:

@@ -32,10 +32,10 @@ def identity_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class TensorBytes:
-    """The elements' bytes of a plain tensor on any device. `fixed` are all of them, uint8 [N], if nobody changes them."""
+    """The elements' bytes of a plain tensor on any device. `fixed` are all of them, uint8 [N], if the caller changes none."""
 
     def __init__(self, tensor: torch.Tensor, *, is_fixed: bool = False) -> None:
-        """`is_fixed`: nobody changes the tensor while it is being saved."""
+        """`is_fixed`: the caller does not change the tensor while it is being saved."""
         self.num_bytes = tensor.numel() * tensor.itemsize
         self.device = tensor.device
         self._memory: NDArray[np.uint8] | None = None

@@ -84,6 +84,7 @@ class Engine(ABC):
             WorkerPool(number, pool, stages, self.states, clock, tries_one_worker=tries_one_worker)
             for number, pool in enumerate(pools)
         ]
+        self._turns = [threading.Lock() if stage.in_turn else None for stage in stages]
         self._stage_names = [stage.name for stage in stages]
         worker_clocks = [pool.worker_clocks for pool in self.pools]
         self._facts = {short: stalls.WaitFacts(short, self._stage_names, worker_clocks) for short in (False, True)}
@@ -218,7 +219,7 @@ class Engine(ABC):
         now = now if at_s is None else min(now, at_s)
         for cause, seconds in self.open_wait(waiting_since_s, now).items():
             waits_s[cause] = waits_s.get(cause, 0.0) + seconds
-        rows = [StageStats(stage.name, 0, kind=stage.kind) for stage in self.stages]
+        rows = [StageStats(stage.name, 0, kind=stage.kind, in_turn=stage.in_turn) for stage in self.stages]
         for pool in self.pools:
             numbers = pool.plan.stages
             first, last = rows[numbers[0]], rows[numbers[-1]]
@@ -337,7 +338,8 @@ class Engine(ABC):
                 if work_item.cancelled:
                     break
                 item.marks.append((worker_clock.enter(number), number))
-                num_bytes = run(item)
+                turn = self._turns[number]
+                num_bytes = run(item) if turn is None else self._run_in_turn(turn, number, worker_clock, item)
                 worker_clock.served(number, num_items, num_bytes or 0, item)
                 if len(item.failures) > num_failed:
                     worker_clock.failed(number, len(item.failures) - num_failed)
@@ -350,6 +352,18 @@ class Engine(ABC):
         if landed is not None:
             self._run_batch_stages(pool, worker_clock, landed)
         return landed
+
+    def _run_in_turn(self, turn: threading.Lock, number: int, worker_clock: WorkerClock, chunk: Chunk) -> int | None:
+        """Run a stage that one worker at a time runs; a worker that waits for its turn is starved, not busy."""
+        if not turn.acquire(blocking=False):
+            worker_clock.enter(self.states.starved)
+            turn.acquire()
+            worker_clock.enter(number)
+        try:
+            num_bytes: int | None = self.stages[number].run(chunk)
+            return num_bytes
+        finally:
+            turn.release()
 
     def _run_batch_stages(self, pool: WorkerPool, worker_clock: WorkerClock, work_item: WorkItem) -> None:
         if worker_clock.trace is not None:

@@ -126,3 +126,6 @@ class Stage:
     close: Callable[[], None] | None = None  # frees its resources; it may run again after that
     interrupt: Callable[[], None] | None = None  # ends its waits, before its workers are joined
     finishes: bool = False  # `Plan.finish` completes its work, and counts as its time
+    in_turn: bool = (
+        False  # of chunks: one worker at a time runs it, and waiting for the turn does not count as its time
+    )

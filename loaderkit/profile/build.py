@@ -241,6 +241,7 @@ def stage_rows(passed: Stats, series: Sequence[Mapping[str, Any]]) -> list[Stage
             StageRow(
                 **known,
                 kind=row.kind,
+                in_turn=row.in_turn,
                 pool=pool,
                 io_s=waiting_s - gil_s,
                 gil_s=gil_s,

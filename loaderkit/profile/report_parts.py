@@ -103,6 +103,7 @@ class StageRow(Part):
     stall_percent: float = Field(description="of the time")
     queued_mean: float | None = Field(description="chunks waiting for its workers, over time")
     queued_max: int | None
+    in_turn: bool = Field(False, description="one worker at a time runs it; waiting for the turn is starved")
     services: list[list[float]] = Field([], description="pairs: how long items took, in s, and how many did")
     chunk: float | None = Field(None, description="samples that its workers take at a time, where it is known")
     slow: list[SlowTime] = Field(

@@ -60,10 +60,11 @@ class StageConfig:
         close: Callable[[], None] | None = None,
         interrupt: Callable[[], None] | None = None,
         finishes: bool = False,
+        in_turn: bool = False,
     ) -> Stage:
         """The stage, ready to run."""
         workers = None if self.args.workers == "auto" else self.args.workers
-        return Stage(self.name, self.kind, scope, run, workers, close, interrupt, finishes)
+        return Stage(self.name, self.kind, scope, run, workers, close, interrupt, finishes, in_turn)
 
 
 class AddError(Protocol):

@@ -242,8 +242,10 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     if context.gives == "items":
         source = context.source
         assert isinstance(source, ItemSource)
-        interrupt = source.interrupt if isinstance(source, IterableSource) else None
-        return stage.ready("sample", read_items(source, failed, is_last=is_last), interrupt=interrupt)
+        run = read_items(source, failed, is_last=is_last)
+        if isinstance(source, IterableSource):
+            return stage.ready("sample", run, interrupt=source.interrupt, in_turn=True)
+        return stage.ready("sample", run)
     assert connector is not None
     # A reader may wait for its threads.
     interrupt = connector.stop if isinstance(connector, ReadAheadConnector) else None

@@ -6,6 +6,7 @@
         libraries compute in threads of their own ──> oversubscription
         the GIL is held, and no more than one CPU is used ──> gil
         the loop holds the GIL, and the workers hardly compute ──> gil
+        one worker at a time runs it, and one is in it all the time ──> computing, waiting
         no CPU is free ──> computing
         its workers wait for bytes that are read ahead ──> bandwidth
         a few items take all the time ──> stragglers
@@ -22,6 +23,7 @@ and asks how long a thread that wakes up waits for the GIL.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from loaderkit.engine.metrics import bottleneck_rules as rules
 from loaderkit.engine.metrics.bottleneck_rules import Verdict
@@ -41,12 +43,14 @@ _KINDS: Sequence[Callable[[Facts], Verdict | None]] = (
     rules.oversubscription,
     rules.gil,
     rules.gil_of_loop,
+    rules.in_turn,
     rules.no_cpu_free,
     rules.read_ahead,
     rules.stragglers,
     rules.lock_or_bandwidth,
     rules.memory_ahead,
     rules.depth,
+    partial(rules.in_turn, least=0.0),
     rules.computing,
     rules.waiting,
 )

@@ -13,6 +13,7 @@ from loaderkit.engine.metrics import bottleneck_words as words
 from loaderkit.engine.metrics.host import thread_variables
 from loaderkit.engine.metrics.interval import (
     ALL_ALONE,
+    ALWAYS,
     COMPUTING,
     HARMLESS,
     LITTLE_CPU,
@@ -189,6 +190,8 @@ def _is_gil(interval: Interval, busiest: StageFacts) -> bool:
     uses_several_cpus = interval.cpus_used > _ONE_CPU * interval.num_processes
     if busiest.stage.cpu_s < LITTLE_CPU * interval.wall_s or uses_several_cpus or interval.is_inline:
         return False
+    if busiest.stage.in_turn:
+        return False  # its workers wait for their turn
     may_be_as_fast_alone = busiest.is_as_fast_alone is not False
     if (holds_gil := busiest.pool.trial.holds_gil) is not None:
         # Where the GIL is held for a part of the time, several workers still get more done.
@@ -212,6 +215,22 @@ def gil_of_loop(facts: Facts) -> Verdict | None:
         "the GIL; more workers would not help"
     )
     return _of_stage(interval, awaited, "gil", evidence, change, sure=0.8)
+
+
+def in_turn(facts: Facts, *, least: float = ALWAYS) -> Verdict | None:
+    """One worker at a time runs it, and for the share `least` of the time one does."""
+    interval, awaited = facts.interval, facts.awaited
+    stage, share = awaited.stage, interval.stats.turn_share(awaited.stage.name)
+    if not stage.in_turn or share < least:
+        return None
+    each_s = stage.busy_s / max(stage.num_items * interval.num_processes, 1)
+    evidence = (
+        f"one item takes {say_seconds(each_s)}, {100 * min(1.0, awaited.cpu_share):.0f} % of that on a CPU, and one thread "
+        f"at a time iterates: one did for {100 * min(1.0, share):.0f} % of the time"
+    )
+    kind = "computing" if awaited.needs_cpu > COMPUTING else "waiting"
+    change = words.faster_iterable(interval, awaited, is_full=share >= ALWAYS, computing=kind == "computing")
+    return _of_stage(interval, awaited, kind, evidence, change, agrees=share >= _BUSY)
 
 
 def no_cpu_free(facts: Facts) -> Verdict | None:
@@ -379,14 +398,21 @@ def _clear(interval: Interval, cause: str) -> float:
 
 
 def _of_stage(
-    interval: Interval, facts: StageFacts, kind: str, evidence: str, change: str, *, sure: float = 1.0
+    interval: Interval,
+    facts: StageFacts,
+    kind: str,
+    evidence: str,
+    change: str,
+    *,
+    sure: float = 1.0,
+    agrees: bool = False,
 ) -> Verdict:
     name, use = facts.stage.name, facts.pool.use
     parts = [words.waited(interval, name), f"the workers were busy for {100 * use:.0f} % of their time", evidence]
     parts += words.host_facts(interval, facts)
     # Workers are as busy as a limit's are, or idle for a reason.
-    agrees = 1.0 if use >= _BUSY or interval.is_inline or kind in ("depth", "memory", "stragglers") else 0.7
-    confidence = interval.confidence(_clear(interval, name), agrees, sure)
+    agrees = agrees or use >= _BUSY or interval.is_inline or kind in ("depth", "memory", "stragglers")
+    confidence = interval.confidence(_clear(interval, name), 1.0 if agrees else 0.7, sure)
     return Verdict(name, interval.percent(interval.stats.stall_s[name]), confidence, "; ".join(parts), change, kind)
 
 

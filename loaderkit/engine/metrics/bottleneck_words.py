@@ -15,6 +15,8 @@ MOVE_LESS = "transfer fewer bytes: uint8 until `normalize` after `transfer`, few
 
 _SMALLER = "smaller batches: this machine has no memory for more of them"
 
+FASTER = "a faster iterable, or its data in files, which workers read side by side"
+
 _CHEAPER: Mapping[str, str] = {
     "decode": "cheaper images: stored at the size they are used at, or decode: {scaled: true} where they are shrunk",
     "batch": "less to copy: uint8 instead of float, one shape instead of padding, fewer fields",
@@ -134,6 +136,18 @@ def _why_not_more(interval: Interval, facts: StageFacts) -> str:
     if facts.pool.works_one_at_a_time:
         return "more workers would not help: one worker alone was faster"
     return _IN_TRAINER
+
+
+def faster_iterable(interval: Interval, facts: StageFacts, *, is_full: bool, computing: bool) -> str:
+    """The change for an iterable, which one thread at a time iterates over; `is_full`: one does all the time."""
+    change = f"{FASTER}; more processes would not help, as each iterates over all of it"
+    if is_full:
+        change = f"{FASTER}; more workers would not help, nor more processes, as each iterates over all of it"
+    if more_of(interval, facts, computing=computing) == "executor":
+        return f"{workers_instead(interval, 'so that it runs in parallel with training')}; or {FASTER}"
+    if computing:
+        change += process_instead(interval, "; if the loop computes in Python, prefetch.executor: process")
+    return change
 
 
 def workers_instead(interval: Interval, how: str) -> str:

@@ -29,6 +29,7 @@ _THROTTLED = 0.2  # share of the time that a quota holds the process back, above
 _FULL = 0.8  # share of the CPUs in use, above which none is free
 _NUM_SURE = 8  # batches; more do not raise the confidence
 _MIB = 2**20
+ALWAYS = 0.9  # share of the time in which one worker is in a stage, above which others would bring little
 LITTLE_CPU = 0.3  # CPUs; what uses less does not hold the GIL for long
 _LOOP_COMPUTES = 0.5  # share of the time; a loop that computes for less does not keep others from the GIL
 _USUAL_CPU = 2.0  # times what it computes in the mean; a usual item that takes longer waits for something
@@ -308,7 +309,7 @@ def more_of(interval: Interval, facts: StageFacts, *, computing: bool = False) -
     nothing that can be set would help. Both the words of a verdict and its settings are made from this."""
     if interval.is_inline:  # what computes and is so small would take longer with workers
         return None if computing and interval.is_inline_by_rule else "executor"
-    if facts.pool.is_in_trainer or facts.stage.kind == "transfer":
+    if facts.pool.is_in_trainer or facts.stage.kind == "transfer" or facts.stage.in_turn:
         return None
     if not computing:
         return "workers"
@@ -357,7 +358,9 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
     # slowed by what comes between two items as well.
     serial_slowdown = max(cbrt(num_in_stage), PLAINLY)
     slowdown, alone_share = trial.slowdowns.get(stage.name), trial.alone_share
-    if pool.works_one_at_a_time:
+    if stage.in_turn:
+        is_serial = False  # its workers wait for their turn, and its time is that of the one that has it
+    elif pool.works_one_at_a_time:
         is_serial = needs_cpu <= COMPUTING  # else one alone is faster for another reason than a lock: caches, say
     elif alone_share is None or waiting_share <= WAITING:
         is_serial = False

@@ -15,6 +15,7 @@ from loaderkit.engine.metrics.contention import ContentionResult, charged_to_hol
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats, host_stats, merged_hosts
 from loaderkit.engine.metrics.slow_samples import Slow, slowest
+from loaderkit.engine.metrics.stalls import START
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 
@@ -41,6 +42,7 @@ class StageStats:
     num_queued: int = 0  # chunks that wait for its workers, at this moment
     services: Histogram = field(default_factory=Histogram)
     kind: str = ""
+    in_turn: bool = False  # one worker at a time runs it, in each process
 
     @property
     def slot_s(self) -> float:
@@ -74,7 +76,7 @@ class StageStats:
 _COUNTERS = tuple(
     field.name
     for field in fields(StageStats)
-    if field.name not in ("name", "workers", "services", "kind", "num_queued")
+    if field.name not in ("name", "workers", "services", "kind", "in_turn", "num_queued")
 )
 
 
@@ -115,6 +117,12 @@ class Snapshot:
         if self.tuning.executor == "inline":  # one thread: no other holds the GIL or a CPU
             return dict(self.waits_s)
         return charged_to_holders(self.waits_s, self.stages, self.trials.values())
+
+    def turn_share(self, stage: str | None) -> float:
+        """The share of the time in which a worker was in a stage that one worker at a time runs; 0 for other stages."""
+        busy_s = sum(row.busy_s for row in self.stages if row.in_turn and row.name == stage)
+        ran_s = self.wall_s - self.waits_s.get(START, 0.0) + self.started_s
+        return busy_s / max(ran_s * (self.tuning.processes or 1), 1e-9)
 
     @classmethod
     def empty(cls, rows: Sequence[StageStats], memory_bytes: int) -> Self:

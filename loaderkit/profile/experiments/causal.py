@@ -50,7 +50,7 @@ def plan_check(
 
 def _share_of(row: StageRow, manner: Manner, stages: Sequence[StageRow]) -> float:
     """The stage's share of the limiting time: of its workers' time, of all CPU time, or all of it."""
-    if manner == "turns":
+    if manner == "turns" or row.in_turn:
         return 1.0
     if manner == "wait":
         return row.busy_s / max(sum(one.busy_s for one in stages if one.pool == row.pool), 1e-9)

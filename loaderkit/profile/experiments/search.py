@@ -18,6 +18,7 @@ from pydantic import Field
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.engine.autotune.tuned_setting import LADDER
 from loaderkit.engine.metrics import Stats
+from loaderkit.engine.metrics.interval import ALWAYS
 from loaderkit.engine.metrics.stalls import START
 from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
@@ -141,6 +142,7 @@ class _Search:
         self.sizes: Overrides = {}  # the tuner's
         self._suggested: Overrides = {}  # by the verdict on the tuner's run
         self._tried: list[Overrides] = []
+        self._is_in_turn = False  # an iterable is the limit, which one worker at a time iterates over
 
     def run_tuner(self, seconds: float) -> Stats:
         """Let the tuner find sizes while the loop runs; the stats of that run."""
@@ -158,7 +160,9 @@ class _Search:
         tuning = looks[-1].tuning
         workers = sum(pool.workers for pool in tuning.pools if not pool.is_trainers)
         self.sizes = {**given, "prefetch.concurrency": workers, "prefetch.batches": tuning.batches}
-        verdict = verdict_part(looks[-1].since(looks[len(looks) // 2 - 1]), self._config)
+        passed = looks[-1].since(looks[len(looks) // 2 - 1])
+        verdict = verdict_part(passed, self._config)
+        self._is_in_turn = passed.turn_share(verdict.stage) >= ALWAYS
         self._suggested = {setting.key: setting.value for setting in verdict.settings}
         return looks[-1]
 
@@ -166,11 +170,16 @@ class _Search:
         """The next change of the best settings so far; None: all were tried. `processes`: how many may load."""
         for change in self._changes(processes):
             new = {key: value for key, value in change.items() if self._value(key) != value}
-            if new and new not in self._tried:
+            if new and new not in self._tried and not self._is_in_vain(new):
                 self._tried += [new, {key: self._value(key) for key in new}]  # and the way back
                 if is_accepted(self._config, {**self.best, **new}):
                     return new
         return None
+
+    def _is_in_vain(self, new: Overrides) -> bool:
+        """True for more workers or processes where one of them does all that can be done."""
+        of_workers = [key for key in new if key.endswith((".concurrency", ".processes", ".workers"))]
+        return self._is_in_turn and any(new[key] > self._size(key) for key in of_workers)
 
     def _changes(self, processes: int) -> Iterator[Overrides]:
         yield self.sizes

@@ -94,9 +94,10 @@ def model_of(report: Report) -> PipelineModel | None:
         return None
     verdict, tuning, batch = report.verdict, report.tuning, samples / report.num_batches
     rows = report.stages
-    serial = verdict.stage if verdict.kind in ("lock", "bandwidth") else None
+    in_turn = next((row.name for row in rows if row.in_turn), None)
+    serial = verdict.stage if verdict.kind in ("lock", "bandwidth") else in_turn
     serial_s = 1.0 / max(report.throughput["samples_per_s"], 1e-9) if serial else 0.0
-    late_s = _late_s(report)
+    late_s, processes = _late_s(report), int(tuning.get("processes", 1))
     demands: dict[int, list[Demand]] = {}
     for row in rows:
         of_batch = "batch" in [one.kind for own in demands.values() for one in own]
@@ -104,6 +105,8 @@ def model_of(report: Report) -> PipelineModel | None:
         times = times_of(row, wait_s, report.wall_s, report.world_size)
         if row.name == serial and verdict.kind == "bandwidth" and times.slow_wait > _VARIES:
             serial = None
+        elif row.name == serial and row.in_turn:  # in each process, which takes all items and keeps its share
+            serial_s = (cpu_s + wait_s) / processes
         elif row.name == serial:  # the time of the worker that runs it: the others' waiting for it is no demand
             wait_s, times = max(0.0, serial_s - cpu_s), USUAL
         demands.setdefault(row.pool, []).append(Demand(row.name, row.kind, cpu_s, wait_s, times, of_batch))
@@ -113,7 +116,6 @@ def model_of(report: Report) -> PipelineModel | None:
         for number, own in sorted(demands.items())
     )
     cpu_s = sum(row.cpu_s / row.num_items for row in rows)
-    processes = int(tuning.get("processes", 1))
     return PipelineModel(
         pools=pools,
         compute_s=report.steps.compute_s / report.steps.num_steps / batch,

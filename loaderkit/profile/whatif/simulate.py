@@ -231,7 +231,8 @@ class Simulation:
                 continue
             cpu_s, wait_s = draws.of(begin + low, begin + high)
             if stage.name == self._model.serial_stage:
-                found.append(_Phase(None, (high - low) * self._model.serial_s, draws.pauses, is_serial=True))
+                scale = self._model.serial_s / max(stage.service_s, 1e-12)
+                found.append(_Phase(None, (cpu_s + wait_s) * scale, draws.pauses, is_serial=True))
                 continue
             if draws.pauses:
                 found.append(_Phase(None, wait_s, draws.pauses))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import log2
 
 from loaderkit._internal.units import format_bytes
+from loaderkit.engine.metrics.bottleneck_words import FASTER
 from loaderkit.engine.metrics.interval import has_memory_for
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.report import Report
@@ -34,15 +35,19 @@ def with_suggestion(report: Report, config: PipelineConfig) -> Report:
     """The report with the settings that help most where times vary, or none if none does, and a verdict whose words say the
     same. Other reports, and those that have seen too little, are returned as they are."""
     verdict = report.verdict
-    model = model_of(report) if verdict.kind in _KINDS else None
+    is_in_turn = verdict.kind in ("computing", "waiting") and any(
+        row.in_turn and row.name == verdict.stage for row in report.stages
+    )
+    model = model_of(report) if verdict.kind in _KINDS or is_in_turn else None
     if model is None or model.is_inline:
         return report
     settings, speedup = _best(model, [*_candidates(model, report, config)], steady_rate(report))
-    change = "find out why some items are slow: by simulation, neither more batches ahead nor more workers would help"
+    change, otherwise = verdict.change, FASTER
+    if not is_in_turn:
+        otherwise = "find out why some items are slow"
+        change = f"{otherwise}: by simulation, neither more batches ahead nor more workers would help"
     if settings:
-        change = (
-            f"{say_settings(settings)}: {speedup:.2g} times as fast by simulation; or find out why some items are slow"
-        )
+        change = f"{say_settings(settings)}: {speedup:.2g} times as fast by simulation; or {otherwise}"
     changed = verdict.model_copy(update={"settings": settings, "change": change})
     return report.model_copy(update={"verdict": changed, "patch": settings_yaml(settings)})
 

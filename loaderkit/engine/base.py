@@ -22,6 +22,7 @@ from loaderkit.engine.metrics.trace import WHOLE, Handoff, Trace, finished_lane,
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
 from loaderkit.engine.pools import Buffer, PoolPlan
+from loaderkit.engine.turn import Turn
 from loaderkit.engine.work import Chunk, Stage, WorkItem
 from loaderkit.errors import ClosedError
 
@@ -84,7 +85,7 @@ class Engine(ABC):
             WorkerPool(number, pool, stages, self.states, clock, tries_one_worker=tries_one_worker)
             for number, pool in enumerate(pools)
         ]
-        self._turns = [threading.Lock() if stage.in_turn else None for stage in stages]
+        self._turns = [Turn() if stage.in_turn else None for stage in stages]
         self._stage_names = [stage.name for stage in stages]
         worker_clocks = [pool.worker_clocks for pool in self.pools]
         self._facts = {short: stalls.WaitFacts(short, self._stage_names, worker_clocks) for short in (False, True)}
@@ -353,17 +354,18 @@ class Engine(ABC):
             self._run_batch_stages(pool, worker_clock, landed)
         return landed
 
-    def _run_in_turn(self, turn: threading.Lock, number: int, worker_clock: WorkerClock, chunk: Chunk) -> int | None:
+    def _run_in_turn(self, turn: Turn, number: int, worker_clock: WorkerClock, chunk: Chunk) -> int | None:
         """Run a stage that one worker at a time runs; a worker that waits for its turn is starved, not busy."""
-        if not turn.acquire(blocking=False):
+        waiting = turn.take()
+        if waiting is not None:
             worker_clock.enter(self.states.starved)
-            turn.acquire()
+            waiting.acquire()
             worker_clock.enter(number)
         try:
             num_bytes: int | None = self.stages[number].run(chunk)
             return num_bytes
         finally:
-            turn.release()
+            turn.pass_on()
 
     def _run_batch_stages(self, pool: WorkerPool, worker_clock: WorkerClock, work_item: WorkItem) -> None:
         if worker_clock.trace is not None:

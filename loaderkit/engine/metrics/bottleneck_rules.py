@@ -229,7 +229,7 @@ def in_turn(facts: Facts, *, least: float = ALWAYS) -> Verdict | None:
         f"at a time iterates: one did for {100 * min(1.0, share):.0f} % of the time"
     )
     kind = "computing" if awaited.needs_cpu > COMPUTING else "waiting"
-    change = words.faster_iterable(interval, awaited, is_full=share >= ALWAYS, computing=kind == "computing")
+    change = words.faster_iterable(interval, awaited, computing=kind == "computing")
     return _of_stage(interval, awaited, kind, evidence, change, agrees=share >= _BUSY)
 
 

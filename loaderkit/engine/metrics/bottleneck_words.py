@@ -135,13 +135,13 @@ def _why_not_more(interval: Interval, facts: StageFacts) -> str:
         return f"or {more_cpus(interval)}: more workers would not help, since no CPU is free"
     if facts.pool.works_one_at_a_time:
         return "more workers would not help: one worker alone was faster"
-    return _IN_TRAINER
+    return _no_workers(interval)
 
 
-def faster_iterable(interval: Interval, facts: StageFacts, *, is_full: bool, computing: bool) -> str:
-    """The change for an iterable, which one thread at a time iterates over; `is_full`: one does all the time."""
+def faster_iterable(interval: Interval, facts: StageFacts, *, computing: bool) -> str:
+    """The change for an iterable, which one thread at a time iterates over."""
     change = f"{FASTER}; more processes would not help, as each iterates over all of it"
-    if is_full:
+    if interval.full_turn is not None:
         change = f"{FASTER}; more workers would not help, nor more processes, as each iterates over all of it"
     if more_of(interval, facts, computing=computing) == "executor":
         return f"{workers_instead(interval, 'so that it runs in parallel with training')}; or {FASTER}"
@@ -157,13 +157,16 @@ def workers_instead(interval: Interval, how: str) -> str:
     return f"prefetch.executor: {interval.stats.tuning.executor_with_workers}, {how}"
 
 
-_IN_TRAINER = "not more workers: one thread in the trainer's process runs it"
+def _no_workers(interval: Interval) -> str:
+    if interval.full_turn is not None:
+        return f"{FASTER}: more workers would not help while one thread iterates in {interval.full_turn} all the time"
+    return "not more workers: one thread in the trainer's process runs it"
 
 
 def more_workers(interval: Interval, facts: StageFacts, *, computing: bool = False) -> str:
     """The change for a stage that more workers make faster."""
     if more_of(interval, facts, computing=computing) is None:
-        return _IN_TRAINER
+        return _no_workers(interval)
     wanted = interval.suggested_workers(facts.stage.workers, computing=computing)
     return f'more workers: loader.resize("{facts.stage.name}", workers={wanted})'
 

@@ -105,6 +105,11 @@ class Interval:
         return self.stats.tuning.executor_reason is not None
 
     @property
+    def full_turn(self) -> str | None:
+        """A stage that one worker at a time runs, and one does all the time: no more of any stage's items could be done."""
+        return next((row.name for row in self.stats.stages if self.stats.turn_share(row.name) >= ALWAYS), None)
+
+    @property
     def is_short_of_memory(self) -> bool:
         """True if the memory budget holds fewer batches than `prefetch.batches` asks for."""
         return self.num_in_memory < self.num_wanted
@@ -307,6 +312,8 @@ More = Literal["executor", "workers", "processes"]
 def more_of(interval: Interval, facts: StageFacts, *, computing: bool = False) -> More | None:
     """What lets more of a stage's items be done at a time: an executor with workers, more workers, or more processes. None:
     nothing that can be set would help. Both the words of a verdict and its settings are made from this."""
+    if interval.full_turn is not None:
+        return None
     if interval.is_inline:  # what computes and is so small would take longer with workers
         return None if computing and interval.is_inline_by_rule else "executor"
     if facts.pool.is_in_trainer or facts.stage.kind == "transfer" or facts.stage.in_turn:

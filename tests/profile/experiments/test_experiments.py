@@ -118,6 +118,33 @@ def test_tune_has_time_for_trials_after_a_long_start() -> None:
     assert tune(make, lambda batch: None, pipeline.config, seconds=0.5).trials
 
 
+class IteratesAllTheTime(LateStart):
+    """A loader of an iterable that takes all the time."""
+
+    def stats(self) -> Stats:
+        stats = self.loader.stats()
+        read, *others = stats.stages
+        read = replace(read, in_turn=True, busy_s=stats.wall_s)
+        return replace(stats, stages=[read, *others], waits_s={"read": 0.9 * stats.wall_s})
+
+
+def test_tune_tries_no_more_workers_where_one_at_a_time_iterates() -> None:
+    pipeline = Pipeline.dataset(list(range(64))).read().batch(4).prefetch(concurrency=2, batches=4)
+    made: list[dict[str, Any]] = []
+
+    @contextlib.contextmanager
+    def make(overrides: Mapping[str, Any], slowdown: Any) -> Iterator[IteratesAllTheTime]:
+        made.append(dict(overrides))
+        if overrides.get("prefetch.executor") == "process":
+            raise ConfigError("it would take long to start")
+        with loaderkit.build(pipeline, overrides=overrides) as loader:
+            yield IteratesAllTheTime(loader)
+
+    assert tune(make, lambda batch: None, pipeline.config, seconds=0.5).trials
+    tried = [one for one in made if one.get("prefetch.concurrency") != "auto"]
+    assert all(one.get("prefetch.concurrency", 2) <= 2 and one.get("prefetch.processes", 1) == 1 for one in tried)
+
+
 class AllAtOnce:
     """A loader whose first batch comes when the whole epoch is there, as it does where the loop is late."""
 

@@ -40,8 +40,12 @@ def varied(
     batch_bytes: int = 256,
     budget_bytes: int = 2**31,
     cpu_share: float = 0.0,
+    in_turn: bool = False,
+    behind_s: float = 0.0,
 ) -> Report:
-    """The report on rows of which most take 1 ms and one in fifty `slow_s`; the loop computes `compute_s` for each."""
+    """The report on rows of which most take 1 ms and one in fifty `slow_s`; the loop computes `compute_s` for each.
+
+    `in_turn`: as of an iterable. `behind_s`: what the stage behind waits for each."""
     num = BATCH * NUM_BATCHES
     num_slow = num // EVERY
     busy_s = (num - num_slow) * 1e-3 + num_slow * slow_s
@@ -61,14 +65,15 @@ def varied(
         "services": [[1e-3, num - num_slow], [slow_s, num_slow]],
         "slow": slow,
         "chunk": 1.0,
+        "in_turn": in_turn,
     }
     read, batch = DATABASE.stages
     cheap = {
         "workers": workers,
         "num_items": num,
         "cpu_s": 1e-6 * num,
-        "busy_s": 1e-6 * num,
-        "io_s": 0.0,
+        "busy_s": 1e-6 * num + behind_s * num,
+        "io_s": behind_s * num,
         "idle_s": 0.0,
     }
     steps = {"num_steps": NUM_BATCHES, "compute_s": num * compute_s, "stall_s": 1.0, "release_s": 0.0, "steps": []}
@@ -119,6 +124,35 @@ def test_where_the_loop_is_hardly_waiting_nothing_is_set(kind: str) -> None:
     report = varied(workers=8, batches=16, compute_s=3e-3, slow_s=0.02, kind=kind)
     assert suggested(report) == {}
     assert "find out why" in with_suggestion(report, config_of(report)).verdict.change
+
+
+@pytest.mark.parametrize("kind", ["stragglers", "depth", "waiting"])
+@pytest.mark.parametrize(("workers", "batches"), [(1, 4), (4, 1), (4, 16)])
+def test_what_is_done_one_at_a_time_gets_no_workers(kind: str, workers: int, batches: int) -> None:
+    assert suggested(varied(workers=workers, batches=batches, kind=kind, in_turn=True)) == {}
+
+
+def test_what_is_done_one_at_a_time_gets_batches_where_they_help() -> None:
+    """Nearly as much time goes to training, and a slow item lasts longer than what is ahead."""
+    found = suggested(varied(workers=2, batches=1, compute_s=6e-3, in_turn=True))
+    assert found["prefetch.batches"] >= 2
+    assert suggested(varied(workers=2, batches=64, compute_s=6e-3, in_turn=True)) == {}
+
+
+def test_what_is_done_one_at_a_time_is_done_beside_what_comes_behind() -> None:
+    report = varied(workers=1, batches=8, slow_s=1e-3, kind="waiting", in_turn=True, behind_s=1e-3)
+    assert "prefetch.concurrency" in suggested(report)
+    assert "a faster iterable" in with_suggestion(report, config_of(report)).verdict.change
+
+
+def test_an_iterable_in_every_process_is_no_faster() -> None:
+    report = varied(workers=4, batches=8, kind="waiting", in_turn=True)
+    one, two = model_of(report), model_of(report.model_copy(update={"tuning": {**report.tuning, "processes": 2}}))
+    assert one is not None
+    assert two is not None
+    assert two.serial_s == pytest.approx(one.serial_s / 2)
+    assert rate_of(two) < 1.05 / two.serial_s
+    assert rate_of(one) < 1.05 / one.serial_s
 
 
 def test_where_cpus_are_the_limit_nothing_is_set() -> None:

@@ -20,7 +20,6 @@ from statistics import mean, median, stdev
 from typing import NamedTuple
 
 from loaderkit.engine.autotune.tuned_setting import Decision, Move, TunedSetting
-from loaderkit.engine.metrics.interval import ALWAYS
 from loaderkit.engine.metrics.stalls import MEMORY, WAKEUP
 from loaderkit.engine.metrics.stats import Stats
 
@@ -186,12 +185,9 @@ class Tuner:
 
     def _window(self, passed: Stats) -> TunerWindow:
         wall_s = max(passed.wall_s, 1e-9)
-        # A wait for what one worker does all the time, and only one at a time can, is shorter with no sizes.
-        stalls = {
-            cause: seconds
-            for cause, seconds in passed.stall_s.items()
-            if cause != WAKEUP and passed.turn_share(cause) < ALWAYS
-        }
+        stalls = {cause: seconds for cause, seconds in passed.stall_s.items() if cause != WAKEUP}
+        if passed.full_turn is not None:  # no sizes would make anything quicker
+            stalls = {}
         rows = {row.name: row for row in passed.stages}
         busy, computing, blocked = {}, {}, {}
         for setting in self.settings:

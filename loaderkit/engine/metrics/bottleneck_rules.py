@@ -13,7 +13,6 @@ from loaderkit.engine.metrics import bottleneck_words as words
 from loaderkit.engine.metrics.host import thread_variables
 from loaderkit.engine.metrics.interval import (
     ALL_ALONE,
-    ALWAYS,
     COMPUTING,
     HARMLESS,
     LITTLE_CPU,
@@ -25,6 +24,7 @@ from loaderkit.engine.metrics.interval import (
     StageFacts,
     are_slow_together,
 )
+from loaderkit.engine.metrics.snapshot import ALWAYS
 from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, START, WAKEUP
 
 _BUSY = 0.75  # share of their time; workers that are busy for more are the limit

@@ -141,7 +141,7 @@ def _why_not_more(interval: Interval, facts: StageFacts) -> str:
 def faster_iterable(interval: Interval, facts: StageFacts, *, computing: bool) -> str:
     """The change for an iterable, which one thread at a time iterates over."""
     change = f"{FASTER}; more processes would not help, as each iterates over all of it"
-    if interval.full_turn is not None:
+    if interval.stats.full_turn is not None:
         change = f"{FASTER}; more workers would not help, nor more processes, as each iterates over all of it"
     if more_of(interval, facts, computing=computing) == "executor":
         return f"{workers_instead(interval, 'so that it runs in parallel with training')}; or {FASTER}"
@@ -158,8 +158,8 @@ def workers_instead(interval: Interval, how: str) -> str:
 
 
 def _no_workers(interval: Interval) -> str:
-    if interval.full_turn is not None:
-        return f"{FASTER}: more workers would not help while one thread iterates in {interval.full_turn} all the time"
+    if interval.stats.full_turn is not None:
+        return f"{FASTER}: more workers would not help while one thread iterates in {interval.stats.full_turn} all the time"
     return "not more workers: one thread in the trainer's process runs it"
 
 

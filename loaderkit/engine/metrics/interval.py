@@ -29,7 +29,6 @@ _THROTTLED = 0.2  # share of the time that a quota holds the process back, above
 _FULL = 0.8  # share of the CPUs in use, above which none is free
 _NUM_SURE = 8  # batches; more do not raise the confidence
 _MIB = 2**20
-ALWAYS = 0.9  # share of the time in which one worker is in a stage, above which others would bring little
 LITTLE_CPU = 0.3  # CPUs; what uses less does not hold the GIL for long
 _LOOP_COMPUTES = 0.5  # share of the time; a loop that computes for less does not keep others from the GIL
 _USUAL_CPU = 2.0  # times what it computes in the mean; a usual item that takes longer waits for something
@@ -103,11 +102,6 @@ class Interval:
     def is_inline_by_rule(self) -> bool:
         """True if a rule chose `inline`: the batches are so small that a hand-off would take longer."""
         return self.stats.tuning.executor_reason is not None
-
-    @property
-    def full_turn(self) -> str | None:
-        """A stage that one worker at a time runs, and one does all the time: no more of any stage's items could be done."""
-        return next((row.name for row in self.stats.stages if self.stats.turn_share(row.name) >= ALWAYS), None)
 
     @property
     def is_short_of_memory(self) -> bool:
@@ -312,7 +306,7 @@ More = Literal["executor", "workers", "processes"]
 def more_of(interval: Interval, facts: StageFacts, *, computing: bool = False) -> More | None:
     """What lets more of a stage's items be done at a time: an executor with workers, more workers, or more processes. None:
     nothing that can be set would help. Both the words of a verdict and its settings are made from this."""
-    if interval.full_turn is not None:
+    if interval.stats.full_turn is not None:
         return None
     if interval.is_inline:  # what computes and is so small would take longer with workers
         return None if computing and interval.is_inline_by_rule else "executor"

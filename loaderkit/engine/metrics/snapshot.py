@@ -22,6 +22,7 @@ from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 AnySnapshot = TypeVar("AnySnapshot", bound="Snapshot")
 
 _LEVELS = frozenset({"held_bytes"})
+ALWAYS = 0.85  # share of the time in which one worker is in a stage, above which others would bring little
 
 
 @dataclass
@@ -123,6 +124,11 @@ class Snapshot:
         busy_s = sum(row.busy_s for row in self.stages if row.in_turn and row.name == stage)
         ran_s = self.wall_s - self.waits_s.get(START, 0.0) + self.started_s
         return busy_s / max(ran_s * (self.tuning.processes or 1), 1e-9)
+
+    @property
+    def full_turn(self) -> str | None:
+        """A stage that one worker at a time runs, and one does all the time: no more could be done of any stage's items."""
+        return next((row.name for row in self.stages if self.turn_share(row.name) >= ALWAYS), None)
 
     @classmethod
     def empty(cls, rows: Sequence[StageStats], memory_bytes: int) -> Self:

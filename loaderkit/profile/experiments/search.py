@@ -18,7 +18,6 @@ from pydantic import Field
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.engine.autotune.tuned_setting import LADDER
 from loaderkit.engine.metrics import Stats
-from loaderkit.engine.metrics.interval import ALWAYS
 from loaderkit.engine.metrics.stalls import START
 from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
@@ -162,7 +161,7 @@ class _Search:
         self.sizes = {**given, "prefetch.concurrency": workers, "prefetch.batches": tuning.batches}
         passed = looks[-1].since(looks[len(looks) // 2 - 1])
         verdict = verdict_part(passed, self._config)
-        self._is_in_turn = passed.turn_share(verdict.stage) >= ALWAYS
+        self._is_in_turn = passed.full_turn is not None
         self._suggested = {setting.key: setting.value for setting in verdict.settings}
         return looks[-1]
 

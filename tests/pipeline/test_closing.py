@@ -193,6 +193,7 @@ class TestImport:
 
     def test_public_names(self) -> None:
         assert set(loaderkit.__all__) == {
+            "CheckpointManager",
             "Loader",
             "Pipeline",
             "__version__",

@@ -28,10 +28,12 @@ class Owner(NamedTuple):
 
     def is_alive(self) -> bool | None:
         """False if it has ended; None if that cannot be told from here."""
-        here = this_process()
-        if self.machine != here.machine:
+        if self.machine != this_process().machine:
             return None
-        return _started(self.pid) == self.started
+        started = _started(self.pid)
+        if started is None:
+            return False
+        return started == self.started if started and self.started else None
 
 
 def this_process() -> Owner:
@@ -43,25 +45,18 @@ def this_process() -> Owner:
 
 
 def _started(pid: int) -> int | None:
-    """When a process started, in ticks since the machine did; None if there is no such process, 0 without /proc."""
+    """When a process started, in ticks since the machine did; None if it has ended, 0 if that cannot be told from here."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
-    except FileNotFoundError:
-        return None if os.path.exists("/proc/self/stat") else _exists(pid)
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])  # it is dead, and its parent has not heard of it
-
-
-def _exists(pid: int) -> int | None:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except OSError:
+    except OSError:  # it may be another user's, which /proc can be mounted to hide
+        try:
+            with suppress(PermissionError):
+                os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
         return 0
-    return 0
+    return None if fields[0] in "ZX" else int(fields[19])  # it is dead, and its parent has not heard of it
 
 
 class Heartbeat:

@@ -73,6 +73,20 @@ def test_this_process_is_alive_and_a_dead_one_is_not() -> None:
     assert known.is_alive() is False
 
 
+def test_a_process_that_proc_hides_counts_until_it_was_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: str, **_: Any) -> Any:
+        raise PermissionError(path)
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        other = this_process()._replace(pid=child.pid, started=owners._started(child.pid) or 0)
+        monkeypatch.setattr(owners, "open", refused, raising=False)
+        assert other.is_alive() is None
+        assert is_running(other, "a", time.time())
+        assert not is_running(other, "a", time.time() - 2 * MAX_SILENCE_S)
+        child.kill()
+    assert other.is_alive() is False
+
+
 def test_a_heartbeat_goes_on_until_it_is_stopped_or_forgotten() -> None:
     renewed = threading.Event()
     heartbeat = Heartbeat("a", renewed.set, every_s=0.001)

@@ -20,6 +20,7 @@ from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.restore.stateful import OWN_KEY
 from loaderkit.checkpoint.save.owner import this_process
 from loaderkit.checkpoint.save.placement import Placement, listed, marker_key, put_marker, read_object, unfinished_saves
+from loaderkit.checkpoint.save.prune import remove_directory
 from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError, printable
 
@@ -141,7 +142,7 @@ def _manifests(connector: Connector, parent: str) -> dict[int, str]:
 def _remove(target: SaveTarget, name: str) -> None:
     """Remove a step: in one go it is none any more, and what is left when this is cut off is found by the next save.
 
-    Where the store cannot rename, the manifest goes first and `.metadata`, which says whose it is, last.
+    Where the store cannot rename, that takes that `.metadata`, which says whose it is, goes last.
     """
     step, writes, prefix = target._replace(name=name), writes_of(target.connector), f"{target.parent}{name}/"
     attempt = secrets.token_hex(8)
@@ -150,10 +151,5 @@ def _remove(target: SaveTarget, name: str) -> None:
     put_marker(step, writes, placement)  # by it the next save finds the directory even when nothing is left in it
     if writes.rename(prefix, aside):
         prefix = aside
-    keys = [info.key for info in listed(target.connector, prefix)]
-    for key in sorted(keys, key=lambda key: (key.endswith(METADATA), not key.endswith(NAME))):
-        writes.delete(key)
-        if key.endswith(NAME):
-            writes.sync(prefix)
-    writes.clear(prefix)
+    remove_directory(writes, prefix, list(listed(target.connector, prefix)))
     writes.delete(marker_key(step, placement))

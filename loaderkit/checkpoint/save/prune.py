@@ -94,16 +94,11 @@ def remove_debris(
 
 
 def remove_directory(writes: Writes, prefix: str, infos: Sequence[ObjectInfo]) -> None:
-    """Remove a checkpoint, or what is left of one: its manifest first, then its descriptions, then the bytes. What is cut off
-    in between is no checkpoint any more."""
-    for rank in range(3):
-        some = [info.key for info in infos if _removal_rank(info.key) == rank]
-        for key in some:
-            writes.delete(key)
-        if some and rank < 2:
+    """Remove a checkpoint, or what is left of one: its manifest first, then the bytes, and its descriptions, which say whose
+    it is, last. What is cut off in between is no whole checkpoint any more."""
+    keys = [info.key for info in infos]
+    for key in sorted(keys, key=lambda key: (key.endswith((METADATA, INDEX)), not key.endswith(NAME))):
+        writes.delete(key)
+        if key.endswith(NAME):
             writes.sync(prefix)
     writes.clear(prefix)
-
-
-def _removal_rank(key: str) -> int:
-    return 0 if key.endswith(NAME) else 1 if key.endswith((METADATA, INDEX)) else 2

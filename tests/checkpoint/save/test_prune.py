@@ -101,7 +101,7 @@ def test_what_dead_processes_were_saving(tmp_path: Path) -> None:
     assert [item.name[:15] for item in find_debris(tmp_path)] == [".saving-step-11"]
 
 
-def test_removal_begins_with_what_commits(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removal_keeps_descriptions_to_the_end(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     age(run_folder, 7200)
     debris = find_debris(run_folder, idle_s=3600.0)
     order: list[str] = []
@@ -113,7 +113,7 @@ def test_removal_begins_with_what_commits(run_folder: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "unlink", noting)
     remove_debris(run_folder, debris)
-    assert order == ["step-2/__0_0.distcp", "step-3/.metadata", "step-3/__0_0.distcp"]
+    assert order == ["step-2/__0_0.distcp", "step-3/__0_0.distcp", "step-3/.metadata"]
     assert [path.name for path in run_folder.iterdir()] == ["step-1"]
     assert loaderkit.checkpoint.latest(run_folder) == str(run_folder / "step-1")
 

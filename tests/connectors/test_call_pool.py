@@ -204,7 +204,9 @@ class TestCallPool:
         for call in stuck:
             call.timeout_s = 0.02
         call_pool.begin_all(stuck, at_once=2)
-        assert call_pool.begin(lambda call: "done").wait(2) == "done"  # counted from when it begins; stuck threads are replaced
+        assert (
+            call_pool.begin(lambda call: "done").wait(2) == "done"
+        )  # counted from when it begins; stuck threads are replaced
         for call in stuck:
             with pytest.raises(TimeoutError):
                 call.wait(60)

@@ -22,7 +22,7 @@ from loaderkit.checkpoint.ranks.group import default_store
 from loaderkit.checkpoint.restore.stateful import OWN_KEY, leaves_of, resolved_state, restore_state, with_number_tables
 from loaderkit.checkpoint.save.dcp_writer import StreamWriter
 from loaderkit.connectors.base import Connector
-from loaderkit.errors import ClosedError, ConfigError
+from loaderkit.errors import CheckpointError, ClosedError, ConfigError
 
 logger = logging.getLogger("loaderkit")
 
@@ -210,6 +210,10 @@ class CheckpointManager:
         self._saving = None
         if saving.error is not None:
             raise saving.error
+        if not saving.is_committed:
+            raise CheckpointError(
+                f"the save of step {saving.step} was interrupted before writing began: it is not there"
+            )
         self._stats["num_saved"] += 1
 
     # ----------------------------------------------------------------------------------------------------- restore

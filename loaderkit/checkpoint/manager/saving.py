@@ -33,7 +33,7 @@ class Saving:
     def __init__(self, step: int, work: Callable[[Saving], None]) -> None:
         self.step = step
         self.error: BaseException | None = None
-        self.stats: dict[str, Any] = {}
+        self.stats: dict[str, Any] = {"flush_s": 0.0}
         self._work = work
         self._committed = False
         # Not a daemon: a program that ends without `close` still completes its last checkpoint.

@@ -37,6 +37,10 @@ def state_of(step: int) -> dict[str, Any]:
     return {"x": torch.arange(1000.0) + step, "n": step, "table": {3: "a", 5: [1, {"b": torch.ones(2) * step}]}}
 
 
+def interrupted(thread: threading.Thread) -> None:
+    raise KeyboardInterrupt
+
+
 class Store(FileConnector):
     """Files whose writing stops at an open gate, or fails."""
 
@@ -246,6 +250,17 @@ class TestFailure:
             checkpoints.save(1, state_of(1))
             _ = 1 / 0
         assert "the last checkpoint was not saved: No space left" in caplog.text
+
+    def test_an_interrupt_before_writing_begins(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with loaderkit.CheckpointManager(tmp_path) as checkpoints:
+            checkpoints.save(1, state_of(1), wait=True)
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(threading.Thread, "start", interrupted)
+                checkpoints.save(2, state_of(2))
+            with pytest.raises(CheckpointError, match="step 2 was interrupted before writing began"):
+                checkpoints.save(3, state_of(3))
+            checkpoints.save(4, state_of(4), wait=True)
+            assert checkpoints.all_steps() == [1, 4]
 
     def test_a_wait_that_takes_too_long(self, store: Store) -> None:
         store.gate.clear()

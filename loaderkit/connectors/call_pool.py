@@ -156,6 +156,7 @@ class CallPool:
         weakref.finalize(owner, self.close)
 
     def _reset(self) -> None:
+        self._pid = os.getpid()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[Call[Any]] = deque()
@@ -282,6 +283,8 @@ class CallPool:
 
     def close(self) -> None:
         """Cancel all calls and end the threads; stuck ones end with their calls. Idempotent; `begin` starts new threads."""
+        if os.getpid() != self._pid:
+            return  # the owner's end in a forked child, before `_reset_in_child`: a thread that is not there may hold the lock
         with self._lock:
             self._is_closed = True
             for call in self._all():

@@ -312,3 +312,29 @@ class TestCallPool:
                 check=True,
             )
             assert ran.stdout.split() == ["0"]
+
+    def test_an_owner_that_ends_in_a_forked_child_waits_for_no_lock(self) -> None:
+        """Threads that are not there in the child are dropped before anything else runs there, and with them what they hold."""
+        program = (
+            "import os, signal, sys, threading\n"
+            "pools = []\n"
+            "def close_first():\n"
+            "    signal.alarm(60)\n"
+            "    for pool in pools: pool.close()\n"
+            "os.register_at_fork(after_in_child=close_first)\n"
+            "from loaderkit.connectors.call_pool import Call, CallPool\n"
+            "is_read, may_go_on, begun = threading.Event(), threading.Event(), threading.Event()\n"
+            "def clock():\n"
+            "    if threading.current_thread() is reader: is_read.set(); may_go_on.wait()\n"
+            "    return 0.0\n"
+            "pools.append(CallPool(Call, 2, 'pool', clock))\n"
+            "call = Call(lambda call: (begun.set(), may_go_on.wait()), pools[0]); call.timeout_s = 1.0\n"
+            "reader = threading.Thread(target=lambda: pools[0].replace_stuck_threads())\n"
+            "pools[0].begin_all([call], 1); begun.wait(); reader.start(); is_read.wait()\n"
+            "pid = os.fork()\n"
+            "if not pid: os._exit(0)\n"
+            "code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])\n"
+            "may_go_on.set(); reader.join()\n"
+            "sys.exit(code != 0)\n"
+        )
+        assert subprocess.run([sys.executable, "-c", program], check=False, timeout=300).returncode == 0

@@ -19,6 +19,7 @@ import torch
 from loaderkit import __version__
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit._internal.numa import numa_conflict
+from loaderkit._internal.save_log import SAVES, SaveRecord
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.interval import Interval
@@ -31,6 +32,8 @@ from loaderkit.profile.report_parts import (
     FirstBatch,
     Machine,
     PassMark,
+    SavedObjectRow,
+    SaveRow,
     SlowItem,
     SlowTime,
     StageRow,
@@ -46,6 +49,7 @@ from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sources.base import Source
 
 _NUM_SLOWEST = 10
+_MOST_FILES = 20  # of a save
 _SLOW = 3.0  # times the median
 
 PASS_MARKS = {"MLPerf Storage: 3D U-Net, ResNet-50": 90.0, "MLPerf Storage: CosmoFlow": 70.0}
@@ -112,6 +116,7 @@ def make_report(facts: ReportFacts) -> Report:
         slowest=slowest_items(passed, facts.source, log.begin_s),
         first_batch=first_batch(facts),
         utilisation=utilisation(log),
+        saves=save_rows(log.begin_s, log.end_s),
         patch=settings_yaml(verdict.settings),
         series=series,
         memory=values["memory"],
@@ -175,6 +180,8 @@ def steps_of(log: StepLog, stall_s: float) -> Steps:
         stall_s=stall_s,
         overhead_s=log.next_s - stall_s,
         release_s=log.release_s,
+        save_waiting_s=log.save_waiting_s,
+        save_staging_s=log.save_staging_s,
         outside_s=log.outside_s,
         p50_s=log.steps.percentile(0.5),
         p99_s=log.steps.percentile(0.99),
@@ -192,14 +199,42 @@ def utilisation(log: StepLog) -> Utilisation | None:
 
     MLPerf Storage, Submission Guidelines v2.0, section 4: AU = total_compute_time / total_benchmark_running_time * 100. DLIO,
     its program, computes it by epoch, leaves out the first step of each, loading and computing, and takes the mean, here
-    weighted by steps for the sake of an epoch that is not whole. Validation between epochs is no part of the total time.
+    weighted by steps for the sake of an epoch that is not whole. Validation between epochs is no part of the total time, nor
+    are pauses for saving.
     """
     if not log.num_later_steps:
         return None
-    whole_run = 100.0 * log.compute_s / max(log.compute_s + log.next_s, 1e-9)
+    trained_s = log.compute_s - log.save_waiting_s - log.save_staging_s
+    whole_run = 100.0 * trained_s / max(trained_s + log.next_s, 1e-9)
     percent = 100.0 * log.utilised_steps / log.num_later_steps
     marks = [PassMark(name=name, at_least_percent=least, passes=percent >= least) for name, least in PASS_MARKS.items()]
     return Utilisation(percent=percent, whole_run_percent=whole_run, marks=marks)
+
+
+def save_rows(begin_s: float, end_s: float) -> list[SaveRow]:
+    """The saves of this process that were over in that time, by `time.perf_counter`."""
+    return [_save_row(record, begin_s) for record in SAVES.between(begin_s, end_s)]
+
+
+def _save_row(record: SaveRecord, begin_s: float) -> SaveRow:
+    stats: dict[str, Any] = dict(record.stats)
+    objects = [
+        SavedObjectRow(rank=rank, object=name, **times)
+        for rank, files in stats.get("ranks", {}).items()
+        for name, times in files.items()
+    ]
+    objects.sort(key=lambda row: -(row.writing_s + row.syncing_s))
+    return SaveRow(
+        step=record.step,
+        at_s=record.end_s - begin_s,
+        num_bytes=sum(row.num_bytes for row in objects),
+        waiting_s=stats.get("waiting_s", 0.0),
+        staging_s=stats.get("staging_s", 0.0),
+        flush_s=stats.get("flush_s", 0.0),
+        commit_s=stats.get("commit_s"),
+        error=record.error,
+        objects=objects[:_MOST_FILES],
+    )
 
 
 def first_batch(facts: ReportFacts) -> FirstBatch | None:

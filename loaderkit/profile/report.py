@@ -18,6 +18,7 @@ from loaderkit.profile.report_parts import (
     ObjectRow,
     Part,
     RestoreVerdict,
+    SaveRow,
     SlowItem,
     StageRow,
     StageTime,
@@ -81,6 +82,7 @@ class Report(_Document):
     slowest: list[SlowItem] = Field(description="at most ten, the slowest first")
     first_batch: FirstBatch | None = Field(description="null: batches had come before the report began")
     utilisation: Utilisation | None
+    saves: list[SaveRow] = Field([], description="of checkpoints, by CheckpointManager, in this process")
     headspace: Headroom | None = Field(None, description="what texts call headroom")
     what_if: list[WhatIf] = Field([])
     model_error_percent: float | None = Field(

@@ -149,6 +149,8 @@ class Steps(Part):
     num_steps: int
     wall_s: float = Field(description="of the whole report, by its own clock")
     compute_s: float = Field(description="between two batches")
+    save_waiting_s: float = Field(0.0, description="of compute_s, waiting for the previous save of a checkpoint")
+    save_staging_s: float = Field(0.0, description="of compute_s, copying the state that is saved")
     stall_s: float = Field(description="waiting, by the accounts of the engine")
     overhead_s: float = Field(
         description="inside next() and not waiting: starting the workers, handing over, release_s"
@@ -159,7 +161,7 @@ class Steps(Part):
     outside_s: float = Field(description="before the first batch was asked for, between epochs, after the last one")
     p50_s: float | None = Field(description="of a step: computing and waiting")
     p99_s: float | None
-    compute_p50_s: float | None
+    compute_p50_s: float | None = Field(description="without pauses for saving, as compute_p99_s")
     compute_p99_s: float | None
     stall_p50_s: float | None
     stall_p99_s: float | None
@@ -169,14 +171,46 @@ class Steps(Part):
     def parts(self) -> list[tuple[str, str, float, float]]:
         """(name, kind, seconds, percent) of all that the loop spent its time on. The report's percentages are of that time, and
         what is outside of it has none."""
+        saving = [
+            ("waiting for the last save", "saving", self.save_waiting_s),
+            ("copying what is saved", "saving", self.save_staging_s),
+        ]
         parts = [
-            ("computing", "compute", self.compute_s),
+            ("computing", "compute", self.compute_s - self.save_waiting_s - self.save_staging_s),
+            *(part for part in saving if part[2] > 0),
             ("waiting for a batch", "stall", self.stall_s),
             ("handing it over", "overhead", self.overhead_s - self.release_s),
             ("releasing the batch", "release", self.release_s),
         ]
         whole_s = max(self.compute_s + self.stall_s + self.overhead_s, 1e-9)
         return [(name, kind, seconds, max(0.0, 100.0 * seconds / whole_s)) for name, kind, seconds in parts]
+
+
+class SavedObjectRow(Part):
+    """One file of a checkpoint that was saved. Seconds are those of all threads together."""
+
+    rank: int
+    object: str
+    num_bytes: int
+    staging_s: float = Field(description="copying what was not copied before")
+    hashing_s: float
+    waiting_s: float = Field(description="for another thread's part")
+    writing_s: float
+    syncing_s: float = Field(description="making durable")
+
+
+class SaveRow(Part):
+    """One save of a checkpoint that was over in the report's time; behind the loop but for its pauses."""
+
+    step: int
+    at_s: float = Field(description="when it was over, since the report begins")
+    num_bytes: int = Field(description="of the files of which this rank knows: its own, or at rank 0 all")
+    waiting_s: float = Field(description="the loop waited for the save before")
+    staging_s: float = Field(description="the loop waited for the copy of the state")
+    flush_s: float = Field(description="from then until it was committed")
+    commit_s: float | None = Field(description="of flush_s, once all files were written; null: another rank's")
+    error: str | None = Field(description="what it met; null: it is committed")
+    objects: list[SavedObjectRow] = Field(description="those that took longest, at most 20")
 
 
 class PassMark(Part):

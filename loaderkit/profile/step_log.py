@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from loaderkit._internal.save_log import SAVES
 from loaderkit.engine.metrics.histogram import Histogram
 
 _MOST_STEPS = 2048
@@ -38,6 +39,9 @@ class StepLog:
         self.num_batches = self.num_steps = 0
         self.compute_s = self.next_s = self.outside_s = 0.0  # they sum to end_s - begin_s
         self.release_s = 0.0  # of next_s
+        self.save_waiting_s = self.save_staging_s = 0.0  # of compute_s
+        self._pauses_s = self._pauses()
+        self._paused_s = 0.0  # of the current step's computing
         self._dropped: list[Any] = []  # the fields of a batch that the loop has dropped
         self._current: list[Any] = []  # of the one it has
         self._is_first = True  # the step is the first one of its epoch
@@ -55,10 +59,12 @@ class StepLog:
         if self._is_computing:
             self.compute_s += passed_s
             self._computed_s = passed_s
+            self._paused_s = self._saving()
+            trained_s = passed_s - self._paused_s
             if not self._is_first:
                 self._epoch_steps += 1
-                self._epoch_compute_s += passed_s
-                self._epoch_s += self._wait_s + passed_s
+                self._epoch_compute_s += trained_s
+                self._epoch_s += self._wait_s + trained_s
             self._is_first = False
         else:
             self.outside_s += passed_s
@@ -79,6 +85,7 @@ class StepLog:
         self._count(wait_s)
         self.num_batches += 1
         self._is_computing = True
+        self._pauses_s = self._pauses()
 
     def on_end(self) -> None:
         """No batch comes: the epoch is over, or an error was raised."""
@@ -107,6 +114,18 @@ class StepLog:
         kept = self._kept
         return [(kept[n], kept[n + 1], kept[n + 2]) for n in range(0, len(kept), 3)]
 
+    @staticmethod
+    def _pauses() -> tuple[float, float]:
+        return SAVES.pauses.waiting_s, SAVES.pauses.staging_s
+
+    def _saving(self) -> float:
+        """Count what this step's saves held the loop up for; the seconds."""
+        (waited_s, staged_s), self._pauses_s = self._pauses_s, self._pauses()
+        waited_s, staged_s = self._pauses_s[0] - waited_s, self._pauses_s[1] - staged_s
+        self.save_waiting_s += waited_s
+        self.save_staging_s += staged_s
+        return waited_s + staged_s
+
     def _pass(self) -> float:
         now = self._clock()
         passed_s, self._mark_s = now - self._mark_s, now
@@ -122,6 +141,6 @@ class StepLog:
                 self._kept = array("d", [value for step in self.kept()[::2] for value in step])
                 self.every *= 2
         self.num_steps += 1
-        self.computes.add(compute_s, 1)
+        self.computes.add(compute_s - self._paused_s, 1)
         self.waits.add(wait_s, 1)
         self.steps.add(compute_s + wait_s, 1)

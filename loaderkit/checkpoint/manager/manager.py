@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from loaderkit._internal.save_log import SAVES
 from loaderkit.checkpoint.manager.directory import RunDirectory
 from loaderkit.checkpoint.manager.notice import SignalNotice, StepAgreement
 from loaderkit.checkpoint.manager.saving import Saving, messages_of, wait_for_others, write_checkpoint
@@ -25,6 +26,7 @@ from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, ClosedError, ConfigError
 
 logger = logging.getLogger("loaderkit")
+_SECONDS = ("waiting_s", "staging_s", "flush_s", "hashing_s", "writing_s", "syncing_s", "commit_s")
 
 
 class CheckpointManager:
@@ -63,7 +65,8 @@ class CheckpointManager:
         self._num_saves = self._num_restores = 0
         self._last_step: int | None = None
         self._last_s = monotonic()
-        self._stats = {"num_saved": 0, "num_skipped": 0, "waiting_s": 0.0, "staging_s": 0.0, "flush_s": 0.0}
+        self._stats = {"num_saved": 0, "num_skipped": 0} | dict.fromkeys(_SECONDS, 0.0)
+        self._last_stats: dict[str, Any] | None = None
         self._closed = False
         self._signals = None if self.settings.notice is None else SignalNotice(self.settings.notice.signals)
         self._preemption = StepAgreement(self._board, "notice", self._noticed)
@@ -129,8 +132,8 @@ class CheckpointManager:
         if self._is_skipped(step, force or self.reached_preemption(step)):
             self._stats["num_skipped"] += 1
             return None
-        self._wait()
-        saving = self._begin(step, state, metrics or {})
+        waited_s = self._wait()
+        saving = self._begin(step, state, metrics or {}, waited_s)
         if wait:
             self.wait_until_finished()
         return saving
@@ -148,7 +151,7 @@ class CheckpointManager:
             return is_busy
         return self._board.wait_for(key, 0, about=key, doing="the ranks agree on whether to skip a save") == b"1"
 
-    def _begin(self, step: int, state: dict[str, Any], metrics: Mapping[str, float]) -> Saving:
+    def _begin(self, step: int, state: dict[str, Any], metrics: Mapping[str, float], waited_s: float) -> Saving:
         begin_s = time.perf_counter()
         key, last_key = f"save-{self._num_saves}", f"save-{self._num_saves - 1}"
         self._num_saves += 1
@@ -160,6 +163,7 @@ class CheckpointManager:
             raise
         staging_s = time.perf_counter() - begin_s
         self._stats["staging_s"] += staging_s
+        SAVES.pauses.staging_s += staging_s
         board, states, asked = self._board, [copy], self._due.messages()
         del copy
 
@@ -172,7 +176,7 @@ class CheckpointManager:
                 self._directory.retain(step, metrics, self.settings.keep)
 
         self._saving = saving = Saving(step, work)
-        saving.stats["staging_s"] = staging_s
+        saving.stats |= {"waiting_s": waited_s, "staging_s": staging_s}
         self._last_step, self._last_s = step, monotonic()
         self._due = self._next_due()
         saving.start()
@@ -199,14 +203,17 @@ class CheckpointManager:
         self._check_open()
         self._wait()
 
-    def _wait(self) -> None:
+    def _wait(self) -> float:
+        """Wait for the save that is being written; for how long, in seconds. Raises what it met."""
         saving = self._saving
         if saving is None:
-            return
+            return 0.0
         begin_s = time.perf_counter()
         saving.join()
-        self._stats["waiting_s"] += time.perf_counter() - begin_s
-        self._stats["flush_s"] += saving.stats["flush_s"]
+        waited_s = time.perf_counter() - begin_s
+        SAVES.pauses.waiting_s += waited_s
+        self._stats["waiting_s"] += waited_s
+        self._add_flush(saving.stats)
         self._saving = None
         if saving.error is not None:
             raise saving.error
@@ -215,6 +222,15 @@ class CheckpointManager:
                 f"the save of step {saving.step} was interrupted before writing began: it is not there"
             )
         self._stats["num_saved"] += 1
+        return waited_s
+
+    def _add_flush(self, stats: Mapping[str, Any]) -> None:
+        self._last_stats = dict(stats)
+        for name in ("flush_s", "commit_s"):
+            self._stats[name] += stats.get(name) or 0.0
+        for times in (times for files in stats.get("ranks", {}).values() for times in files.values()):
+            for name in ("hashing_s", "writing_s", "syncing_s"):
+                self._stats[name] += times[name]
 
     # ----------------------------------------------------------------------------------------------------- restore
 
@@ -268,9 +284,14 @@ class CheckpointManager:
     # ------------------------------------------------------------------------------------------------------- end
 
     def stats(self) -> dict[str, Any]:
-        """Counts and seconds of all saves so far: waiting for the one before and copying to host memory, which is training's
-        pause, and writing."""
-        return dict(self._stats)
+        """Counts, and seconds of all saves so far.
+
+        `waiting_s` for the save before and `staging_s` to copy to host memory are training's pause; `flush_s` from then until
+        it was committed. `hashing_s`, `writing_s`, `syncing_s`: of all threads together, of the ranks that this one knows of
+        (itself, or at rank 0 all). `commit_s`: at rank 0. `last`: `Saving.stats` of the last save that is over, with the same
+        by rank and file; None: there is none.
+        """
+        return {**self._stats, "last": self._last_stats}
 
     def close(self) -> None:
         """Wait for what is being written, and end. Raises what it met. Idempotent."""

@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from loaderkit._internal.save_log import SAVES, SaveRecord
 from loaderkit.checkpoint.ranks.board import Board
 from loaderkit.checkpoint.save.dcp_writer import StreamWriter
 from loaderkit.errors import CheckpointError, PeerError
@@ -27,7 +28,8 @@ _FAREWELL_S = 5.0
 class Saving:
     """A save that has begun; its bytes are written by a thread. Any thread may ask.
 
-    `step`; `error`: what writing met, or None; `stats`: `staging_s` and `flush_s` in seconds, and `StreamWriter.stats`.
+    `step`; `error`: what writing met, or None; `stats`: `waiting_s` for the save before, `staging_s` and `flush_s` in seconds,
+    and `StreamWriter.stats`.
     """
 
     def __init__(self, step: int, work: Callable[[Saving], None]) -> None:
@@ -80,6 +82,8 @@ class Saving:
             self.error = error
         finally:
             self.stats["flush_s"] = time.perf_counter() - begin_s
+            error_text = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
+            SAVES.add(SaveRecord(self.step, time.perf_counter(), dict(self.stats), error_text))
             del self._work  # and with it the copy of the state
 
 

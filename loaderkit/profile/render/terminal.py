@@ -10,6 +10,7 @@ from rich.text import Text
 from loaderkit._internal.units import say_seconds
 from loaderkit.engine.metrics.bottleneck_words import headline
 from loaderkit.profile.render.restore import restore_sections
+from loaderkit.profile.render.saves import saves_table, saving_advice
 from loaderkit.profile.render.summary import as_text, facts_table, table_of, titled, tuning_table
 from loaderkit.profile.render.tables import comparison
 from loaderkit.profile.report import Report, RestoreReport
@@ -35,6 +36,8 @@ def _sections(report: Report) -> Iterator[RenderableType]:
     if report.stall.total_s > 0:
         yield from titled("What the loop waited for", _stalls(report))
     yield from titled("What the workers did, in percent of their time", _stages(report.stages))
+    if report.saves:
+        yield from titled("Checkpoints saved", saves_table(report.saves))
     if report.slowest:
         yield from titled("Slowest samples", _slowest(report.slowest))
     if report.first_batch is not None:
@@ -70,6 +73,8 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
     if report.host.get("numa"):
         rows.add_row("machine", report.host["numa"])
     rows.add_row("change", verdict.change)
+    if (saving := saving_advice(report)) is not None:
+        rows.add_row("saving", saving)
     yield rows
     if report.patch:
         yield Text("")

@@ -73,12 +73,16 @@ class RunDirectory:
         """Remove the steps that no rule of `keep` names, after `step` was committed; it stays in any case. Remove what an
         earlier removal has left that was cut off.
 
-        A store that fails is a warning: the next call tries again.
+        A store that fails is a warning, as the step is committed all the same: the next call tries again.
         """
         if keep is None:
             return
         self._known[step] = SavedStep(step, time.time(), dict(metrics))
-        target = save_target(self.url_of(0), self._connectors)
+        try:
+            target = save_target(self.url_of(0), self._connectors)
+        except ConnectorError as error:
+            self._warn(error)
+            return
         try:
             manifests = _manifests(target.connector, target.parent)
             saved = [self._saved(target.connector, other, key, keep) for other, key in manifests.items()]
@@ -88,9 +92,12 @@ class RunDirectory:
                 _remove(target, name)
             self._known = {other: item for other, item in self._known.items() if other in kept}
         except (CheckpointError, FormatError, ConnectorError) as error:
-            logger.warning("old checkpoints in %s are not removed: %s", printable(self._url), error)
+            self._warn(error)
         finally:
             target.close()
+
+    def _warn(self, error: Exception) -> None:
+        logger.warning("old checkpoints in %s are not removed: %s", printable(self._url), error)
 
     def _cut_off(self, target: SaveTarget, committed: set[str]) -> list[str]:
         """The steps of a manager that have lost their manifest, and that no running process saves."""

@@ -170,12 +170,14 @@ class CheckpointManager:
         def work(saving: Saving) -> None:
             write_checkpoint(self._writer, self._directory.url_of(step), states.pop(), board, key)
             saving.stats |= self._writer.stats or {}
+
+        def afterwards() -> None:
             if board is None or board.rank == 0:
                 if board is not None:
                     board.remove([*messages_of(board, last_key), *asked])
                 self._directory.retain(step, metrics, self.settings.keep)
 
-        self._saving = saving = Saving(step, work)
+        self._saving = saving = Saving(step, work, afterwards)
         saving.stats |= {"waiting_s": waited_s, "staging_s": staging_s}
         self._last_step, self._last_s = step, monotonic()
         self._due = self._next_due()

@@ -6,6 +6,7 @@ plan ──> posted ──> rank 0: global plan, a place ──> posted ──> 
 
 from __future__ import annotations
 
+import logging
 import pickle
 import threading
 import time
@@ -22,6 +23,7 @@ from loaderkit.checkpoint.ranks.board import Board
 from loaderkit.checkpoint.save.dcp_writer import StreamWriter
 from loaderkit.errors import CheckpointError, PeerError
 
+logger = logging.getLogger("loaderkit")
 _FAREWELL_S = 5.0
 
 
@@ -32,11 +34,12 @@ class Saving:
     and `StreamWriter.stats`.
     """
 
-    def __init__(self, step: int, work: Callable[[Saving], None]) -> None:
+    def __init__(self, step: int, work: Callable[[Saving], None], afterwards: Callable[[], None]) -> None:
+        """`work` commits the checkpoint or raises; `afterwards` is called once it is committed, and its errors are logged."""
         self.step = step
         self.error: BaseException | None = None
         self.stats: dict[str, Any] = {"flush_s": 0.0}
-        self._work = work
+        self._work, self._afterwards = work, afterwards
         self._committed = False
         # Not a daemon: a program that ends without `close` still completes its last checkpoint.
         self._thread = threading.Thread(target=self._run, name=f"loaderkit-flush-{step}")
@@ -85,6 +88,11 @@ class Saving:
             error_text = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
             SAVES.add(SaveRecord(self.step, time.perf_counter(), dict(self.stats), error_text))
             del self._work  # and with it the copy of the state
+        if self._committed:
+            try:
+                self._afterwards()
+            except Exception:
+                logger.warning("step %d is committed; what was to be done after that failed", self.step, exc_info=True)
 
 
 def write_checkpoint(writer: StreamWriter, url: str, state: dict[str, Any], board: Board | None, key: str) -> None:

@@ -37,7 +37,14 @@ from loaderkit.checkpoint.save.placement import (
     unfinished_saves,
 )
 from loaderkit.connectors.base import Writes
-from loaderkit.errors import AccessDeniedError, CheckpointError, ConnectorError, FormatError, ObjectNotFoundError
+from loaderkit.errors import (
+    AccessDeniedError,
+    CheckpointError,
+    ConnectorError,
+    FormatError,
+    ObjectNotFoundError,
+    printable,
+)
 
 logger = logging.getLogger("loaderkit")
 
@@ -119,13 +126,14 @@ def commit(
     """Make the save the checkpoint. `files` are those of all ranks, `metadata` is what names them.
 
     Raises CheckpointError if a file is not there as it was written, ConnectorError; then the previous checkpoint stands, or
-    if the error came after the one step, the new one.
+    if the error came after the one step, the new one. What cannot be cleared after that is a warning, and the next save's.
     """
     objects = {file.name: _entry(file.num_bytes, file.block_bytes, file.hexadecimal()) for file in files}
     _check_files(target, placement, objects)
     manifest = _encoded(manifest_of(objects | {METADATA: _described(metadata)}))
+    old_names: set[str] = set()
     if placement.in_place:
-        _replace(target, writes, placement, objects=objects, metadata=metadata, manifest=manifest)
+        old_names = _replace(target, writes, placement, objects=objects, metadata=metadata, manifest=manifest)
     else:
         writes.put(placement.folder + METADATA, metadata)
         writes.put(placement.folder + NAME, manifest)
@@ -134,7 +142,12 @@ def commit(
             raise CheckpointError(
                 f"{target.url}: the store does not rename any more, so what was saved stays in {placement.folder!r}"
             )
-    writes.delete(marker_key(target, placement))
+    try:
+        if old_names:
+            tidy(target, writes, old_names)
+        writes.delete(marker_key(target, placement))
+    except (ConnectorError, FormatError) as error:
+        logger.warning("%s is committed; what it replaced is not cleared yet: %s", printable(target.url), error)
 
 
 def _check_files(target: SaveTarget, placement: Placement, objects: Mapping[str, Any]) -> None:
@@ -157,8 +170,8 @@ def _replace(
     objects: dict[str, Any],
     metadata: bytes,
     manifest: bytes,
-) -> None:
-    """Commit where the files lie already."""
+) -> set[str]:
+    """Commit where the files lie already; the names of the files that are needed no more."""
     old = _metadata(target)
     old_names = _names_in(old)
     old_manifest = _manifest(target)
@@ -177,8 +190,7 @@ def _replace(
     if old_objects is None:
         writes.delete(beside)
         _clear_rest(writes, saving_folder(target, placement))
-    if old_names:
-        tidy(target, writes, old_names)
+    return old_names
 
 
 def tidy(target: SaveTarget, writes: Writes, names: Iterable[str]) -> None:

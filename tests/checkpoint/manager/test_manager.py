@@ -286,6 +286,29 @@ class TestRetention:
         assert checkpoints.all_steps() == [3, 4, 8, 9, 10]
         assert names(tmp_path) == [f"step-{step:010}" for step in (3, 4, 8, 9, 10)]
 
+    @pytest.mark.parametrize("error", [ConnectorError("gone"), RuntimeError("gone")])
+    def test_if_it_fails_the_save_is_committed_all_the_same(
+        self, error: Exception, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """And the next one removes what is to go."""
+
+        def fail(*_: Any) -> None:
+            raise error
+
+        with manager_of(store, keep={"last": 1}) as checkpoints:
+            checkpoints.save(1, state_of(1), wait=True)
+            with monkeypatch.context() as patched:
+                patched.setattr("loaderkit.checkpoint.manager.directory.steps_to_keep", fail)
+                saving = checkpoints.save(2, state_of(2), wait=True)
+            assert saving is not None
+            assert saving.is_committed
+            assert saving.error is None
+            assert checkpoints.all_steps() == [1, 2]
+            checkpoints.save(3, state_of(3))
+        assert checkpoints.all_steps() == [3]
+        assert "gone" in caplog.text
+        assert checkpoints.stats()["num_saved"] == 3
+
     def test_what_is_not_the_manager_s_stays(self, tmp_path: Path) -> None:
         (tmp_path / "step-0000000001").mkdir()
         (tmp_path / "step-0000000001" / "notes.txt").write_text("mine")

@@ -33,11 +33,32 @@ from loaderkit.checkpoint.save.placement import (
     read_object,
     unfinished_saves,
 )
-from loaderkit.connectors.base import Connector, writes_of
+from loaderkit.connectors.base import Connector, ConnectorLayer, Writes, writes_of
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.errors import AccessDeniedError, CheckpointError
+from loaderkit.connectors.writing import WritesLayer
+from loaderkit.errors import AccessDeniedError, CheckpointError, ConnectorError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Undeletable(ConnectorLayer):
+    """A store that refuses deletions while it `refuses`."""
+
+    refuses = True
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        self.inner.read_into(key, start, buffer, etag=etag)
+
+    def writes(self) -> Writes:
+        outer = self
+
+        class Refusing(WritesLayer):
+            def delete(self, key: str) -> None:
+                if outer.refuses and not key.endswith("probe"):
+                    raise ConnectorError("deletions are forbidden")
+                super().delete(key)
+
+        return Refusing(writes_of(self.inner))
 
 
 def begun(store: Connector, name: str = "step-9") -> Placement:
@@ -279,3 +300,21 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
         assert latest(tmp_path) == f"{tmp_path}/step-3"
         save_to_path(tmp_path, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3", "step-4"]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
+def test_what_cannot_be_cleared_after_the_commit_is_the_next_save_s(
+    again: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = MemoryConnector()
+    store = Undeletable(inner)
+    if again:
+        save_to(inner, "step-1", 1)
+    save_to(store, "step-1", 2)
+    assert number_in(inner, "step-1", verify=True) == 2
+    assert "step-1 is committed; what it replaced is not cleared yet: deletions are forbidden" in caplog.text
+    assert any(name.startswith(".saving-") for name in names_in(inner))
+    store.refuses = False
+    save_to(store, "step-2", 3)
+    assert len(names_in(inner)) == 6
+    assert number_in(inner, "step-1", verify=True) == 2

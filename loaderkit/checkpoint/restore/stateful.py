@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Container, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, MutableMapping, Set
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -102,11 +102,28 @@ def with_number_tables(resolved: Any) -> dict[str, Any]:
 
 def _check_values(state: Any) -> None:
     for name, leaf in flatten(state, lambda value: isinstance(value, torch.Tensor), _MAX_LEAVES).items():
-        if not isinstance(leaf.value, torch.Tensor) and (kind := _opaque_kind(leaf.value)):
+        if isinstance(leaf.value, torch.Tensor):
+            if kind := _unreadable_kind(leaf.value):
+                raise ConfigError(
+                    f"state: {name!r} is {kind}, which is not restored: save the dense tensors that it consists of"
+                )
+        elif kind := _opaque_kind(leaf.value):
             raise ConfigError(
                 f"state: {name!r} holds an object of {kind}, which could not be restored without running code: save numbers, "
                 "text, tensors and containers of them, or give the object state_dict and load_state_dict"
             )
+
+
+def _unreadable_kind(tensor: torch.Tensor) -> str:
+    """What a tensor is that could be saved and not restored; "" for an ordinary one, or one of which this rank has a part."""
+    if type(tensor).__name__ == "DTensor":
+        tensor = cast(Any, tensor).to_local()
+    if tensor.is_meta:
+        return "on the meta device, and has no elements"
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return f"a {'quantized' if tensor.is_quantized else tensor.layout} tensor"
+    has_parts = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return f"a {type(tensor).__name__}" if has_parts and not hasattr(tensor, "trigger_wait") else ""
 
 
 def _opaque_kind(value: Any) -> str:
@@ -134,7 +151,8 @@ def restore_state(
     """Restore `state` in place from a checkpoint of torch.distributed.checkpoint, saved by any number of ranks.
 
     Tensors are filled where they are, plain values replaced, objects get their part by `load_state_dict`. All names, shapes and
-    dtypes are compared before the first byte is written; names that only the checkpoint has are left out, except a module's.
+    dtypes are compared before the first byte is written. What only the checkpoint has is left out if its first key is not in
+    the state, an error in a module, and else made: the state's table or empty list gets it.
     Raises CheckpointError, PeerError, FormatError, ConnectorError.
     """
     with OpenCheckpoint.open(url, connectors, "2GiB", "auto") as source:
@@ -144,6 +162,7 @@ def restore_state(
     targets = _Targets(contents, numbered)
     for name, leaf in leaves_of(state).items():
         targets.add(name, leaf)
+    targets.add_rest(state)
     targets.check()
     reader = StreamReader(url, process_group=process_group, timeout_s=timeout_s, connectors=connectors)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -166,7 +185,7 @@ def _load_alone(flat: dict[str, Any], reader: StreamReader) -> None:
 class _Targets:
     """What is to be filled: `flat`, name -> tensor to be filled, or None for a plain value."""
 
-    def __init__(self, contents: Checkpoint, numbered: Container[str]) -> None:
+    def __init__(self, contents: Checkpoint, numbered: Set[str]) -> None:
         """`numbered` are the names that `number_tables` gave."""
         self.flat: dict[str, Any] = {}
         self._contents = contents
@@ -174,6 +193,7 @@ class _Targets:
         self._names = {*contents.tensors, *contents.values, *contents.pickled}
         self._plain: list[tuple[str, Leaf]] = []
         self._objects: list[_Part] = []
+        self._rest: dict[tuple[str, ...], tuple[Any, dict[str, Path]]] = {}  # by place of a container: what it gets
         self._missing: list[str] = []
         self._problems: list[str] = []
 
@@ -186,7 +206,10 @@ class _Targets:
             self._problems += part.problems
             self.flat |= part.flat
         elif name not in self._names:
-            self._missing.append(name)
+            # An empty list is a value, and in the checkpoint perhaps one with tensors or tables.
+            is_entered = leaf.value == [] and any(full.startswith(f"{name}.") for full in self._names)
+            if not is_entered:
+                self._missing.append(name)
         elif isinstance(leaf.value, torch.Tensor):
             self._add_tensor(name, leaf.value)
         elif name in self._contents.tensors:
@@ -196,6 +219,26 @@ class _Targets:
         else:
             self.flat[name] = None
             self._plain.append((name, leaf))
+
+    def add_rest(self, state: Mapping[Any, Any]) -> None:
+        """Add what only the checkpoint has, below the entries at the top of the state."""
+        taken = {full for part in self._objects for full in part.names}
+        for full in sorted(self._names - taken - self.flat.keys()):
+            path = self._contents.paths.get(full, (full,))
+            if str(path[0]) in map(str, state):
+                self._add_one(full, path, state)
+
+    def _add_one(self, full: str, path: Path, state: Any) -> None:
+        container, depth = state, 0
+        while depth < len(path) - 1 and (inner := _inner(container, path[depth])) is not None:
+            container, depth = inner, depth + 1
+        is_open = isinstance(container, MutableMapping) or container == []
+        if not is_open or _has(container, path[depth]):
+            self._problems.append(f"only in the checkpoint: {full!r}")
+            return
+        entry = self._contents.tensors.get(full)
+        self.flat[full] = None if entry is None else torch.empty(entry.shape, dtype=entry.dtype)
+        self._rest.setdefault(_texts(path[:depth]), (container, {}))[1][full] = path[depth:]
 
     def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         entry = self._contents.tensors.get(name)
@@ -221,6 +264,12 @@ class _Targets:
         """Put what was read where it belongs."""
         for name, leaf in self._plain:
             leaf.container[leaf.key] = self.flat[name]
+        for place, (container, paths) in self._rest.items():
+            made = _like(None, _nested(paths, self.flat), ".".join(place), self._numbered)
+            if isinstance(container, list):
+                container.extend(made)
+            else:
+                container.update(made)
         for part in self._objects:
             part.load(self.flat)
 
@@ -228,9 +277,10 @@ class _Targets:
 class _Part:
     """The part of an object: `flat` as in `_Targets`; what the object lacks is made anew."""
 
-    def __init__(self, name: str, leaf: Leaf, contents: Checkpoint, numbered: Container[str]) -> None:
+    def __init__(self, name: str, leaf: Leaf, contents: Checkpoint, numbered: Set[str]) -> None:
         self.flat: dict[str, Any] = {}
-        self._name, self._numbered = name, numbered
+        self._name = name
+        self._numbered = {*numbered, f"{name}.state"} if isinstance(leaf.value, torch.optim.Optimizer) else numbered
         self.missing: list[str] = []
         self.problems: list[str] = []
         self._object = leaf.value
@@ -266,6 +316,11 @@ class _Part:
         elif not self._paths and present and not isinstance(leaf.value, torch.optim.Optimizer):
             self.missing.append(name)
 
+    @property
+    def names(self) -> Set[str]:
+        """The names of the checkpoint that are the object's."""
+        return self._paths.keys()
+
     def _made(self, path: Path, entry: TensorEntry) -> torch.Tensor:
         """A tensor for what the object does not have yet; of an optimizer, it is laid out as its parameter is."""
         if isinstance(self._object, torch.optim.Optimizer) and len(path) == 3 and path[0] == "state":
@@ -277,40 +332,58 @@ class _Part:
 
     def load(self, flat: Mapping[str, Any]) -> None:
         """Give the object its part of what was read."""
-        table: dict[Any, Any] = {}
-        for full, path in self._paths.items():
-            inner = table
-            for key in path[:-1]:
-                inner = inner.setdefault(key, {})
-            inner[path[-1]] = flat[full]
+        table = _nested(self._paths, flat)
         if isinstance(self._object, torch.optim.Optimizer):
             table.setdefault("state", {})
-        self._object.load_state_dict(self._like(self._current, table, self._name))
+        self._object.load_state_dict(_like(self._current, table, self._name, self._numbered))
 
-    def _like(self, current: Any, value: Any, name: str) -> Any:
-        """What was read, as containers: lists, tables with the keys they had, and the empty tables of `current`, which no
-        checkpoint names."""
-        if not isinstance(value, dict):
-            return value
-        if value and all(isinstance(key, Index) for key in value):
-            known = current if isinstance(current, (list, tuple)) else ()
-            return [
-                self._like(known[key] if key < len(known) else None, value[key], f"{name}.{key}")
-                for key in sorted(value)
-            ]
-        keys = {str(key): key for key in current} if isinstance(current, Mapping) else {}
-        is_numbered = name in self._numbered or (
-            isinstance(self._object, torch.optim.Optimizer) and name == f"{self._name}.state"
-        )
-        table = {}
-        for text, item in value.items():
-            key = int(text) if is_numbered and str(text).lstrip("-").isdecimal() else keys.get(str(text), text)
-            table[key] = self._like(current.get(key) if keys else None, item, f"{name}.{text}")
-        if isinstance(current, Mapping):
-            table |= {
-                key: {} for key, item in current.items() if isinstance(item, Mapping) and not item and key not in table
-            }
-        return table
+
+def _nested(paths: Mapping[str, Path], flat: Mapping[str, Any]) -> dict[Any, Any]:
+    """The values by their paths; also what becomes a list is a table here."""
+    table: dict[Any, Any] = {}
+    for full, path in paths.items():
+        inner = table
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = flat[full]
+    return table
+
+
+def _like(current: Any, value: Any, name: str, numbered: Set[str]) -> Any:
+    """What was read, as containers: lists, tables with the keys they had (whole numbers in those of `numbered`), and the empty
+    tables of `current`, which no checkpoint names."""
+    if not isinstance(value, dict):
+        return value
+    if value and all(isinstance(key, Index) for key in value):
+        known = current if isinstance(current, (list, tuple)) else ()
+        return [
+            _like(known[key] if key < len(known) else None, value[key], f"{name}.{key}", numbered)
+            for key in sorted(value)
+        ]
+    keys = {str(key): key for key in current} if isinstance(current, Mapping) else {}
+    table = {}
+    for text, item in value.items():
+        is_number = name in numbered and str(text).lstrip("-").isdecimal()
+        key = int(text) if is_number else keys.get(str(text), text)
+        table[key] = _like(current.get(key) if keys else None, item, f"{name}.{text}", numbered)
+    if isinstance(current, Mapping):
+        table |= {
+            key: {} for key, item in current.items() if isinstance(item, Mapping) and not item and key not in table
+        }
+    return table
+
+
+def _inner(container: Any, key: Any) -> Any:
+    """The table or list under a key of a path, where keys of tables are text; None: there is none."""
+    if isinstance(container, Mapping):
+        found = next((value for other, value in container.items() if str(other) == str(key)), None)
+    else:
+        found = container[key] if type(container) is list and isinstance(key, Index) and key < len(container) else None
+    return found if isinstance(found, (Mapping, list)) else None
+
+
+def _has(container: Any, key: Any) -> bool:
+    return any(str(other) == str(key) for other in container)
 
 
 def _texts(path: Path) -> tuple[str, ...]:

@@ -133,6 +133,49 @@ def test_containers_of_an_object(value: Any, fresh: Any, tmp_path: Path) -> None
     assert equal(state["it"].value, dict(value) if isinstance(value, Counter) else value)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("value", "fresh"),
+    [
+        ({"a": 1, "b": {"c": [1, 2], "d": None}}, {}),
+        ({"a": 1, "b": {"c": [1, 2], "d": None}}, {"b": {"c": []}}),
+        ({"ema": torch.ones(3), "parts": [torch.arange(4), {"n": 3}]}, {}),
+        ({"ema": torch.ones(3)}, {"ema": torch.zeros(3)}),
+        ([{"a": 1}, {"a": 2}], []),
+        ({3: {"loss": 0.5}, 7: {"loss": 0.25}}, {}),
+        ({3: 0.5, 7: 0.25}, {3: 0.0}),
+        (Counter({"a": 2}), Counter()),
+    ],
+)
+def test_a_table_gets_what_it_does_not_have_yet(value: Any, fresh: Any, tmp_path: Path) -> None:
+    """Such as a history that grows while training goes on, and is empty when the job begins again."""
+    resolved = resolved_state({"history": value, "n": 1})
+    save_dcp(resolved | {OWN_KEY: with_number_tables(resolved)}, tmp_path / "step")
+    state = {"history": fresh, "n": 0}
+    restore_state(str(tmp_path / "step"), state, timeout_s=60.0)
+    assert state["history"] is fresh
+    assert equal(state["history"], value)
+    assert state["n"] == 1
+
+
+@pytest.mark.parametrize(("saved", "fresh"), [([torch.ones(1)] * 2, [torch.zeros(1)]), ({"a": {"b": 1}}, {"a": (3,)})])
+def test_a_table_that_has_no_place_for_it(saved: Any, fresh: Any, tmp_path: Path) -> None:
+    save_dcp({"x": saved}, tmp_path / "step")
+    with pytest.raises(CheckpointError, match=r"only in the checkpoint: 'x\.(1|a\.b)'"):
+        restore_state(str(tmp_path / "step"), {"x": fresh}, timeout_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.eye(2).to_sparse(), "torch.sparse_coo tensor"),
+        (torch.empty(2, device="meta"), "on the meta device"),
+    ],
+)
+def test_tensors_that_could_not_be_restored_are_refused(tensor: torch.Tensor, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'a\.x' is .*{said}"):
+        number_tables({"a": {"x": tensor}})
+
+
 class TestWhatDoesNotFit:
     @pytest.fixture
     def url(self, tmp_path: Path) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -25,6 +26,9 @@ from torch.futures import Future
 
 from loaderkit.checkpoint.discovery.locate import SaveTarget, save_target
 from loaderkit.checkpoint.formats.dcp import MAX_TIED
+from loaderkit.checkpoint.planning.boxes import Box
+from loaderkit.checkpoint.planning.held import Held, Part, divided, part_of
+from loaderkit.checkpoint.planning.stored import Stored, described_as_stored
 from loaderkit.checkpoint.save.commit import begin, commit
 from loaderkit.checkpoint.save.engine import SavedFile, save_files
 from loaderkit.checkpoint.save.file_plan import BytesItem, FilePlan, Item, TensorItem
@@ -41,18 +45,22 @@ _FILE_WORKERS = 4
 _VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # of newer versions of torch
 
 
-class _Local(NamedTuple):
-    """What a rank adds to its plan: comes back with the coordinator's answer unless a planner sends a kept plan instead."""
+class Local(NamedTuple):
+    """What a rank adds to its plan: the token comes back with the coordinator's answer unless a planner sends a kept plan
+    instead."""
 
     token: str
+    held: Held
 
 
-class _Share(NamedTuple):
-    """What the coordinator answers: where this save's files go, and the rank's number."""
+class Share(NamedTuple):
+    """What the coordinator answers: where this save's files go, the rank's number, and, in the place of the plan's tensors, the
+    parts of tensors that it writes (None: the plan's)."""
 
     placement: Placement
     rank: int
     token: str | None
+    parts: list[Part] | None = None
 
 
 class _Written(NamedTuple):
@@ -82,6 +90,9 @@ class StreamWriter(StorageWriter, AsyncStager):
     checksums made while writing; one that is there already is replaced by one step. Each rank writes one file, in parts, by
     `workers` threads that each hold one part (at most 8 MiB; more for S3 objects of more than 80 GB).
 
+    What several ranks hold is divided among them by bytes: a tensor of 16 KiB or more may be cut. Another planner than
+    torch's default, one that is to save on the lowest rank, or one that keeps plans is left to its own.
+
     For `async_save` the state is copied to host memory first, which is kept for the next save with the same StreamWriter.
     """
 
@@ -101,6 +112,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         self._connectors = connectors
         self._save_id = uuid.uuid4().hex
         self._token = ""
+        self._held = Held([], (), frozenset())
         self._target: SaveTarget | None = None
         self._running: _Running | None = None
         self._buffers = PartBuffers()
@@ -140,12 +152,12 @@ class StreamWriter(StorageWriter, AsyncStager):
             self._end()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan with a token that tells this save from others."""
-        self._token = uuid.uuid4().hex
-        return replace(plan, storage_data=_Local(self._token))
+        """The plan with a token that tells this save from others, and with what this rank holds."""
+        self._token, self._held = uuid.uuid4().hex, Held.of(plan)
+        return replace(plan, storage_data=Local(self._token, self._held))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: clear what dead saves left, and tell each rank where its files go.
+        """On the coordinator: clear what dead saves left, and tell each rank where its files go, and which parts it writes.
 
         Raises CheckpointError, ConnectorError.
         """
@@ -154,11 +166,15 @@ class StreamWriter(StorageWriter, AsyncStager):
         placement = begin(target, writes)
         renew = partial(put_marker, target, writes, placement)
         self._running = _Running(placement, Heartbeat(placement.attempt, renew))
-        tokens = [plan.storage_data.token if isinstance(plan.storage_data, _Local) else None for plan in plans]
-        return [
-            replace(plan, storage_data=_Share(placement, rank, token))
-            for rank, (plan, token) in enumerate(zip(plans, tokens, strict=True))
-        ]
+        local = [plan.storage_data if isinstance(plan.storage_data, Local) else None for plan in plans]
+        parts: list[list[Part]] | None = None
+        if len(plans) > 1 and None not in local:
+            parts = divided([one.held for one in local if one is not None], [plan.items for plan in plans])
+        shares = (
+            Share(placement, rank, None if one is None else one.token, None if parts is None else parts[rank])
+            for rank, one in enumerate(local)
+        )
+        return [replace(plan, storage_data=share) for plan, share in zip(plans, shares, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file before it returns. Raises CheckpointError, ConnectorError."""
@@ -238,7 +254,7 @@ class StreamWriter(StorageWriter, AsyncStager):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         target = self._opened()
         share = self._share(target, plan)
-        resolved = _resolved(plan.items, planner, self._copies)
+        resolved = _resolved(self._work(plan, share, planner), planner, self._copies)
         items = list({id(item): item for _, item in resolved}.values())
         items.sort(key=lambda item: isinstance(item, TensorItem))  # plain values first, as torch does
         plans = [FilePlan(share.placement.file_name(share.rank), items)] if items else []
@@ -255,22 +271,32 @@ class StreamWriter(StorageWriter, AsyncStager):
         for file in plans:
             starts = {id(item): start for item, start in zip(file.items, file.starts, strict=True)}
             for write_item, item in resolved:
-                where = filesystem._StorageInfo(file.name, starts[id(item)], item.size)
-                results.append(WriteResult(write_item.index, item.size, where))
+                info = filesystem._StorageInfo(file.name, starts[id(item)], item.size)
+                data = write_item.tensor_data
+                stored = Stored(info, None if data is None else data.chunk.sizes)
+                results.append(WriteResult(write_item.index, item.size, stored))
         return results
 
-    def _share(self, target: SaveTarget, plan: SavePlan) -> _Share:
+    def _work(self, plan: SavePlan, share: Share, planner: SavePlanner) -> list[tuple[WriteItem, Box | None]]:
+        """The items to write, each with the box of it, or all of it."""
+        if share.parts is None or not _is_default(planner):
+            return [(item, None) for item in plan.items]
+        values = [(item, None) for item in plan.items if item.tensor_data is None]
+        return values + [(self._held.items[number], box) for number, box in share.parts]
+
+    def _share(self, target: SaveTarget, plan: SavePlan) -> Share:
         """What the coordinator says to this rank. Raises CheckpointError."""
         share = plan.storage_data
-        if not isinstance(share, _Share):
+        if not isinstance(share, Share):
             raise CheckpointError(
                 f"{self._url}: the planner {type(plan).__name__} did not keep `storage_data`, which says where files go"
             )
-        if self._running is not None:
-            return share._replace(placement=self._running.placement)
         if share.token == self._token:
             return share
         # The planner keeps plans (enable_plan_caching), so this is what the coordinator said at an earlier save.
+        share = share._replace(parts=None)
+        if self._running is not None:
+            return share._replace(placement=self._running.placement)
         placement = find_placement(target, share.placement.owner)
         if placement is None:
             raise CheckpointError(
@@ -286,15 +312,20 @@ class StreamWriter(StorageWriter, AsyncStager):
                 f"{self._url}: another save was begun with this StreamWriter before this one was finished"
             )
         written: list[_Written] = []
-        stored: dict[MetadataIndex, Any] = {}
+        stored: dict[MetadataIndex, Stored] = {}
         for result in chain.from_iterable(results):
             if isinstance(result.storage_data, _Written):
                 written.append(result.storage_data)
             else:
-                stored[result.index] = result.storage_data
+                stored.setdefault(result.index, result.storage_data)
         if strangers := [item.rank for item in written if item.attempt != running.placement.attempt]:
             raise CheckpointError(f"{self._url}: rank {strangers[0]} has written for another save: save again")
-        metadata.storage_data, metadata.storage_meta = stored, self.storage_meta()
+        try:
+            metadata.state_dict_metadata = described_as_stored(metadata, stored)
+        except ValueError as error:
+            raise CheckpointError(f"{self._url} is not committed: {error}") from error
+        metadata.storage_data = {index: item.info for index, item in stored.items()}
+        metadata.storage_meta = self.storage_meta()
         if _VERSION is not None:
             metadata.version = _VERSION
         begin_s = time.perf_counter()
@@ -305,28 +336,45 @@ class StreamWriter(StorageWriter, AsyncStager):
 
 
 def _resolved(
-    write_items: Sequence[WriteItem], planner: SavePlanner, copies: HostCopies
+    work: Sequence[tuple[WriteItem, Box | None]], planner: SavePlanner, copies: HostCopies
 ) -> list[tuple[WriteItem, Item]]:
     """What the planner gives for each item. Names of the same memory, such as tied weights, have one item."""
     known: dict[tuple[Any, ...], tuple[TensorItem, set[str]]] = {}
     resolved: list[tuple[WriteItem, Item]] = []
-    for write_item in write_items:
+    uncut: set[MetadataIndex] = set()
+    for write_item, box in work:
         name, value = write_item.index.fqn, planner.resolve_data(write_item)
         tensor = plain_tensor(value)
         if isinstance(value, io.BytesIO):
             resolved.append((write_item, BytesItem(name, value.getbuffer())))
         elif tensor is None:
-            file = io.BytesIO()
-            torch.save(value.detach().cpu(), file)  # a wrapper, or a sparse one: as torch.distributed.checkpoint does
-            resolved.append((write_item, BytesItem(name, file.getbuffer())))
+            # A wrapper, or a sparse one: as torch.distributed.checkpoint does. It is not cut, so each rank that was to write a
+            # part writes all of it.
+            if write_item.index not in uncut:
+                uncut.add(write_item.index)
+                file = io.BytesIO()
+                torch.save(value.detach().cpu(), file)
+                resolved.append((write_item, BytesItem(name, file.getbuffer())))
         else:
-            identity = identity_of(tensor)
+            part = tensor if box is None else tensor[box.slices]
+            identity = identity_of(part)
             item, names = known.get(identity, (None, set()))
-            if item is None or not tensor.numel() or name in names or len(names) == MAX_TIED:
-                item, names = known[identity] = TensorItem(name, tensor, is_fixed=copies.owns(tensor)), set()
+            if item is None or not part.numel() or name in names or len(names) == MAX_TIED:
+                item, names = known[identity] = TensorItem(name, part, is_fixed=copies.owns(part)), set()
             names.add(name)
-            resolved.append((write_item, item))
+            resolved.append((write_item if box is None else part_of(write_item, box), item))
     return resolved
+
+
+def _is_default(planner: SavePlanner) -> bool:
+    """True if each rank is to write what torch's default planner deals out, for the sake of bytes only."""
+    kind: Any = type(planner)
+    return (
+        isinstance(planner, DefaultSavePlanner)
+        and not planner.dedup_save_to_lowest_rank
+        and kind.create_global_plan is DefaultSavePlanner.create_global_plan
+        and kind.finish_plan is DefaultSavePlanner.finish_plan
+    )
 
 
 def _times_of(files: Sequence[SavedFile]) -> dict[str, Any]:

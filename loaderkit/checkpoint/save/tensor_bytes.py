@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from loaderkit.checkpoint.planning.boxes import boxes_in
 
 _SAME_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -57,35 +57,11 @@ class TensorBytes:
             return
         tensor, item = self._tensor, self._tensor.itemsize
         first, count, done = start // item, len(target) // item, 0
-        for box in boxes(tuple(tensor.shape), first, first + count):
-            part = tensor[box]
+        for box in boxes_in(tuple(tensor.shape), first, first + count):
+            part = tensor[box.slices]
             size = part.numel() * item
             _tensor_of(target[done : done + size], tensor.dtype).view(part.shape).copy_(part)
             done += size
-
-
-def boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[int | slice, ...]]:
-    """The elements [first, end) of a tensor in C order, as indices of boxes, which follow one another in that order."""
-    if first >= end:
-        return
-    if not shape:
-        yield ()
-        return
-    row = prod(shape[1:])
-    number = first // row
-    if first % row or end - first < row:
-        last = min(end, (number + 1) * row)
-        for inner in boxes(shape[1:], first - number * row, last - number * row):
-            yield (number, *inner)
-        first, number = last, number + 1
-    if first >= end:
-        return
-    num_rows = (end - first) // row
-    if num_rows:
-        yield (slice(number, number + num_rows),)
-    first, number = first + num_rows * row, number + num_rows
-    for inner in boxes(shape[1:], 0, end - first):
-        yield (number, *inner)
 
 
 def memory_of(tensor: torch.Tensor) -> NDArray[np.uint8]:

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
+from loaderkit.checkpoint.planning.boxes import boxes_in
 from loaderkit.checkpoint.save.crc import PieceCrc, combine
 from loaderkit.checkpoint.save.file_plan import ALIGNMENT, BytesItem, FilePlan, Item, TensorItem
-from loaderkit.checkpoint.save.tensor_bytes import TensorBytes, boxes, plain_tensor
+from loaderkit.checkpoint.save.tensor_bytes import TensorBytes, plain_tensor
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.data())
@@ -24,8 +25,9 @@ def test_boxes_are_a_range_of_the_elements_in_order(shape: list[int], data: st.D
     array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     first = data.draw(st.integers(0, array.size))
     end = data.draw(st.integers(first, array.size))
-    found = list(boxes(tuple(shape), first, end))
-    assert [int(n) for box in found for n in np.ravel(array[box])] == list(range(first, end))
+    found = list(boxes_in(tuple(shape), first, end))
+    assert [int(n) for box in found for n in np.ravel(array[box.slices])] == list(range(first, end))
+    assert all(array[box.slices].shape == box.sizes for box in found)
     assert len(found) <= max(1, 2 * len(shape))
 
 

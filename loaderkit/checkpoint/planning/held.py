@@ -1,0 +1,110 @@
+"""What the ranks hold of a state, as local plans of torch.distributed.checkpoint say, and which parts of it each writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from loaderkit.checkpoint.planning.boxes import Box, boxes_in
+from loaderkit.checkpoint.planning.division import Block, divide
+
+
+@dataclass(frozen=True)
+class DescribedPlan(SavePlan):
+    """A local plan that says what its items do not: which lie in the same memory, and which cannot be cut."""
+
+    tied: tuple[int, ...] = ()
+    """By item the number of the first one in the same memory."""
+    uncut: frozenset[int] = frozenset()
+
+
+class Held(NamedTuple):
+    """The items of a rank's local plan, with `tied` and `uncut` as in DescribedPlan."""
+
+    items: list[WriteItem]
+    tied: tuple[int, ...]
+    uncut: frozenset[int]
+
+    @classmethod
+    def of(cls, plan: SavePlan) -> Held:
+        """What a local plan says; nothing is taken for tied unless it is a DescribedPlan."""
+        if isinstance(plan, DescribedPlan):
+            return cls(plan.items, plan.tied, plan.uncut)
+        return cls(plan.items, tuple(range(len(plan.items))), frozenset())
+
+
+class Part(NamedTuple):
+    """What a rank writes of item `number` of its local plan: the box of the item's own tensor, or all of it."""
+
+    number: int
+    box: Box | None
+
+
+_Key = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def divided(held: Sequence[Held], chosen: Sequence[Sequence[WriteItem]]) -> list[list[Part]] | None:
+    """What each rank writes of the tensors, by rank. `chosen` are the items, each once, that a planner has dealt out.
+
+    What several ranks hold is divided among them; names of the same memory, on all ranks that hold them, stay together.
+    None: an item of `chosen` is not that of any rank, so the planner's word stands.
+    """
+    wanted = [key for items in chosen for key in map(_key, items) if key is not None]
+    holders: dict[_Key, dict[int, int]] = {key: {} for key in wanted}
+    for rank, (items, _, _) in enumerate(held):
+        for number, item in enumerate(items):
+            key = _key(item)
+            if key is not None and key in holders:
+                holders[key].setdefault(rank, number)
+    if not all(holders.values()):
+        return None
+    members: dict[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], list[_Key]] = {}
+    for key, numbers in holders.items():
+        same = tuple((rank, held[rank].tied[number]) for rank, number in numbers.items())
+        members.setdefault((key[2], same), []).append(key)
+    tied = list(members.values())
+    blocks = [_block(keys, [holders[key] for key in keys], held) for keys in tied]
+    parts: list[list[Part]] = []
+    for rank, spans in enumerate(divide(blocks, len(held))):
+        parts.append([])
+        for number, first, end in spans:
+            shape = blocks[number].shape
+            is_whole = end - first == blocks[number].num_bytes // blocks[number].itemsize
+            for box in (None,) if is_whole else boxes_in(shape, first, end):
+                parts[rank] += [Part(holders[key][rank], box) for key in tied[number]]
+    return parts
+
+
+def _key(item: WriteItem) -> _Key | None:
+    """Equal for the same box of the same tensor; None for a plain value."""
+    data = item.tensor_data
+    if data is None:
+        return None
+    return item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype
+
+
+def _block(keys: Sequence[_Key], holders: Sequence[dict[int, int]], held: Sequence[Held]) -> Block:
+    _, _, shape, dtype = keys[0]
+    all_items = [(rank, number) for numbers in holders for rank, number in numbers.items()]
+    is_dense = all(
+        data is not None and data.properties.layout == torch.strided
+        for data in (held[rank].items[number].tensor_data for rank, number in all_items)
+    )
+    can_cut = is_dense and not any(number in held[rank].uncut for rank, number in all_items)
+    return Block(shape, dtype.itemsize, tuple(sorted(holders[0])), can_cut)
+
+
+def part_of(item: WriteItem, box: Box) -> WriteItem:
+    """The item for a box of the tensor of `item`: in a checkpoint's table it is a shard."""
+    data = item.tensor_data
+    assert data is not None
+    offsets = [begin + more for begin, more in zip(data.chunk.offsets, box.offsets, strict=True)]
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(box.sizes))
+    return WriteItem(
+        MetadataIndex(item.index.fqn, offsets), WriteItemType.SHARD, tensor_data=replace(data, chunk=chunk)
+    )

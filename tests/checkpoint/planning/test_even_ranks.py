@@ -1,0 +1,31 @@
+"""Ranks that hold the same divide it by bytes; torch's reader and ours put it together again, on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import even_programs
+import pytest
+import torch
+from rank_programs import run_ranks
+
+from loaderkit.checkpoint.planning.division import MIN_CUT_BYTES
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def test_plain_dcp_save(tmp_path: Path) -> None:
+    assert run_ranks(even_programs.save_even, 4, tmp_path, 5) == [0] * 4
+    found, cut = even_programs.bytes_by_rank(tmp_path / "step-1")
+    tensors = even_programs.whole_tensors(5)
+    sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in tensors.items()}
+    # DCP's plans do not tell which names have the same memory.
+    assert sum(found.values()) == 2 * sum(sizes.values()) - sizes["scalar"] - sizes["tied"]
+    assert max(found.values()) <= 1.02 * min(found.values())
+    assert {f"whole.{name}" for name, size in sizes.items() if size < MIN_CUT_BYTES}.isdisjoint(cut)
+    found, cut = even_programs.bytes_by_rank(tmp_path / "step-2")
+    assert sorted(found) == [0, 1]  # all that is replicated on the lowest rank that holds it
+    for number in (3, 4, 5):
+        even_programs.restore_even(tmp_path, 5)
+    for num_ranks in (1, 2, 3):
+        assert run_ranks(even_programs.load_even, num_ranks, tmp_path, 5) == [0] * num_ranks

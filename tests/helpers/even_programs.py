@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from math import prod
 from pathlib import Path
@@ -117,3 +118,37 @@ def save_even(rank: int, num_ranks: int, folder: Path, seed: int) -> None:
         planner = DefaultSavePlanner(enable_plan_caching=True)
         save(state, storage_writer=StreamWriter(folder / f"step-{number}"), planner=planner)
     dist.destroy_process_group()
+
+
+def save_kept(rank: int, num_ranks: int, folder: Path, seed: int) -> None:
+    """By CheckpointManager, while any collective raises; the layout changes on all ranks, and then on one."""
+    begin(rank, num_ranks, folder, "managing")
+    state = state_of(seed, num_ranks)
+    with loaderkit.CheckpointManager(folder, timeout_s=60.0) as checkpoints:
+        dist.barrier()
+        forbid_collectives()
+        for step in range(1, 8):
+            if step == 4:
+                state["later"] = torch.full((40_000,), 4.0)
+            if step == 6 and rank == 2:
+                state["mine"] = torch.full((10,), 6.0)
+            checkpoints.save(step, state)
+            checkpoints.wait_until_finished()
+    os._exit(0)  # the group cannot be left in order without a collective
+
+
+def forbid_collectives() -> None:
+    """No process group of torch's does anything any more."""
+
+    def refused(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a collective was called")
+
+    kinds = ("all", "barrier", "broadcast", "gather", "monitored", "recv", "reduce", "scatter", "send")
+    for name in dir(dist.ProcessGroup):
+        if name.lstrip("_").startswith(kinds):
+            setattr(dist.ProcessGroup, name, refused)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except AssertionError:
+        return
+    raise RuntimeError("a collective was not refused")

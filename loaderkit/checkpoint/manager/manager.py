@@ -16,7 +16,7 @@ import torch
 from loaderkit._internal.save_log import SAVES
 from loaderkit.checkpoint.manager.directory import RunDirectory
 from loaderkit.checkpoint.manager.notice import SignalNotice, StepAgreement
-from loaderkit.checkpoint.manager.saving import Saving, messages_of, wait_for_others, write_checkpoint
+from loaderkit.checkpoint.manager.saving import KeptPlan, Saving, messages_of, wait_for_others, write_checkpoint
 from loaderkit.checkpoint.manager.settings import save_settings
 from loaderkit.checkpoint.ranks.board import Board, open_board
 from loaderkit.checkpoint.ranks.group import default_store
@@ -61,6 +61,7 @@ class CheckpointManager:
         self._board = _board(process_group, timeout_s)
         self._directory = RunDirectory(self.settings.to, self._connectors)
         self._writer = StreamWriter(self.settings.to, connectors=self._connectors)
+        self._plan = KeptPlan()
         self._saving: Saving | None = None
         self._num_saves = self._num_restores = 0
         self._last_step: int | None = None
@@ -168,7 +169,7 @@ class CheckpointManager:
         del copy
 
         def work(saving: Saving) -> None:
-            write_checkpoint(self._writer, self._directory.url_of(step), states.pop(), board, key)
+            write_checkpoint(self._writer, self._directory.url_of(step), states.pop(), board, key=key, kept=self._plan)
             saving.stats |= self._writer.stats or {}
 
         def afterwards() -> None:

@@ -1,7 +1,12 @@
 """One save: its copy is written behind training, by all ranks, and committed by rank 0.
 
-plan ──> posted ──> rank 0: global plan, a place ──> posted ──> written ──> posted ──> rank 0: commit ──> posted
-                                                              (StreamWriter)
+first            rank 0: begins ──> plans ──> rank 0: divides, a place ──> shares ──> results ──> rank 0: commit
+afterwards       rank 0: begins, a place ──> results ──> rank 0: commit
+not as before    rank 0: begins, a place ──> results, or "not as before" ──> rank 0: again ──> plans ──> as the first
+
+An arrow is a message on the board. The plan of a save is kept for the next ones, in which each rank posts its results and
+nothing else. One whose state is laid out otherwise than it was, or that has another plan, writes nothing and says so; then what
+the others have written is left behind, and all agree on a plan anew.
 """
 
 from __future__ import annotations
@@ -11,17 +16,20 @@ import pickle
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from loaderkit._internal.save_log import SAVES, SaveRecord
+from loaderkit.checkpoint.manager.layout import LayoutPlanner
 from loaderkit.checkpoint.ranks.board import Board
-from loaderkit.checkpoint.save.dcp_writer import StreamWriter
-from loaderkit.errors import CheckpointError, PeerError
+from loaderkit.checkpoint.save.dcp_writer import Share, StreamWriter
+from loaderkit.errors import CheckpointError
 
 logger = logging.getLogger("loaderkit")
 _FAREWELL_S = 5.0
@@ -95,13 +103,38 @@ class Saving:
                 logger.warning("step %d is committed; what was to be done after that failed", self.step, exc_info=True)
 
 
-def write_checkpoint(writer: StreamWriter, url: str, state: dict[str, Any], board: Board | None, key: str) -> None:
+@dataclass
+class KeptPlan:
+    """The plan of the last save, as this rank has it: it holds as long as all ranks have the same one and their states are laid
+    out as they were."""
+
+    number: str = ""  # of the agreement; "": there was none yet
+    digest: str = ""
+    local: SavePlan | None = None
+    own: SavePlan | None = None  # what the coordinator has answered
+    metadata: Metadata | None = None  # the coordinator's
+
+
+class _Place(NamedTuple):
+    """How the coordinator begins a save. `number`, `share`: the kept plan to write by, and where to; None: agree on a plan."""
+
+    url: str
+    number: str | None = None
+    share: Share | None = None
+
+
+_COMMITTED, _AGAIN = b"committed", b"again"
+
+
+def write_checkpoint(
+    writer: StreamWriter, url: str, state: dict[str, Any], board: Board | None, *, key: str, kept: KeptPlan
+) -> None:
     """Write `state`, a copy in host memory, as the checkpoint `url`; returns once it is committed, on every rank.
 
-    The ranks exchange their plans over `board`, below `key`. Raises CheckpointError, ConnectorError, and PeerError if another
-    rank failed.
+    The ranks agree over `board`, below `key`, by the plan `kept` of the last save if it still holds: each then posts one
+    message. Raises CheckpointError, ConnectorError, and PeerError if another rank failed.
     """
-    planner = DefaultSavePlanner()
+    planner = LayoutPlanner()
     writer.reset(url)
     is_coordinator = board is None or board.rank == 0
     writer.set_up_storage_writer(is_coordinator)
@@ -111,7 +144,7 @@ def write_checkpoint(writer: StreamWriter, url: str, state: dict[str, Any], boar
             _write_alone(writer, planner)
         else:
             with board.alive(key):
-                _write_together(writer, planner, board, key)
+                _JointSave(writer, planner, board, key, kept).write()
     except BaseException as error:
         if board is not None:
             board.fail(key, error)
@@ -126,47 +159,112 @@ def _write_alone(writer: StreamWriter, planner: SavePlanner) -> None:
     writer.finish(metadata, [results])
 
 
-def _write_together(writer: StreamWriter, planner: SavePlanner, board: Board, key: str) -> None:
-    metadata: Any = None
-    local = writer.prepare_local_plan(planner.create_local_plan())
-    board.post(f"{key}/plan/{board.rank}", pickle.dumps((writer.checkpoint_id, local)))
-    if board.rank == 0:
-        received = [
-            _received(data) for data in board.collect(f"{key}/plan", about=key, doing="a checkpoint is planned")
-        ]
-        if len(urls := {url for url, _ in received}) > 1:
-            raise CheckpointError(f"the ranks save different steps, so nothing is saved: {', '.join(sorted(urls))}")
-        plans, metadata = planner.create_global_plan([plan for _, plan in received])
-        for rank, plan in enumerate(writer.prepare_global_plan(plans)):
-            board.post(f"{key}/share/{rank}", pickle.dumps(plan))
-    share = _received(board.wait_for(f"{key}/share/{board.rank}", 0, about=key, doing="a checkpoint is planned"))
-    results = writer.write_data(planner.finish_plan(share), planner).wait()
-    board.post(f"{key}/written/{board.rank}", pickle.dumps(results))
-    if board.rank == 0:
-        written = board.collect(f"{key}/written", about=key, doing="a checkpoint is written")
-        writer.finish(metadata, [_received(data) for data in written])
-        board.post(f"{key}/committed")
-    else:
-        board.wait_for(f"{key}/committed", 0, about=key, doing="a checkpoint is committed")
-    board.post(f"{key}/seen/{board.rank}")
+@dataclass
+class _JointSave:
+    """One save of several ranks, as this one takes part in it."""
+
+    writer: StreamWriter
+    planner: LayoutPlanner
+    board: Board
+    key: str
+    kept: KeptPlan
+
+    def write(self) -> None:
+        """Return once it is committed."""
+        digest = self.planner.digest()
+        place = self._begin(digest)
+        if place.url != self.writer.checkpoint_id:
+            raise CheckpointError(
+                f"the ranks save different steps, so nothing is saved: rank 0 {place.url}, and rank {self.board.rank} "
+                f"{self.writer.checkpoint_id}"
+            )
+        if place.share is None or not self._write_as_kept(place.share, place.number == self.kept.number, digest):
+            self._write_anew(digest)
+        self.board.count(f"{self.key}/seen")
+
+    def _begin(self, digest: str) -> _Place:
+        """The coordinator says whether it would keep the plan, and then where this save's files go."""
+        if self.board.rank > 0:
+            received: _Place = self._received("place", "a checkpoint is begun")
+            return received
+        place = _Place(self.writer.checkpoint_id)
+        if self.kept.number and self.kept.digest == digest:
+            (plan,) = self.writer.prepare_global_plan([SavePlan([])])
+            place = place._replace(number=self.kept.number, share=plan.storage_data)
+        self._post("place", place)
+        return place
+
+    def _write_as_kept(self, placed: Share, is_same: bool, digest: str) -> bool:
+        """Write by the plan of the last save. A rank for which that does not hold says so in the place of its results.
+
+        False: there was one, and nothing is committed.
+        """
+        local, own, results = self.kept.local, self.kept.own, None
+        if local is not None and own is not None and is_same and digest == self.kept.digest:
+            token = self.writer.prepare_local_plan(local).storage_data.token
+            share = own.storage_data._replace(placement=placed.placement, token=token)
+            results = self._results(replace(own, storage_data=share))
+        self._post(f"written/{self.board.rank}", results)
+        if self.board.rank > 0:
+            return bool(self._received("outcome", "a checkpoint is committed") == _COMMITTED)
+        written = self._collected("written", "a checkpoint is written")
+        holds = self.kept.metadata is not None and None not in written
+        if self.kept.metadata is not None and holds:
+            self.writer.finish(self.kept.metadata, written)
+        else:
+            self.writer.reset(self.writer.checkpoint_id)  # what is written is cleared as the next attempt begins
+        self._post("outcome", _COMMITTED if holds else _AGAIN)
+        return holds
+
+    def _write_anew(self, digest: str) -> None:
+        """Agree on a plan, write by it, and keep it."""
+        metadata: Metadata | None = None
+        local = self.writer.prepare_local_plan(self.planner.create_local_plan())
+        self._post(f"plan/{self.board.rank}", local)
+        if self.board.rank == 0:
+            plans, metadata = self.planner.create_global_plan(self._collected("plan", "a checkpoint is planned"))
+            number = uuid.uuid4().hex
+            for rank, plan in enumerate(self.writer.prepare_global_plan(plans)):
+                self._post(f"share/{rank}", (number, plan))
+        number, own = self._received(f"share/{self.board.rank}", "a checkpoint is planned")
+        self._post(f"written-anew/{self.board.rank}", self._results(own))
+        if metadata is not None:
+            self.writer.finish(metadata, self._collected("written-anew", "a checkpoint is written"))
+            self._post("committed", _COMMITTED)
+        self._received("committed", "a checkpoint is committed")
+        vars(self.kept).update(number=number, digest=digest, local=local, own=own, metadata=metadata)
+
+    def _results(self, plan: SavePlan) -> list[WriteResult]:
+        results: list[WriteResult] = self.writer.write_data(self.planner.finish_plan(plan), self.planner).wait()
+        return results
+
+    def _post(self, name: str, content: Any) -> None:
+        self.board.post(f"{self.key}/{name}", pickle.dumps(content))
+
+    # Plans and results of other ranks of this job are pickled, as torch.distributed.checkpoint does it.
+
+    def _received(self, name: str, doing: str) -> Any:
+        """A message of the coordinator's."""
+        return pickle.loads(self.board.wait_for(f"{self.key}/{name}", 0, about=self.key, doing=doing))  # noqa: S301
+
+    def _collected(self, name: str, doing: str) -> list[Any]:
+        """The messages of all ranks."""
+        messages = self.board.collect(f"{self.key}/{name}", about=self.key, doing=doing)
+        return [pickle.loads(message) for message in messages]  # noqa: S301
 
 
 def wait_for_others(board: Board, key: str) -> None:
     """Return once all ranks have seen that the save `key` is committed, or after a few seconds: this rank's end may be the end
     of the store in which they look."""
-    with suppress(PeerError):
-        board.collect(f"{key}/seen", about=key, doing="a checkpoint is committed", timeout_s=_FAREWELL_S)
-
-
-def _received(data: bytes) -> Any:
-    """A plan or a result of another rank of this job, pickled as torch.distributed.checkpoint does it."""
-    return pickle.loads(data)  # noqa: S301
+    board.wait_for_count(f"{key}/seen", len(board), _FAREWELL_S)
 
 
 def messages_of(board: Board, key: str) -> list[str]:
     """The keys of all messages of a save, which can be removed once the next one is under way."""
-    ranks = range(len(board))
+    kinds = ["written", "alive"]
+    if board.has(f"{key}/plan/0"):
+        kinds += ["plan", "share", "written-anew"]
     return [
-        f"{key}/committed",
-        *(f"{key}/{kind}/{rank}" for kind in ("plan", "share", "written", "seen", "alive") for rank in ranks),
+        *(f"{key}/{name}" for name in ("place", "outcome", "committed", "seen")),
+        *(f"{key}/{kind}/{rank}" for kind in kinds for rank in range(len(board))),
     ]

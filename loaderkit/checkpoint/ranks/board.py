@@ -61,6 +61,22 @@ class Board:
             with suppress(RuntimeError):
                 self._store.delete_key(key)
 
+    def count(self, key: str) -> None:
+        """Add one to a counter, which all ranks share."""
+        self._store.add(key, 1)
+
+    def wait_for_count(self, key: str, number: int, timeout_s: float) -> bool:
+        """Return once `count` was called so often for `key`, True, or after `timeout_s`, False."""
+        deadline_s, poll_s = time.monotonic() + timeout_s, _FIRST_POLL_S
+        with suppress(RuntimeError):  # the store is gone, and so are those who would count
+            while self._store.add(key, 0) < number:
+                if time.monotonic() > deadline_s:
+                    return False
+                time.sleep(poll_s)
+                poll_s = min(2 * poll_s, _MAX_POLL_S)
+            return True
+        return False
+
     @contextmanager
     def alive(self, key: str) -> Iterator[None]:
         """While the block runs, those who wait for this rank's messages `key` wait on, however long that takes."""
@@ -68,10 +84,9 @@ class Board:
 
         def beat() -> None:
             number = 0
-            while not done.is_set():
+            while not done.wait(min(_BEAT_S, self._timeout_s / 4)):
                 with suppress(RuntimeError):
                     self.post(f"{key}/alive/{self.rank}", str(number := number + 1).encode())
-                done.wait(min(_BEAT_S, self._timeout_s / 4))
 
         thread = threading.Thread(target=beat, name=f"loaderkit-alive-{self.rank}", daemon=True)
         thread.start()

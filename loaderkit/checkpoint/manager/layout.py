@@ -51,7 +51,8 @@ def _lines(state: Mapping[str, Any]) -> Iterator[str]:
     meshes: dict[int, str] = {}
     for number, (name, value) in enumerate(state.items()):
         is_tensor = isinstance(value, torch.Tensor)
-        local, placed = value, None
+        local: Any = value
+        placed: Any = None
         if is_tensor and isinstance(value, DTensor):
             mesh = value.device_mesh
             if id(mesh) not in meshes:

@@ -51,19 +51,26 @@ def check(
 
 
 def _lengths(plan: ExecutionPlan) -> dict[str, Any]:
-    """`resume`: how an iterable gets to a saved position; None for other sources. The numbers are None if not known before."""
+    """`resume`: how an iterable gets to a saved position; None for other sources. The numbers are None if not known before;
+    `may_have_fewer`: batches may be skipped."""
     from loaderkit.sources.iterable import IterableSource
 
     source, schedule, resume = plan.source, plan.schedule, None
     if isinstance(source, IterableSource):
         resume = "its own state, as exact as that is" if source.has_state else "iterating up to there"
     if not schedule.knows_length:
-        return {"num_samples": None, "batches_per_epoch": None, "resume": resume}
-    return {"num_samples": len(source), "batches_per_epoch": schedule.num_batches(), "resume": resume}
+        return {"num_samples": None, "batches_per_epoch": None, "resume": resume, "may_have_fewer": False}
+    return {
+        "num_samples": len(source),
+        "batches_per_epoch": schedule.num_batches(),
+        "resume": resume,
+        "may_have_fewer": plan.config.skips_empty_batches,
+    }
 
 
 def _iterable_checks(plan: ExecutionPlan) -> dict[str, Any]:
-    """`items_differ`, `state_is_inexact`: of an iterable, whether it can be relied on; see `sources.iterable_checks`."""
+    """`is_unseeded`, `items_differ`, `state_is_inexact`: of an iterable, whether it can be relied on; see
+    `sources.iterable_checks`."""
     from loaderkit.sources.iterable import IterableSource
     from loaderkit.sources.iterable_checks import items_differ, state_is_inexact
 
@@ -72,7 +79,11 @@ def _iterable_checks(plan: ExecutionPlan) -> dict[str, Any]:
         return {}
     differ = items_differ(source)
     # Where items differ anyway, what follows a state says nothing of it.
-    return {"items_differ": differ, "state_is_inexact": not differ and state_is_inexact(source)}
+    return {
+        "is_unseeded": source.is_unseeded,
+        "items_differ": differ,
+        "state_is_inexact": not differ and state_is_inexact(source),
+    }
 
 
 def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
@@ -175,12 +186,13 @@ def _tell_check(checked: dict[str, Any]) -> None:
         rows.append(
             ("dropped", f"{num_dropped} of {checked['num_tried_for_first_batch']} samples tried for the first batch")
         )
-    if checked.get("items_differ"):
+    if checked.get("items_differ") or checked.get("is_unseeded"):
+        found = "two passes of one epoch gave other items" if checked["items_differ"] else "it shuffles without a seed"
         rows.append(
             (
                 "random",
-                "two passes of one epoch gave other items: several ranks or processes, and a resumed epoch, would repeat "
-                "some and leave out others. Shuffle and draw by a seed and the epoch",
+                f"{found}: several ranks or processes, and a resumed epoch, would repeat some and leave out others. Shuffle "
+                "and draw by a seed and the epoch",
             )
         )
     for stage, generators in checked["draws_unseeded"].items():
@@ -203,7 +215,8 @@ def _samples(facts: dict[str, Any]) -> str:
 def _batches(facts: dict[str, Any]) -> str:
     ranks = "" if facts["world_size"] == 1 else f" on rank {facts['rank']} of {facts['world_size']}"
     number = "any number" if facts["batches_per_epoch"] is None else facts["batches_per_epoch"]
-    return f"{number} per epoch{ranks}, batch size {facts['batch_size']}"
+    most = "at most " if facts["may_have_fewer"] else ""
+    return f"{most}{number} per epoch{ranks}, batch size {facts['batch_size']}"
 
 
 def explain(

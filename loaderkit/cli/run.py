@@ -79,7 +79,8 @@ def run(
         started_s = time.perf_counter()
         try:
             first_epoch = loader.state_dict()["epoch"]
-            has_total = plan.schedule.knows_length or batches is not None
+            is_known = plan.schedule.knows_length and not plan.config.skips_empty_batches
+            has_total = is_known or batches is not None
             num_batches = _iterate(loader, passes, batches, step, has_total=has_total)
         except KeyboardInterrupt:
             note = ""

@@ -85,7 +85,7 @@ class Engine(ABC):
             WorkerPool(number, pool, stages, self.states, clock, tries_one_worker=tries_one_worker)
             for number, pool in enumerate(pools)
         ]
-        self._turns = [Turn() if stage.in_turn else None for stage in stages]
+        self.turns = [Turn() if stage.in_turn else None for stage in stages]
         self._stage_names = [stage.name for stage in stages]
         worker_clocks = [pool.worker_clocks for pool in self.pools]
         self._facts = {short: stalls.WaitFacts(short, self._stage_names, worker_clocks) for short in (False, True)}
@@ -339,7 +339,7 @@ class Engine(ABC):
                 if work_item.cancelled:
                     break
                 item.marks.append((worker_clock.enter(number), number))
-                turn = self._turns[number]
+                turn = self.turns[number]
                 num_bytes = run(item) if turn is None else self._run_in_turn(turn, number, worker_clock, item)
                 worker_clock.served(number, num_items, num_bytes or 0, item)
                 if len(item.failures) > num_failed:
@@ -362,7 +362,7 @@ class Engine(ABC):
             waiting.acquire()
             worker_clock.enter(number)
         try:
-            num_bytes: int | None = self.stages[number].run(chunk)
+            num_bytes: int | None = None if turn.is_closed else self.stages[number].run(chunk)
             return num_bytes
         finally:
             turn.pass_on()

@@ -22,6 +22,7 @@ from loaderkit.engine.torch_threads import ONE_AT_A_TIME, new_thread_default_kep
 from loaderkit.engine.work import Chunk, Stage, WorkItem
 from loaderkit.errors import ConfigError
 
+_FOREIGN_S = 1.0  # a close waits for a worker that is in code which nothing can end
 logger = logging.getLogger("loaderkit")
 
 
@@ -182,8 +183,12 @@ class ThreadEngine(Engine):
         self.scheduler.fail(error)
 
     def _stop(self, join_s: float) -> None:
-        """Cancel and join; a worker that is still inside a stage after `join_s` is left behind, with a warning."""
+        """Cancel and join; a worker that is still inside a stage after `join_s`, or in what nothing can end after a second, is
+        left behind, with a warning."""
         self.scheduler.close()
+        for turn in self.turns:
+            if turn is not None:
+                turn.close()
         for pool in self.pools:
             if pool.buffer is not None:
                 pool.buffer.close()
@@ -194,11 +199,27 @@ class ThreadEngine(Engine):
         deadline = time.monotonic() + join_s
         for thread in [thread for pool in self.pools for thread in pool.threads]:
             if thread.ident != threading.get_ident():
-                thread.join(max(0.0, deadline - time.monotonic()))
-                if thread.is_alive():
-                    stack = watchdog.stack_of(thread)
-                    logger.warning("%s did not stop within %g s: a stage hangs\n%s", thread.name, join_s, stack)
+                self._join(thread, deadline, join_s)
         self.scheduler.clear()
+
+    def _join(self, thread: threading.Thread, deadline: float, join_s: float) -> None:
+        """Wait for the end of a worker until `deadline`, which was `join_s` away, and warn if it is left behind."""
+        thread.join(min(_FOREIGN_S, max(0.0, deadline - time.monotonic())))
+        if not thread.is_alive():
+            return
+        what = next(filter(None, (stage.waits_for(thread.ident or 0) for stage in self.stages)), None)
+        if what is not None:
+            logger.warning(
+                "%s waits for %s, which nothing can end: it is left behind, and ends when that comes, or with the process\n%s",
+                thread.name,
+                what,
+                watchdog.stack_of(thread),
+            )
+            return
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            stack = watchdog.stack_of(thread)
+            logger.warning("%s did not stop within %g s: a stage hangs\n%s", thread.name, join_s, stack)
 
     def abandon(self) -> None:
         """Close because the loader was collected. A worker that holds a lock of the engine may run the garbage collector, and

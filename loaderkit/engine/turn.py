@@ -13,6 +13,7 @@ class Turn:
         self._lock = threading.Lock()
         self._is_taken = False
         self._waiting: deque[threading.Lock] = deque()
+        self.is_closed = False  # True: whoever gets the turn is to do nothing with it
 
     def take(self) -> threading.Lock | None:
         """Take the turn; else what to wait for, by acquiring it: then it is taken."""
@@ -24,6 +25,13 @@ class Turn:
             own.acquire()
             self._waiting.append(own)
             return own
+
+    def close(self) -> None:
+        """Let nobody wait any longer: the one that has the turn may never pass it on."""
+        with self._lock:
+            self.is_closed = True
+            while self._waiting:
+                self._waiting.popleft().release()
 
     def pass_on(self) -> None:
         """Give the turn to the first that waits, if any does."""

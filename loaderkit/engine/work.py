@@ -125,6 +125,8 @@ class Stage:
     workers: int | None = None  # None: shares the automatic pool
     close: Callable[[], None] | None = None  # frees its resources; it may run again after that
     interrupt: Callable[[], None] | None = None  # ends its waits, before its workers are joined
+    waits_for: Callable[[int], str | None] = lambda thread_id: None
+    """What that thread waits for in code that nothing can end, so that a close does not wait for it long; for messages."""
     finishes: bool = False  # `Plan.finish` completes its work, and counts as its time
     in_turn: bool = (
         False  # of chunks: one worker at a time runs it, and waiting for the turn does not count as its time

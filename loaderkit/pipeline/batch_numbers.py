@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
-
-from loaderkit.sampling.schedule import BatchSampler
 
 
 class BatchesByNumber:
@@ -34,6 +33,7 @@ class BatchNumbers:
     """`loader.batch_sampler`: the numbers of an epoch's batches, and where other loops tell the loader its epoch."""
 
     def __init__(self, num_batches: Callable[[], int], set_epoch: Callable[[int], None]) -> None:
+        """`num_batches` raises TypeError if their number is not known before the end."""
         self._num_batches = num_batches
         self.set_epoch = set_epoch  # the loader's
 
@@ -46,7 +46,10 @@ class BatchNumbers:
         return self._num_batches()
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self._num_batches()))
+        try:
+            return iter(range(self._num_batches()))
+        except TypeError:
+            return count()  # until `BatchesByNumber` ends with the epoch
 
 
 class EpochIterator(Iterator[Any]):
@@ -56,16 +59,17 @@ class EpochIterator(Iterator[Any]):
         self,
         next_of: Callable[[int | None], tuple[Any, int]],
         num_to_come: Callable[[], int],
-        schedule: BatchSampler,
+        check_length: Callable[[], None],
     ) -> None:
+        """`check_length` raises TypeError if how many are left is not known."""
         self._next_of = next_of
         self._num_to_come = num_to_come
-        self._schedule = schedule
+        self._check_length = check_length
         self._num_left: int | None = None  # None: it has not begun
 
     def __len__(self) -> int:
         """The number of batches left, also of a resumed epoch."""
-        self._schedule.check_length()
+        self._check_length()
         return self._num_to_come() if self._num_left is None else self._num_left
 
     def __next__(self) -> Any:

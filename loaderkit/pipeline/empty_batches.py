@@ -1,33 +1,59 @@
-"""Epochs with fewer batches than expected: a warning where `filter` left nothing of a batch, an error where there is none."""
+"""Epochs of which it shows at their end how many batches they have: a warning where `filter` left nothing of a batch, an error
+where there is none, and what is said to those who count on a number."""
 
 from __future__ import annotations
 
 import logging
+from types import FrameType
 from typing import NoReturn
 
 from loaderkit.errors import SourceError, StageError
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.sampling.schedule import BatchSampler
+
+_READS_AHEAD = ("lightning.", "pytorch_lightning.")  # by a batch, if there is no length
 
 logger = logging.getLogger("loaderkit")
 
 
 class EmptyBatches:
-    """What a loader says of empty batches."""
+    """What a loader says of empty batches, and of its length."""
 
-    def __init__(self, filters: str) -> None:
-        """`filters`: the names of the stages that drop samples."""
-        self._filters = filters
-        self._has_warned = False
+    def __init__(self, config: PipelineConfig, schedule: BatchSampler) -> None:
+        self._filters = config.filters
+        self._schedule = schedule
+        self._are_skipped = config.skips_empty_batches
+        self._has_warned = self._has_noted = False
 
     def warn(self, epoch: int, position: int) -> None:
         """Log the first batch that is skipped."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s left nothing of the batch at position %d of epoch %d: it is skipped, as all such batches are, which makes "
-                "epochs shorter than len(loader); not for loops that count on that length (logged once)",
+                "%s left nothing of the batch at position %d of epoch %d: it is skipped, as all such batches are (logged once)",
                 self._filters,
                 position,
                 epoch,
+            )
+
+    def check_length(self) -> None:
+        """Raise TypeError, as `len` does, if the number of batches is not known before the end of an epoch."""
+        self._schedule.check_length()
+        if self._are_skipped:
+            raise TypeError(
+                f"how many batches an epoch has shows when it ends, as {self._filters} may leave nothing of some, so there is "
+                "no length: iterate to the end and count what is delivered, or leave out `on_empty_batch: skip`"
+            )
+
+    def note_state(self, caller: FrameType) -> None:
+        """Log, once, if a state within an epoch is asked for by who has a batch that it has not trained yet."""
+        is_ahead = self._are_skipped or not self._schedule.knows_length
+        if is_ahead and not self._has_noted and caller.f_globals.get("__name__", "").startswith(_READS_AHEAD):
+            self._has_noted = True
+            logger.warning(
+                "Lightning saves within an epoch of unknown length, for which it has fetched a batch that is not trained yet: "
+                "resumed from this checkpoint it leaves that batch out. Save at the ends of epochs, or give the loader a "
+                "length (logged once)"
             )
 
     def fail(self, epoch: int, num_empty: int) -> NoReturn:

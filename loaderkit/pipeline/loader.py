@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -23,7 +24,7 @@ from loaderkit.pipeline.empty_batches import EmptyBatches
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline, ranks_now
 from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle
 from loaderkit.sampling.state import State
-from loaderkit.sources.iterable import IterableSource, SourceState
+from loaderkit.sources.iterable import IterableSource
 
 if TYPE_CHECKING:
     from loaderkit.profile.recording import Profile, ProfiledLoader
@@ -82,7 +83,7 @@ class Loader:
         self._next = (0, 0)  # (epoch, position) where the next iteration begins
         self._iteration = 0
         self._bad_samples = BadSamples(plan.config.errors)
-        self._empty_batches = EmptyBatches(plan.config.filters)
+        self._empty_batches = EmptyBatches(plan.config, plan.schedule)
         self._executors = ExecutorLifecycle(plan, clock)
 
     # ---------------------------------------------------------------------------------------------------- iterating
@@ -98,13 +99,15 @@ class Loader:
             self._executors.steps.on_epoch()
         self._iteration += 1
         self._next = self._or_next_epoch(*self._next)  # of what is left there may be no batch for each rank
-        return EpochIterator(partial(self._next_of, self._iteration), self._num_to_come, self._plan.schedule)
+        return EpochIterator(
+            partial(self._next_of, self._iteration), self._num_to_come, self._empty_batches.check_length
+        )
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch on this rank, also in a resumed one. With `filter: {on_empty_batch: skip}` an
-        epoch may have fewer."""
+        """The number of batches of a whole epoch on this rank, also in a resumed one. Raises TypeError where it is not known
+        before the end: of an iterable without `length`, and with `filter: {on_empty_batch: skip}`."""
         self._take_ranks()
-        self._plan.schedule.check_length()
+        self._empty_batches.check_length()
         return self._plan.schedule.num_batches()
 
     def start(self) -> None:
@@ -255,6 +258,8 @@ class Loader:
         """The position of the loop as JSON values; takes microseconds, after any batch. Batches read ahead do not count.
         After an epoch's last batch it is the beginning of the next epoch. An iterable's own state is in `source`, as it is."""
         here, source = self._or_next_epoch(self._epoch, self._position), self._plan.source
+        if here[1]:
+            self._empty_batches.note_state(sys._getframe(1))
         own: tuple[Any, ...] | None = None
         if isinstance(source, IterableSource):
             own = (source.saved.state,) if source.saved is not None and source.saved[:2] == here else ()
@@ -276,7 +281,7 @@ class Loader:
         source = self._plan.source
         if isinstance(source, IterableSource):
             self._executors.stop()  # the next one begins with the state
-            source.saved = SourceState(*here, restored.source[0]) if restored.source else None
+            source.resume(*here, restored.source)
 
     def _or_next_epoch(self, epoch: int, position: int) -> tuple[int, int]:
         """(epoch, position), or the beginning of the next epoch if no batch comes behind it."""
@@ -405,7 +410,8 @@ class Loader:
     def __repr__(self) -> str:
         schedule = self._plan.schedule
         ranks = f"on rank {schedule.rank} of {schedule.world_size}" if self._has_ranks else "rank not taken yet"
-        num_batches = f"{schedule.num_batches()} " if self._has_ranks and schedule.knows_length else ""
+        most = "at most " if self._plan.config.skips_empty_batches else ""
+        num_batches = f"{most}{schedule.num_batches()} " if self._has_ranks and schedule.knows_length else ""
         samples = f"{schedule.num_samples} samples" if schedule.knows_length else "any number of samples"
         return (
             f"<Loader {self._plan.config.name!r}: {samples}, {num_batches}batches of {schedule.batch_size}, {ranks}, "

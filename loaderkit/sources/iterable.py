@@ -11,6 +11,7 @@ Each pass iterates over an object of its own, a copy or one that a function has 
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 import threading
 import weakref
@@ -28,6 +29,9 @@ from loaderkit.sampling.schedule import UNKNOWN, BatchSampler
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.base import SourceKind
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
+from loaderkit.sources.iterable_checks import is_unseeded, num_ranks_of
+
+logger = logging.getLogger("loaderkit")
 
 
 class IterableArgs(DatasetArgs):
@@ -45,7 +49,8 @@ class IterableArgs(DatasetArgs):
     length: int | None = Field(
         None,
         ge=1,
-        description="items of an epoch, over all ranks: gives the loader its length; more are left out, fewer are an error",
+        description="items of an epoch, over all ranks: gives the loader its length; fewer are an error, more are left out, "
+        "with a warning unless `limit` is that number, too",
     )
     resume: Literal["auto", "skip"] = Field(
         "auto",
@@ -83,7 +88,8 @@ class IterableSource(DatasetSource):
         super().__init__(made, args, size=UNKNOWN if args.length is None else min(sizes))
         self.dataset = None  # what it holds open ends with a pass
         self.length, self.max_items = args.length, min(sizes, default=UNKNOWN)
-        self.num_ranks, self.is_unseeded = _ranks_of(made), _is_unseeded(made)
+        self.seeks_more = args.limit is None  # True: nobody has looked for items behind `length`
+        self.num_ranks, self.is_unseeded = num_ranks_of(made), is_unseeded(made)
         self.has_state = args.resume == "auto" and all(
             hasattr(made, name) for name in ("state_dict", "load_state_dict")
         )
@@ -118,7 +124,8 @@ class IterableSource(DatasetSource):
             raise ConfigError(
                 f"source.object: the {self._name} shuffles without a seed, so each of {world_size} ranks with {num_processes} "
                 "loading processes would see another order, and samples would be repeated and left out: shuffle by a seed "
-                "(DataLoader has `generator`), or give its data set as `kind: dataset` with `shuffle: global`"
+                "(`shuffle(seed=0)` and `interleave_datasets(..., seed=0)` of Hugging Face's datasets; DataLoader has "
+                "`generator`), or give a data set with a length as `kind: dataset` with `shuffle: global`"
             )
         if world_size > 1 and self.num_ranks > 1:
             raise ConfigError(
@@ -127,10 +134,27 @@ class IterableSource(DatasetSource):
                 "without split_dataset_by_node or a DistributedSampler"
             )
 
+    def resume(self, epoch: int, position: int, own_state: tuple[Any, ...] | None) -> None:
+        """Begin the next pass there, by the iterable's own state if `own_state` holds one."""
+        self.saved = SourceState(epoch, position, own_state[0]) if own_state else None
+        if position and self.is_unseeded:
+            logger.warning(
+                "the %s shuffles without a seed, so its order may not be the one of which %d items of epoch %d were delivered: "
+                "what comes may repeat some and leave out others. Shuffle by a seed",
+                self._name,
+                position,
+                epoch,
+            )
+
     def interrupt(self) -> None:
         """Let no worker read on: they are to stop."""
         for one in list(self._passes):
             one.end()
+
+    def waits_for(self, thread_id: int) -> str | None:
+        """What that thread waits for, if it is in the iterable."""
+        is_inside = any(one.reader == thread_id for one in list(self._passes))
+        return f"the next item of the iterable {self._name}" if is_inside else None
 
     def fingerprint(self) -> str:
         return self._name if self._args.limit is None else f"{self._name}-{self._args.limit}"
@@ -168,19 +192,6 @@ def _reference(made: Any) -> Callable[[], Any]:
         return lambda: made
 
 
-def _ranks_of(iterable: Any) -> int:
-    """The number of ranks that a data set of `datasets`, or a DataLoader, says it is split over."""
-    split, sampler = getattr(iterable, "_distributed", None), getattr(iterable, "sampler", None)
-    sizes = (getattr(split, "world_size", 1), getattr(sampler, "num_replicas", 1))
-    return max(size if isinstance(size, int) else 1 for size in sizes)
-
-
-def _is_unseeded(iterable: Any) -> bool:
-    """True for a DataLoader that draws its order from the global generator, of which each process has its own: torch's samplers
-    that draw have a `generator`."""
-    return getattr(getattr(iterable, "sampler", None), "generator", True) is None
-
-
 class Pass:
     """One reading of the iterable, from a position of an epoch on. All methods may be called by any thread."""
 
@@ -203,6 +214,7 @@ class Pass:
         self._first_step = first_step
         self._schedule = schedule
         self._num_shards = shard.of
+        self._end_of_batches = schedule.position_after(position, schedule.num_batches(position))
         self._iterable: Any = None
         self._iterator: Iterator[Any] | None = None
         self._num = position  # of items read, those before `position` included
@@ -212,6 +224,7 @@ class Pass:
         self._lock = threading.Lock()  # one thread at a time reads
         self._most_peeked = schedule.batch_size * schedule.world_size * shard.of
         self._is_ended = False  # nothing more is to be read
+        self.reader: int | None = None  # the thread that is in the iterable
         self.num_items: int | None = None  # of the epoch, once it is known
         self.is_whole = True  # False: what was peeked at is gone
 
@@ -221,6 +234,8 @@ class Pass:
         try:
             with self._lock:
                 self._read(up_to)
+                if up_to == self._end_of_batches:
+                    self._compare_length()
                 items = [self._items.pop(index) for index in indices if index in self._items]
                 return items, self._states.pop(up_to, None)
         finally:
@@ -272,10 +287,13 @@ class Pass:
         """Read up to there, and return the last item. What was read before an error can be taken."""
         item = None
         if self._error is None:
+            self.reader = threading.get_ident()
             try:
                 item = self._advance(up_to)
             except USER_ERRORS as error:
                 self._error = error
+            finally:
+                self.reader = None
         if self._error is not None and self._num < up_to:
             raise self._named(self._error) from self._error
         if self._is_ended:
@@ -311,6 +329,31 @@ class Pass:
                 f"it has ended after {self._num} items, and source.length is {self._source.length}: set it to the number of "
                 "items that every epoch has, or leave it out"
             )
+
+    def _compare_length(self) -> None:
+        """Behind the last batch: is `length` the number of items that there are? Raises SourceError if there are fewer; more
+        are said once, and not looked for where `limit` says that they are to be left out."""
+        source = self._source
+        if source.length is None or source.max_items < source.length:
+            return
+        self._read(source.length)
+        if source.seeks_more and self._iterator is not None:
+            source.seeks_more = False
+            self.reader = threading.get_ident()
+            try:
+                has_more = ending_forks(next)(self._iterator, self) is not self
+            except USER_ERRORS:  # of an item that nobody asked for
+                has_more = False
+            finally:
+                self.reader = None
+            if has_more:
+                logger.warning(
+                    "the iterable %s has more items than source.length, which is %d: the others are left out of every epoch. "
+                    "Set the right number, or `limit: %d` as well if that is meant (logged once)",
+                    source.origin(0),
+                    source.length,
+                    source.length,
+                )
 
     def _is_mine(self, index: int) -> bool:
         if index % self._schedule.world_size != self._schedule.rank:

@@ -1,4 +1,5 @@
-"""What `loaderkit check` finds out by iterating over the first items: can the iterable's order and its state be relied on?"""
+"""Can an iterable's order and its state be relied on? What it says of itself, and what `loaderkit check` finds out by iterating
+over the first items."""
 
 from __future__ import annotations
 
@@ -6,13 +7,54 @@ import copy
 import pickle
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from loaderkit._internal.forks import ending_forks
 from loaderkit.errors import USER_ERRORS, SourceError
-from loaderkit.sources.iterable import IterableSource
+
+if TYPE_CHECKING:
+    from loaderkit.sources.iterable import IterableSource
 
 _NUM_ITEMS = 8  # to compare
+_MOST_SEED = 1 << 64  # what NumPy makes up where no seed is given has 128 bits
+
+
+def num_ranks_of(iterable: Any) -> int:
+    """The number of ranks that a data set of `datasets`, or a DataLoader, says it is split over."""
+    split, sampler = getattr(iterable, "_distributed", None), getattr(iterable, "sampler", None)
+    sizes = (getattr(split, "world_size", 1), getattr(sampler, "num_replicas", 1))
+    return max(size if isinstance(size, int) else 1 for size in sizes)
+
+
+def is_unseeded(iterable: Any) -> bool:
+    """True if its order comes from a generator without a seed, so that another process has another one: a DataLoader's that
+    draws from the global generator (torch's samplers that draw have a `generator`), or that of a data set of `datasets`."""
+    parts = (iterable, getattr(iterable, "dataset", None))
+    return getattr(getattr(iterable, "sampler", None), "generator", True) is None or any(
+        _is_made_up(generator) for part in parts for generator in _generators(getattr(part, "_ex_iterable", None))
+    )
+
+
+def _generators(part: Any) -> Iterator[np.random.Generator]:
+    """Those by which the parts of a streaming data set of `datasets` shuffle, or choose among others."""
+    if part is None:
+        return
+    if isinstance(generator := getattr(part, "generator", None), np.random.Generator):
+        yield generator
+    for inner in (getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())):
+        yield from _generators(inner)
+
+
+def _is_made_up(generator: np.random.Generator) -> bool:
+    """True if NumPy had to make up the generator's seed. Some versions forget the seeds of copies: then nothing is known."""
+    seed = _seed_of(generator)
+    return isinstance(seed, int) and _MOST_SEED <= seed < 1 << 128 and _seed_of(copy.deepcopy(generator)) == seed
+
+
+def _seed_of(generator: np.random.Generator) -> Any:
+    return getattr(getattr(generator.bit_generator, "seed_seq", None), "entropy", None)
 
 
 def items_differ(source: IterableSource) -> bool:

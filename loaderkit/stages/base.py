@@ -59,12 +59,24 @@ class StageConfig:
         *,
         close: Callable[[], None] | None = None,
         interrupt: Callable[[], None] | None = None,
+        waits_for: Callable[[int], str | None] = lambda thread_id: None,
         finishes: bool = False,
         in_turn: bool = False,
     ) -> Stage:
         """The stage, ready to run."""
         workers = None if self.args.workers == "auto" else self.args.workers
-        return Stage(self.name, self.kind, scope, run, workers, close, interrupt, finishes, in_turn)
+        return Stage(
+            self.name,
+            self.kind,
+            scope,
+            run,
+            workers=workers,
+            close=close,
+            interrupt=interrupt,
+            waits_for=waits_for,
+            finishes=finishes,
+            in_turn=in_turn,
+        )
 
 
 class AddError(Protocol):

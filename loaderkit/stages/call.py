@@ -86,8 +86,8 @@ class FilterArgs(CallArgs):
 
     on_empty_batch: Literal["raise", "skip"] = Field(
         "raise",
-        description="a batch of which nothing is left is an error; or it is skipped, with one warning, which makes the epoch "
-        "shorter than len(loader): for one rank, and loops that do not count on that length. Several filters must all say skip",
+        description="a batch of which nothing is left is an error; or it is skipped, with one warning: then how many batches "
+        "come shows at the end of the epoch, so len(loader) is a TypeError. For one rank. Several filters must all say skip",
     )
 
 

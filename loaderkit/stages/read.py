@@ -244,7 +244,7 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
         assert isinstance(source, ItemSource)
         run = read_items(source, failed, is_last=is_last)
         if isinstance(source, IterableSource):
-            return stage.ready("sample", run, interrupt=source.interrupt, in_turn=True)
+            return stage.ready("sample", run, interrupt=source.interrupt, waits_for=source.waits_for, in_turn=True)
         return stage.ready("sample", run)
     assert connector is not None
     # A reader may wait for its threads.

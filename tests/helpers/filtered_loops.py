@@ -16,12 +16,13 @@ from typing import Any, Literal
 
 import torch
 from filtering import keep_but, numbers
+from waiting import messages_with
 
 import loaderkit
 from loaderkit.errors import LoaderkitError
 
 NUM_EPOCHS = 2
-RESUMED_STEPS = 1, 3, 7
+RESUMED_STEPS = 1, 3, 5, 6, 7
 
 
 def built(on_empty_batch: Literal["raise", "skip"] = "raise", *, empties: bool = True) -> Any:
@@ -55,9 +56,10 @@ def by_lightning(folder: Path) -> dict[str, Any]:
 
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
 
-    def fit(loader: Any, validation: Any) -> dict[str, Any]:
+    def fit(loader: Any, validation: Any, *callbacks: Any) -> dict[str, Any]:
+        settings = quiet | {"enable_checkpointing": bool(callbacks), "callbacks": list(callbacks)}
         trainer = lightning.Trainer(
-            accelerator="cpu", max_epochs=NUM_EPOCHS, num_sanity_val_steps=0, default_root_dir=folder, **quiet
+            accelerator="cpu", max_epochs=NUM_EPOCHS, num_sanity_val_steps=0, default_root_dir=folder, **settings
         )
         module, error = Module(), None
         try:
@@ -66,11 +68,22 @@ def by_lightning(folder: Path) -> dict[str, Any]:
             error = str(raised)
         return {"trained": module.num_trained, "validated": module.num_validated, "error": error}
 
+    def said_of_checkpoints() -> list[int]:
+        """The numbers of warnings where it saves within epochs, and at their ends."""
+        saving = lightning.pytorch.callbacks.ModelCheckpoint
+        said = []
+        for when in {"every_n_train_steps": 2}, {"every_n_epochs": 1}:
+            with messages_with("resumed from this checkpoint it leaves that batch out") as messages:
+                fit(built("skip"), None, saving(folder, "{step}", save_top_k=-1, **when))
+            said.append(messages.qsize())
+        return said
+
     return {
         "none empty": fit(built(empties=False), built(empties=False)),
         "raise": fit(built("raise"), built(empties=False)),
         "skip": fit(built("skip"), built(empties=False)),
         "skip in validation": fit(built(empties=False), built("skip")),
+        "said of a checkpoint": said_of_checkpoints(),
     }
 
 
@@ -89,10 +102,11 @@ def by_transformers(folder: Path) -> dict[str, Any]:
             loss: torch.Tensor = model(inputs["x"].float()[:, None]).sum()
             return loss
 
-    def train(loader: Any, into: Path, resumed: str | None = None) -> list[list[int]] | str:
+    def train(loader: Any, into: Path, resumed: str | None = None, max_steps: int = -1) -> list[list[int]] | str:
         arguments = transformers.TrainingArguments(
             str(into),
             num_train_epochs=NUM_EPOCHS,
+            max_steps=max_steps,
             save_strategy="no" if resumed else "steps",
             save_steps=1,
             report_to=[],
@@ -102,15 +116,21 @@ def by_transformers(folder: Path) -> dict[str, Any]:
         trainer.loader = loader
         try:
             trainer.train(resume_from_checkpoint=resumed)
+        except ValueError as raised:  # also loaderkit's
+            return str(raised)
         except LoaderkitError as raised:
             return str(raised)
         return trainer.trained
 
-    runs: dict[str, Any] = {"raise": {"whole": train(built("raise"), folder / "raise")}}
-    for name, loader in ("none empty", partial(built, empties=False)), ("skip", partial(built, "skip")):
-        runs[name] = {"whole": train(loader(), folder / name)}
+    runs: dict[str, Any] = {"raise": train(built("raise"), folder), "without max_steps": train(built("skip"), folder)}
+    for name, loader, max_steps in (
+        ("none empty", partial(built, empties=False), -1),
+        ("skip", partial(built, "skip"), 10),
+    ):
+        into = folder / name
+        runs[name] = {"whole": train(loader(), into, None, max_steps)}
         runs[name]["resumed"] = [
-            train(loader(), folder / name, str(folder / name / f"checkpoint-{step}")) for step in RESUMED_STEPS
+            train(loader(), into, str(into / f"checkpoint-{step}"), max_steps) for step in RESUMED_STEPS
         ]
     return runs
 

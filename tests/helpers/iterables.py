@@ -87,6 +87,19 @@ def unseeded(size: int) -> Iterator[dict[str, Any]]:
         yield {"x": number}
 
 
+class Stuck(Counting):
+    """It waits for ever behind its last item, or until it is `released`."""
+
+    released = threading.Event()
+    num_waiting = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from super().__iter__()
+        Stuck.num_waiting += 1
+        self.released.wait()
+        Stuck.num_waiting -= 1
+
+
 class Uncopyable:
     """Of which no copy can be made."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +14,6 @@ from filtering import keep
 from iterables import READ, Continuing, Counting, Sharing, Stateful, Uncopyable, counting
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.utils.data import DataLoader, DistributedSampler
-from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline
@@ -154,40 +151,6 @@ def add_one(sample: dict[str, Any]) -> None:
     sample["x"] += 1
 
 
-def test_a_length_is_kept() -> None:
-    made = Pipeline.iterable(Stateful(50), length=50).epochs(2).read().batch(4)
-    with loaderkit.build(made, rank=1, world_size=3) as loader:
-        assert (len(loader), loader.num_samples) == (4, 50)
-        assert [len(list(loader)) for _ in range(2)] == [4, 4]  # two are left, which is not one for every rank
-    with (
-        loaderkit.build(Pipeline.iterable(Stateful(50), length=51).read().batch(4), overrides=INLINE) as loader,
-        pytest.raises(
-            SourceError, match=r"failed at item 50 of epoch 0: it has ended after 50 items, and source.length is 51"
-        ),
-    ):
-        list(loader)
-    with pytest.raises(ConfigError, match="length"):
-        loaderkit.build(Pipeline.iterable(Stateful(50), length=0).read().batch(4))
-
-
-def test_what_is_split_by_rank_already_is_refused() -> None:
-    datasets: Any = pytest.importorskip("datasets")
-    distributed: Any = pytest.importorskip("datasets.distributed")
-    rows = datasets.Dataset.from_dict({"x": list(range(60))})
-    split = distributed.split_dataset_by_node(rows.to_iterable_dataset(num_shards=2), rank=1, world_size=2)
-    sampler: Any = DistributedSampler(list(range(60)), 2, 1)  # type: ignore[arg-type]
-    loader_of_rank: Any = DataLoader(list(range(60)), sampler=sampler)  # type: ignore[arg-type]
-    for one in (split, loader_of_rank):
-        made = Pipeline.iterable(one).read().batch(4)
-        with (
-            loaderkit.build(made, rank=1, world_size=2) as loader,
-            pytest.raises(ConfigError, match="is split over 2 ranks already"),
-        ):
-            next(iter(loader))
-        with loaderkit.build(made, rank=0, world_size=1) as loader:
-            assert sum(len(next(iter(batch.values()))) for batch in loader) == 30
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_distributed_checkpoint_has_its_state(tmp_path: Path) -> None:
     """Also for a loader that has no state of its own yet, into whose state torch's `load` reads."""
@@ -204,19 +167,6 @@ def test_a_distributed_checkpoint_has_its_state(tmp_path: Path) -> None:
         READ.clear()
         assert next(iter(loader))["x"].tolist() == list(range(24, 32))
         assert [0, *range(24, 32)] == READ
-
-
-def test_closing_ends_what_it_iterates_over() -> None:
-    def batches_of_processes() -> DataLoader[Any]:
-        return DataLoader(list(range(64)), batch_size=1, num_workers=1)  # type: ignore[arg-type]
-
-    before = set(multiprocessing.active_children())
-    for executor in ("inline", "thread"):
-        loader = loaderkit.build(Pipeline.iterable(batches_of_processes).read().batch(4), overrides=EXECUTORS[executor])
-        next(iter(loader))
-        assert len(set(multiprocessing.active_children()) - before) == 1
-        loader.close()
-        wait_for(lambda: not set(multiprocessing.active_children()) - before)
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -239,28 +189,6 @@ def test_loaders_of_torchdata_are_iterables(name: str, rng: random.Random) -> No
     with loaderkit.build(made) as loader:
         loader.load_state_dict(state)
         assert [batch["0"].tolist() for _ in range(3) for batch in loader] == whole[done:]
-
-
-def test_an_order_without_a_seed_is_refused_where_it_is_shared() -> None:
-    def shuffled(seed: int | None) -> Any:
-        drawing = None if seed is None else torch.Generator().manual_seed(seed)
-        numbers: Any = list(range(40))
-        return DataLoader(numbers, batch_size=None, shuffle=True, generator=drawing)
-
-    made = Pipeline.iterable(shuffled(None)).read().batch(4)
-    for world_size, executor in ((2, "inline"), (1, "two processes")):
-        with (
-            loaderkit.build(made, rank=0, world_size=world_size, overrides=EXECUTORS[executor]) as loader,
-            pytest.raises(ConfigError, match=r"shuffles without a seed, .*: shuffle by a seed"),
-        ):
-            next(iter(loader))
-    with loaderkit.build(made, overrides=EXECUTORS["thread"]) as loader:
-        assert sorted(x for batch in loader for x in batch["0"].tolist()) == list(range(40))
-    found = []
-    for rank in range(2):
-        with loaderkit.build(Pipeline.iterable(shuffled(3)).read().batch(4), rank=rank, world_size=2) as loader:
-            found += [x for batch in loader for x in batch["0"].tolist()]
-    assert sorted(found) == list(range(40))
 
 
 def test_items_that_cannot_be_copied_and_many_that_are_dropped() -> None:
@@ -354,18 +282,6 @@ def test_what_needs_another_order_is_refused() -> None:
         loaderkit.build(made.errors(on_bad_sample="replace"))
     with pytest.raises(ConfigError, match="an object with __iter__, or a function that returns one, not int"):
         loaderkit.build(Pipeline.iterable(3).read().batch(4))
-
-
-def test_there_is_no_length_before_the_end() -> None:
-    with loaderkit.build(Pipeline.iterable(Counting(10)).read().batch(4), overrides=INLINE) as loader:
-        for unknown in (loader, iter(loader), loader.dataset, loader.batch_sampler):
-            with pytest.raises(TypeError, match="there is no length"):
-                len(unknown)
-        assert "any number of samples" in repr(loader)
-        assert [len(batch["x"]) for batch in loader] == [4, 4, 2]
-    limited = Pipeline.iterable(Counting(10), limit=6).read().batch(4)
-    with loaderkit.build(limited, overrides=INLINE) as loader:
-        assert [batch["x"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5]]
 
 
 YAML = """

@@ -111,8 +111,7 @@ def _emptied(work_item: BatchWork, filters: str) -> StageError:
     return StageError(
         f"{filters} left nothing of the batch at position {first} of epoch {work_item.epoch}: it dropped {num_dropped} of "
         f"{len(work_item)} samples{others}. Use larger batches, leave such samples out of the source, or set `on_empty_batch: "
-        "skip`, which makes the epoch shorter than len(loader): not for several ranks, nor for loops that count on that length "
-        "(Lightning's, the Trainer's of transformers)",
+        "skip`, with which there is no len(loader): for one rank, and loops that need no length",
         stage=filters,
         epoch=work_item.epoch,
         position=first,

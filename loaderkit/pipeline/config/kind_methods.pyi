@@ -154,8 +154,8 @@ class KindMethods:
             function
         args: keyword arguments, if `object` names a function or class
         fields: names for the items of a tuple
-        length: items of an epoch, over all ranks: gives the loader its length; more are left out, fewer are
-            an error
+        length: items of an epoch, over all ranks: gives the loader its length; fewer are an error, more are
+            left out, with a warning unless `limit` is that number, too
         resume: auto: by its `state_dict` and `load_state_dict`, if it has them; skip: by iterating up to
             the position
         limit: only the first N samples of the canonical order
@@ -524,9 +524,9 @@ class KindMethods:
         timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned
         seeded: seed the global generators of torch, NumPy and Python for every call; needs `executor:
             process` or inline
-        on_empty_batch: a batch of which nothing is left is an error; or it is skipped, with one warning,
-            which makes the epoch shorter than len(loader): for one rank, and loops that do not count on
-            that length. Several filters must all say skip
+        on_empty_batch: a batch of which nothing is left is an error; or it is skipped, with one warning:
+            then how many batches come shows at the end of the epoch, so len(loader) is a TypeError. For one
+            rank. Several filters must all say skip
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """

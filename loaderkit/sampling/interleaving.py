@@ -5,8 +5,8 @@ ceil(j / w): then its number of turns differs from n w by less than 1, at every 
 one whose turn must come first has it. This meets all deadlines (Baruah, Cohen, Plaxton, Varvel: Proportionate Progress, 1996;
 Tijdeman: The Chairman Assignment Problem, 1980, has the bound), for any number of sources and any shares.
 
-The rule walks from turn to turn, but it forgets: whatever turns are pending when it begins, 1 / (the least share) turns later it
-does what it would have done from position 0 on. So a walk of that length leads to any position, and positions are computed in
+The rule walks from turn to turn, but it forgets: whatever turns are pending when it begins, 1 / (the least share) turns later
+it does what it would have done from position 0 on. So a walk of that length leads to any position, and positions are made in
 blocks. With shares that are fractions of a small common denominator, all blocks are one.
 """
 
@@ -45,7 +45,7 @@ def whole_weights(weights: Sequence[Fraction]) -> list[int]:
 
 
 class _Block(NamedTuple):
-    """Consecutive turns: whose each is, the turns that this source had before in the block, and those of all before the block."""
+    """Consecutive turns: whose each is, that source's turns before it in the block, and those of all before the block."""
 
     sources: NDArray[np.uint16]
     places: NDArray[np.int32]

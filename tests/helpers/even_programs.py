@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from math import prod
@@ -21,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import loaderkit
 from loaderkit.checkpoint import StreamWriter
+from loaderkit.checkpoint.ranks.board import Board
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embedding": (2_001, 130), "wide": (2, 70_001), "long": (200_003,), "conv": (70, 33, 3, 3), "small": (1_000,),
@@ -124,16 +126,27 @@ def save_kept(rank: int, num_ranks: int, folder: Path, seed: int) -> None:
     """By CheckpointManager, while any collective raises; the layout changes on all ranks, and then on one."""
     begin(rank, num_ranks, folder, "managing")
     state = state_of(seed, num_ranks)
+    posted: dict[int, list[str]] = {}
+    post = Board.post
+
+    def counted(board: Board, key: str, data: bytes = b"") -> None:
+        posted[step].append(key.partition("/")[2])
+        post(board, key, data)
+
+    counting: Any = Board
+    counting.post = counted
     with loaderkit.CheckpointManager(folder, timeout_s=60.0) as checkpoints:
         dist.barrier()
         forbid_collectives()
         for step in range(1, 8):
+            posted[step] = []
             if step == 4:
                 state["later"] = torch.full((40_000,), 4.0)
             if step == 6 and rank == 2:
                 state["mine"] = torch.full((10,), 6.0)
             checkpoints.save(step, state)
             checkpoints.wait_until_finished()
+    (folder / f"posted-{rank}.json").write_text(json.dumps(posted))
     os._exit(0)  # the group cannot be left in order without a collective
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import even_programs
@@ -42,6 +43,11 @@ def test_the_manager_writes_each_byte_once_without_a_collective(tmp_path: Path) 
         assert sum(found.values()) == both + 160_000 * (step > 3) + 40 * (step > 5)
         assert max(found.values()) <= 1.02 * min(found.values())
         assert {f"whole.{name}" for name, size in sizes.items() if size < MIN_CUT_BYTES}.isdisjoint(cut)
+    for rank in range(4):
+        posted = json.loads((tmp_path / f"posted-{rank}.json").read_text())
+        for step in (2, 3, 5, 7):  # as the one before
+            messages = [key for key in posted[str(step)] if not key.startswith("alive")]
+            assert messages == (["place", "written/0", "outcome"] if rank == 0 else [f"written/{rank}"])
     even_programs.restore_even(tmp_path, 5)
     for num_ranks in (1, 2, 3):
         assert run_ranks(even_programs.load_even, num_ranks, tmp_path, 5) == [0] * num_ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import random
 import subprocess
 import sys
@@ -123,6 +124,45 @@ def test_masks_in_a_second_folder(folder: Path, rng: random.Random) -> None:
         for batch in loader:
             shown = (batch["image"].float().mean(1, keepdim=True) / 30).round()
             assert (shown == batch["mask"]).float().mean() > 0.8, "all but the edges between two classes"
+
+
+def test_boxes_as_coco_has_them(folder: Path, rng: random.Random) -> None:
+    """A white square in each black photograph, with its box: what is left of one is where the other is."""
+    (folder / "data" / "coco" / "images").mkdir(parents=True)
+    found: dict[str, Any] = {"categories": [{"id": 7}, {"id": 9}], "images": [], "annotations": []}
+    for number in range(NUM_PHOTOS):
+        name, pixels = f"{number:012}.jpg", np.zeros((90, 120, 3), np.uint8)
+        found["images"].append({"id": 3 * number, "file_name": name})
+        if number % 3:  # the others show nothing
+            left, top, size = rng.randrange(80), rng.randrange(50), rng.randrange(20, 40)
+            pixels[top : top + size, left : left + size] = 255
+            box = {"image_id": 3 * number, "category_id": 7 + 2 * (number % 2), "bbox": [left, top, size, size]}
+            found["annotations"].append({**box, "iscrowd": 0})
+        Image.fromarray(pixels).save(folder / "data" / "coco" / "images" / name, quality=95)
+    for category in found["categories"]:
+        category["name"] = str(category["id"])
+    (folder / "data" / "coco" / "instances.json").write_text(json.dumps(found))
+    (folder / "coco.py").write_text(named(PAGE, "coco.py"))
+    path = recipe(folder, "detection.yaml")
+    assert_trains(path, NUM_PHOTOS, 64)
+    pipeline: Any = from_yaml(path.read_text())
+    pipeline["stages"] = pipeline["stages"][:-1]  # as levels, without `normalize`
+    num_boxes = 0
+    with loaderkit.build(pipeline) as loader:
+        assert loader.classes == ["7", "9"]
+        for batch in loader:
+            for key, image, boxes, labels in zip(
+                *(batch[name] for name in ("__key__", "image", "boxes", "labels")), strict=True
+            ):
+                assert labels.tolist() == [int(key) % 2] * len(boxes)
+                expected = torch.zeros(64, 64)
+                for left, top, width, height in boxes.round().int().tolist():
+                    expected[top : top + height, left : left + width] = 255
+                assert (image.float().mean(0) - expected).abs().mean() < 25, (
+                    "but for edges, and less than 2 pixels of a square"
+                )
+                num_boxes += len(boxes)
+    assert num_boxes > NUM_PHOTOS / 3
 
 
 class TestAScriptWithADataLoader:

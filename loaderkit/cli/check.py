@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ def check(
         "left_out": dict(getattr(plan.source, "left_out", {})),
         **_first_batch(plan),
     }
-    checked |= _iterable_checks(plan)
+    checked |= _item_checks(plan)
     if as_json:
         console.tell_json(checked)
     else:
@@ -68,18 +68,22 @@ def _lengths(plan: ExecutionPlan) -> dict[str, Any]:
     }
 
 
-def _iterable_checks(plan: ExecutionPlan) -> dict[str, Any]:
-    """`is_unseeded`, `items_differ`, `state_is_inexact`: of an iterable, whether it can be relied on; see
-    `sources.iterable_checks`."""
+def _item_checks(plan: ExecutionPlan) -> dict[str, Any]:
+    """`seen_alike`: whether another process would see the same items. `is_unseeded`, `items_differ`, `state_is_inexact`: of an
+    iterable, whether it can be relied on. See `sources.item_checks`."""
+    from loaderkit.sources.dataset import DatasetArgs
+    from loaderkit.sources.item_checks import items_differ, seen_alike, state_is_inexact
     from loaderkit.sources.iterable import IterableSource
-    from loaderkit.sources.iterable_checks import items_differ, state_is_inexact
 
-    source = plan.source
-    if not isinstance(source, IterableSource):
+    source, args = plan.source, plan.config.source
+    if not isinstance(args, DatasetArgs):
         return {}
+    if not isinstance(source, IterableSource):
+        return {"seen_alike": seen_alike(args)}
     differ = items_differ(source)
     # Where items differ anyway, what follows a state says nothing of it.
     return {
+        "seen_alike": differ or seen_alike(args),
         "is_unseeded": source.is_unseeded,
         "items_differ": differ,
         "state_is_inexact": not differ and state_is_inexact(source),
@@ -88,7 +92,8 @@ def _iterable_checks(plan: ExecutionPlan) -> dict[str, Any]:
 
 def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
     """{"fields": [{name, dtype, shape}], ...} of the first batch: shapes are those of one sample. `draws_unseeded`: which
-    stages drew from which of the process's generators."""
+    stages drew from which of the process's generators. `changed_fields`: those that were others when it was made again."""
+    from loaderkit._internal.compare import differ
     from loaderkit.pipeline.bad_samples import BadSamples
     from loaderkit.pipeline.config.registry import STAGES
     from loaderkit.pipeline.loader import Loader
@@ -100,18 +105,29 @@ def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
     for number, stage in enumerate(plan.compiled.stages):
         if STAGES[stage.kind].runs_user_code or (stage.kind == "read" and plan.connector is None):  # a data set's
             plan.compiled.stages[number] = _watched(stage, drawn)
-    with Loader(plan) as loader:
+
+    def first_fields(loader: Loader) -> Mapping[str, Any]:
         batch = next(iter(loader))
-        names = plan.config.output
-        fields = batch if isinstance(batch, Mapping) else dict(zip(names or (), batch, strict=True))
+        return batch if isinstance(batch, Mapping) else dict(zip(plan.config.output or (), batch, strict=True))
+
+    with Loader(plan) as loader:
+        begin = loader.state_dict()
+        fields = first_fields(loader)
         described = [describe_field(name, value) for name, value in fields.items()]
         stats = loader.stats()
+        num_bad = sum(stage.num_failed for stage in stats.stages)
+        changed: list[str] = []
+        if not num_bad:  # or they would be reported twice
+            loader.load_state_dict(begin)
+            again = first_fields(loader)
+            changed = [name for name, value in fields.items() if differ(value, again.get(name))]
     return {
         "fields": described,
-        "num_bad_in_first_batch": sum(stage.num_failed for stage in stats.stages),
+        "num_bad_in_first_batch": num_bad,
         "num_dropped_for_first_batch": stats.num_dropped,
         "num_tried_for_first_batch": stats.num_samples + stats.num_dropped,
         "draws_unseeded": drawn,
+        "changed_fields": changed,
     }
 
 
@@ -186,22 +202,32 @@ def _tell_check(checked: dict[str, Any]) -> None:
         rows.append(
             ("dropped", f"{num_dropped} of {checked['num_tried_for_first_batch']} samples tried for the first batch")
         )
-    if checked.get("items_differ") or checked.get("is_unseeded"):
-        found = "two passes of one epoch gave other items" if checked["items_differ"] else "it shuffles without a seed"
-        rows.append(
-            (
-                "random",
-                f"{found}: several ranks or processes, and a resumed epoch, would repeat some and leave out others. Shuffle "
-                "and draw by a seed and the epoch",
-            )
+    rows += [("random", said) for said in _said_of_randomness(checked)]
+    console.tell(f"{checked['pipeline']}: it works")
+    for name, value in rows:
+        console.tell(f"  {name:<14}{value}")
+
+
+def _said_of_randomness(checked: dict[str, Any]) -> Iterator[str]:
+    """What another run, or another rank, would have otherwise."""
+    lost = "would repeat some and leave out others"
+    items_differ = checked.get("items_differ", False)
+    if items_differ or checked.get("is_unseeded"):
+        found = "two passes of one epoch gave other items" if items_differ else "it shuffles without a seed"
+        yield f"{found}: several ranks or processes, and a resumed epoch, {lost}. Shuffle and draw by a seed and the epoch"
+    elif not checked.get("seen_alike", True):
+        found = "another process saw other items, as of a set, or shuffled without a seed"
+        yield f"{found}: several ranks, and a resumed run, {lost}. Sort them, or shuffle by a seed"
+    if checked["changed_fields"] and not checked["draws_unseeded"] and not items_differ:
+        found = f"made again, the first batch had other values in {', '.join(checked['changed_fields'])}"
+        yield (
+            f"{found}: a function, or the data set, has a generator of its own, or counts its calls. Draw from `rng`, in a "
+            "`call` that takes it"
         )
     for stage, generators in checked["draws_unseeded"].items():
         remedy = "a `call` with `seeded: true` (and `prefetch.executor: process`), or in one that takes `rng`"
         draws = f"{stage} draws from global generators ({', '.join(generators)}), so batches differ from run to run"
-        rows.append(("random", f"{draws}: draw in {remedy}"))
-    console.tell(f"{checked['pipeline']}: it works")
-    for name, value in rows:
-        console.tell(f"  {name:<14}{value}")
+        yield f"{draws}: draw in {remedy}"
 
 
 def _shape(shape: list[int]) -> str:

@@ -29,7 +29,7 @@ from loaderkit.sampling.schedule import UNKNOWN, BatchSampler
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.base import SourceKind
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
-from loaderkit.sources.iterable_checks import is_unseeded, num_ranks_of
+from loaderkit.sources.item_checks import is_unseeded, num_ranks_of
 
 logger = logging.getLogger("loaderkit")
 

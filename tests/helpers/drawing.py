@@ -59,6 +59,19 @@ def by_rng(sample: dict[str, Any], rng: np.random.Generator) -> None:
     sample["rng"] = torch.tensor([rng.random(), random.random()], dtype=torch.float64)
 
 
+def by_own(sample: dict[str, Any]) -> None:
+    sample["own"] = OWN.random()
+
+
+OWN = np.random.default_rng()
+
+
+def by_set(is_sorted: bool = False) -> list[str]:
+    """Names in the order of a set, which each process has another of."""
+    names = {f"name {number}" for number in range(40)}
+    return sorted(names) if is_sorted else list(names)
+
+
 def mix(batch: dict[str, Any]) -> None:
     batch["order"] = torch.randperm(len(batch["index"]))
 

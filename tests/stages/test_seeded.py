@@ -107,3 +107,41 @@ def test_check_names_what_draws_unseeded(tmp_path: Path, capsys: pytest.CaptureF
     assert found("call: {function: 'drawing:by_rng'}", f"{erase}, seeded: true}}") == {"call": ["random"]}
     assert found("call: {function: 'drawing:by_rng', seeded: true}", f"{erase}, seeded: true}}") == {}
     assert found(data="Disturbing") == {"read": ["np.random", "random", "torch"]}
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        ("read, call: {function: 'drawing:by_own'}", "made again, the first batch had other values in own:"),
+        ("read, call: {function: 'drawing:by_rng'}", "draws from global generators (random)"),
+        ("read", None),
+    ],
+)
+def test_check_makes_the_first_batch_twice(
+    stages: str, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "drawing.yaml"
+    file.write_text(f"source: {{kind: dataset, object: 'drawing:Indices'}}\nstages: [{stages}, batch: {{size: 4}}]\n")
+    assert main(["check", str(file)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  random ")]
+    assert len(lines) == (said is not None)
+    assert said is None or said in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("kind: dataset, object: 'drawing:by_set'", True),
+        ("kind: dataset, object: 'drawing:by_set', args: {is_sorted: true}", False),
+        ("kind: iterable, object: 'drawing:by_set'", True),
+        ("kind: iterable, object: 'drawing:by_set', args: {is_sorted: true}", False),
+    ],
+)
+def test_check_asks_another_process(
+    source: str, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    file = tmp_path / "drawing.yaml"
+    file.write_text(f"source: {{{source}}}\nstages: [read, batch: {{size: 4}}]\n")
+    assert main(["check", str(file)]) == 0
+    assert ("another process saw other items, as of a set" in capsys.readouterr().out) == said

@@ -1,23 +1,36 @@
-"""Can an iterable's order and its state be relied on? What it says of itself, and what `loaderkit check` finds out by iterating
-over the first items."""
+"""Can the order of a Python object's items be relied on, and an iterable's state? What it says of itself, and what `loaderkit
+check` finds out from the first items."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from loaderkit._internal.compare import differ
 from loaderkit._internal.forks import ending_forks
 from loaderkit.errors import USER_ERRORS, SourceError
+from loaderkit.sources.dataset import DatasetArgs, open_object
 
 if TYPE_CHECKING:
     from loaderkit.sources.iterable import IterableSource
 
 _NUM_ITEMS = 8  # to compare
+_ANSWER_S = 120.0  # for another process to import what it needs and to make them
+_ANSWER = """
+import pickle, sys
+sys.path[:], *given = pickle.load(sys.stdin.buffer)
+from loaderkit.sources.item_checks import write_items
+write_items(*given)
+"""
 _MOST_SEED = 1 << 64  # what NumPy makes up where no seed is given has 128 bits
 
 
@@ -99,3 +112,42 @@ def _packed(iterator: Iterator[Any], num: int = _NUM_ITEMS) -> list[bytes] | Non
         return [pickle.dumps(item) for item in islice(iterator, num)]
     except Exception:
         return None
+
+
+def seen_alike(args: DatasetArgs) -> bool:
+    """False if another process is known to see other first items, or another number of items: then every rank would. True also
+    for what differs each time it is looked at, for an object that has no name, and where nothing can be found out."""
+    if not isinstance(args.object, str):
+        return True
+    try:
+        here = _first_items(args.object, args.args)
+        if differ(here, _first_items(args.object, args.args)):
+            return True
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "items")
+            subprocess.run(  # noqa: S603 - this interpreter
+                [sys.executable, "-c", _ANSWER],
+                input=pickle.dumps((sys.path, str(path), args.object, args.args)),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=_ANSWER_S,
+                check=True,
+            )
+            there = pickle.loads(path.read_bytes())  # noqa: S301 - of the process that this one has started
+    except Exception:
+        return True
+    return not differ(here, there)
+
+
+def write_items(path: str, name: str, args: dict[str, Any]) -> None:
+    """Write the first items to a file, for the process that compares them with its own."""
+    Path(path).write_bytes(pickle.dumps(_first_items(name, args)))
+
+
+def _first_items(name: str, args: dict[str, Any]) -> tuple[int | None, list[Any]]:
+    """The number of items, if that is known, and the first of them."""
+    opened = open_object(DatasetArgs(object=name, args=args), ())
+    if not hasattr(opened, "__getitem__") or not hasattr(opened, "__len__"):
+        return None, list(islice(_begun(opened), _NUM_ITEMS))
+    size = len(opened)
+    return size, [opened[number] for number in range(min(size, _NUM_ITEMS))]

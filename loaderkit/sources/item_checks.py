@@ -119,15 +119,16 @@ def seen_alike(args: DatasetArgs) -> bool:
     for what differs each time it is looked at, for an object that has no name, and where nothing can be found out."""
     if not isinstance(args.object, str):
         return True
+    given = (args.kind, args.object, args.args)
     try:
-        here = _first_items(args.object, args.args)
-        if differ(here, _first_items(args.object, args.args)):
+        here = _first_items(*given)
+        if differ(here, _first_items(*given)):
             return True
         with TemporaryDirectory() as folder:
             path = Path(folder, "items")
             subprocess.run(  # noqa: S603 - this interpreter
                 [sys.executable, "-c", _ANSWER],
-                input=pickle.dumps((sys.path, str(path), args.object, args.args)),
+                input=pickle.dumps((sys.path, str(path), *given)),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 timeout=_ANSWER_S,
@@ -139,15 +140,16 @@ def seen_alike(args: DatasetArgs) -> bool:
     return not differ(here, there)
 
 
-def write_items(path: str, name: str, args: dict[str, Any]) -> None:
+def write_items(path: str, kind: str, name: str, args: dict[str, Any]) -> None:
     """Write the first items to a file, for the process that compares them with its own."""
-    Path(path).write_bytes(pickle.dumps(_first_items(name, args)))
+    Path(path).write_bytes(pickle.dumps(_first_items(kind, name, args)))
 
 
-def _first_items(name: str, args: dict[str, Any]) -> tuple[int | None, list[Any]]:
+def _first_items(kind: str, name: str, args: dict[str, Any]) -> tuple[int | None, list[Any]]:
     """The number of items, if that is known, and the first of them."""
-    opened = open_object(DatasetArgs(object=name, args=args), ())
-    if not hasattr(opened, "__getitem__") or not hasattr(opened, "__len__"):
-        return None, list(islice(_begun(opened), _NUM_ITEMS))
+    named = DatasetArgs(object=name, args=args)
+    if kind == "iterable":
+        return None, list(islice(_begun(open_object(named, ("__iter__",))), _NUM_ITEMS))
+    opened = open_object(named)
     size = len(opened)
     return size, [opened[number] for number in range(min(size, _NUM_ITEMS))]

@@ -378,7 +378,10 @@ class Pass:
             if self._is_ended:
                 break
             if number >= self._source.max_items or next(iterator, self) is self:
-                raise SourceError(f"it has only {number} items now, and reading continues at position {self._begin}")
+                raise SourceError(
+                    f"it has only {number} items now, and reading continues at position {self._begin}: has it changed, or does "
+                    "a loop count its batches over epochs of unknown length? Then give `length` in `source`"
+                )
         return iterator
 
     def _named(self, error: BaseException) -> SourceError:

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -160,10 +161,11 @@ def test_how_many_batches_come_is_not_said_before() -> None:
     assert [batch["x"].tolist() for batch in rest] == [[10, 11], *(list(range(lo, lo + 4)) for lo in (12, 16, 20))]
 
 
-def loader_of_batches(made: Pipeline) -> DataLoader[Any]:
-    """As Accelerate makes one where no batch is to be skipped."""
+def loader_of_batches(made: Pipeline, num_skipped: int = 0) -> DataLoader[Any]:
+    """As Accelerate's `skip_first_batches` makes one."""
     loader: Any = loaderkit.build(made, overrides=INLINE)
-    return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn)
+    numbers: Any = islice(loader.batch_sampler, num_skipped, None)
+    return DataLoader(loader.dataset, batch_sampler=numbers, collate_fn=loader.collate_fn)
 
 
 def test_what_counts_batches_cannot_skip_them() -> None:
@@ -178,6 +180,11 @@ def test_what_counts_batches_cannot_skip_them() -> None:
         ):
             loader.dataset.__getitems__(2)
         assert loader.dataset.__getitems__(0)["x"].tolist() == [0, 1, 2, 3]
+    rest = iter(
+        loader_of_batches(skipping, num_skipped=9)
+    )  # the Trainer counts over epochs: there may be no ninth batch
+    with pytest.raises(ConfigError, match="after 9 batches is not known"):
+        next(rest)
 
 
 def test_several_ranks_cannot_skip_batches(monkeypatch: pytest.MonkeyPatch) -> None:

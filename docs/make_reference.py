@@ -21,7 +21,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from loaderkit._internal.units import format_bytes, format_seconds, parse_bytes, parse_seconds
-from loaderkit.checkpoint.manager.settings import BestArgs, Every, KeepArgs, NoticeArgs, SaveSettings
+from loaderkit.checkpoint.manager.settings import (
+    BestArgs,
+    Every,
+    KeepArgs,
+    LocalArgs,
+    NoticeArgs,
+    SaveSettings,
+    UploadArgs,
+    parse_speed,
+)
 from loaderkit.cli.app import app
 from loaderkit.connectors.config import CacheArgs, ReadAheadArgs, RetryArgs, S3Args
 from loaderkit.pipeline.config.model import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs
@@ -128,6 +137,8 @@ def type_name(annotation: Any, field: FieldInfo | None = None) -> str:
     functions = {getattr(item, "func", None) for item in metadata}
     if parse_bytes in functions:
         return "size"
+    if parse_speed in functions:
+        return "speed"
     if parse_seconds in functions:
         return "duration"
     if origin is typing.Literal:
@@ -198,7 +209,14 @@ def render() -> str:
     parts += ["## Prefetch\n", summary(PrefetchArgs) + "\n", table(PrefetchArgs)]
     parts += ["## Errors\n", summary(ErrorsArgs) + "\n", table(ErrorsArgs)]
     parts += ["## Checkpoints\n", CHECKPOINTS, table(SaveSettings)]
-    for name, model in (("keep", KeepArgs), ("keep.best", BestArgs), ("notice", NoticeArgs)):
+    sections = {
+        "local": LocalArgs,
+        "local.upload": UploadArgs,
+        "keep": KeepArgs,
+        "keep.best": BestArgs,
+        "notice": NoticeArgs,
+    }
+    for name, model in sections.items():
         parts += [f"### `{name}`\n", summary(model) + "\n", table(model)]
     parts += [
         BATCH,

@@ -19,7 +19,7 @@ import loaderkit
 from loaderkit.checkpoint import RngState
 from loaderkit.connectors.base import writes_of
 from loaderkit.connectors.file import FileConnector
-from loaderkit.errors import ConnectorError, PeerError
+from loaderkit.errors import CheckpointError, ConfigError, ConnectorError
 
 
 def training_state(rank: int, num_ranks: int, *, sharded: bool) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def message_of(call: Callable[[], None]) -> str:
     """The type and text of the error that a call raises; "" for none."""
     try:
         call()
-    except (ConnectorError, PeerError) as error:
+    except (ConnectorError, CheckpointError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -154,3 +154,60 @@ def die_while_saving(rank: int, num_ranks: int, folder: Path) -> None:
     message = message_of(checkpoints.close)
     (folder / f"survived-{rank}.json").write_text(json.dumps([message, checkpoints.all_steps()]))
     os._exit(0)
+
+
+class Unreachable(FileConnector):
+    """A store that cannot be written to, as soon as `is_gone`."""
+
+    is_gone = False
+
+    def writes(self) -> Any:
+        if self.is_gone:
+            raise ConnectorError("no route to the store")
+        return super().writes()
+
+
+def upload(rank: int, num_ranks: int, folder: Path) -> None:
+    """Two ranks save into one local directory; rank 0 uploads, all wait for it, and hear when it fails; then one restores what
+    is damaged in the local directory."""
+    rank_programs.begin(rank, num_ranks, folder, "store")
+    far = Unreachable(folder / "far")
+    state = training_state(rank, num_ranks, sharded=True)
+    messages = []
+    local, stores = folder / "near", {"far": far}
+    checkpoints = loaderkit.CheckpointManager("far://", local=local, connectors=stores, timeout_s=60.0)
+    checkpoints.save(1, state)
+    checkpoints.wait_until_finished()
+    whole = sorted(path.name for path in (folder / "far").iterdir())
+    far.is_gone = True
+    checkpoints.save(2, state)
+    messages.append(message_of(checkpoints.wait_until_finished))
+    far.is_gone = False
+    dist.barrier()
+    if rank == 0:
+        (path,) = (local / "step-0000000002").glob("__1_*.distcp")
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 255
+        path.write_bytes(data)
+    dist.barrier()
+    newest = checkpoints.restore(state)
+    messages.append(message_of(checkpoints.close))
+    said = [whole, messages, newest, checkpoints.all_steps(), checkpoints.stats().get("num_uploaded")]
+    (folder / f"uploaded-{rank}.json").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+def local_of_its_own(rank: int, num_ranks: int, folder: Path) -> None:
+    """Each rank has a local directory of its own, as on machines of their own."""
+    rank_programs.begin(rank, num_ranks, folder, "store")
+
+    def make() -> None:
+        loaderkit.CheckpointManager(folder / "far", local=folder / f"near-{rank}", timeout_s=60.0)
+
+    try:
+        make()
+        message = ""
+    except ConfigError as error:
+        message = str(error)
+    (folder / f"refused-{rank}.json").write_text(json.dumps(message))
+    dist.destroy_process_group()

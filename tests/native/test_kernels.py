@@ -50,7 +50,6 @@ def test_every_kernel_is_offered() -> None:
             "delayed",
             "gather_ranges",
             "group_names",
-            "interleave",
             "is_cut",
             "members",
             "permute",

@@ -36,11 +36,13 @@ def hash_objects(
     *,
     part_bytes: Callable[[ObjectInfo], int] = lambda info: PART_BYTES,
     use: Use | None = None,
+    direct: bool = False,
 ) -> Generator[HashedPart]:
     """Read objects once, each given with its block size in bytes; yields their parts in order.
 
     `use` is called with each object, offset and bytes on the thread that read them, in any order; the bytes are valid during
-    the call. Memory: a part and two blocks a thread. Raises what reading or `use` raises, once no thread runs any more.
+    the call. `direct`: past the page cache, where the connector can. Memory: a part and two blocks a thread. Raises what
+    reading or `use` raises, once no thread runs any more.
     """
     if not objects:
         return
@@ -57,7 +59,7 @@ def hash_objects(
         buffer = buffers.get()
         try:
             data = buffer[: high - low]
-            hashes = _read_hashed(connector, info, low, data, block)
+            hashes = _read_hashed(connector, info, low, data, block, direct=direct)
             if use is not None:
                 use(info, start, data[start - low : end - low])
         finally:
@@ -95,11 +97,16 @@ def _aligned(size: int) -> memoryview:
     return memory[offset : offset + size].data
 
 
-def _read_hashed(connector: Connector, info: ObjectInfo, start: int, data: memoryview, block: int) -> list[str]:
-    read_hashed, address = bulk_of(connector).read_hashed, hashing.address_of_hash()
-    if read_hashed is not None and address is not None:
-        hashed = read_hashed(info.key, start, data, block_bytes=block, address=address, etag=info.etag)
+def _read_hashed(
+    connector: Connector, info: ObjectInfo, start: int, data: memoryview, block: int, *, direct: bool
+) -> list[str]:
+    bulk, address = bulk_of(connector), hashing.address_of_hash()
+    if bulk.read_hashed is not None and address is not None:
+        hashed = bulk.read_hashed(
+            info.key, start, data, block_bytes=block, address=address, direct=direct, etag=info.etag
+        )
         if hashed is not None:
             return [f"{value:016x}" for value in hashed.hashes]
-    connector.read_into(info.key, start, data, etag=info.etag)
+    read = bulk.read_direct if direct and bulk.read_direct is not None else connector.read_into
+    read(info.key, start, data, etag=info.etag)
     return [xxhash.xxh3_64_hexdigest(data[low : low + block]) for low in range(0, len(data), block)]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from loaderkit.checkpoint.discovery.detect import METADATA
@@ -18,11 +20,12 @@ from loaderkit.checkpoint.manager.retention import SavedStep, steps_to_keep
 from loaderkit.checkpoint.manager.settings import KeepArgs
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.restore.stateful import OWN_KEY
+from loaderkit.checkpoint.save.commit import clear_dead
 from loaderkit.checkpoint.save.owner import this_process
 from loaderkit.checkpoint.save.placement import Placement, listed, marker_key, put_marker, read_object, unfinished_saves
 from loaderkit.checkpoint.save.prune import remove_directory
 from loaderkit.connectors.base import Connector, writes_of
-from loaderkit.errors import CheckpointError, ConnectorError, FormatError, printable
+from loaderkit.errors import CheckpointError, ConnectorError, FormatError, ObjectNotFoundError, printable
 
 logger = logging.getLogger("loaderkit")
 _METRIC = f"{OWN_KEY}.metrics."
@@ -35,13 +38,26 @@ def step_name(step: int) -> str:
 
 
 class RunDirectory:
-    """The directory `url`, which need not be there yet."""
+    """The directory `url`, which need not be there yet; `with_metrics`: what `saved` gives has metrics. Any thread may ask;
+    one at a time removes."""
 
-    def __init__(self, url: str, connectors: Mapping[str, Connector]) -> None:
+    def __init__(self, url: str, connectors: Mapping[str, Connector], *, with_metrics: bool) -> None:
         self._url = url
         self._connectors = connectors
+        self._with_metrics = with_metrics
         self._known: dict[int, SavedStep] = {}
+        self._lock = threading.Lock()
+        self._target: SaveTarget | None = None
+        self._is_closed = False
         self._foreign: set[str] = set()  # steps without a manifest that no manager has saved
+
+    def __str__(self) -> str:
+        return printable(self._url)
+
+    @property
+    def url(self) -> str:
+        """The directory's URL."""
+        return self._url
 
     def url_of(self, step: int) -> str:
         """The URL of a step's checkpoint."""
@@ -49,69 +65,112 @@ class RunDirectory:
 
     def committed(self) -> list[int]:
         """The steps that have a manifest, ascending. Raises ConnectorError."""
-        target = save_target(self.url_of(0), self._connectors)
-        try:
-            return sorted(_manifests(target.connector, target.parent))
-        finally:
-            target.close()
-
-    def newest_whole(self) -> int | None:
-        """The largest step whose checkpoint is whole. Those that are damaged are passed over, with a warning that says why."""
-        for step in reversed(self.committed()):
-            try:
-                return self.checked(step)
-            except (CheckpointError, FormatError) as error:
-                logger.warning("%s is passed over: %s", printable(self.url_of(step)), error)
-        return None
+        with self._opened() as target:
+            return sorted(_manifests(target))
 
     def checked(self, step: int) -> int:
         """The step, if its checkpoint is whole. Raises CheckpointError, FormatError, ConnectorError."""
         with OpenCheckpoint.open(self.url_of(step), self._connectors, "2GiB", True):
             return step
 
-    def retain(self, step: int, metrics: Mapping[str, float], keep: KeepArgs | None) -> None:
-        """Remove the steps that no rule of `keep` names, after `step` was committed; it stays in any case. Remove what an
-        earlier removal has left that was cut off.
+    def note(self, step: int, metrics: Mapping[str, float], time_s: float) -> None:
+        """Remember what was saved when, in seconds since 1970."""
+        self._known[step] = SavedStep(step, time_s, dict(metrics))
 
-        A store that fails is a warning, as the step is committed all the same: the next call tries again.
+    def saved(self) -> dict[int, SavedStep]:
+        """What the rules of retention ask about each committed step. Raises ConnectorError."""
+        with self._opened() as target:
+            return self._saved(target)
+
+    def retain(
+        self, keep: KeepArgs | None, others: Callable[[dict[int, SavedStep]], Collection[int]] = lambda saved: ()
+    ) -> None:
+        """Remove the steps that no rule of `keep` names, and that are not among `others`. Remove what an earlier removal has
+        left that was cut off.
+
+        A store that fails is a warning, as what was saved is committed all the same: the next call tries again.
         """
         if keep is None:
             return
-        self._known[step] = SavedStep(step, time.time(), dict(metrics))
         try:
-            target = save_target(self.url_of(0), self._connectors)
-        except ConnectorError as error:
-            self._warn(error)
-            return
-        try:
-            manifests = _manifests(target.connector, target.parent)
-            saved = [self._saved(target.connector, other, key, keep) for other, key in manifests.items()]
-            kept = steps_to_keep(saved, keep, time.time()) | {step}
-            gone = [step_name(other) for other in sorted(manifests.keys() - kept)]
-            for name in [*gone, *self._cut_off(target, {step_name(other) for other in manifests})]:
-                _remove(target, name)
-            self._known = {other: item for other, item in self._known.items() if other in kept}
+            with self._opened() as target:
+                saved = self._saved(target)
+                kept = steps_to_keep([*saved.values()], keep, time.time()) | {*others(saved)}
+                for step in sorted(saved.keys() - kept):
+                    _remove(target, step_name(step))
+                    self._known.pop(step, None)
+                for name in self._cut_off(target):
+                    _remove(target, name)
         except (CheckpointError, FormatError, ConnectorError) as error:
-            self._warn(error)
-        finally:
+            logger.warning("old checkpoints in %s are not removed: %s", self, error)
+
+    def clear_cut_off(self) -> None:
+        """Clear what dead saves and copies left, and the steps whose manifest is missing: of a removal or a copy that was cut
+        off. Raises ConnectorError."""
+        with self._opened() as target:
+            clear_dead(target, writes_of(target.connector))
+            for name in self._cut_off(target):
+                _remove(target, name)
+
+    def is_being_written(self, step: int) -> bool:
+        """True if a process that is not known to be dead saves that step here, or copies it. Raises ConnectorError."""
+        with self._opened() as target:
+            return any(save.name == step_name(step) and save.is_running for save in unfinished_saves(target))
+
+    def close(self) -> None:
+        """Close the connector, unless it was given; what asks later opens another one. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            target, self._target = self._target, None
+        if target is not None:
             target.close()
 
-    def _warn(self, error: Exception) -> None:
-        logger.warning("old checkpoints in %s are not removed: %s", printable(self._url), error)
+    def read(self, name: str) -> bytes | None:
+        """A small file in the directory; None: there is none. Raises ConnectorError."""
+        with self._opened() as target:
+            try:
+                return read_object(target.connector, target.parent + name)
+            except ObjectNotFoundError:
+                return None
 
-    def _cut_off(self, target: SaveTarget, committed: set[str]) -> list[str]:
-        """The steps of a manager that have lost their manifest, and that no running process saves."""
-        described = {
-            info.key for info in listed(target.connector, f"{target.parent}step-") if info.key.endswith(METADATA)
-        }
-        names = (
-            {key[len(target.parent) :].removesuffix(f"/{METADATA}") for key in described} - committed - self._foreign
-        )
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file into the directory, durably. Raises ConnectorError."""
+        with self._opened() as target:
+            writes_of(target.connector).put(target.parent + name, data)
+
+    def remove(self, name: str) -> None:
+        """Remove a file from the directory. Raises ConnectorError."""
+        with self._opened() as target:
+            writes_of(target.connector).delete(target.parent + name)
+
+    @contextmanager
+    def _opened(self) -> Iterator[SaveTarget]:
+        with self._lock:
+            is_closed = self._is_closed
+            if not is_closed and self._target is None:
+                self._target = save_target(self.url_of(0), self._connectors)
+            kept = self._target
+        target = save_target(self.url_of(0), self._connectors) if kept is None else kept
+        try:
+            yield target
+        finally:
+            if kept is None:
+                target.close()
+
+    def _cut_off(self, target: SaveTarget) -> list[str]:
+        """The steps of a manager that have lost their manifest, and that no running process saves.
+
+        In this order: what is being saved has a marker first and a manifest before the marker goes.
+        """
+        below = listed(target.connector, f"{target.parent}step-")
+        described = [info.key for info in below if info.key.endswith(f"/{METADATA}")]
+        names = {key[len(target.parent) :].removesuffix(f"/{METADATA}") for key in described} - self._foreign
         if not names:
             return []
+        names -= {save.name for save in unfinished_saves(target) if save.is_running}
+        names -= {step_name(step) for step in _manifests(target)}
         found = []
-        running = {save.name for save in unfinished_saves(target) if save.is_running}
-        for name in sorted(names - running):
+        for name in sorted(names):
             match = _STEP.fullmatch(name)
             if match is None or name != step_name(int(match[1])):
                 continue
@@ -122,24 +181,33 @@ class RunDirectory:
                 self._foreign.add(name)
         return found
 
-    def _saved(self, connector: Connector, step: int, manifest: str, keep: KeepArgs) -> SavedStep:
-        """What the rules ask about a step, which an earlier run of the job may have saved."""
-        if step not in self._known:
-            metrics = self._metrics(step) if keep.best is not None else {}
-            self._known[step] = SavedStep(step, newest_s(connector, [manifest]) or time.time(), metrics)
-        return self._known[step]
+    def _saved(self, target: SaveTarget) -> dict[int, SavedStep]:
+        """What an earlier run of the job may have saved is asked for in the store, once."""
+        manifests = _manifests(target)
+        for step, manifest in manifests.items():
+            if step not in self._known:
+                metrics = self._metrics(step) if self._with_metrics else {}
+                self.note(step, metrics, newest_s(target.connector, [manifest]) or time.time())
+        return {step: self._known[step] for step in manifests}
 
     def _metrics(self, step: int) -> dict[str, Any]:
-        with OpenCheckpoint.open(self.url_of(step), self._connectors, "2GiB", "auto") as source:
-            names = [name for name in (*source.contents.values, *source.contents.pickled) if name.startswith(_METRIC)]
-            return {name.removeprefix(_METRIC): value for name, value in source.plain_values(names).items()}
+        """None of a checkpoint that is damaged."""
+        try:
+            with OpenCheckpoint.open(self.url_of(step), self._connectors, "2GiB", "auto") as source:
+                names = [
+                    name for name in (*source.contents.values, *source.contents.pickled) if name.startswith(_METRIC)
+                ]
+                return {name.removeprefix(_METRIC): value for name, value in source.plain_values(names).items()}
+        except (CheckpointError, FormatError) as error:
+            logger.warning("the metrics of %s count as none: %s", printable(self.url_of(step)), error)
+            return {}
 
 
-def _manifests(connector: Connector, parent: str) -> dict[int, str]:
+def _manifests(target: SaveTarget) -> dict[int, str]:
     """Step -> the key of its manifest, for the directories that are named as `step_name` does."""
     found = {}
-    for info in listed(connector, f"{parent}step-"):
-        name, _, rest = info.key[len(parent) :].partition("/")
+    for info in listed(target.connector, f"{target.parent}step-"):
+        name, _, rest = info.key[len(target.parent) :].partition("/")
         match = _STEP.fullmatch(name)
         if match is not None and rest == NAME and name == step_name(int(match[1])):
             found[int(match[1])] = info.key

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from loaderkit._internal.save_log import SAVES
-from loaderkit.checkpoint.manager.directory import RunDirectory
 from loaderkit.checkpoint.manager.notice import SignalNotice, StepAgreement
+from loaderkit.checkpoint.manager.restoring import restore_newest
 from loaderkit.checkpoint.manager.saving import KeptPlan, Saving, messages_of, wait_for_others, write_checkpoint
 from loaderkit.checkpoint.manager.settings import save_settings
+from loaderkit.checkpoint.manager.tiers import Tiers
 from loaderkit.checkpoint.ranks.board import Board, open_board
 from loaderkit.checkpoint.ranks.group import default_store
 from loaderkit.checkpoint.restore.stateful import OWN_KEY, leaves_of, resolved_state, restore_state, with_number_tables
@@ -34,9 +35,10 @@ class CheckpointManager:
     format.
 
     `target` is the directory (a path, or a URL such as s3://bucket/runs/a), a mapping, or the path of a .yaml file with `to`,
-    `every`, `keep`, `when_busy` and `notice`; each of them may be given by name instead. With several ranks of
-    torch.distributed, or of `process_group`, each makes one and calls the same methods. `timeout_s`: how long a rank waits for
-    another of which it hears nothing. It is a context manager: at the end, what is being written is waited for.
+    `local`, `every`, `keep`, `when_busy` and `notice`; each of them may be given by name instead. With `local` they are
+    committed there first, and uploaded by rank 0 behind training. With several ranks of torch.distributed, or of
+    `process_group`, each makes one and calls the same methods. `timeout_s`: how long a rank waits for another of which it hears
+    nothing. It is a context manager: at the end, what is being written and uploaded is waited for.
 
     The state is a nested dict of tensors, DTensors, plain values and objects with `state_dict` and `load_state_dict`: modules,
     optimizers, schedulers, the loader, `loaderkit.checkpoint.RngState()`.
@@ -46,6 +48,7 @@ class CheckpointManager:
         self,
         target: str | os.PathLike[str] | Mapping[str, Any],
         *,
+        local: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         every: int | str | None = None,
         keep: Mapping[str, Any] | None = None,
         when_busy: str | None = None,
@@ -54,13 +57,14 @@ class CheckpointManager:
         process_group: Any = None,
         connectors: Mapping[str, Connector] | None = None,
     ) -> None:
-        """Raises ConfigError that names file, line and key."""
-        self.settings = save_settings(target, every=every, keep=keep, when_busy=when_busy, notice=notice)
+        """Raises ConfigError that names file, line and key; ConnectorError if `local` cannot be read."""
+        self.settings = save_settings(target, local=local, every=every, keep=keep, when_busy=when_busy, notice=notice)
         self._process_group, self._timeout_s = process_group, timeout_s
         self._connectors = dict(connectors or {})
         self._board = _board(process_group, timeout_s)
-        self._directory = RunDirectory(self.settings.to, self._connectors)
-        self._writer = StreamWriter(self.settings.to, connectors=self._connectors)
+        self._tiers = Tiers(self.settings, self._connectors, self._board)
+        has_local = self.settings.local is not None
+        self._writer = StreamWriter(self.settings.to, unique_names=has_local, connectors=self._connectors)
         self._plan = KeptPlan()
         self._saving: Saving | None = None
         self._num_saves = self._num_restores = 0
@@ -72,6 +76,7 @@ class CheckpointManager:
         self._signals = None if self.settings.notice is None else SignalNotice(self.settings.notice.signals)
         self._preemption = StepAgreement(self._board, "notice", self._noticed)
         self._due = self._next_due()
+        self._tiers.start()
 
     # ------------------------------------------------------------------------------------------------------- when
 
@@ -123,7 +128,8 @@ class CheckpointManager:
 
         Returns once the state is copied to host memory; a thread writes and commits it. `wait`: returns once it is committed.
         `metrics` are numbers for `keep.best`. Raises what the previous save met; its checkpoint is then not there, and those
-        before it stand. Raises ConfigError for a state that could not be restored.
+        before it stand. Raises what an upload has met, on rank 0: this step is being saved all the same, and the upload is
+        tried again. Raises ConfigError for a state that could not be restored.
         """
         self._check_open()
         if type(step) is not int or step < 0:
@@ -136,7 +142,8 @@ class CheckpointManager:
         waited_s = self._wait()
         saving = self._begin(step, state, metrics or {}, waited_s)
         if wait:
-            self.wait_until_finished()
+            self._wait()
+        self._tiers.raise_failure()
         return saving
 
     def _is_skipped(self, step: int, is_forced: bool) -> bool:
@@ -169,14 +176,22 @@ class CheckpointManager:
         del copy
 
         def work(saving: Saving) -> None:
-            write_checkpoint(self._writer, self._directory.url_of(step), states.pop(), board, key=key, kept=self._plan)
+            try:
+                with self._tiers.writing(step):
+                    write_checkpoint(
+                        self._writer, self._tiers.url_of(step), states.pop(), board, key=key, kept=self._plan
+                    )
+            except BaseException as error:
+                if board is not None:
+                    board.fail(key, error)
+                raise
             saving.stats |= self._writer.stats or {}
 
         def afterwards() -> None:
             if board is None or board.rank == 0:
                 if board is not None:
                     board.remove([*messages_of(board, last_key), *asked])
-                self._directory.retain(step, metrics, self.settings.keep)
+                self._tiers.committed(step, metrics)
 
         self._saving = saving = Saving(step, work, afterwards)
         saving.stats |= {"waiting_s": waited_s, "staging_s": staging_s}
@@ -202,9 +217,11 @@ class CheckpointManager:
         return resolved | {OWN_KEY: own}
 
     def wait_until_finished(self) -> None:
-        """Return once nothing is being written. Raises what the last save met, once."""
+        """Return once nothing is being written, and all is uploaded. Raises what the last save or an upload met, once; an
+        upload that has failed before is tried again."""
         self._check_open()
         self._wait()
+        self._tiers.finish()
 
     def _wait(self) -> float:
         """Wait for the save that is being written; for how long, in seconds. Raises what it met."""
@@ -240,49 +257,32 @@ class CheckpointManager:
     def restore(self, state: dict[str, Any], step: int | None = None) -> int | None:
         """Restore `state` in place from the newest whole checkpoint, or from that of `step`; the step. None: there is none.
 
-        It may have been saved by any number of ranks. One that is damaged is passed over with a warning that says why; with
-        `step` it is an error. Raises CheckpointError, before anything is written, if names, shapes or dtypes do not fit.
+        It may have been saved by any number of ranks. One that is damaged is passed over with a warning that says why, also if
+        that shows only while it is read: of a step in `local` for the same in `to`, then for the one before; with `step` the
+        last of them is an error. Raises CheckpointError, before anything is written, if names, shapes or dtypes do not fit.
         """
         self._check_open()
         leaves_of(state)
         self._wait()
-        chosen = self._chosen(step)
-        if chosen is None:
-            return None
-        restore_state(
-            self._directory.url_of(chosen),
-            state,
-            process_group=self._process_group,
-            timeout_s=self._timeout_s,
-            connectors=self._connectors,
-        )
-        self._last_step = chosen
+        key = f"restore-{self._num_restores}"
+        self._num_restores += 1
+
+        def restore(url: str) -> None:
+            group, timeout_s = self._process_group, self._timeout_s
+            restore_state(url, state, process_group=group, timeout_s=timeout_s, connectors=self._connectors)
+
+        chosen = restore_newest(self._tiers, step, restore, board=self._board, key=key, connectors=self._connectors)
+        if chosen is not None:
+            self._last_step = chosen
         return chosen
 
-    def _chosen(self, step: int | None) -> int | None:
-        """The step to restore; rank 0 looks."""
-        board, key = self._board, f"restore-{self._num_restores}"
-        self._num_restores += 1
-        if board is not None and board.rank > 0:
-            chosen = board.wait_for(key, 0, about=key, doing="rank 0 looks for the newest checkpoint")
-            return int(chosen) if chosen else None
-        try:
-            found = self._directory.newest_whole() if step is None else self._directory.checked(step)
-        except BaseException as error:
-            if board is not None:
-                board.fail(key, error)
-            raise
-        if board is not None:
-            board.post(key, b"" if found is None else str(found).encode())
-        return found
-
     def latest_step(self) -> int | None:
-        """The largest step of which there is a committed checkpoint; None: there is none."""
+        """The largest step of which there is a committed checkpoint, in `local` or `to`; None: there is none."""
         return max(self.all_steps(), default=None)
 
     def all_steps(self) -> list[int]:
-        """The steps of which there is a committed checkpoint, ascending."""
-        return self._directory.committed()
+        """The steps of which there is a committed checkpoint, in `local` or `to`, ascending."""
+        return self._tiers.steps()
 
     # ------------------------------------------------------------------------------------------------------- end
 
@@ -292,23 +292,44 @@ class CheckpointManager:
         `waiting_s` for the save before and `staging_s` to copy to host memory are training's pause; `flush_s` from then until
         it was committed. `hashing_s`, `writing_s`, `syncing_s`: of all threads together, of the ranks that this one knows of
         (itself, or at rank 0 all). `commit_s`: at rank 0. `last`: `Saving.stats` of the last save that is over, with the same
-        by rank and file; None: there is none.
+        by rank and file; None: there is none. At rank 0 with `local`: `num_uploaded`, `num_superseded` (not uploaded, as `keep`
+        names newer ones only), `num_failed_uploads`, `uploaded_bytes`, `upload_s`.
         """
-        return {**self._stats, "last": self._last_stats}
+        return {**self._stats, **self._tiers.stats(), "last": self._last_stats}
 
     def close(self) -> None:
-        """Wait for what is being written, and end. Raises what it met. Idempotent."""
+        """Wait for what is being written and uploaded, and end. Raises what it met. Idempotent."""
+        for _, failure in self._end():
+            raise failure
+
+    def _end(self) -> list[tuple[str, Exception]]:
+        """Close; what was not done, and why."""
         if self._closed:
-            return
+            return []
         self._closed = True
+        failures = []
         try:
-            self._wait()
-            if self._board is not None and self._board.rank == 0 and self._num_saves:
-                wait_for_others(self._board, f"save-{self._num_saves - 1}")
+            for what, end in (("saved", self._end_saving), ("uploaded", self._end_uploads)):
+                try:
+                    end()
+                except Exception as failure:
+                    failures.append((what, failure))
         finally:
             if self._signals is not None:
                 self._signals.close()
             self._writer.close()
+            self._tiers.close()
+        return failures
+
+    def _end_saving(self) -> None:
+        self._wait()
+        if self._board is not None and self._board.rank == 0 and self._num_saves:
+            wait_for_others(self._board, f"save-{self._num_saves - 1}")
+
+    def _end_uploads(self) -> None:
+        self._tiers.finish()
+        if self._board is not None and self._board.rank == 0 and (key := self._tiers.last_key) is not None:
+            wait_for_others(self._board, key)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -316,12 +337,10 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self.close()
-        except Exception as failure:
+        for what, failure in self._end():
             if error is None:
-                raise
-            logger.warning("the last checkpoint was not saved: %s", failure)  # the error of the block says more
+                raise failure
+            logger.warning("the last checkpoint was not %s: %s", what, failure)  # the error of the block says more
 
     def _check_open(self) -> None:
         if self._closed:

@@ -15,7 +15,7 @@ from loaderkit._internal.config.diagnostics import Problems
 from loaderkit._internal.config.model_errors import validate
 from loaderkit._internal.config.settings import Duration, Model, as_tuple
 from loaderkit._internal.config.yaml_text import expand_variables, read_yaml
-from loaderkit._internal.units import format_seconds, parse_seconds
+from loaderkit._internal.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from loaderkit.errors import ConfigError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -89,6 +89,50 @@ class KeepArgs(Model):
         return self
 
 
+def parse_speed(value: Any) -> int:
+    """A speed in bytes per second: a number, or text such as "500MB/s". Raises ValueError."""
+    text = value.strip().removesuffix("/s") if isinstance(value, str) else value
+    try:
+        return parse_bytes(text)
+    except ValueError:
+        raise ValueError(f"a speed such as 500MB/s, 1GiB/s or a number of bytes per second, not {value!r}") from None
+
+
+Speed = Annotated[
+    int,
+    BeforeValidator(parse_speed),
+    Field(gt=0),
+    PlainSerializer(lambda value: None if value is None else f"{format_bytes(value)}/s", when_used="always"),
+]
+
+
+PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+
+
+class UploadArgs(Model):
+    """How checkpoints get from `local` to `to`."""
+
+    bandwidth: Speed | None = Field(None, description="at most so many bytes per second; default as fast as it goes")
+
+
+def _keep_of(value: Any) -> Any:
+    """`keep: 2` says `keep: {last: 2}`."""
+    return {"last": value} if type(value) is int else value
+
+
+class LocalArgs(Model):
+    """A faster directory in which checkpoints are committed first, and from which they are uploaded to `to`."""
+
+    path: PathText = Field(
+        min_length=1, description="the directory, on NVMe or tmpfs, that all ranks share; of this run alone"
+    )
+    keep: Annotated[KeepArgs, BeforeValidator(_keep_of)] = Field(
+        KeepArgs(last=1),
+        description="which stay there: the newest N, or rules as in `keep`; default 1; what waits for its upload stays",
+    )
+    upload: UploadArgs = Field(UploadArgs(bandwidth=None), description="how they are uploaded")
+
+
 class NoticeArgs(Model):
     """How a job is told that it will be ended soon."""
 
@@ -100,8 +144,14 @@ class NoticeArgs(Model):
 class SaveSettings(Model):
     """Where and when to save, and what to keep."""
 
-    to: str = Field(
+    to: PathText = Field(
         min_length=1, description="the directory of the checkpoints: a path or a URL such as s3://bucket/runs/a"
+    )
+    local: Annotated[
+        LocalArgs | None,
+        BeforeValidator(lambda value: {"path": value} if isinstance(value, (str, os.PathLike)) else value),
+    ] = Field(
+        None, description="a faster directory in which they are committed first, then uploaded: a path or a mapping"
     )
     every: Annotated[
         Every | None, BeforeValidator(lambda value: None if value is None else _parse_every(value)), _SERIALIZED
@@ -140,10 +190,20 @@ def save_settings(target: str | os.PathLike[str] | Mapping[str, Any], **argument
     settings = validate(SaveSettings, data, (), problems)
     problems.raise_problems()
     assert settings is not None
-    if not _URL.match(settings.to):
-        folder = os.path.normpath(base / Path(settings.to).expanduser())
-        settings = settings.model_copy(update={"to": folder})
+    settings = settings.model_copy(update={"to": _absolute(settings.to, base)})
+    if settings.local is not None:
+        local = settings.local.model_copy(update={"path": _absolute(settings.local.path, base)})
+        if local.path == settings.to:
+            raise ConfigError(
+                f"local.path: {local.path!r} is `to` as well: leave `local` out, or give another directory"
+            )
+        settings = settings.model_copy(update={"local": local})
     return settings
+
+
+def _absolute(path: str, base: Path) -> str:
+    """A URL as it is; a path from `base` on."""
+    return path if _URL.match(path) else os.path.normpath(base / Path(path).expanduser())
 
 
 def _text_of(path: Path) -> str:

@@ -33,6 +33,10 @@ _SEQUENCES = {list, tuple, set, frozenset, torch.Size}
 _TABLES = {dict, OrderedDict, defaultdict, Counter}
 
 
+class StateMismatchError(CheckpointError):
+    """The checkpoint does not fit the state that is to be filled; nothing was written."""
+
+
 def is_stateful(value: Any) -> bool:
     """True for an object that gives its state and takes it back: a module, optimizer, scheduler, loader."""
     return (
@@ -255,7 +259,7 @@ class _Targets:
         if self._missing:
             lines.append(f"  missing in the checkpoint ({len(self._missing)}): {_listed(self._missing)}")
         if lines:
-            raise CheckpointError(
+            raise StateMismatchError(
                 f"{self._contents.name} does not fit the state; nothing was written:\n" + "\n".join(lines),
                 missing=tuple(self._missing),
             )

@@ -49,8 +49,21 @@ from loaderkit.errors import (
 logger = logging.getLogger("loaderkit")
 
 
-def begin(target: SaveTarget, writes: Writes) -> Placement:
-    """Clear what dead saves left, and give this one a place. Raises CheckpointError, ConnectorError."""
+def begin(target: SaveTarget, writes: Writes, first_generation: int = 0) -> Placement:
+    """Clear what dead saves left, and give this one a place, as `place` does. Raises CheckpointError, ConnectorError."""
+    others = clear_dead(target, writes)
+    names = [info.key[len(target.prefix) :] for info in listed(target.connector, target.prefix)]
+    foreign = [name for name in names if "/" not in name and name.endswith(SUFFIXES)]
+    if foreign:
+        raise CheckpointError(
+            f"{target.url} holds {foreign[0]!r}, a checkpoint of another format, and no reader could tell which of the two is "
+            "meant: save to another directory"
+        )
+    return place(target, writes, others, first_generation)
+
+
+def clear_dead(target: SaveTarget, writes: Writes) -> list[Placement]:
+    """Clear what dead saves left in the directory that a checkpoint is in; where those write that save the same one now."""
     found = unfinished_saves(target)
     running = [save for save in found if save.is_running]
     for save in found:
@@ -63,14 +76,7 @@ def begin(target: SaveTarget, writes: Writes) -> Placement:
     others = _of(target.name, running)
     if target.name and not others:
         _clear_rest(writes, target.prefix)
-    names = [info.key[len(target.prefix) :] for info in listed(target.connector, target.prefix)]
-    foreign = [name for name in names if "/" not in name and name.endswith(SUFFIXES)]
-    if foreign:
-        raise CheckpointError(
-            f"{target.url} holds {foreign[0]!r}, a checkpoint of another format, and no reader could tell which of the two is "
-            "meant: save to another directory"
-        )
-    return place(target, writes, others)
+    return others
 
 
 def _of(name: str, running: Iterable[UnfinishedSave]) -> list[Placement]:
@@ -84,7 +90,7 @@ def clear(target: SaveTarget, writes: Writes, save: UnfinishedSave, others: Sequ
     Raises ConnectorError, FormatError.
     """
     placement = save.placement
-    if placement is None and any(info.key == save.marker for info in listed(target.connector, save.marker)):
+    if placement is None and next(listed(target.connector, save.marker), None) is not None:
         return  # written meanwhile, or by another version
     if placement is not None and placement.in_place:
         final = target._replace(name=save.name)
@@ -129,6 +135,13 @@ def commit(
     if the error came after the one step, the new one. What cannot be cleared after that is a warning, and the next save's.
     """
     objects = {file.name: _entry(file.num_bytes, file.block_bytes, file.hexadecimal()) for file in files}
+    commit_objects(target, writes, placement, objects, metadata)
+
+
+def commit_objects(
+    target: SaveTarget, writes: Writes, placement: Placement, objects: dict[str, Any], metadata: bytes
+) -> None:
+    """`commit`, with size, size of a block and hashes of each file by its name, as a manifest has them."""
     _check_files(target, placement, objects)
     manifest = _encoded(manifest_of(objects | {METADATA: _described(metadata)}))
     old_names: set[str] = set()

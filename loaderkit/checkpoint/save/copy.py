@@ -2,6 +2,7 @@
 
 read, hash, compare with the manifest ──> .saving-NAME-.../ ──> manifest ──> renamed to NAME/
                                           NAME/ where the store cannot rename; the manifest, which comes last, commits it
+    in the place of another ──> files beside its own ──> replaced by one step, as when it is saved again
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import xxhash
 
 from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES, Checkpoint, Checksums
 from loaderkit.checkpoint.discovery.blocks import hash_objects, hashes_of
@@ -30,8 +33,17 @@ from loaderkit.checkpoint.discovery.manifest import (
 )
 from loaderkit.checkpoint.discovery.open import open_checkpoint
 from loaderkit.checkpoint.discovery.verify import damaged_ranges
+from loaderkit.checkpoint.save.commit import clear_dead, commit_objects
 from loaderkit.checkpoint.save.owner import Heartbeat
-from loaderkit.checkpoint.save.placement import listed, marker_key, place, put_marker, read_object
+from loaderkit.checkpoint.save.placement import (
+    Placement,
+    generation_of,
+    listed,
+    marker_key,
+    place,
+    put_marker,
+    read_object,
+)
 from loaderkit.checkpoint.save.prune import remove_directory
 from loaderkit.checkpoint.transfer.fetch import fetch_of
 from loaderkit.connectors.base import Connector, ObjectInfo, ObjectWriter, Writes, writes_of
@@ -54,12 +66,19 @@ def copy_checkpoint(
     *,
     connectors: Mapping[str, Connector] | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
+    pace: Callable[[int], None] = lambda num_bytes: None,
+    replace: bool = False,
+    direct: bool = False,
 ) -> CopiedCheckpoint:
     """Copy a whole checkpoint into the directory `to`, under its own name; one inside a tar is unpacked.
 
     Its manifest is copied, too; every byte is compared with it while it is copied, and nothing is left of a copy that differs.
-    One without a manifest gets one. `progress` is called with the bytes of every part. Raises CheckpointError for a checkpoint
-    that is not whole or damaged, and if another one has its name in `to`; ConnectorError.
+    One without a manifest gets one. `progress` is called with the bytes of every part; `pace` before they are written, on the
+    thread that does it, and may wait. `replace`: another checkpoint of that name is replaced, if it is one of
+    torch.distributed.checkpoint as this one, with other names of files. `direct`: read past the page cache.
+
+    Raises CheckpointError for a checkpoint that is not whole or damaged, and if another one has its name in `to`;
+    ConnectorError.
     """
     given = connectors or {}
     location = locate(url, given)
@@ -70,15 +89,23 @@ def copy_checkpoint(
             fetch = fetch_of(location.connector)
             checkpoint = open_checkpoint(location, fetch)
             source = _Source(location, checkpoint, read_manifest(location, checkpoint, "auto", fetch))
-            was_there = _is_there(source, target)
+            was_there = _is_there(source, target, replace)
             if not was_there:
-                _copy(source, target, progress)
+                _copy(source, target, _Flow(progress, pace, direct))
         finally:
             target.close()
     finally:
         location.close()
     num_bytes = sum(info.size for info in source.files)
     return CopiedCheckpoint(url_below(to, name), num_bytes, len(source.files), was_there)
+
+
+class _Flow(NamedTuple):
+    """How the bytes are copied."""
+
+    progress: Callable[[int], None]
+    pace: Callable[[int], None]
+    direct: bool
 
 
 class _Source:
@@ -105,10 +132,25 @@ class _Source:
         """A file's name in the checkpoint's directory."""
         return info.key[len(self.location.prefix) :]
 
+    def objects(self, hashes: Mapping[str, list[str]]) -> dict[str, Any]:
+        """Size, size of a block and hashes of each file by its name, as a manifest has them, from the hashes by key."""
+        infos = [info for info in self._covered() if info.key in hashes]
+        return {
+            self.name_of(info): {
+                "num_bytes": info.size,
+                "block_bytes": self.block_bytes(info),
+                "hashes": hashes[info.key],
+            }
+            for info in infos
+        }
+
+    def _covered(self) -> list[ObjectInfo]:
+        covered = self.checksums.keys() or {info.key for info in needed_objects(self.contents)}
+        return [info for info in self.files if info.key in covered]
+
     def document(self, hashes: Mapping[str, list[str]]) -> dict[str, Any]:
         """The copy's manifest, from the hashes of the files by key."""
-        covered = self.checksums.keys() or {info.key for info in needed_objects(self.contents)}
-        infos = [info for info in self.files if info.key in covered]
+        infos = self._covered()
         usual = max((self.block_bytes(info) for info in infos), default=MAX_BLOCK_BYTES)
         objects: dict[str, Any] = {}
         for info in infos:
@@ -123,31 +165,35 @@ def _commits(info: ObjectInfo) -> bool:
     return info.key.endswith((METADATA, INDEX))
 
 
-def _is_there(source: _Source, target: SaveTarget) -> bool:
-    """True if an equal checkpoint is there. Raises CheckpointError for another one, or for files that are none of its."""
+def _is_there(source: _Source, target: SaveTarget, replace: bool) -> bool:
+    """True if an equal checkpoint is there. Raises CheckpointError for another one, unless it can be replaced."""
     where = target.prefix.removesuffix("/")
     present = {info.key for info in listed(target.connector, where if source.is_single else target.prefix)}
     manifest = f"{where}.{NAME}" if source.is_single else f"{target.prefix}{NAME}"
     if manifest not in present:
-        # A copy into a directory may have been cut off; a file is there or not, and may be another program's.
-        wanted = {target.prefix + source.name_of(info) for info in source.files}
-        others = (
-            present & {where} if source.is_single else {key for key in present - wanted if not key.endswith(".tmp")}
-        )
-        if others:
-            raise CheckpointError(
-                f"{target.connector.describe(where)} is there, and not as a copy of this checkpoint ({min(others)!r}): remove "
-                "it, or copy elsewhere"
-            )
+        if source.is_single and where in present:  # it may be another program's
+            raise _another(target, where)
         return False
     data = read_object(target.connector, manifest)
     *_, there = parse_manifest(target.connector.describe(manifest), data)
     mine = source.checksums or _checksums(source, there)
-    if there != {key[len(source.location.prefix) :]: known for key, known in mine.items()}:
-        raise CheckpointError(
-            f"{target.connector.describe(where)} is another checkpoint of this name: remove it, or copy elsewhere"
-        )
-    return True
+    if there == {key[len(source.location.prefix) :]: known for key, known in mine.items()}:
+        return True
+    if not replace:
+        raise _other_checkpoint(target)
+    return False
+
+
+def _other_checkpoint(target: SaveTarget) -> CheckpointError:
+    where = target.connector.describe(target.prefix.removesuffix("/"))
+    return CheckpointError(f"{where} is another checkpoint of this name: remove it, or copy elsewhere")
+
+
+def _another(target: SaveTarget, key: str) -> CheckpointError:
+    where = target.connector.describe(target.prefix.removesuffix("/"))
+    return CheckpointError(
+        f"{where} is there, and not as a copy of this checkpoint ({key!r}): remove it, or copy elsewhere"
+    )
 
 
 def _checksums(source: _Source, there: Mapping[str, Checksums]) -> dict[str, Checksums]:
@@ -161,33 +207,76 @@ def _checksums(source: _Source, there: Mapping[str, Checksums]) -> dict[str, Che
     return {info.key: Checksums(blocks[info.key], info.size, hashes[info.key]) for info in infos}
 
 
-def _copy(source: _Source, target: SaveTarget, progress: Callable[[int], None]) -> None:
+def _copy(source: _Source, target: SaveTarget, flow: _Flow) -> None:
     writes = writes_of(target.connector)
     if source.is_single:
         where = target.prefix.removesuffix("/")
-        document = _write(source, writes, lambda info: where, progress)
+        hashes = _write(source, source.files, writes, lambda info: where, flow)
         writes.sync(target.parent)
-        writes.put(f"{where}.{NAME}", document)
+        writes.put(f"{where}.{NAME}", json.dumps(source.document(hashes)).encode())
         return
-    if cut_off := list(listed(target.connector, target.prefix)):
-        remove_directory(writes, target.prefix, cut_off)
-    placement = place(target, writes, ())
-    folder = placement.folder
+    others = clear_dead(target, writes)
+    present = list(listed(target.connector, target.prefix))
+    is_replaced = any(info.key == target.prefix + NAME for info in present)
+    if is_replaced:
+        keys, names = {info.key for info in present}, {source.name_of(info) for info in source.files}
+        clashes = keys & {target.prefix + name for name in names - {METADATA}}
+        if clashes or METADATA not in names or target.prefix + METADATA not in keys:
+            raise _other_checkpoint(target)
+    elif present:
+        _remove_cut_off(source, target, writes, present)
+    generations = [generation_of(source.name_of(info)) for info in source.files]
+    first_generation = max((number for number in generations if number is not None), default=0)
+    placement = place(target, writes, others, first_generation)
     heartbeat = Heartbeat(placement.attempt, partial(put_marker, target, writes, placement))
     try:
-        document = _write(source, writes, lambda info: folder + source.name_of(info), progress)
+        if is_replaced:
+            _replace(source, target, writes, placement, flow)
+        else:
+            _make(source, target, writes, placement, flow)
+    finally:
+        heartbeat.stop()
+        if not is_replaced:
+            with suppress(ConnectorError):
+                writes.delete(marker_key(target, placement))
+
+
+def _remove_cut_off(source: _Source, target: SaveTarget, writes: Writes, present: list[ObjectInfo]) -> None:
+    """Remove what is there of a copy that was cut off. Raises CheckpointError for files that are none of its."""
+    wanted = {target.prefix + source.name_of(info) for info in source.files}
+    if others := [info.key for info in present if info.key not in wanted and not info.key.endswith(".tmp")]:
+        raise _another(target, min(others))
+    remove_directory(writes, target.prefix, present)
+
+
+def _replace(source: _Source, target: SaveTarget, writes: Writes, placement: Placement, flow: _Flow) -> None:
+    """Replace another checkpoint by one step. What is written until an error is cleared by the next save or copy."""
+    (description,) = (info for info in source.files if source.name_of(info) == METADATA)
+    others = [info for info in source.files if info is not description]
+    metadata = read_object(source.location.connector, description.key)
+    known = source.checksums.get(description.key)
+    if known is not None and known != Checksums(known.block_bytes, len(metadata), _hashes(metadata, known.block_bytes)):
+        raise CheckpointError(f"{source.contents.describe(description.key)} is not that of its manifest")
+    hashes = _write(source, others, writes, lambda info: target.prefix + source.name_of(info), flow)
+    commit_objects(target, writes, placement, source.objects(hashes), metadata)
+
+
+def _hashes(data: bytes, block_bytes: int) -> list[str]:
+    return [xxhash.xxh3_64_hexdigest(data[lo : lo + block_bytes]) for lo in range(0, len(data), block_bytes)]
+
+
+def _make(source: _Source, target: SaveTarget, writes: Writes, placement: Placement, flow: _Flow) -> None:
+    folder = placement.folder
+    try:
+        hashes = _write(source, source.files, writes, lambda info: folder + source.name_of(info), flow)
         writes.sync(folder)
-        writes.put(folder + NAME, document)
+        writes.put(folder + NAME, json.dumps(source.document(hashes)).encode())
         writes.sync(folder)
         if not placement.in_place and not writes.rename(folder, target.prefix):
             raise ConnectorError(f"{target.connector.describe(folder)} could be renamed before, and now it cannot")
     except BaseException:
         _discard(target, writes, folder)
         raise
-    finally:
-        heartbeat.stop()
-        with suppress(ConnectorError):
-            writes.delete(marker_key(target, placement))
 
 
 def _discard(target: SaveTarget, writes: Writes, folder: str) -> None:
@@ -200,21 +289,22 @@ def _discard(target: SaveTarget, writes: Writes, folder: str) -> None:
 
 
 def _write(
-    source: _Source, writes: Writes, key_of: Callable[[ObjectInfo], str], progress: Callable[[int], None]
-) -> bytes:
-    """Write all files; the manifest. Raises CheckpointError for a damaged block."""
+    source: _Source, files: Sequence[ObjectInfo], writes: Writes, key_of: Callable[[ObjectInfo], str], flow: _Flow
+) -> dict[str, list[str]]:
+    """Write files; the hashes of their blocks by key. Raises CheckpointError for a damaged block."""
     connector, known = source.location.connector, source.checksums
-    hashes: dict[str, list[str]] = {info.key: [] for info in source.files}
-    left = {info.key: info.size for info in source.files}
+    hashes: dict[str, list[str]] = {info.key: [] for info in files}
+    left = {info.key: info.size for info in files}
     for is_last in (False, True):
-        group = [info for info in source.files if _commits(info) == is_last]
+        group = [info for info in files if _commits(info) == is_last]
         with ExitStack() as stack:
-            writers = stack.enter_context(_Writers(writes, key_of))
+            writers = stack.enter_context(_Writers(writes, key_of, flow.pace))
             parts = hash_objects(
                 connector,
                 [(info, source.block_bytes(info)) for info in group],
                 part_bytes=lambda info: writes.part_bytes_of(info.size),
                 use=writers.write,
+                direct=flow.direct,
             )
             for part in stack.enter_context(closing(parts)):
                 key = part.info.key
@@ -228,18 +318,18 @@ def _write(
                 left[key] -= part.num_bytes
                 if not left[key]:
                     writers.commit(part.info)
-                progress(part.num_bytes)
+                flow.progress(part.num_bytes)
             for info in group:
                 if not info.size:
                     writers.commit(info)
-    return json.dumps(source.document(hashes)).encode()
+    return hashes
 
 
 class _Writers:
     """The objects that are being written, each created with its first part; those not committed at the end are aborted."""
 
-    def __init__(self, writes: Writes, key_of: Callable[[ObjectInfo], str]) -> None:
-        self._writes, self._key_of = writes, key_of
+    def __init__(self, writes: Writes, key_of: Callable[[ObjectInfo], str], pace: Callable[[int], None]) -> None:
+        self._writes, self._key_of, self._pace = writes, key_of, pace
         self._lock = threading.Lock()
         self._writers: dict[str, ObjectWriter] = {}
 
@@ -253,6 +343,7 @@ class _Writers:
 
     def write(self, info: ObjectInfo, start: int, data: memoryview) -> None:
         """Write a part; any thread."""
+        self._pace(len(data))
         self._writer(info).write(start, data)
 
     def commit(self, info: ObjectInfo) -> None:

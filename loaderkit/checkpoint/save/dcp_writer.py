@@ -101,14 +101,20 @@ class StreamWriter(StorageWriter, AsyncStager):
         url: str | os.PathLike[str],
         *,
         workers: int | Literal["auto"] = "auto",
+        unique_names: bool = False,
         connectors: Mapping[str, Connector] | None = None,
     ) -> None:
-        """Raises ConfigError for `workers` that are no number from 1 on."""
+        """`unique_names`: files have names by the time, which no earlier save of the same checkpoint has given, so that a copy
+        of it can be replaced by one step, too.
+
+        Raises ConfigError for `workers` that are no number from 1 on.
+        """
         super().__init__()
         if workers != "auto" and (type(workers) is not int or workers < 1):
             raise ConfigError(f"workers {workers!r}: expected 'auto', or a number of threads from 1 on")
         self._url = os.fspath(url)
         self._workers = workers
+        self._unique_names = unique_names
         self._connectors = connectors
         self._save_id = uuid.uuid4().hex
         self._token = ""
@@ -122,7 +128,8 @@ class StreamWriter(StorageWriter, AsyncStager):
 
     def __reduce__(self) -> Any:
         """Another process gets the settings only."""
-        return partial(StreamWriter, workers=self._workers, connectors=self._connectors), (self._url,)
+        settled = partial(StreamWriter, workers=self._workers, unique_names=self._unique_names)
+        return partial(settled, connectors=self._connectors), (self._url,)
 
     @property
     def stats(self) -> dict[str, Any] | None:
@@ -163,7 +170,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         """
         target = self._opened()
         writes = writes_of(target.connector)
-        placement = begin(target, writes)
+        placement = begin(target, writes, time.time_ns() // 1_000_000 if self._unique_names else 0)
         renew = partial(put_marker, target, writes, placement)
         self._running = _Running(placement, Heartbeat(placement.attempt, renew))
         local = [plan.storage_data if isinstance(plan.storage_data, Local) else None for plan in plans]

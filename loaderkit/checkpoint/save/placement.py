@@ -15,15 +15,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from loaderkit.checkpoint.discovery.locate import SAVING, SaveTarget
-from loaderkit.checkpoint.save.owner import MAX_SILENCE_S, Owner, is_running, this_process
-from loaderkit.connectors.base import Connector, ObjectInfo, Writes, modified_s_of
+from loaderkit.checkpoint.save.owner import Owner, is_running, this_process
+from loaderkit.connectors.base import Connector, ObjectInfo, Writes
 from loaderkit.errors import ObjectNotFoundError
 
 _PROBE = "probe"
-_SAVING = re.compile(
-    re.escape(SAVING) + r"(?P<name>[^/]*)\.(?P<attempt>[0-9a-f]{16})(\.json(\.[0-9a-f]{16}\.tmp)?|(\.new)?/.*)",
-    re.DOTALL,
-)
+_SAVING = re.compile(re.escape(SAVING) + r"(?P<name>[^/]*)\.(?P<attempt>[0-9a-f]{16})(\.json|(\.new)?/.*)", re.DOTALL)
 _DATA_FILE = re.compile(r"__\d+_(\d+)\.distcp")
 
 
@@ -54,15 +51,11 @@ class UnfinishedSave(NamedTuple):
     keys: list[str]
     placement: Placement | None
     renewed_s: float
-    is_beginning: bool  # its marker is being written, by a process that is not known to be dead
 
     @property
     def is_running(self) -> bool:
         """True if the process that saves is not known to be dead."""
-        placement = self.placement
-        return self.is_beginning or (
-            placement is not None and is_running(placement.owner, placement.attempt, self.renewed_s)
-        )
+        return self.placement is not None and is_running(self.placement.owner, self.placement.attempt, self.renewed_s)
 
     @property
     def marker(self) -> str:
@@ -75,20 +68,20 @@ class UnfinishedSave(NamedTuple):
         return f"{self.base}/", f"{self.base}.new/"
 
 
-def place(target: SaveTarget, writes: Writes, others: Iterable[Placement]) -> Placement:
-    """A place for the files of a new save, and its marker. `others` save the same checkpoint now. Raises ConnectorError."""
+def place(target: SaveTarget, writes: Writes, others: Iterable[Placement], first_generation: int = 0) -> Placement:
+    """A place for the files of a new save, and its marker. `others` save the same checkpoint now; the number in the files'
+    names is at least `first_generation`. Raises ConnectorError."""
     attempt = secrets.token_hex(8)
     names = [info.key[len(target.prefix) :] for info in listed(target.connector, target.prefix)]
     used = {number for number in map(generation_of, names) if number is not None} | {
         other.generation for other in others
     }
-    placement = Placement(
-        attempt, time.monotonic_ns(), this_process(), target.prefix, max(used, default=-1) + 1, in_place=True
-    )
+    generation = max(first_generation, max(used, default=-1) + 1)
+    placement = Placement(attempt, time.monotonic_ns(), this_process(), target.prefix, generation, in_place=True)
     is_new = bool(target.name) and not names
     if is_new:
         folder = saving_folder(target, placement)
-        placement = placement._replace(folder=folder, generation=0, in_place=False)
+        placement = placement._replace(folder=folder, generation=first_generation, in_place=False)
     put_marker(target, writes, placement)
     if is_new and not _can_rename(writes, placement.folder):
         placement = placement._replace(folder=target.prefix, in_place=True)
@@ -138,35 +131,17 @@ def unfinished_saves(target: SaveTarget) -> list[UnfinishedSave]:
         if match is not None:
             base = f"{target.parent}{SAVING}{match['name']}.{match['attempt']}"
             keys.setdefault((base, match["name"]), []).append(info.key)
-    found = []
-    for (base, name), own in keys.items():
-        placement, renewed_s = _marked(target.connector, f"{base}.json")
-        unnamed = [key for key in own if key.startswith(f"{base}.json.")] if placement is None else []
-        is_beginning = any(_may_be_put(target.connector, key) for key in unnamed)
-        found.append(UnfinishedSave(base, name, own, placement, renewed_s, is_beginning))
-    return found
+    return [UnfinishedSave(base, name, found, *_marked(target.connector, base)) for (base, name), found in keys.items()]
 
 
-def _marked(connector: Connector, key: str) -> tuple[Placement | None, float]:
-    """What a marker says, and when it was renewed."""
+def _marked(connector: Connector, base: str) -> tuple[Placement | None, float]:
+    """What the marker of a save says, and when it was renewed."""
     try:
-        said: Any = json.loads(read_object(connector, key))
+        said: Any = json.loads(read_object(connector, f"{base}.json"))
         fields = {name: said[name] for name in Placement._fields}
         return Placement(**fields | {"owner": Owner(**said["owner"])}), float(said["renewed_s"])
     except (ObjectNotFoundError, ValueError, KeyError, TypeError):  # none, or of another version
         return None, 0.0
-
-
-def _may_be_put(connector: Connector, key: str) -> bool:
-    """True unless a marker that has not got its name yet was left by a process that died."""
-    placement, renewed_s = _marked(connector, key)
-    if placement is not None and placement.owner != this_process():
-        return is_running(placement.owner, placement.attempt, renewed_s)
-    try:
-        written_s = modified_s_of(connector, key)
-    except ObjectNotFoundError:
-        return True
-    return written_s is None or time.time() - written_s < MAX_SILENCE_S
 
 
 def find_placement(target: SaveTarget, owner: Owner) -> Placement | None:

@@ -77,3 +77,25 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     message, steps = json.loads((tmp_path / "survived-0.json").read_text())
     assert message.startswith("PeerError: rank 1 did not come within 3 s (while a checkpoint is written)")
     assert steps == [1]
+
+
+def test_rank_0_uploads_and_all_wait_for_it(tmp_path: Path) -> None:
+    assert rank_programs.run_ranks(manager_programs.upload, 2, tmp_path) == [0, 0]
+    (whole, first, *rest, num_uploaded), (others_whole, second, *others, none) = said(tmp_path, "uploaded", 2)
+    assert whole == others_whole == ["step-0000000001"]
+    assert first[0] == "ConnectorError: no route to the store"
+    assert second[0] == f"PeerError: rank 0 failed: {first[0]} (while rank 0 uploads checkpoints)"
+    # Step 2 is damaged in the local directory before it is uploaded: all restore step 1, and it cannot be uploaded.
+    assert rest == others == [1, [1, 2]]
+    assert "is damaged, so nothing is copied" in first[1]
+    assert second[1] == f"PeerError: rank 0 failed: {first[1]} (while rank 0 uploads checkpoints)"
+    assert (num_uploaded, none) == (1, None)
+
+
+def test_a_local_directory_that_the_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
+    assert rank_programs.run_ranks(manager_programs.local_of_its_own, 2, tmp_path) == [0, 0]
+    first, second = said(tmp_path, "refused", 2)
+    assert first.startswith("local: 1 of 2 ranks, such as 1 on ")
+    assert "near-0 what rank 0 has written there: a checkpoint would be split over the machines. Give a" in first
+    assert second.startswith("local: 1 of 2 ranks, such as 1 on ")
+    assert [path.name for path in tmp_path.glob("near-*/*")] == []

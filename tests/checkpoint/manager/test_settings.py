@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 
-from loaderkit.checkpoint.manager.settings import BestArgs, Every, KeepArgs, save_settings
+from loaderkit.checkpoint.manager.settings import (
+    BestArgs,
+    Every,
+    KeepArgs,
+    LocalArgs,
+    UploadArgs,
+    save_settings,
+)
 from loaderkit.errors import ConfigError
 
 WHOLE = """
 to: runs/a
+local: {path: fast, keep: 2, upload: {bandwidth: 1GB/s}}
 every: 500
 keep: {last: 3, every: 5000, for: 30d, best: {metric: loss, mode: min, num: 2}}
 when_busy: skip
@@ -25,6 +33,9 @@ def test_a_file_has_everything(write: Callable[[str], Path]) -> None:
     settings = save_settings(path)
     assert settings.to == str(path.parent / "runs/a")
     assert settings.every == Every(steps=500)
+    assert settings.local == LocalArgs(
+        path=str(path.parent / "fast"), keep=KeepArgs(last=2), upload=UploadArgs(bandwidth=10**9)
+    )
     best = BestArgs(metric="loss", mode="min", num=2)
     assert settings.keep == KeepArgs(last=3, every=5000, **{"for": 30 * 86400.0}, best=best)
     assert settings.when_busy == "skip"
@@ -41,6 +52,31 @@ def test_a_url_a_mapping_and_arguments(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "checkpoint.yaml").write_text("to: s3://bucket/${RUN}\nevery: 10min\n")
     settings = save_settings("checkpoint.yaml", every=7)
     assert (settings.to, settings.every) == ("s3://bucket/b", Every(steps=7))
+
+
+def test_local_is_a_path_or_a_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = save_settings("s3://b/a", local="fast").local
+    assert plain == LocalArgs(path=str(tmp_path / "fast"), keep=KeepArgs(last=1), upload=UploadArgs(bandwidth=None))
+    assert save_settings("s3://b/a", local=tmp_path / "fast").local == plain
+    assert save_settings({"to": "s3://b/a", "local": {"path": tmp_path / "fast"}}).local == plain
+    rules = save_settings("s3://b/a", local={"path": "/f", "keep": {"last": 2, "every": 10}}).local
+    assert rules is not None
+    assert rules.keep == KeepArgs(last=2, every=10)
+    with pytest.raises(ConfigError, match=r"local.path: '/a' is `to` as well"):
+        save_settings("/a", local="/a/")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("1GB/s", 10**9), ("512MiB/s", 2**29), ("100MB", 10**8), (12345, 12345), (None, None)],
+)
+def test_bandwidth(value: Any, expected: int | None) -> None:
+    settings = save_settings("s3://b/a", local={"path": "/f", "upload": {"bandwidth": value}})
+    assert settings.local is not None
+    assert settings.local.upload.bandwidth == expected
+    again = save_settings(settings.model_dump(mode="json", by_alias=True))
+    assert again == settings
 
 
 @pytest.mark.parametrize(
@@ -70,6 +106,21 @@ def test_every(value: Any, expected: Every | None) -> None:
             2,
             "expected 'min' or 'max', not 'low'",
         ),
+        ("to: /a\nlocal: {keep: 2}\n", "local", 2, "'path' is missing"),
+        ("to: /a\nlocal: {path: /b, keep: 0}\n", "local.keep", 2, "greater than or equal to 1, not 0"),
+        (
+            "to: /a\nlocal:\n  path: /b\n  upload: {bandwith: 1GB/s}\n",
+            "local.upload.bandwith",
+            4,
+            "did you mean 'bandwidth'",
+        ),
+        (
+            "to: /a\nlocal: {path: /b, upload: {bandwidth: fast}}\n",
+            "local.upload.bandwidth",
+            2,
+            "a speed such as 500MB/s",
+        ),
+        ("to: /a\nlocal: {path: /b, upload: {bandwidth: 0}}\n", "local.upload.bandwidth", 2, "greater than 0"),
         ("to: /a\nwhen_busy: wiat\n", "when_busy", 2, "did you mean 'wait'?"),
         ("to: /a\nnotice: {signals: [SIGTREM]}\n", "notice.signals.0", 2, "the name of a signal such as SIGTERM"),
         ("to: /a\nnotice: {signals: [SIGKILL]}\n", "notice.signals.0", 2, "a signal that a program can catch"),

@@ -1,0 +1,128 @@
+"""Restores the newest checkpoint that turns out to be whole while it is read, the same one on every rank.
+
+rank 0: the next candidate ──> posted ──> all: restored ──> posted: how it went ──> one failed: is it damaged? rank 0 reads it
+                                                                                    yes: the next candidate; no: the error
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from loaderkit.checkpoint.discovery.verify import verify_checkpoint
+from loaderkit.checkpoint.manager.tiers import Tiers, warn_damaged
+from loaderkit.checkpoint.ranks.board import Board
+from loaderkit.checkpoint.restore.stateful import StateMismatchError
+from loaderkit.connectors.base import Connector
+from loaderkit.errors import CheckpointError, ConnectorError, FormatError, PeerError
+
+_DOING = "a checkpoint is restored"
+
+
+def restore_newest(
+    tiers: Tiers,
+    step: int | None,
+    restore: Callable[[str], None],
+    *,
+    board: Board | None,
+    key: str,
+    connectors: dict[str, Connector],
+) -> int | None:
+    """Call `restore` with the URL of the newest whole checkpoint, or of that of `step`; its step. None: there is none.
+
+    If that fails on any rank because the checkpoint is damaged, the next one is taken, as `Tiers.whole` gives them. Raises what
+    it raises, and what `restore` raises.
+    """
+    candidates = tiers.whole(step) if board is None or board.rank == 0 else iter(())
+    failure: BaseException | None = None
+    for number in itertools.count():
+        about = f"{key}/{number}"
+        found = _agreed(board, about, candidates)
+        if found is None:
+            if failure is not None:
+                raise failure
+            return None
+        chosen, url = found
+        error = _error_of(restore, url, board, about)
+        if not _has_failed(board, about, error):
+            return chosen
+        reason = _judged(board, about, url, tiers.is_local(url), connectors)
+        if not reason:
+            raise error or CheckpointError(f"another rank could not restore {url}")
+        failure = failure or error or CheckpointError(f"{url} is damaged: {reason}")
+    raise AssertionError
+
+
+def _agreed(board: Board | None, about: str, candidates: Iterator[tuple[int, str]]) -> tuple[int, str] | None:
+    """The next candidate, from rank 0."""
+    if board is None:
+        return next(candidates, None)
+    if board.rank > 0:
+        step, _, url = board.wait_for(about, 0, about=about, doing="rank 0 looks for the newest checkpoint").partition(
+            b" "
+        )
+        return (int(step), url.decode()) if url else None
+    try:
+        with board.alive(about):
+            found = next(candidates, None)
+    except BaseException as error:
+        board.fail(about, error)
+        raise
+    board.post(about, b"" if found is None else f"{found[0]} {found[1]}".encode())
+    return found
+
+
+def _error_of(restore: Callable[[str], None], url: str, board: Board | None, about: str) -> BaseException | None:
+    """What restoring met on this rank."""
+    try:
+        with nullcontext() if board is None else board.alive(about):
+            restore(url)
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        if _says_damaged(error):
+            return error
+        if board is not None:
+            board.fail(about, error)
+        raise
+    return None
+
+
+def _says_damaged(error: BaseException) -> bool:
+    """True for an error that a damaged checkpoint gives."""
+    if isinstance(error, CheckpointException):
+        return any(_says_damaged(inner) for inner, _ in error.failures.values())
+    others = (PeerError, StateMismatchError)
+    return isinstance(error, (CheckpointError, FormatError, ConnectorError)) and not isinstance(error, others)
+
+
+def _has_failed(board: Board | None, about: str, error: BaseException | None) -> bool:
+    """True if any rank has failed."""
+    if board is None:
+        return error is not None
+    board.post(f"{about}/failed-on/{board.rank}", b"" if error is None else b"1")
+    return any(board.collect(f"{about}/failed-on", about=about, doing=_DOING))
+
+
+def _judged(board: Board | None, about: str, url: str, is_local: bool, connectors: dict[str, Connector]) -> str:
+    """What is damaged in a checkpoint that was not restored; "": nothing. Rank 0 reads it."""
+    if board is not None and board.rank > 0:
+        return board.wait_for(f"{about}/damage", 0, about=about, doing="rank 0 verifies a checkpoint").decode()
+    with nullcontext() if board is None else board.alive(about):
+        reason = _damage_in(url, is_local, connectors)
+    if reason:
+        warn_damaged(url, reason)
+    if board is not None:
+        board.post(f"{about}/damage", reason.encode())
+    return reason
+
+
+def _damage_in(url: str, is_local: bool, connectors: dict[str, Connector]) -> str:
+    try:
+        damage = verify_checkpoint(url, connectors=connectors).damage
+        return f"it is damaged: {'; '.join(damage[:3])}" if damage else ""
+    except (CheckpointError, FormatError) as error:
+        return str(error)
+    except ConnectorError as error:  # a store that has failed says nothing of the checkpoint; of a local disk it does
+        return str(error) if is_local else ""

@@ -1,0 +1,240 @@
+"""Where the checkpoints of a run are: in the directory `to`, and before that in `local`, if there is one.
+
+save ──> local: committed ──> Uploads ──> to: committed
+restore <── the newest whole one of both; of a step the local one first
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+
+from loaderkit.checkpoint.manager.directory import RunDirectory, step_name
+from loaderkit.checkpoint.manager.settings import SaveSettings
+from loaderkit.checkpoint.manager.uploads import Uploads
+from loaderkit.checkpoint.ranks.board import Board
+from loaderkit.connectors.base import Connector
+from loaderkit.errors import CheckpointError, ConfigError, ConnectorError, FormatError, printable
+
+logger = logging.getLogger("loaderkit")
+_CLAIM = "loaderkit-local.json"  # in the local directory: whose it is
+_SEEN = "local-directory"
+
+
+class Tiers:
+    """The directories of a run; rank 0 uploads. `near` is where saves go, `far` where checkpoints last; without `local` that is
+    the same one."""
+
+    def __init__(self, settings: SaveSettings, connectors: dict[str, Connector], board: Board | None) -> None:
+        """Raises ConfigError if the local directory is another run's, or if the ranks do not share it; on all ranks."""
+        self._keep, self._local, self._board = settings.keep, settings.local, board
+        rules = [settings.keep, None if settings.local is None else settings.local.keep]
+        with_metrics = any(keep is not None and keep.best is not None for keep in rules)
+        self._far = RunDirectory(settings.to, connectors, with_metrics=with_metrics)
+        self._near, self._uploads = self._far, None
+        self._num_finished = 0
+        self._is_claimed = False
+        self._saving = threading.Lock()  # while something in `near` is being written or removed
+        if settings.local is None:
+            return
+        self._near = RunDirectory(settings.local.path, connectors, with_metrics=with_metrics)
+        self._agree_on_local()
+        if board is None or board.rank == 0:
+            self._uploads = Uploads(
+                self._near,
+                self._far,
+                keep=settings.keep,
+                bandwidth=settings.local.upload.bandwidth,
+                connectors=connectors,
+                uploaded=self._retain_unless_saving,
+            )
+
+    def start(self) -> None:
+        """Begin to upload what an earlier run has left."""
+        if self._uploads is not None:
+            self._uploads.start()
+
+    # ------------------------------------------------------------------------------------------------------- save
+
+    def url_of(self, step: int) -> str:
+        """Where a step is saved."""
+        return self._near.url_of(step)
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[None]:
+        """While a step is being written nothing is removed from where it goes. Raises ConnectorError."""
+        with self._saving, nullcontext() if self._uploads is None else self._uploads.saving(step):
+            if self._uploads is not None and not self._is_claimed:
+                self._near.put(_CLAIM, json.dumps({"version": 1, "to": self._far.url}).encode())
+                self._is_claimed = True
+            yield
+
+    def committed(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is committed, on rank 0: upload it, and remove what is not to be kept any more."""
+        self._near.note(step, metrics, time.time())
+        if self._uploads is None or self._local is None:
+            self._far.retain(self._keep, lambda saved: {step})
+            return
+        self._uploads.add(step)
+        with self._saving:
+            self._retain_near(step)
+
+    def _retain_unless_saving(self) -> None:
+        if self._saving.acquire(blocking=False):  # else it is done once that save is committed
+            try:
+                self._retain_near()
+            finally:
+                self._saving.release()
+
+    def _retain_near(self, *steps: int) -> None:
+        uploads, local = self._uploads, self._local
+        assert uploads is not None
+        assert local is not None
+        self._near.retain(local.keep, lambda saved: uploads.stays(saved) | {*steps})
+
+    # ----------------------------------------------------------------------------------------------------- restore
+
+    def steps(self) -> list[int]:
+        """The committed steps of both, ascending. Raises ConnectorError."""
+        return sorted({step for directory in self._directories() for step in directory.committed()})
+
+    def whole(self, step: int | None = None) -> Iterator[tuple[int, str]]:
+        """(step, URL) of the checkpoints that are whole, of this step or of all: the newest first, of a step the local one.
+
+        Those that are damaged are passed over, with a warning that says why. Raises ConnectorError for a failure of the store
+        `to`, and for `step` without a whole checkpoint what is wrong with it: CheckpointError, FormatError.
+        """
+        there = {directory.url: {*directory.committed()} for directory in self._directories()}
+        steps = sorted(set().union(*there.values()), reverse=True) if step is None else [step]
+        problem: Exception | None = None
+        found = False
+        for number in steps:
+            for directory in self._directories():
+                if number not in there[directory.url] and (step is None or directory is not self._far):
+                    continue
+                try:
+                    directory.checked(number)
+                except (CheckpointError, FormatError, ConnectorError) as error:
+                    if isinstance(error, ConnectorError) and directory is self._far:
+                        raise
+                    problem = problem or error
+                    if step is None or directory is not self._far:
+                        warn_damaged(directory.url_of(number), error)
+                else:
+                    found = True
+                    yield number, directory.url_of(number)
+        if step is not None and not found:
+            assert problem is not None
+            raise problem
+
+    def is_local(self, url: str) -> bool:
+        """True for a checkpoint that is not where checkpoints last."""
+        return self._near is not self._far and url.startswith(self._near.url_of(0)[: -len(step_name(0))])
+
+    def _directories(self) -> list[RunDirectory]:
+        return [self._far] if self._near is self._far else [self._near, self._far]
+
+    # ----------------------------------------------------------------------------------------------------- uploads
+
+    def raise_failure(self) -> None:
+        """Raise what an upload has met, once, on rank 0."""
+        if self._uploads is not None:
+            self._uploads.raise_failure()
+
+    def finish(self) -> None:
+        """Return once all is uploaded, on every rank. Raises what that met; PeerError on ranks other than 0."""
+        if self._local is None:
+            return
+        board, key = self._board, f"uploads-{self._num_finished}"
+        self._num_finished += 1
+        if self._uploads is None:
+            assert board is not None
+            board.wait_for(key, 0, about=key, doing="rank 0 uploads checkpoints")
+            board.post(f"{key}/seen/{board.rank}")
+        elif board is None:
+            self._uploads.finish()
+        else:
+            try:
+                with board.alive(key):
+                    self._uploads.finish()
+            except BaseException as error:
+                board.fail(key, error)
+                raise
+            board.post(key)
+            board.post(f"{key}/seen/{board.rank}")
+
+    @property
+    def last_key(self) -> str | None:
+        """What the messages of the last `finish` begin with."""
+        return None if self._num_finished == 0 else f"uploads-{self._num_finished - 1}"
+
+    def stats(self) -> dict[str, float]:
+        """Of the uploads, on rank 0."""
+        return {} if self._uploads is None else self._uploads.stats()
+
+    def close(self) -> None:
+        """Close the connectors. Idempotent."""
+        for directory in self._directories():
+            directory.close()
+
+    # ------------------------------------------------------------------------------------------- the local directory
+
+    def _agree_on_local(self) -> None:
+        """Raise ConfigError on every rank if one of them cannot use the local directory."""
+        board = self._board
+        if board is None:
+            self._check_claim()
+            return
+        probe = f".{secrets.token_hex(8)}.tmp"
+        if board.rank == 0:
+            try:
+                self._check_claim()
+                self._near.put(probe, b"")
+                board.post(_SEEN, probe.encode())
+            except BaseException as error:
+                board.fail(_SEEN, error)
+                raise
+        doing = "the ranks look whether they share the local directory"
+        name = board.wait_for(_SEEN, 0, about=_SEEN, doing=doing).decode()
+        is_there = False
+        with suppress(ConnectorError):
+            is_there = self._near.read(name) is not None
+        board.post(f"{_SEEN}/{board.rank}", b"" if is_there else socket.gethostname().encode())
+        hosts = [data.decode() for data in board.collect(_SEEN, doing=doing)]
+        if board.rank == 0:
+            with suppress(ConnectorError):
+                self._near.remove(probe)
+        blind = [(rank, host) for rank, host in enumerate(hosts) if host]
+        if blind:
+            rank, host = blind[0]
+            raise ConfigError(
+                f"local: {len(blind)} of {len(board)} ranks, such as {board.global_ranks[rank]} on {host}, do not see in "
+                f"{self._near} what rank {board.global_ranks[0]} has written there: a checkpoint would be split over the "
+                "machines. Give a directory that all ranks share, or leave `local` out where a job has several machines"
+            )
+
+    def _check_claim(self) -> None:
+        data = self._near.read(_CLAIM)
+        if data is None:
+            return
+        try:
+            owner = json.loads(data)["to"]
+        except (ValueError, KeyError, TypeError):
+            owner = "?"
+        if owner != self._far.url:
+            raise ConfigError(
+                f"local: {self._near} holds checkpoints that belong to {owner}, not to {self._far}: restoring would take them "
+                f"for this run's. Give each run its own directory; if `to` has moved, remove {self._near}/{_CLAIM}"
+            )
+        self._is_claimed = True
+
+
+def warn_damaged(url: str, error: object) -> None:
+    """Say that a checkpoint is passed over, and why."""
+    logger.warning("%s is passed over: %s", printable(url), error)

@@ -256,7 +256,7 @@ class _JointSave:
 def wait_for_others(board: Board, key: str) -> None:
     """Return once all ranks have seen that the save `key` is committed, or after a few seconds: this rank's end may be the end
     of the store in which they look."""
-    board.wait_for_count(f"{key}/seen", len(board), _FAREWELL_S)
+    board.wait_for_count(f"{key}/seen", len(board), about=key, timeout_s=_FAREWELL_S)
 
 
 def messages_of(board: Board, key: str) -> list[str]:

@@ -24,7 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import loaderkit
 from loaderkit.checkpoint import StreamWriter
 from loaderkit.checkpoint.manager.layout import LayoutPlanner
-from loaderkit.checkpoint.manager.saving import KeptPlan, messages_of, wait_for_others, write_checkpoint
+from loaderkit.checkpoint.manager.saving import KeptPlan, messages_of, write_checkpoint
 from loaderkit.checkpoint.planning.division import MIN_CUT_BYTES
 from loaderkit.checkpoint.ranks.board import Board
 from loaderkit.connectors.file import FileConnector
@@ -81,7 +81,7 @@ class Job:
         ]
         errors = [save.exception(60) for save in saves]
         if not any(errors):
-            wait_for_others(self.boards[0], key)
+            assert self.waits_for_all()
         self.posted = sorted(
             name.removeprefix(f"{key}/")
             for name, times in self.store.posted.items()
@@ -89,8 +89,12 @@ class Job:
             if "/alive/" not in name  # of saves that take seconds
         )
         self.boards[0].remove(messages_of(self.boards[0], key))
-        self.boards[0].remove([f"{key}/failed"])
         return errors
+
+    def waits_for_all(self) -> bool:
+        """True once all have seen the commit of the last save; False if it failed."""
+        key = f"save-{self._num_saves - 1}"
+        return self.boards[0].wait_for_count(f"{key}/seen", len(self.boards), about=key, timeout_s=1e9)
 
     @property
     def last(self) -> Path:
@@ -187,6 +191,7 @@ def test_a_failure_leaves_the_plan_as_it_was(tmp_path: Path) -> None:
             lock = threading.Lock()  # which nothing can pickle; one of the two ranks writes it
             errors = ranks.save([whole(1) | {"step": lock}, whole(1) | {"step": lock}])
             assert {type(error) for error in errors} == {TypeError, PeerError}
+            assert not ranks.waits_for_all()
             assert not ranks.last.exists()
             assert ranks.save([whole(2), whole(2)]) == [None, None]
             assert ranks.posted == kept_messages(2)

@@ -28,9 +28,11 @@ from loaderkit.errors import ConnectorError, ObjectNotFoundError
 Translate = Callable[[str, OSError | ValueError], ConnectorError]
 PART_BYTES = 8 << 20
 _ALIGNMENT = 4096  # of memory, place and length of a write past the page cache
-_TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{16}\.tmp")
+_TEMPORARY_NAME = re.compile(r"(?:\..+)?\.[0-9a-f]{16}\.tmp")
+_MAX_NAME = 255  # bytes
 # What file systems answer that cannot rename, such as buckets mounted by FUSE.
 _NO_RENAME = {errno.ENOSYS, errno.EPERM, errno.ENOTSUP, errno.EINVAL}
+_NO_OVERWRITE = {errno.EPERM, errno.EACCES, errno.EEXIST}
 _NO_SYNC = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -142,7 +144,7 @@ class FileWriter:
         counts: WriteCounts,
     ) -> None:
         self._path, self._parts, self._key, self._translate, self._counts = path, parts, key, translate, counts
-        self._temporary = f"{os.path.dirname(path)}/.{secrets.token_hex(8)}.tmp"
+        self._temporary = _temporary_name(path)
         self._is_synced = False
         self._info: ObjectInfo | None = None
         self._direct: io.FileIO | None = None
@@ -226,6 +228,14 @@ class FileWriter:
             self._direct.close()
 
 
+def _temporary_name(path: str) -> str:
+    """Hidden, beside the file; that of a hidden file begins with its name, so that it can be told whose it was."""
+    directory, name = os.path.split(path)
+    suffix = f".{secrets.token_hex(8)}.tmp"
+    is_told = name.startswith(".") and len(os.fsencode(name + suffix)) <= _MAX_NAME
+    return f"{directory}/{name if is_told else ''}{suffix}"
+
+
 def _check_name(path: str) -> None:
     """Raise ValueError for a name that no file can have."""
     if b"\0" in os.fsencode(path):
@@ -300,7 +310,8 @@ def _make_newer(fd: int, path: str) -> None:
 def _rename(temporary: str, path: str, fd: int) -> None:
     """Rename the open file `fd`; where the file system cannot, copy it.
 
-    A bucket mounted by FUSE shows a file when it is closed, and refuses to overwrite one, so an existing file is removed first.
+    A bucket mounted by FUSE shows a file when it is closed, and replaces one then. Where the mount is set to refuse that, the
+    existing file is removed first: a process that dies just then leaves neither.
     """
     try:
         os.replace(temporary, path)
@@ -313,17 +324,37 @@ def _rename(temporary: str, path: str, fd: int) -> None:
     except OSError as error:
         if error.errno not in _NO_RENAME:
             raise
-    with suppress(FileNotFoundError):
-        os.unlink(path)
+    before = _identity(path)
     try:
-        with open(temporary, "rb") as source, open(path, "xb") as target:
+        _copy(temporary, path, "wb")
+    except OSError as error:
+        if before is None or error.errno not in _NO_OVERWRITE or _identity(path) != before:
+            raise
+        os.unlink(path)
+        _copy(temporary, path, "xb")
+    os.unlink(temporary)
+
+
+def _copy(source_path: str, path: str, mode: str) -> None:
+    """Copy a file, durably; after a failure a file that was there is as it was, or gone."""
+    before = _identity(path)
+    try:
+        with open(source_path, "rb") as source, open(path, mode) as target:
             shutil.copyfileobj(source, target, PART_BYTES)
             target.flush()
             os.fsync(target.fileno())
     except FileExistsError:  # another process wrote it meanwhile
         raise
     except BaseException:
-        with suppress(OSError):
-            os.unlink(path)
+        if _identity(path) != before:
+            with suppress(OSError):
+                os.unlink(path)
         raise
-    os.unlink(temporary)
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Changes with the content of a file; None without one."""
+    with suppress(FileNotFoundError):
+        status = os.stat(path)
+        return status.st_mtime_ns, status.st_size
+    return None

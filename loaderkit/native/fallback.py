@@ -10,6 +10,7 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,30 @@ def group_names(names: bytes, num: int) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------ order
+
+
+def interleave(lags: Int64s, weights: Int64s, sources: Int64s, places: Int64s) -> None:
+    """Fill `sources` with whose turn it is, turn by turn, and `places` with the number of its turns before; see
+    `sampling.interleaving`. `lags` are those before the first turn, and afterwards those after the last."""
+    shares, begins = weights.tolist(), lags.tolist()
+    total, counts = sum(shares), [0] * len(shares)
+    ready: list[tuple[int, int]] = []  # (deadline, source)
+    waiting = [
+        (max(0, -begin // share), number) for number, (begin, share) in enumerate(zip(begins, shares, strict=True))
+    ]
+    heapify(waiting)  # (the first turn that it may have, source)
+    for turn in range(len(sources)):
+        while waiting and waiting[0][0] <= turn:
+            number = heappop(waiting)[1]
+            due = (counts[number] + 1) * total - begins[number]
+            heappush(ready, (-(-due // shares[number]), number))
+        number = heappop(ready)[1]
+        sources[turn], places[turn] = number, counts[number]
+        counts[number] += 1
+        since = counts[number] * total - begins[number]
+        heappush(waiting, (max(turn + 1, since // shares[number]), number))
+    lags += len(sources) * weights - total * np.array(counts, np.int64)
+
 
 # 8 rounds are enough for large sets, but leave permutations of 5 elements visibly uneven (chi-square 28 standard
 # deviations off over 20,000 keys; 12 rounds 3, 16 rounds none). At 16 rounds a block of 16k positions runs at 10 M/s.

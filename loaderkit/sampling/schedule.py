@@ -45,6 +45,12 @@ class GlobalOrder:
     def indices(self, epoch: int, positions: Int64) -> Int64:
         return Bijection(self._num_samples, key_of("global", self._seed, epoch))(positions)
 
+    def indices_of_epochs(self, epochs: Int64, positions: Int64) -> Int64:
+        """`indices` where every position has an epoch of its own: int64 [n] all three."""
+        distinct, places = np.unique(epochs, return_inverse=True)
+        keys = np.array([key_of("global", self._seed, epoch) for epoch in distinct.tolist()], np.uint64)
+        return Bijection(self._num_samples, keys if len(keys) == 1 else keys[places])(positions)
+
 
 class BlockOrder:
     """`shuffle: block`: blocks of neighbouring samples in random order, mixed inside a sliding window.

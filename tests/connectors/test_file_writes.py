@@ -7,6 +7,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from power_cut import DroppingConnector
 
+from loaderkit.connectors import file_writes
 from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.base import ObjectWriter, Writes, writes_of
 from loaderkit.connectors.file import FileConnector
@@ -290,6 +292,49 @@ class TestFailures:
         Calls(monkeypatch, "rename").errors = [number]
         assert not writes.rename("old", "new")
         assert files_of(tmp_path) == {"old/a": b"1"}
+
+
+@pytest.mark.parametrize("refused", [None, errno.EPERM, errno.EEXIST])
+def test_files_of_a_mount_that_cannot_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int | None
+) -> None:
+    """They are copied: over the old one, or where the mount refuses that, after it is removed."""
+    modes = []
+
+    def open_(path: str, mode: str) -> Any:
+        modes.append(mode)
+        if mode == "wb" and refused is not None and os.path.exists(path):
+            raise OSError(refused, os.strerror(refused))
+        return open(path, mode)
+
+    monkeypatch.setattr(file_writes, "open", open_, raising=False)
+    writes = writes_of(FileConnector(tmp_path))
+    for content in (b"old", b"new"):
+        Calls(monkeypatch, "replace").errors = [errno.EPERM]
+        writes.put("d/a", content)
+        assert files_of(tmp_path) == {"d/a": content}
+    assert modes == ["rb", "wb", "rb", "wb", *(["rb", "xb"] if refused is not None else [])]
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_a_copy_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shown: bool) -> None:
+    """Leaves the old file, where the mount does; never a part of the new one."""
+    writes = writes_of(FileConnector(tmp_path))
+    before = writes.put("a", b"old")
+    old = os.stat(tmp_path / "a")
+
+    def copy(source: Any, target: Any, length: int) -> None:
+        if not is_shown:  # as a mount does that shows what is written when it is closed, and not after an error
+            (tmp_path / "a").write_bytes(b"old")
+            os.utime(tmp_path / "a", ns=(old.st_mtime_ns,) * 2)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    Calls(monkeypatch, "replace").errors = [errno.EPERM]
+    monkeypatch.setattr(shutil, "copyfileobj", copy)
+    with pytest.raises(ConnectorError, match=os.strerror(errno.EIO)):
+        writes.put("a", b"new")
+    assert files_of(tmp_path) == ({} if is_shown else {"a": b"old"})
+    assert is_shown or FileConnector(tmp_path).stat("a") == before
 
 
 def test_a_writer_that_is_killed_at_any_call(tmp_path: Path) -> None:

@@ -108,6 +108,12 @@ class Seaweed:
             config=Config(retries={"max_attempts": 0}, s3={"addressing_style": "path"}),
         )
 
+    def make_bucket(self, name: str) -> None:
+        """Make a bucket, unless it is there."""
+        client = self.boto()
+        if name not in [bucket["Name"] for bucket in client.list_buckets()["Buckets"]]:
+            client.create_bucket(Bucket=name)
+
     def stop(self) -> None:
         """Kill the server (it takes 15 s to go politely) and wait for its end."""
         self._process.send_signal(signal.SIGKILL)

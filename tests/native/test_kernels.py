@@ -50,6 +50,7 @@ def test_every_kernel_is_offered() -> None:
             "delayed",
             "gather_ranges",
             "group_names",
+            "interleave",
             "is_cut",
             "members",
             "permute",

@@ -90,7 +90,7 @@ def clear(target: SaveTarget, writes: Writes, save: UnfinishedSave, others: Sequ
     Raises ConnectorError, FormatError.
     """
     placement = save.placement
-    if placement is None and next(listed(target.connector, save.marker), None) is not None:
+    if placement is None and any(info.key == save.marker for info in listed(target.connector, save.marker)):
         return  # written meanwhile, or by another version
     if placement is not None and placement.in_place:
         final = target._replace(name=save.name)

@@ -15,12 +15,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from loaderkit.checkpoint.discovery.locate import SAVING, SaveTarget
-from loaderkit.checkpoint.save.owner import Owner, is_running, this_process
-from loaderkit.connectors.base import Connector, ObjectInfo, Writes
+from loaderkit.checkpoint.save.owner import MAX_SILENCE_S, Owner, is_running, this_process
+from loaderkit.connectors.base import Connector, ObjectInfo, Writes, modified_s_of
 from loaderkit.errors import ObjectNotFoundError
 
 _PROBE = "probe"
-_SAVING = re.compile(re.escape(SAVING) + r"(?P<name>[^/]*)\.(?P<attempt>[0-9a-f]{16})(\.json|(\.new)?/.*)", re.DOTALL)
+_SAVING = re.compile(
+    re.escape(SAVING) + r"(?P<name>[^/]*)\.(?P<attempt>[0-9a-f]{16})(\.json(\.[0-9a-f]{16}\.tmp)?|(\.new)?/.*)",
+    re.DOTALL,
+)
 _DATA_FILE = re.compile(r"__\d+_(\d+)\.distcp")
 
 
@@ -51,11 +54,15 @@ class UnfinishedSave(NamedTuple):
     keys: list[str]
     placement: Placement | None
     renewed_s: float
+    is_beginning: bool  # its marker is being written, by a process that is not known to be dead
 
     @property
     def is_running(self) -> bool:
         """True if the process that saves is not known to be dead."""
-        return self.placement is not None and is_running(self.placement.owner, self.placement.attempt, self.renewed_s)
+        placement = self.placement
+        return self.is_beginning or (
+            placement is not None and is_running(placement.owner, placement.attempt, self.renewed_s)
+        )
 
     @property
     def marker(self) -> str:
@@ -131,17 +138,35 @@ def unfinished_saves(target: SaveTarget) -> list[UnfinishedSave]:
         if match is not None:
             base = f"{target.parent}{SAVING}{match['name']}.{match['attempt']}"
             keys.setdefault((base, match["name"]), []).append(info.key)
-    return [UnfinishedSave(base, name, found, *_marked(target.connector, base)) for (base, name), found in keys.items()]
+    found = []
+    for (base, name), own in keys.items():
+        placement, renewed_s = _marked(target.connector, f"{base}.json")
+        unnamed = [key for key in own if key.startswith(f"{base}.json.")] if placement is None else []
+        is_beginning = any(_may_be_put(target.connector, key) for key in unnamed)
+        found.append(UnfinishedSave(base, name, own, placement, renewed_s, is_beginning))
+    return found
 
 
-def _marked(connector: Connector, base: str) -> tuple[Placement | None, float]:
-    """What the marker of a save says, and when it was renewed."""
+def _marked(connector: Connector, key: str) -> tuple[Placement | None, float]:
+    """What a marker says, and when it was renewed."""
     try:
-        said: Any = json.loads(read_object(connector, f"{base}.json"))
+        said: Any = json.loads(read_object(connector, key))
         fields = {name: said[name] for name in Placement._fields}
         return Placement(**fields | {"owner": Owner(**said["owner"])}), float(said["renewed_s"])
     except (ObjectNotFoundError, ValueError, KeyError, TypeError):  # none, or of another version
         return None, 0.0
+
+
+def _may_be_put(connector: Connector, key: str) -> bool:
+    """True unless a marker that has not got its name yet was left by a process that died."""
+    placement, renewed_s = _marked(connector, key)
+    if placement is not None and placement.owner != this_process():
+        return is_running(placement.owner, placement.attempt, renewed_s)
+    try:
+        written_s = modified_s_of(connector, key)
+    except ObjectNotFoundError:
+        return True
+    return written_s is None or time.time() - written_s < MAX_SILENCE_S
 
 
 def find_placement(target: SaveTarget, owner: Owner) -> Placement | None:

@@ -20,7 +20,9 @@ from loaderkit.errors import CheckpointError
 
 IDLE_S = 24 * 3600.0
 _STEP = re.compile(r"step-\d+")
-_OWN_FILES = re.compile(rf".*\.(?:distcp|safetensors)|{re.escape(METADATA)}|.*{re.escape(INDEX)}|\.[0-9a-f]{{16}}\.tmp")
+_OWN_FILES = re.compile(
+    rf".*\.(?:distcp|safetensors)|{re.escape(METADATA)}|.*{re.escape(INDEX)}|(?:\..+)?\.[0-9a-f]{{16}}\.tmp"
+)
 
 
 @dataclass(frozen=True)

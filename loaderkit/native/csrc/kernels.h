@@ -12,6 +12,7 @@
  *     write_planes(slots, slot, pixels)                      uint8 planes
  *     resample([(target, pixels, part, antialias), ...])     bilinear, where the CPU has AVX2
  *     permute(values, sizes, a, b, keys)                     keyed bijections, four times as fast as NumPy
+ *     interleave(lags, weights, sources, places)             which source has the next turns
  *     members(indices, offsets, num_members, ...)            the ranges of the members of samples in tars
  *     texts(data, ends, places)                              some of the texts of a packed table
  *     crc32(data)                                            the checksum of zip archives, where the CPU has PCLMULQDQ
@@ -64,6 +65,7 @@ PyObject *group_names(PyObject *self, PyObject *args);
 PyObject *resample(PyObject *self, PyObject *list);
 PyObject *crc32(PyObject *self, PyObject *arg);
 PyObject *permute(PyObject *self, PyObject *args);
+PyObject *interleave(PyObject *self, PyObject *args);
 PyObject *members(PyObject *self, PyObject *args);
 PyObject *texts(PyObject *self, PyObject *args);
 PyObject *delayed(PyObject *self, PyObject *args);

@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from crashing import Clock, DeadError, Mortal, names_in, number_in, save_to
+from crashing import names_in, number_in, save_to
 from seaweed import Seaweed
-from torch.distributed.checkpoint.api import CheckpointException
 
 from loaderkit.checkpoint import latest
 from loaderkit.connectors.base import Connector
@@ -45,24 +44,3 @@ def test_saved_saved_again_and_found(store: Connector) -> None:
     save_to(store, "step-2", 7)
     assert latest("given://", connectors={"given": store}).endswith("step-2")
     assert names_in(store) == files("step-1", 2) + files("step-2", 0)
-
-
-def test_dead_at_every_fourth_operation(store: Connector) -> None:
-    save_to(store, "step-1", 0)
-    present = 0
-    for operation in range(0, 28, 4):
-        number = operation + 1
-        clock = Clock(operation)
-        try:
-            save_to(Mortal(store, clock), "step-1", number)
-        except CheckpointException as error:
-            if not isinstance(error.failures[0][0], DeadError):
-                raise
-        found = number_in(store, "step-1")
-        assert found in (present, number)
-        assert clock.is_dead or found == number
-        present = found
-    save_to(store, "step-1", 99)
-    assert number_in(store, "step-1", verify=True) == 99
-    assert [name for name in names_in(store) if not name.endswith(".distcp")] == files("step-1", 0)[::2]
-    assert len(names_in(store)) == 3

@@ -34,6 +34,7 @@ from loaderkit.checkpoint.save.placement import (
     unfinished_saves,
 )
 from loaderkit.connectors.base import Connector, ConnectorLayer, Writes, writes_of
+from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.writing import WritesLayer
 from loaderkit.errors import AccessDeniedError, CheckpointError, ConnectorError
@@ -318,3 +319,29 @@ def test_what_cannot_be_cleared_after_the_commit_is_the_next_save_s(
     save_to(store, "step-2", 3)
     assert len(names_in(inner)) == 6
     assert number_in(inner, "step-1", verify=True) == 2
+
+
+def test_a_marker_that_has_not_got_its_name(tmp_path: Path) -> None:
+    """It is another process's that may be alive, or it goes."""
+    store = FileConnector(tmp_path)
+    dead, here = this_process()._replace(started=1), this_process()
+    kept = []
+    for attempt, owner, age_s in (
+        ("a" * 16, dead, 0.0),
+        ("b" * 16, here, 0.0),
+        ("c" * 16, here, 2 * MAX_SILENCE_S),
+        ("d" * 16, here._replace(machine="another"), 0.0),
+        ("e" * 16, None, 0.0),
+        ("f" * 16, None, 2 * MAX_SILENCE_S),
+    ):
+        path = tmp_path / f".saving-step-9.{attempt}.json"
+        if owner is not None:
+            marked(store, "step-9", placement_of(owner, attempt))
+        else:
+            path.touch()
+        path = path.rename(f"{path}.0123456789abcdef.tmp")
+        os.utime(path, (time.time() - age_s,) * 2)
+        if owner is not dead and not age_s:
+            kept.append(path.name)
+    save_to(store, "step-1", 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*kept, "step-1"]

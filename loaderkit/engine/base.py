@@ -85,7 +85,7 @@ class Engine(ABC):
             WorkerPool(number, pool, stages, self.states, clock, tries_one_worker=tries_one_worker)
             for number, pool in enumerate(pools)
         ]
-        self.turns = [Turn() if stage.in_turn else None for stage in stages]
+        self.turns: list[Turn | None] = [Turn() if stage.in_turn else None for stage in stages]
         self._stage_names = [stage.name for stage in stages]
         worker_clocks = [pool.worker_clocks for pool in self.pools]
         self._facts = {short: stalls.WaitFacts(short, self._stage_names, worker_clocks) for short in (False, True)}
@@ -336,10 +336,12 @@ class Engine(ABC):
         num_items, num_failed = len(item), len(item.failures)
         try:
             for number, run in pool.sample_stages:
+                turn = self.turns[number]
                 if work_item.cancelled:
+                    if turn is not None:
+                        turn.pass_on(item.number)
                     break
                 item.marks.append((worker_clock.enter(number), number))
-                turn = self.turns[number]
                 num_bytes = run(item) if turn is None else self._run_in_turn(turn, number, worker_clock, item)
                 worker_clock.served(number, num_items, num_bytes or 0, item)
                 if len(item.failures) > num_failed:
@@ -356,7 +358,7 @@ class Engine(ABC):
 
     def _run_in_turn(self, turn: Turn, number: int, worker_clock: WorkerClock, chunk: Chunk) -> int | None:
         """Run a stage that one worker at a time runs; a worker that waits for its turn is starved, not busy."""
-        waiting = turn.take()
+        waiting = turn.take(chunk.number)
         if waiting is not None:
             worker_clock.enter(self.states.starved)
             waiting.acquire()
@@ -365,7 +367,7 @@ class Engine(ABC):
             num_bytes: int | None = None if turn.is_closed else self.stages[number].run(chunk)
             return num_bytes
         finally:
-            turn.pass_on()
+            turn.pass_on(chunk.number)
 
     def _run_batch_stages(self, pool: WorkerPool, worker_clock: WorkerClock, work_item: WorkItem) -> None:
         if worker_clock.trace is not None:

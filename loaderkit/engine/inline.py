@@ -31,6 +31,7 @@ class InlineEngine(Engine):
         counters: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         super().__init__(plan, stages, pools, clock=clock, counters=counters)
+        self.turns = [None for _ in stages]  # it is always the loop's
         self._chunk_sizer = ChunkSizer()
         self._open: WorkItem | None = None  # the batch that is being made
         self._planning = threading.Lock()  # another thread may change the plan's depth

@@ -229,6 +229,7 @@ class WorkQueue:
         self._chunks: deque[Chunk] = deque()
         self._scratches: list[dict[str, Any]] = []
         self._is_preparing = False
+        self._num_taken = 0
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -242,6 +243,7 @@ class WorkQueue:
                 while not self._ready.is_over and worker_clock.is_wanted:
                     if self._chunks:
                         chunk = self._chunks.popleft()
+                        chunk.number, self._num_taken = self._num_taken, self._num_taken + 1
                         chunk.marks.append((self._clock(), stalls.QUEUED))
                         chunk.scratch = self._scratches.pop() if self._scratches else {}
                         if self._chunks and budget.num_resting:

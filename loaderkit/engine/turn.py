@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 
 
 class Turn:
-    """Taken by one worker at a time, in the order in which they come: whoever overtook others would read their items too."""
+    """Taken by one worker at a time, in the order of the chunks' numbers: whoever overtook others would read their items, too,
+    and they would wait for its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._is_taken = False
-        self._waiting: deque[threading.Lock] = deque()
+        self._next = 0  # the number of the chunk whose turn it is
+        self._done: set[int] = set()  # numbers from there on that need no turn any more
+        self._waiting: dict[int, threading.Lock] = {}
         self.is_closed = False  # True: whoever gets the turn is to do nothing with it
 
-    def take(self) -> threading.Lock | None:
-        """Take the turn; else what to wait for, by acquiring it: then it is taken."""
+    def take(self, number: int) -> threading.Lock | None:
+        """Take the turn for that chunk; else what to wait for, by acquiring it: then it is taken."""
         with self._lock:
-            if not self._is_taken:
-                self._is_taken = True
+            if number == self._next or self.is_closed:
                 return None
-            own = threading.Lock()
+            own = self._waiting[number] = threading.Lock()
             own.acquire()
-            self._waiting.append(own)
             return own
+
+    def pass_on(self, number: int) -> None:
+        """That chunk, of which it may not be the turn, needs none any more."""
+        with self._lock:
+            self._done.add(number)
+            while self._next in self._done:
+                self._done.remove(self._next)
+                self._next += 1
+            waiting = self._waiting.pop(self._next, None)
+            if waiting is not None:
+                waiting.release()
 
     def close(self) -> None:
         """Let nobody wait any longer: the one that has the turn may never pass it on."""
         with self._lock:
             self.is_closed = True
-            while self._waiting:
-                self._waiting.popleft().release()
-
-    def pass_on(self) -> None:
-        """Give the turn to the first that waits, if any does."""
-        with self._lock:
-            if self._waiting:
-                self._waiting.popleft().release()
-            else:
-                self._is_taken = False
+            for waiting in self._waiting.values():
+                waiting.release()
+            self._waiting.clear()

@@ -75,7 +75,7 @@ class Chunk:
     chunk to chunk. `slowest` is (seconds, row) of the slowest item in a stage that works item by item, until it is noted.
     """
 
-    __slots__ = ("current", "epoch", "has_landed", "hi", "lo", "marks", "scratch", "slowest", "work_item")
+    __slots__ = ("current", "epoch", "has_landed", "hi", "lo", "marks", "number", "scratch", "slowest", "work_item")
     failures: Sized = ()  # the items that have failed in a stage
 
     def __init__(self, work_item: WorkItem, lo: int, hi: int) -> None:
@@ -84,6 +84,7 @@ class Chunk:
         self.hi = hi
         self.epoch = work_item.epoch
         self.has_landed = False
+        self.number = 0  # in the order in which workers have taken chunks
         self.marks: list[tuple[float, int]] = []
         self.scratch: dict[str, Any] = {}
         self.slowest: tuple[float, int] | None = None
@@ -128,6 +129,5 @@ class Stage:
     waits_for: Callable[[int], str | None] = lambda thread_id: None
     """What that thread waits for in code that nothing can end, so that a close does not wait for it long; for messages."""
     finishes: bool = False  # `Plan.finish` completes its work, and counts as its time
-    in_turn: bool = (
-        False  # of chunks: one worker at a time runs it, and waiting for the turn does not count as its time
-    )
+    in_turn: bool = False
+    """Of the first stage: one worker at a time runs it, in the order of the chunks; waiting for that is not its time."""

@@ -120,18 +120,25 @@ def test_the_tuner_gives_its_workers_back() -> None:
     assert simulation.workers.value <= 2
 
 
-def test_the_turn_goes_round_in_the_order_of_arrival() -> None:
+def test_the_turn_goes_round_in_the_order_of_the_chunks() -> None:
+    """Not in the order in which workers ask for it; of some it is never the turn."""
     turn = Turn()
-    assert turn.take() is None
-    first, second = turn.take(), turn.take()
-    assert first is not None
-    assert second is not None
-    for waiting in (first, second):
-        assert not waiting.acquire(blocking=False)
-        turn.pass_on()
-        assert waiting.acquire(blocking=False)
-    turn.pass_on()
-    assert turn.take() is None
+    waiting = {number: turn.take(number) for number in (4, 2, 1)}
+    assert turn.take(0) is None
+    turn.pass_on(3)
+    for number, following in ((0, 1), (1, 2), (2, 4)):
+        mine = waiting[following]
+        assert mine is not None
+        assert not mine.acquire(blocking=False)
+        turn.pass_on(number)
+        assert mine.acquire(blocking=False)
+    turn.pass_on(4)
+    assert turn.take(5) is None
+    left = turn.take(7)
+    turn.close()
+    assert left is not None
+    assert left.acquire(blocking=False)
+    assert turn.take(9) is None
 
 
 def hashing() -> Iterator[dict[str, int]]:

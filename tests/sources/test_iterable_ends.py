@@ -19,6 +19,7 @@ from waiting import join_threads, messages_with, wait_for
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.engine.turn import Turn
 from loaderkit.errors import ConfigError, SourceError
 
 INLINE = EXECUTORS["inline"]
@@ -139,6 +140,26 @@ def test_a_close_does_not_wait_for_an_item(num_items: int) -> None:
         (left,) = [thread for thread in threading.enumerate() if "loaderkit-read" in thread.name]
         assert left.daemon
         assert messages.empty()
+
+
+@pytest.mark.usefixtures("stuck")
+def test_batches_do_not_wait_for_items_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever worker is first: the one that is to read what has come is held up on its way to the others."""
+    take, has_come = Turn.take, threading.Event()
+
+    def late(turn: Turn, number: int) -> threading.Lock | None:
+        if number == 0:
+            has_come.wait(120)
+        taken = take(turn, number)
+        if number == 1:
+            has_come.set()
+        return taken
+
+    monkeypatch.setattr(Turn, "take", late)
+    made = Pipeline.iterable(Stuck(4)).read().batch(4)
+    overrides = {"prefetch.concurrency": 2, "prefetch.timeout": "60s", "prefetch.on_timeout": "raise"}
+    with loaderkit.build(made, overrides=overrides) as loader:
+        assert next(iter(loader))["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_process_ends_while_an_item_is_awaited() -> None:

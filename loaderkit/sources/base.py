@@ -149,6 +149,39 @@ class RecordSource(Source):
         """The first byte of every sample: int64 [n]."""
 
 
+class Sequences(NamedTuple):
+    """Samples of numbers of one type in one object: the field they become, and the type (torch's name) of a number.
+
+    `is_swapped` is True if its byte order is not this machine's.
+    """
+
+    field: str
+    dtype: str
+    is_swapped: bool
+    item_bytes: int
+
+
+class SequenceSource(Source):
+    """A source whose samples are `Sequences` of one object: each one range, and as long as it is."""
+
+    sequences: Sequences
+
+    @property
+    @abstractmethod
+    def file(self) -> ObjectInfo:
+        """The object that holds them, as it was when the source was opened."""
+
+    @property
+    @abstractmethod
+    def starts(self) -> NDArray[np.int64]:
+        """The first byte of every sample: int64 [samples]."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> NDArray[np.int64]:
+        """The numbers in every sample: int64 [samples]."""
+
+
 def _none(args: Any) -> None:
     return None
 
@@ -157,12 +190,12 @@ def _none(args: Any) -> None:
 class SourceKind:
     """A kind of source: its arguments, how it is opened, and what its arguments alone tell of the samples.
 
-    `gives` tells what the stage `read` does: read the byte ranges of fields, read `Records`, or take items (Python objects). A
-    checkpoint gives tensors instead of samples and has no `open`.
+    `gives` tells what the stage `read` does: read the byte ranges of fields, read `Records` or `Sequences`, or take items
+    (Python objects). A checkpoint gives tensors instead of samples and has no `open`.
     """
 
     args: type[SourceArgs]
-    gives: Literal["ranges", "records", "items", "tensors"]
+    gives: Literal["ranges", "records", "sequences", "items", "tensors"]
     open: Callable[[Any, Connector | None], Source] | None = None  # (args, connector) -> the samples, listed
     root: Callable[[Any], str] | None = None  # the URL at which the connector starts; None: there is no connector
     fields: Callable[[Any], Mapping[str, str] | None] = _none  # field -> image, text, ...; None: only the data tells

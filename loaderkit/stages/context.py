@@ -40,7 +40,7 @@ class CompileContext:
     """The pipeline that a stage is compiled for."""
 
     source: Source
-    gives: Literal["ranges", "records", "items", "tensors"]  # what the source gives to `read`
+    gives: Literal["ranges", "records", "sequences", "items", "tensors"]  # what the source gives to `read`
     connector: Connector | None
     seed: int
     on_bad_sample: Literal["raise", "skip", "replace"]

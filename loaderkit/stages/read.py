@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from operator import getitem
 from time import perf_counter
 from typing import Any
+
+import numpy as np
+import torch
 
 from loaderkit import native
 from loaderkit._internal.forks import ending_forks
@@ -21,7 +25,7 @@ from loaderkit.connectors.base import Connector, Ranges, bulk_of
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS
-from loaderkit.sources.base import FieldRange, ItemSource, RecordSource, Sample, Source
+from loaderkit.sources.base import FieldRange, ItemSource, RecordSource, Sample, Sequences, SequenceSource, Source
 from loaderkit.sources.iterable import IterableSource, Pass, Preview
 from loaderkit.stages.base import Encoded, SampleChunk, StageArgs, StageConfig, StageKind
 from loaderkit.stages.context import CompileContext
@@ -71,12 +75,20 @@ class _Plan:
 
 
 def read_ranges(
-    source: Source, connector: Connector, failed: SampleErrors, *, fetch: Fetch | None = None, as_bytes: bool = False
+    source: Source,
+    connector: Connector,
+    failed: SampleErrors,
+    *,
+    fetch: Fetch | None = None,
+    as_bytes: bool = False,
+    value_of: Callable[[memoryview, str], Any] = Encoded,
+    reuse: bool = True,
 ) -> Callable[[SampleChunk], int]:
     """A chunk stage that fills `chunk.samples`; it returns the number of bytes read.
 
-    All fields of a chunk's samples, except those that `fetch` reads, lie in one buffer, reused from chunk to chunk. `as_bytes`:
-    no stage decodes them, so samples get copies.
+    All fields of a chunk's samples, except those that `fetch` reads, lie in one buffer, with `reuse` the same from chunk to
+    chunk. `value_of` makes a field's value of its bytes and its extension. `as_bytes`: no stage decodes them, so samples get
+    copies.
     """
     bulk = bulk_of(connector)
     read_many = None if bulk.read_many is None else ending_forks(bulk.read_many)
@@ -86,7 +98,8 @@ def read_ranges(
         lengths = ranges.lengths
         sizes = lengths if as_bytes else [-(-n // _ALIGNMENT) * _ALIGNMENT for n in lengths]
         offsets = list(accumulate(sizes, initial=0))
-        view = chunk.memory("read", offsets.pop())
+        size = offsets.pop()
+        view = chunk.memory("read", size) if reuse else np.empty(size, np.uint8).data
         chunk.current = None
         if read_many is None:
             errors = _read_each(read_into, chunk, ranges, owners=owners(), offsets=offsets, view=view)
@@ -95,7 +108,7 @@ def read_ranges(
         if as_bytes:
             return native.cut(view, lengths), errors
         views = [view[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
-        return list(map(Encoded, views, extensions)), errors
+        return list(map(value_of, views, extensions)), errors
 
     def run(chunk: SampleChunk) -> int:
         table = source.table(chunk.indices) if fetch is None else None
@@ -249,7 +262,11 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     assert connector is not None
     # A reader may wait for its threads.
     interrupt = connector.stop if isinstance(connector, ReadAheadConnector) else None
-    if context.gives == "records":
+    if context.gives == "sequences":
+        assert isinstance(context.source, SequenceSource)
+        value_of = partial(_numbers, context.source.sequences, as_arrays=is_last)
+        run = read_ranges(context.source, connector, failed, value_of=value_of, reuse=context.may_reuse)
+    elif context.gives == "records":
         assert isinstance(context.source, RecordSource)
         run = read_records(context.source, connector, failed, is_last=is_last, reuse=context.may_reuse)
     else:
@@ -257,6 +274,14 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
         fetch = direct.fetch if direct is not None else None
         run = read_ranges(context.source, connector, failed, fetch=fetch, as_bytes=is_last)
     return stage.ready("sample", run, interrupt=interrupt)
+
+
+def _numbers(sequences: Sequences, data: memoryview, extension: str, *, as_arrays: bool) -> Any:
+    """The numbers of a sequence: [numbers], an array or a tensor over its bytes."""
+    array = np.frombuffer(data, sequences.dtype)
+    if sequences.is_swapped:
+        array.byteswap(inplace=True)
+    return array if as_arrays else torch.from_numpy(array)
 
 
 def _direct_read(connector: Connector, context: CompileContext) -> DirectRead | None:

@@ -24,11 +24,16 @@ def opened(**source: Any) -> Opened:
     return parts.source, parts.connector
 
 
-@pytest.fixture(params=["files", "joined", "tar", "array", "windows", "dataset"])
-def make(request: pytest.FixtureRequest, photos: Path, shards: Path, tmp_path: Path) -> Callable[..., Opened]:
+@pytest.fixture(params=["files", "joined", "tar", "array", "windows", "tokens", "dataset"])
+def make(
+    request: pytest.FixtureRequest, photos: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Opened]:
     """A function that opens a source of 60 samples; keyword arguments go into its description."""
     np.save(tmp_path / "x.npy", np.arange(60 * 100).reshape(60, 100))
     np.arange(60 + 200 - 1, dtype=np.uint16).tofile(tmp_path / "x.bin")
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
+    np.array([[number, 99] for number in range(60)], np.uint8).tofile(tmp_path / "x.tokens")
     for number, photo in enumerate(sorted(photos.rglob("*.jpg"))):
         for path, data in ((f"images/{number:02}.jpg", photo.read_bytes()), (f"labels/{number:02}.cls", b"7")):
             (tmp_path / path).parent.mkdir(exist_ok=True)
@@ -40,6 +45,7 @@ def make(request: pytest.FixtureRequest, photos: Path, shards: Path, tmp_path: P
         "tar": {"kind": "tar", "url": str(shards)},
         "array": {"kind": "array", "url": str(tmp_path / "x.npy")},
         "windows": {"kind": "array", "url": str(tmp_path / "x.bin"), "dtype": "uint16", "window": 200},
+        "tokens": {"kind": "tokens", "url": str(tmp_path / "x.tokens"), "dtype": "uint8", "end": 99, "field": "data"},
         "dataset": {"kind": "dataset", "object": [{"x": number} for number in range(60)]},
     }
     return lambda **more: opened(**described[request.param], **more)

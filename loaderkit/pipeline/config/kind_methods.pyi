@@ -117,6 +117,33 @@ class KindMethods:
         """
 
     @classmethod
+    def tokens(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        dtype: Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"] | None = None,
+        end: int | None = None,
+        field: str = "tokens",
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """The documents of one file of tokens: Megatron's `.bin` and `.idx`, an `.npy` file, or raw numbers.
+
+        url: the file: a .bin with its .idx beside it (without `dtype`), .npy, or raw (with `dtype`)
+        dtype: of a raw file, little-endian; .npy and .idx state it
+        end: the token that ends a document and is its last; an .idx states the ends
+        field: its name in the batch
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
+        """
+
+    @classmethod
     def dataset(
         cls,
         object: Any,

@@ -11,6 +11,7 @@ from loaderkit.sources.base import SourceKind
 from loaderkit.sources.dataset import DATASET
 from loaderkit.sources.files import FILES
 from loaderkit.sources.iterable import ITERABLE
+from loaderkit.sources.sequences.tokens import TOKENS
 from loaderkit.sources.tar import TAR
 from loaderkit.stages.base import StageKind
 from loaderkit.stages.batch import BATCH
@@ -22,7 +23,15 @@ from loaderkit.stages.read import READ
 from loaderkit.stages.transfer import TRANSFER
 
 SOURCES: Mapping[str, SourceKind] = MappingProxyType(
-    {"files": FILES, "tar": TAR, "array": ARRAY, "dataset": DATASET, "iterable": ITERABLE, "checkpoint": CHECKPOINT}
+    {
+        "files": FILES,
+        "tar": TAR,
+        "array": ARRAY,
+        "tokens": TOKENS,
+        "dataset": DATASET,
+        "iterable": ITERABLE,
+        "checkpoint": CHECKPOINT,
+    }
 )
 
 STAGES: Mapping[str, StageKind] = MappingProxyType(

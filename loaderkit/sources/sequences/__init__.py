@@ -1,0 +1,1 @@
+"""Sources of sequences: documents of tokens in one file, found through an index of where they end."""

@@ -1,0 +1,250 @@
+"""`kind: tokens`: the documents of one file of tokens, which differ in length.
+
+Megatron's .bin ──> the .idx beside it ──┐
+.npy, raw       ──> where `end` stands ──┴──> (first byte, number of tokens) of every document ──> one range a sample
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from hashlib import blake2b
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
+from loaderkit.connectors.config import StoreArgs
+from loaderkit.errors import ConfigError, FormatError, ObjectNotFoundError, SourceError
+from loaderkit.sources.base import FieldRange, PackedSize, Sample, Sequences, SequenceSource, SourceKind, Table
+from loaderkit.sources.formats.npy import read_npy_header
+from loaderkit.sources.formats.tar_index.store import default_cache_dir
+from loaderkit.sources.listing import numbered
+from loaderkit.sources.sequences.document_ends import load_document_ends
+from loaderkit.sources.sequences.megatron import Documents, parse_megatron_index
+
+TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
+
+
+class TokensArgs(StoreArgs):
+    """The documents of one file of tokens: Megatron's `.bin` and `.idx`, an `.npy` file, or raw numbers."""
+
+    kind: Literal["tokens"] = "tokens"
+    url: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="the file: a .bin with its .idx beside it (without `dtype`), .npy, or raw (with `dtype`)",
+        ),
+    ]
+    dtype: TokenType | None = Field(None, description="of a raw file, little-endian; .npy and .idx state it")
+    end: int | None = Field(None, description="the token that ends a document and is its last; an .idx states the ends")
+    field: str = Field("tokens", min_length=1, description="its name in the batch")
+
+    @model_validator(mode="after")
+    def _fits(self) -> TokensArgs:
+        if not self.key:
+            raise ValueError(f"`url` must name one file, not the folder {self.url!r}")
+        if self.form == "raw" and self.dtype is None:
+            raise ValueError(
+                f"`dtype` is missing: {self.key!r} is neither .npy nor .bin, so give the type of its tokens (dtype: uint16)"
+            )
+        if self.form == "megatron" and self.end is not None:
+            raise ValueError(
+                f"`end` is for .npy and raw files: the documents of {self.key!r} are in its .idx (for raw tokens in a .bin, "
+                "give `dtype`, too)"
+            )
+        if self.form != "megatron" and self.end is None:
+            raise ValueError("`end` is missing: the token that ends a document")
+        if self.field.startswith("__"):
+            raise ValueError(f"`field` {self.field!r}: names that begin with two underscores are reserved")
+        return self
+
+    @property
+    def root(self) -> str:
+        """The connector's root: the file's folder."""
+        return self.url[: self.url.rfind("/") + 1] or "."
+
+    @property
+    def key(self) -> str:
+        """The file's key below `root`."""
+        return self.url[self.url.rfind("/") + 1 :]
+
+    @property
+    def form(self) -> Literal["megatron", "npy", "raw"]:
+        """How the file says where its documents end."""
+        name = self.key.lower()
+        if name.endswith(".npy"):
+            return "npy"
+        return "megatron" if name.endswith(".bin") and self.dtype is None else "raw"
+
+
+class TokensSource(SequenceSource):
+    """The documents of one object of `connector`. In memory 16 bytes a document.
+
+    Raises `FormatError` if the file or its index is not what it should be, `ConfigError` if `args` do not fit it, `SourceError`
+    if there are no tokens, and what the connector raises.
+    """
+
+    def __init__(self, connector: Connector, args: TokensArgs) -> None:
+        self._info = connector.stat(args.key)
+        name = connector.describe(args.key)
+        if not self._info.size:
+            raise SourceError(f"{name} is empty (0 bytes): there are no tokens in it")
+        begin_s = time.perf_counter()
+        find = _documents_of_index if args.form == "megatron" else _documents_by_end
+        dtype, starts, lengths = find(connector, args, self._info, name)
+        self.index_s = time.perf_counter() - begin_s
+        if not len(starts):
+            raise SourceError(f"{name} has no documents")
+        self._starts, self._lengths = starts[: args.limit], lengths[: args.limit]
+        for values in (self._starts, self._lengths):
+            values.setflags(write=False)
+        self.sequences = Sequences(args.field, dtype.name, not dtype.isnative, dtype.itemsize)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def key(self, index: int) -> str:
+        """The document's number."""
+        return str(index)
+
+    def keys(self, indices: NDArray[np.int64]) -> list[str]:
+        """The documents' numbers."""
+        return numbered(indices)
+
+    def origin(self, index: int) -> str:
+        """The key of the file."""
+        return self._info.key
+
+    @property
+    def file(self) -> ObjectInfo:
+        """The file, as it was when this source was opened."""
+        return self._info
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """The first byte of every document in the file: int64 [documents]."""
+        return self._starts
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of every document: int64 [documents]."""
+        return self._lengths
+
+    def ranges(self, index: int) -> list[FieldRange]:
+        """The bytes of the document, as they lie in the file."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        num_bytes = int(self._lengths[index]) * self.sequences.item_bytes
+        byte_range = ByteRange(self._info.key, int(self._starts[index]), num_bytes, self._info.etag)
+        return [FieldRange(self.sequences.field, "raw", byte_range)]
+
+    def table(self, indices: NDArray[np.int64]) -> Table:
+        """The ranges of several documents."""
+        num = len(indices)
+        lengths = (self._lengths[indices] * self.sequences.item_bytes).tolist()
+        ranges = Ranges([self._info.key] * num, self._starts[indices].tolist(), lengths, [self._info.etag] * num)
+        return Table(((self.sequences.field, "raw"),), ranges)
+
+    def constants(self, index: int) -> Sample:
+        """Nothing is known of a document without reading it."""
+        return {}
+
+    def blocks(self, block_bytes: int) -> NDArray[np.int64]:
+        """Runs of documents of about `block_bytes`, each at least one: int64 [number of runs + 1]."""
+        ends = np.cumsum(self._lengths * self.sequences.item_bytes)
+        numbers = np.concatenate(([0], ends[:-1])) // block_bytes
+        return np.concatenate(([0], np.flatnonzero(np.diff(numbers)) + 1, [len(self)])).astype(np.int64)
+
+    def packed(self) -> PackedSize:
+        return PackedSize(len(self), int(self._lengths.sum()) * self.sequences.item_bytes, self._info.size)
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits from the type and the lengths of all documents."""
+        digest = blake2b(self.sequences.dtype.encode(), digest_size=8)
+        digest.update(np.ascontiguousarray(self._lengths).data)
+        return digest.hexdigest()
+
+
+def _documents_of_index(connector: Connector, args: TokensArgs, info: ObjectInfo, name: str) -> Documents:
+    """The documents of Megatron's .bin, by the .idx beside it."""
+    key = f"{args.key[: -len('.bin')]}.idx"
+    try:
+        index = connector.stat(key)
+    except ObjectNotFoundError as error:
+        raise ConfigError(
+            f"source.dtype: {name} has no {key} beside it, which Megatron's .bin have: put it there, or, for raw tokens, "
+            "give `dtype` and `end`"
+        ) from error
+    data = bytearray(index.size)
+    connector.read_into(key, 0, memoryview(data), etag=index.etag)
+    try:
+        documents = parse_megatron_index(data)
+    except FormatError as error:
+        raise FormatError(f"{connector.describe(key)}: {error}") from None
+    ends = documents.starts + documents.lengths * documents.dtype.itemsize
+    if len(ends) and ends.max() > info.size:
+        raise FormatError(
+            f"{connector.describe(key)} has documents up to byte {ends.max()}, and {name} has {info.size} bytes: one of them "
+            "is truncated, or they are not of one data set"
+        )
+    return documents
+
+
+def _documents_by_end(connector: Connector, args: TokensArgs, info: ObjectInfo, name: str) -> Documents:
+    """The documents of an .npy or raw file, by the token that ends each."""
+    if args.form == "npy":
+        dtype, first_byte = _npy_of(connector, args, info, name)
+    else:
+        dtype, first_byte = np.dtype(args.dtype).newbyteorder("<"), 0
+    assert args.end is not None
+    bounds = np.iinfo(dtype)
+    if not bounds.min <= args.end <= bounds.max:
+        raise ConfigError(f"source.end: {args.end} is no {dtype.name}, which the tokens of {name} are")
+    if (info.size - first_byte) % dtype.itemsize:
+        raise FormatError(
+            f"{name} has {info.size} bytes, which is no multiple of a token's {dtype.itemsize} ({dtype.name}): it is "
+            "truncated, or `dtype` is wrong"
+        )
+    if info.size == first_byte:
+        raise SourceError(f"{name} has no tokens")
+    ends = load_document_ends(connector, info, default_cache_dir(), first_byte=first_byte, dtype=dtype, end=args.end)
+    lengths = np.diff(ends, prepend=0)
+    return Documents(dtype, first_byte + (ends - lengths) * dtype.itemsize, lengths)
+
+
+def _npy_of(connector: Connector, args: TokensArgs, info: ObjectInfo, name: str) -> tuple[np.dtype[Any], int]:
+    """Type and first byte of the tokens of an .npy file."""
+    try:
+        header = read_npy_header(partial(connector.read_into, args.key, etag=info.etag), info.size)
+    except FormatError as error:
+        raise FormatError(f"{name}: {error}") from None
+    if len(header.shape) != 1 or header.dtype.kind not in "iu":
+        raise FormatError(
+            f"{name} is {header.dtype.name} {list(header.shape)}: tokens are whole numbers in one dimension (for rows of one "
+            "length: kind: array)"
+        )
+    if header.data_start + header.num_bytes != info.size:
+        raise FormatError(
+            f"{name} has {info.size} bytes, and its header promises {header.data_start + header.num_bytes}: it is truncated, "
+            "or something follows the array"
+        )
+    if args.dtype is not None and args.dtype != header.dtype.name:
+        raise ConfigError(
+            f"source.dtype: {args.dtype} is not what {name} holds, which is {header.dtype.name} by its header: leave `dtype` "
+            "out, an .npy file states it"
+        )
+    return header.dtype, header.data_start
+
+
+def _open(args: TokensArgs, connector: Connector | None) -> TokensSource:
+    assert connector is not None
+    return TokensSource(connector, args)
+
+
+TOKENS = SourceKind(
+    TokensArgs, "sequences", _open, lambda args: args.root, lambda args: {args.field: "a document's tokens"}
+)

@@ -126,6 +126,9 @@ class ConnectorTraits:
     coalesce_gap: int = 2**20  # reading this many unwanted bytes costs less than another request
     part_size: int = 0  # a read of this many bytes is split into concurrent requests; 0: a read is one request
     store: str = ""  # names the store in the keys of a shared cache
+    is_in_process: bool = (
+        False  # its objects lie in this process's memory: what another process writes is not seen here
+    )
 
 
 class ObjectWriter(Protocol):

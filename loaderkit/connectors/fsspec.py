@@ -70,8 +70,9 @@ class FsspecConnector(BulkConnector):
         self._scheme = url.partition("://")[0].lower()
         self._is_web = self._scheme in ("http", "https")
         self._name = _USER.sub(r"\1", url)
-        self.traits = ConnectorTraits(is_remote=True, store=self._name)
-        if any(link.partition("://")[0].lower() == "reference" for link in url.split("::")):
+        schemes = {link.partition("://")[0].lower() for link in url.split("::")}
+        self.traits = ConnectorTraits(is_remote=True, store=self._name, is_in_process="memory" in schemes)
+        if "reference" in schemes:
             raise ConfigError(
                 f"source.url {self._name!r}: a reference file is data, and could redirect reads to other stores and to local "
                 "files; give the URL of the data itself"

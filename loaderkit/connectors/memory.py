@@ -16,7 +16,7 @@ _PART_BYTES = 64 << 10
 class MemoryConnector(BulkConnector):
     """A dictionary of objects. The etag is a digest of the content, so it means the same in another process."""
 
-    traits = ConnectorTraits(coalesce_gap=64 * 2**10)  # as for files, so that tests coalesce alike
+    traits = ConnectorTraits(coalesce_gap=64 * 2**10, is_in_process=True)  # as for files, so that tests coalesce alike
 
     def __init__(self, objects: Mapping[str, bytes] | None = None) -> None:
         self._lock = threading.Lock()

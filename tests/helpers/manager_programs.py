@@ -12,6 +12,8 @@ from typing import Any
 import rank_programs
 import torch
 import torch.distributed as dist
+from crashing import Mortal
+from flush_stores import Killing, children
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -67,6 +69,36 @@ def run(rank: int, num_ranks: int, folder: Path, name: str, sharded: bool, first
     dist.destroy_process_group()
 
 
+def flush_in_processes(rank: int, num_ranks: int, folder: Path) -> None:
+    """Two steps by threads and by processes; the process of rank 1 is killed in the third step, and all save the fourth."""
+    rank_programs.begin_by_address(rank, num_ranks, folder, "store")
+    state = training_state(rank, num_ranks, sharded=True)
+    train_step(state, 1)
+    for flush in ("thread", "process"):
+        flag = folder / f"kill-{flush}-{rank}"
+        store = Mortal(FileConnector(folder / flush), Killing(0, flag, is_before=True))
+        checkpoints = loaderkit.CheckpointManager("store://", flush=flush, connectors={"store": store}, timeout_s=60.0)
+        checkpoints.save(1, state)
+        checkpoints.save(2, state, wait=True)
+    if rank == 1:
+        flag.touch()
+    checkpoints.save(3, state)
+    message = message_of(checkpoints.wait_until_finished)
+    steps = checkpoints.all_steps()
+    checkpoints.save(4, state)
+    checkpoints.close()
+    (folder / f"flushed-{rank}.json").write_text(json.dumps([message, steps, checkpoints.all_steps(), children()]))
+    dist.destroy_process_group()
+
+
+def flush_without_address(rank: int, num_ranks: int, folder: Path) -> None:
+    """The store of torch.distributed is a file, to which no process of the ranks' connects."""
+    rank_programs.begin(rank, num_ranks, folder, "store")
+    message = message_of(lambda: loaderkit.CheckpointManager(folder / "run", flush="process"))
+    (folder / f"refused-{rank}.json").write_text(json.dumps(message))
+    dist.destroy_process_group()
+
+
 def stop_on_notice(rank: int, num_ranks: int, folder: Path, victim: int, at_step: int, every: int) -> None:
     """Train until a notice, which rank `victim` gets in the middle of a step; exit with 0."""
     rank_programs.begin(rank, num_ranks, folder, "store")
@@ -107,11 +139,11 @@ class Full(FileConnector):
         return Failing()
 
 
-def message_of(call: Callable[[], None]) -> str:
+def message_of(call: Callable[[], object]) -> str:
     """The type and text of the error that a call raises; "" for none."""
     try:
         call()
-    except (ConnectorError, CheckpointError) as error:
+    except (ConnectorError, CheckpointError, ConfigError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -77,6 +77,19 @@ def begin(rank: int, num_ranks: int, folder: Path, name: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=num_ranks)
 
 
+def begin_by_address(rank: int, num_ranks: int, folder: Path, name: str) -> None:
+    """Join the group; its store has an address, as torchrun's has, which is found by the file `name`."""
+    torch.set_num_threads(1)
+    meeting: Any = dist.FileStore(str(folder / name), num_ranks)  # type: ignore[attr-defined]
+    tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
+    if rank == 0:
+        store = tcp("127.0.0.1", 0, num_ranks, is_master=True, wait_for_workers=False)
+        meeting.set("port", str(store.port))
+    else:
+        store = tcp("127.0.0.1", int(meeting.get("port")), num_ranks, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+
+
 class Counted(FileConnector):
     """Counts the bytes that are read."""
 

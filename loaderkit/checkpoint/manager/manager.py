@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from loaderkit._internal.save_log import SAVES
+from loaderkit.checkpoint.manager.flush import Flush, ProcessFlush, ThreadFlush
 from loaderkit.checkpoint.manager.notice import SignalNotice, StepAgreement
 from loaderkit.checkpoint.manager.restoring import restore_newest
-from loaderkit.checkpoint.manager.saving import KeptPlan, Saving, messages_of, wait_for_others, write_checkpoint
+from loaderkit.checkpoint.manager.saving import Saving, messages_of, wait_for_others
 from loaderkit.checkpoint.manager.settings import save_settings
 from loaderkit.checkpoint.manager.tiers import Tiers
-from loaderkit.checkpoint.ranks.board import Board, open_board
+from loaderkit.checkpoint.ranks.board import Board, board_with_address, open_board
 from loaderkit.checkpoint.ranks.group import default_store
 from loaderkit.checkpoint.restore.stateful import OWN_KEY, leaves_of, resolved_state, restore_state, with_number_tables
-from loaderkit.checkpoint.save.dcp_writer import StreamWriter
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, ClosedError, ConfigError
 
@@ -35,8 +35,8 @@ class CheckpointManager:
     format.
 
     `target` is the directory (a path, or a URL such as s3://bucket/runs/a), a mapping, or the path of a .yaml file with `to`,
-    `local`, `every`, `keep`, `when_busy` and `notice`; each of them may be given by name instead. With `local` they are
-    committed there first, and uploaded by rank 0 behind training. With several ranks of torch.distributed, or of
+    `local`, `every`, `keep`, `when_busy`, `flush` and `notice`; each of them may be given by name instead. With `local` they
+    are committed there first, and uploaded by rank 0 behind training. With several ranks of torch.distributed, or of
     `process_group`, each makes one and calls the same methods. `timeout_s`: how long a rank waits for another of which it hears
     nothing. It is a context manager: at the end, what is being written and uploaded is waited for.
 
@@ -52,20 +52,24 @@ class CheckpointManager:
         every: int | str | None = None,
         keep: Mapping[str, Any] | None = None,
         when_busy: str | None = None,
+        flush: str | None = None,
         notice: Mapping[str, Any] | None = None,
         timeout_s: float = 300.0,
         process_group: Any = None,
         connectors: Mapping[str, Connector] | None = None,
     ) -> None:
         """Raises ConfigError that names file, line and key; ConnectorError if `local` cannot be read."""
-        self.settings = save_settings(target, local=local, every=every, keep=keep, when_busy=when_busy, notice=notice)
+        self.settings = save_settings(
+            target, local=local, every=every, keep=keep, when_busy=when_busy, flush=flush, notice=notice
+        )
         self._process_group, self._timeout_s = process_group, timeout_s
         self._connectors = dict(connectors or {})
-        self._board = _board(process_group, timeout_s)
+        is_apart = self.settings.flush == "process"
+        self._board = _board(process_group, timeout_s, with_address=is_apart)
         self._tiers = Tiers(self.settings, self._connectors, self._board)
-        has_local = self.settings.local is not None
-        self._writer = StreamWriter(self.settings.to, unique_names=has_local, connectors=self._connectors)
-        self._plan = KeptPlan()
+        self._flush: Flush = (ProcessFlush if is_apart else ThreadFlush)(
+            self._tiers.url_of(0), self._connectors, self._board, unique_names=self.settings.local is not None
+        )
         self._saving: Saving | None = None
         self._num_saves = self._num_restores = 0
         self._last_step: int | None = None
@@ -126,10 +130,10 @@ class CheckpointManager:
     ) -> Saving | None:
         """Save `state` as step `step`, if that is due, or with `force`; None: it was not, or was skipped.
 
-        Returns once the state is copied to host memory; a thread writes and commits it. `wait`: returns once it is committed.
-        `metrics` are numbers for `keep.best`. Raises what the previous save met; its checkpoint is then not there, and those
-        before it stand. Raises what an upload has met, on rank 0: this step is being saved all the same, and the upload is
-        tried again. Raises ConfigError for a state that could not be restored.
+        Returns once the state is copied to host memory; a thread or a process writes and commits it. `wait`: returns once it
+        is committed. `metrics` are numbers for `keep.best`. Raises what the previous save met; its checkpoint is then not
+        there, and those before it stand. Raises what an upload has met, on rank 0: this step is being saved all the same, and
+        the upload is tried again. Raises ConfigError for a state that could not be restored.
         """
         self._check_open()
         if type(step) is not int or step < 0:
@@ -164,7 +168,7 @@ class CheckpointManager:
         key, last_key = f"save-{self._num_saves}", f"save-{self._num_saves - 1}"
         self._num_saves += 1
         try:
-            copy = self._writer.stage(self._resolved(state, step, metrics))
+            copy = self._flush.stage(self._resolved(state, step, metrics))
         except BaseException as error:
             if self._board is not None:
                 self._board.fail(key, error)
@@ -178,14 +182,12 @@ class CheckpointManager:
         def work(saving: Saving) -> None:
             try:
                 with self._tiers.writing(step):
-                    write_checkpoint(
-                        self._writer, self._tiers.url_of(step), states.pop(), board, key=key, kept=self._plan
-                    )
+                    stats = self._flush.write(states.pop(), self._tiers.url_of(step), key)
             except BaseException as error:
                 if board is not None:
                     board.fail(key, error)
                 raise
-            saving.stats |= self._writer.stats or {}
+            saving.stats |= stats
 
         def afterwards() -> None:
             if board is None or board.rank == 0:
@@ -317,7 +319,7 @@ class CheckpointManager:
         finally:
             if self._signals is not None:
                 self._signals.close()
-            self._writer.close()
+            self._flush.close()
             self._tiers.close()
         return failures
 
@@ -347,7 +349,7 @@ class CheckpointManager:
             raise ClosedError("this CheckpointManager is closed: make another one")
 
 
-def _board(process_group: Any, timeout_s: float) -> Board | None:
+def _board(process_group: Any, timeout_s: float, *, with_address: bool) -> Board | None:
     """What the ranks agree by; None for one rank."""
     distributed = torch.distributed
     if (
@@ -360,4 +362,5 @@ def _board(process_group: Any, timeout_s: float) -> Board | None:
     group = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
     # Equal on all ranks, as all of them make each manager.
     number = default_store().add(f"loaderkit/managers/{group}/{distributed.get_rank()}", 1)
-    return open_board(f"manager-{group}-{number}", process_group, timeout_s=timeout_s)
+    board = open_board(f"manager-{group}-{number}", process_group, timeout_s=timeout_s)
+    return board_with_address(board) if with_address else board

@@ -162,6 +162,11 @@ class SaveSettings(Model):
     when_busy: Literal["wait", "skip"] = Field(
         "wait", description="what a save does while another is being written: wait for it, or leave this one out"
     )
+    flush: Literal["thread", "process"] = Field(
+        "thread",
+        description="what writes the copy of the state: a thread, or a process of its own, which does not share Python's lock "
+        "with training",
+    )
     notice: NoticeArgs | None = Field(None, description="signals at which all ranks save at the same step")
 
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from loaderkit.checkpoint.ranks.group import default_store
-from loaderkit.errors import PeerError
+from loaderkit.errors import ConfigError, PeerError
 
 if dist.is_available():
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed import distributed_c10d as c10d
 
 _FIRST_POLL_S = 0.0005
@@ -28,16 +31,25 @@ _FAILED = "failed"
 
 class Board:
     """The messages in `store`, which all ranks share. This is number `rank` of them; `global_ranks` are theirs in
-    torch.distributed. `server` is kept as long as the board: rank 0's store may be the one that serves all others."""
+    torch.distributed. `server` is kept as long as the board: rank 0's store may be the one that serves all others. `address`
+    is where other processes of this rank find the board, if they can."""
 
     def __init__(
-        self, store: Any, rank: int, global_ranks: Sequence[int], *, timeout_s: float, server: Any = None
+        self,
+        store: Any,
+        rank: int,
+        global_ranks: Sequence[int],
+        *,
+        timeout_s: float,
+        server: Any = None,
+        address: BoardAddress | None = None,
     ) -> None:
         self.rank = rank
+        self.address = address
         self._server = server
         self.global_ranks = tuple(global_ranks)
         self._store = store
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     def __len__(self) -> int:
         return len(self.global_ranks)
@@ -84,7 +96,7 @@ class Board:
 
         def beat() -> None:
             number = 0
-            while not done.wait(min(_BEAT_S, self._timeout_s / 4)):
+            while not done.wait(min(_BEAT_S, self.timeout_s / 4)):
                 with suppress(RuntimeError):
                     self.post(f"{key}/alive/{self.rank}", str(number := number + 1).encode())
 
@@ -115,7 +127,7 @@ class Board:
         return self._wait({source: key}, about, doing)[0]
 
     def _wait(self, keys: dict[int, str], about: str, doing: str, timeout_s: float | None = None) -> list[bytes]:
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         missing, messages = dict(keys), {}
         beats: dict[int, bytes] = {}
         heard_s, looked_s, poll_s = time.monotonic(), time.monotonic(), _FIRST_POLL_S
@@ -159,6 +171,51 @@ class Board:
         ranks = tuple(self.global_ranks[number] for number in numbers)
         listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
         return PeerError(f"rank{'s' if len(ranks) > 1 else ''} {listed} {reason} (while {doing})", ranks=ranks)
+
+
+class BoardAddress(NamedTuple):
+    """Where a board is, for another process of the same rank."""
+
+    host: str
+    port: int
+    prefix: str
+    rank: int
+    global_ranks: tuple[int, ...]
+    timeout_s: float
+
+    def open(self, server: Any = None) -> Board:
+        """A connection of its own. Raises PeerError without an answer."""
+        timeout = timedelta(seconds=self.timeout_s)
+        try:
+            store = TCPStore(self.host, self.port, is_master=False, timeout=timeout, wait_for_workers=False)
+        except RuntimeError as error:
+            raise PeerError(
+                f"the store of torch.distributed at {self.host}:{self.port} does not answer: {error}", ranks=(0,)
+            ) from error
+        own = c10d.PrefixStore(self.prefix, store)
+        return Board(own, self.rank, self.global_ranks, timeout_s=self.timeout_s, server=server, address=self)
+
+
+def board_with_address(board: Board) -> Board:
+    """Another board of the same ranks, which has an address. Every rank calls it.
+
+    Raises ConfigError if the store of torch.distributed is none to connect to, and PeerError.
+    """
+    server = kept = default_store()
+    while isinstance(server, c10d.PrefixStore):
+        server = server.underlying_store
+    if not isinstance(server, TCPStore):
+        raise ConfigError(
+            f"flush: process connects to the store of torch.distributed, and a {type(server).__name__} has no address: "
+            "initialise torch.distributed by env:// or tcp://, or use flush: thread"
+        )
+    # Torch does not say what prefixes its own store has, so this one has a name that no other job has.
+    if board.rank == 0:
+        board.post("address", uuid.uuid4().hex.encode())
+    name = board.wait_for("address", 0, about="address", doing="the ranks agree on a name")
+    prefix = f"loaderkit/{name.decode()}"
+    address = BoardAddress(server.host, server.port, prefix, board.rank, board.global_ranks, board.timeout_s)
+    return address.open(kept)
 
 
 def open_board(name: str, process_group: Any = None, *, timeout_s: float) -> Board:

@@ -103,9 +103,10 @@ class StreamWriter(StorageWriter, AsyncStager):
         workers: int | Literal["auto"] = "auto",
         unique_names: bool = False,
         connectors: Mapping[str, Connector] | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
         """`unique_names`: files have names by the time, which no earlier save of the same checkpoint has given, so that a copy
-        of it can be replaced by one step, too.
+        of it can be replaced by one step, too. `copies` makes the copies for `async_save`; default in memory of this process.
 
         Raises ConfigError for `workers` that are no number from 1 on.
         """
@@ -122,7 +123,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         self._target: SaveTarget | None = None
         self._running: _Running | None = None
         self._buffers = PartBuffers()
-        self._copies = HostCopies()
+        self._copies = HostCopies() if copies is None else copies
         self._stats: dict[str, Any] | None = None
         self._lock = threading.Lock()
 
@@ -228,7 +229,8 @@ class StreamWriter(StorageWriter, AsyncStager):
 
     def close(self) -> None:
         """Give up the memory that is kept. Another save may follow."""
-        self._copies, self._buffers = HostCopies(), PartBuffers()
+        self._copies.close()
+        self._buffers = PartBuffers()
 
     # --------------------------------------------------------------------------------------------------------- writing
 

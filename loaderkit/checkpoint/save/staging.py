@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +23,8 @@ _MAX_KEPT = 2  # one that is being written, one that is being filled
 class _Area:
     """Memory that one copy of a state uses at a time."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self._memory = pages(num_bytes)
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self._memory = memory
         self._user: weakref.ref[NDArray[np.uint8]] | None = None
 
     def __len__(self) -> int:
@@ -48,9 +48,13 @@ class _Area:
 
 
 class HostCopies:
-    """Copies states. A copy goes into the memory of an earlier one if that is large enough and no tensor of it is left."""
+    """Copies states. A copy goes into the memory of an earlier one if that is large enough and no tensor of it is left.
 
-    def __init__(self) -> None:
+    `allocate` gives memory of at least that many bytes, uint8 [N], that begins at a page.
+    """
+
+    def __init__(self, allocate: Callable[[int], NDArray[np.uint8]] = pages) -> None:
+        self._allocate = allocate
         self._areas: list[_Area] = []
 
     def copy(self, state: Any) -> Any:
@@ -91,8 +95,12 @@ class HostCopies:
             if area.is_free and len(area) >= num_bytes:
                 return area
         self._areas = [area for area in self._areas if not area.is_free][: _MAX_KEPT - 1]
-        self._areas.append(_Area(num_bytes))
+        self._areas.append(_Area(self._allocate(num_bytes)))
         return self._areas[-1]
+
+    def close(self) -> None:
+        """Give up the memory that is kept, but for what copies lie in that are still in use. Other copies may follow."""
+        self._areas.clear()
 
 
 class _Found(NamedTuple):
@@ -112,17 +120,18 @@ class _Found(NamedTuple):
         elif isinstance(value, torch.Tensor) and id(value) not in self.wrapped:
             if (plain := plain_tensor(value)) is not None:
                 self.plain[id(value)] = plain
-            elif _is_wrapper(value):
-                for item in _inner(value)[0].values():
+            elif is_wrapper(value):
+                for item in inner_of(value)[0].values():
                     self.collect(item)
                 self.wrapped[id(value)] = value
 
 
-def _is_wrapper(tensor: Any) -> bool:
+def is_wrapper(tensor: Any) -> bool:
+    """True for a tensor that consists of others, such as a DTensor."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
-def _inner(tensor: Any) -> tuple[dict[str, Any], Any]:
+def inner_of(tensor: Any) -> tuple[dict[str, Any], Any]:
     """What a wrapper consists of, as torch.compile flattens it: tensors by attribute, and the rest."""
     names, context = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}, context
@@ -130,7 +139,7 @@ def _inner(tensor: Any) -> tuple[dict[str, Any], Any]:
 
 def _rewrapped(tensor: torch.Tensor, memo: Mapping[int, Any]) -> torch.Tensor:
     """A wrapper of copies."""
-    inner, context = _inner(tensor)
+    inner, context = inner_of(tensor)
     copies = {name: memo.get(id(item), item) for name, item in inner.items()}
     wrapper: Any = type(tensor)
     rewrapped: torch.Tensor = wrapper.__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())

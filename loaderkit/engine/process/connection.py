@@ -14,19 +14,18 @@ import pickle
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 
+from loaderkit._internal.child_process import ChildProcess, how_it_ended
+from loaderkit._internal.descriptors import FIRST_FREE
 from loaderkit.engine.process import worker_main
-from loaderkit.engine.process.shared_memory import FIRST_FREE, Allocator, Block, SharedArena
+from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
 from loaderkit.errors import ConfigError, WorkerDiedError
 
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP}
@@ -39,8 +38,8 @@ def exit_reason(
 
     `exit_code` is None if it is not known; `is_early`: the process ended before it was ready.
     """
+    what = how_it_ended(exit_code)
     if exit_code is None and has_ended:
-        what = "ended, and its exit code is lost, as SIGCHLD is ignored or something else in this process waited for it"
         fix = (
             "unless another program killed it, the system was out of memory (see dmesg), or a library crashed or exited "
             "(see its stderr)"
@@ -48,7 +47,6 @@ def exit_reason(
     elif exit_code is None:
         what, fix = "does not answer and was killed", "look for a stage that blocks the whole interpreter"
     elif exit_code >= 0:
-        what = f"left with exit code {exit_code}"
         if is_early:
             fix = (
                 f"see its stderr; {sys.executable} must be able to import there what it imports here, or "
@@ -56,29 +54,22 @@ def exit_reason(
             )
         else:
             fix = "a stage or a data set ended it (os._exit, or a library that exits); see its output"
+    elif -exit_code == signal.SIGKILL:
+        fix = (
+            "unless another program did, the system was out of memory (see dmesg): make prefetch.memory, "
+            "prefetch.concurrency or the data set's own memory smaller"
+        )
+    elif -exit_code not in _CRASHES:
+        fix = (
+            "another program, a stage or a data set sent that signal: see its output and the log of the job's scheduler"
+        )
+    elif is_early:
+        fix = "a C library crashed while it was imported; its stack is on stderr"
     else:
-        try:
-            name = signal.Signals(-exit_code).name
-        except ValueError:
-            name = f"signal {-exit_code}"
-        what = f"was killed by {name}"
-        if -exit_code == signal.SIGKILL:
-            fix = (
-                "unless another program did, the system was out of memory (see dmesg): make prefetch.memory, "
-                "prefetch.concurrency or the data set's own memory smaller"
-            )
-        elif -exit_code not in _CRASHES:
-            fix = (
-                "another program, a stage or a data set sent that signal: see its output and the log of the job's "
-                "scheduler"
-            )
-        elif is_early:
-            fix = "a C library crashed while it was imported; its stack is on stderr"
-        else:
-            fix = (
-                "a C library crashed, probably on one sample; its stack is on stderr: reproduce it with "
-                "prefetch.concurrency: 1, or leave that sample out"
-            )
+        fix = (
+            "a C library crashed, probably on one sample; its stack is on stderr: reproduce it with "
+            "prefetch.concurrency: 1, or leave that sample out"
+        )
     if is_early:
         what = f"could not start: it {what} before it was ready" + (f" ({reason})" if reason else "")
     return WorkerDiedError(
@@ -93,50 +84,6 @@ _PATIENCE_S = 1.0  # the longest wait for an answer that should come at once
 logger = logging.getLogger("loaderkit")
 
 
-class _Life:
-    """The pid, end and exit code of the process; shared with the thread that starts it and waits for it."""
-
-    def __init__(self) -> None:
-        self.started: SimpleQueue[int | BaseException] = SimpleQueue()
-        self.ended = threading.Event()
-        self.exit_code: int | None = None
-
-
-def _keep(command: Sequence[str], descriptors: Sequence[int], life: _Life) -> None:
-    """Start the process and wait for its end, in a thread that does nothing else.
-
-    The kernel kills the process when the *thread* that started it ends (PR_SET_PDEATHSIG), so it must not be one of the
-    user's. The trainer's signals are blocked in this thread, and so in the process until it ignores them: an early Ctrl-C
-    prints nothing.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, worker_main.MEANT_FOR_THE_TRAINER)
-    try:
-        process = subprocess.Popen(  # noqa: S603 - ourselves
-            command, pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=_inherited(1), stderr=_inherited(2)
-        )
-    except BaseException as error:
-        life.started.put(error)
-        return
-    life.started.put(process.pid)
-    try:
-        _, status = os.waitpid(process.pid, 0)
-        life.exit_code = process.returncode = os.waitstatus_to_exitcode(status)
-    except (
-        ChildProcessError
-    ):  # SIGCHLD is ignored, or other code has waited: the exit code is lost; Popen.wait returns 0
-        process.returncode = 0  # its destructor needs one
-    life.ended.set()
-
-
-def _inherited(descriptor: int) -> int | None:
-    """Popen's argument for stdout or stderr: DEVNULL where the descriptor is closed, or the process would open another file
-    under its number."""
-    try:
-        return None if os.get_inheritable(descriptor) else subprocess.DEVNULL
-    except OSError:
-        return subprocess.DEVNULL
-
-
 class WorkerConnection:
     """A worker process. `tell` and `ask` may be called from any thread, `receive` from one at a time."""
 
@@ -146,7 +93,6 @@ class WorkerConnection:
             raise ConfigError(
                 "prefetch.executor: process needs a Python interpreter of its own, and sys.executable is empty"
             )
-        self._life = _Life()
         self._asking = threading.Lock()
         # Held while a socket is polled: a descriptor closed meanwhile could be reused by another file.
         self._receiving = threading.RLock()
@@ -160,29 +106,9 @@ class WorkerConnection:
             self._control, theirs_control = _pair(ours, theirs)
             descriptors = (theirs_out.fileno(), theirs_control.fileno(), arena.fileno())
             numbers = (os.getpid(), *descriptors, *_hand_over(arena, allocator, preload))
-            options = [f"-W{option}" for option in sys.warnoptions] + ["-O"] * sys.flags.optimize
-            command = [sys.executable, "-P", *options, "-c", worker_main.BOOT, *map(str, numbers)]
-            self._keeper = threading.Thread(
-                target=_keep, args=(command, descriptors, self._life), name="loaderkit-keeper", daemon=True
-            )
-            started = self._start()
-            if isinstance(started, BaseException):
-                raise started
-            self.pid = started
+            self._child = ChildProcess(worker_main.BOOT, list(map(str, numbers)), descriptors)
+            self.pid = self._child.pid
             ours.pop_all()
-
-    def _start(self) -> int | BaseException:
-        """The process's pid, or the error that kept it from starting."""
-        life = self._life
-        try:
-            self._keeper.start()
-            return life.started.get()
-        except BaseException:  # Ctrl-C: wait until the descriptors are passed on, as their numbers could be reused
-            with suppress(Empty):
-                started = life.started.get(timeout=_PATIENCE_S)
-                if isinstance(started, int):
-                    os.kill(started, signal.SIGKILL)
-            raise
 
     # ------------------------------------------------------------------------------------------------- talking
 
@@ -281,23 +207,21 @@ class WorkerConnection:
 
     def death(self) -> WorkerDiedError:
         """The error for a process that has ended by itself."""
-        if not self._life.ended.wait(_PATIENCE_S):
+        if not self._child.wait(_PATIENCE_S):
             self.kill()
-            self._life.ended.wait(_PATIENCE_S)
+            self._child.wait(_PATIENCE_S)
         return exit_reason(
-            self.pid, self._life.exit_code, has_ended=self.has_ended, is_early=not self._has_heard, reason=self._reason
+            self.pid, self._child.exit_code, has_ended=self.has_ended, is_early=not self._has_heard, reason=self._reason
         )
 
     @property
     def has_ended(self) -> bool:
         """True once the process has ended; messages of it may be left to read."""
-        return self._life.ended.is_set()
+        return self._child.has_ended
 
     def kill(self) -> None:
         """End the process at once."""
-        if not self.has_ended:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+        self._child.kill()
 
     def begin_closing(self, join_s: float) -> None:
         """Tell the process to end within `join_s`, without waiting for it."""
@@ -327,14 +251,13 @@ class WorkerConnection:
         finally:
             if is_ours and is_ours[0]:
                 self._receiving.release()
-            if not self._life.ended.wait(max(0.0, deadline - time.monotonic())):
+            if not self._child.wait(max(0.0, deadline - time.monotonic())):
                 self.kill()
             self._is_closed = True
             for end in (self._outbox, self._control):
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
-            if threading.current_thread() is not self._keeper:
-                self._keeper.join(_PATIENCE_S)
+            self._child.release(_PATIENCE_S)
             for end, lock in ((self._outbox, self._receiving), (self._control, self._asking)):
                 if lock.acquire(timeout=_PATIENCE_S):  # after Ctrl-C the lock may never be released
                     end.close()

@@ -72,17 +72,17 @@ def _text(error: BaseException) -> str:
         return "(its text cannot be made)"
 
 
-def unpack_error(packed: PackedError) -> BaseException:
-    """The exception with its attributes and cause; the text of its traceback is its last note."""
+def unpack_error(packed: PackedError, where: str = "the process that loads") -> BaseException:
+    """The exception with its attributes and cause; the text of its traceback is its last note, which says `where` it was."""
     try:
         error = pickle.loads(packed.pickled)  # noqa: S301 - of our own process
     except Exception as failed:
-        error = RemoteError(f"an exception of the loading process cannot be made again here: {failed!r}")
+        error = RemoteError(f"an exception of {where} cannot be made again here: {failed!r}")
     assert isinstance(error, BaseException)
     if packed.traceback:
-        error.add_note(f"Traceback in the process that loads (most recent call last):\n{packed.traceback.rstrip()}")
+        error.add_note(f"Traceback in {where} (most recent call last):\n{packed.traceback.rstrip()}")
     if packed.cause is not None:
-        error.__cause__ = unpack_error(packed.cause)
+        error.__cause__ = unpack_error(packed.cause, where)
     elif packed.context is not None:
-        error.__context__ = unpack_error(packed.context)
+        error.__context__ = unpack_error(packed.context, where)
     return error

@@ -8,7 +8,6 @@ the memory is freed with the last mapping.
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import mmap
 import os
@@ -17,7 +16,6 @@ import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
-from contextlib import ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -25,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from loaderkit._internal.cgroups import free_memory
+from loaderkit._internal.descriptors import mapped, memory_file
 from loaderkit._internal.dtypes import Bytes
-from loaderkit._internal.interrupts import owned
 from loaderkit._internal.units import say_bytes
 from loaderkit.errors import ConfigError
 
@@ -45,17 +43,6 @@ def check_room(num_batches: int, batch_bytes: int, *, root: Path = _ROOT) -> Non
 
 
 _MAX_SPARE = 16
-FIRST_FREE = 3
-"""The lowest number of descriptors that stay open. Where stdin, stdout or stderr is closed the system would hand out its
-number, and every print would write into the memory of batches."""
-
-
-def _mapped(descriptor: int) -> mmap.mmap:
-    """A mapping of a whole file. It keeps a descriptor of its own, which must not have a number of stdio either."""
-    with ExitStack() as held:
-        while held.enter_context(owned(os.open, os.devnull, os.O_RDWR | os.O_CLOEXEC)).fileno() < FIRST_FREE:
-            pass
-        return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
 
 
 class Block(NamedTuple):
@@ -85,7 +72,7 @@ class SharedArena:
 
     def __init__(self, file: io.FileIO) -> None:
         self._file = file
-        self._mapping = _mapped(file.fileno())
+        self._mapping = mapped(file.fileno())
         self._mapping.madvise(mmap.MADV_DONTDUMP)  # a core dump would fill every hole with memory
         self.memory: Bytes = np.frombuffer(self._mapping, np.uint8)
         self.middle = len(self.memory) // 2 // mmap.PAGESIZE * mmap.PAGESIZE
@@ -95,8 +82,7 @@ class SharedArena:
         """A new arena; all of them together are four times as long as the machine's memory, which leaves room for blocks of
         several sizes."""
         size = address_bytes(4) // num_arenas // mmap.PAGESIZE * mmap.PAGESIZE
-        with owned(os.memfd_create, "loaderkit", os.MFD_CLOEXEC) as low:
-            file = owned(fcntl.fcntl, low.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_FREE)
+        file = memory_file("loaderkit")
         try:
             os.ftruncate(file.fileno(), size)
             return cls(file)

@@ -11,23 +11,20 @@ with the thread that started it, and the end of the control socket ends it as we
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import gc
 import importlib
 import logging
 import os
 import pickle
-import signal
 import socket
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from loaderkit._internal.child_process import bind_to
 from loaderkit._internal.forks import ending_forks
 from loaderkit.engine.process import error_transport
 from loaderkit.errors import RemoteError
@@ -36,9 +33,6 @@ if TYPE_CHECKING:
     from loaderkit.engine.process.batch_server import BatchSender
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-MEANT_FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that terminals and schedulers send to all processes of a job, to end it or to request a checkpoint."""
 _MESSAGE_BYTES = 2**18
 _TEXT_CHARACTERS = 2**14
 ORDERS = ("resize", "set_depth")  # questions that are also executed, even if they come before the engine exists
@@ -60,7 +54,7 @@ def main(numbers: Sequence[int], preload: str) -> NoReturn:
     """Run until the trainer ends the process. `numbers`: the trainer's pid, then the descriptors of outbox (batches), control
     socket and arena; `preload`: the module to import while the spec is on its way."""
     parent, outbox, control, arena = numbers
-    _bind_to(parent)
+    bind_to(parent)
     worker = WorkerMain(
         socket.socket(fileno=outbox),  # both are packet sockets: one message, one packet
         socket.socket(fileno=control),
@@ -68,39 +62,6 @@ def main(numbers: Sequence[int], preload: str) -> NoReturn:
     )
     threading.Thread(target=worker.listen, name="loaderkit-control", daemon=True).start()
     worker.run(preload)
-
-
-def _bind_to(parent: int) -> None:
-    """End with the trainer, and ignore the signals that are meant for it."""
-    # The trainer handles Ctrl-C and SIGTERM (it may save a checkpoint first), and this process ends when it does. Until here
-    # they were blocked. Not SIG_IGN: processes of the user's code would inherit it and never end by SIGTERM, as those of a
-    # multiprocessing.Pool do.
-    for number in MEANT_FOR_THE_TRAINER:
-        signal.signal(number, lambda *_: None)
-        signal.siginterrupt(number, False)
-    os.register_at_fork(
-        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, MEANT_FOR_THE_TRAINER),
-        after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, MEANT_FOR_THE_TRAINER),
-        after_in_child=_take_signals,
-    )
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_THE_TRAINER)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    libc.prctl(_PR_SET_NAME, b"loaderkit", 0, 0, 0)
-    if os.getppid() != parent:  # the trainer ended before prctl took effect
-        os._exit(1)
-    if sys.stderr is not None:
-        faulthandler.enable()  # a crash in a C library prints a stack
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # prints of the user's functions appear at once
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def _take_signals() -> None:
-    """Restore default signal handling in a child that user's code has forked; signals blocked meanwhile arrive."""
-    for number in MEANT_FOR_THE_TRAINER:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_THE_TRAINER)
 
 
 def _import(name: str) -> None:

@@ -99,3 +99,19 @@ def test_a_local_directory_that_the_ranks_do_not_share_is_refused(tmp_path: Path
     assert "near-0 what rank 0 has written there: a checkpoint would be split over the machines. Give a" in first
     assert second.startswith("local: 1 of 2 ranks, such as 1 on ")
     assert [path.name for path in tmp_path.glob("near-*/*")] == []
+
+
+def test_processes_of_ranks_write_what_threads_do(tmp_path: Path) -> None:
+    """The death of one is heard on all ranks, and does not end the others."""
+    assert rank_programs.run_ranks(manager_programs.flush_in_processes, 2, tmp_path) == [0, 0]
+    (first, *steps), (second, *others) = said(tmp_path, "flushed", 2)
+    assert first.startswith("PeerError: rank 1 failed: CheckpointError: the process that writes checkpoints (pid ")
+    assert second.startswith("CheckpointError: the process that writes checkpoints (pid ")
+    assert "was killed by SIGKILL" in second
+    assert steps == others == [[1, 2], [1, 2, 4], []]
+    steps_of = [f"step-{number:010d}" for number in (1, 2)]
+    for name in [f"{step}/__{rank}_0.distcp" for step in steps_of for rank in range(2)]:
+        assert (tmp_path / "process" / name).read_bytes() == (tmp_path / "thread" / name).read_bytes()
+    assert sorted(path.name for path in (tmp_path / "process").iterdir()) == [*steps_of, "step-0000000004"]
+    assert rank_programs.run_ranks(manager_programs.flush_without_address, 2, tmp_path) == [0, 0]
+    assert all("a FileStore has no address" in message for message in said(tmp_path, "refused", 2))

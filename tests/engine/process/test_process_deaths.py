@@ -21,6 +21,7 @@ from numbers_dataset import PROCESS, Numbers, build, is_running, numbers, pid_of
 from waiting import wait_for
 
 from loaderkit import Pipeline
+from loaderkit._internal.child_process import MEANT_FOR_THE_PARENT
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.process import worker_main
 from loaderkit.engine.process.connection import exit_reason
@@ -124,7 +125,7 @@ class TestDeaths:
         with build(numbers(800)) as loader:
             loader.start()
             for moment in range(2):
-                for number in worker_main.MEANT_FOR_THE_TRAINER:
+                for number in MEANT_FOR_THE_PARENT:
                     os.kill(pid_of(loader), number)
                 assert len(list(loader)) == 100, moment
 

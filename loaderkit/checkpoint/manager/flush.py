@@ -1,0 +1,114 @@
+"""Where the copy of a state is written from: a thread of this process, or a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from loaderkit.checkpoint.discovery.locate import save_target
+from loaderkit.checkpoint.flush.process import FlushProcess
+from loaderkit.checkpoint.flush.shared_pages import MappedPages, SharedPages
+from loaderkit.checkpoint.flush.transport import ReceivedCopies
+from loaderkit.checkpoint.manager.saving import KeptPlan, write_checkpoint
+from loaderkit.checkpoint.ranks.board import Board, BoardAddress
+from loaderkit.checkpoint.save.dcp_writer import StreamWriter
+from loaderkit.checkpoint.save.staging import HostCopies
+from loaderkit.connectors.base import Connector, traits_of
+from loaderkit.engine.process.messages import pack
+from loaderkit.errors import ConfigError
+
+
+class Flush(Protocol):
+    """Copies states, and writes the copies. One state is written at a time, from any thread."""
+
+    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the state in host memory that is kept for the next one. Raises CheckpointError without memory for it."""
+
+    def write(self, state: dict[str, Any], url: str, key: str) -> dict[str, Any]:
+        """Write such a copy as the checkpoint `url`; the seconds that it took, when it is committed. See `write_checkpoint`."""
+
+    def close(self) -> None:
+        """Give up the memory that is kept."""
+
+
+class ThreadFlush:
+    """Writes in the thread that calls. `copies`: what `stage` copies with."""
+
+    def __init__(
+        self,
+        url: str,
+        connectors: Mapping[str, Connector],
+        board: Board | None,
+        *,
+        unique_names: bool = False,
+        copies: HostCopies | None = None,
+    ) -> None:
+        self._writer = StreamWriter(url, unique_names=unique_names, connectors=connectors, copies=copies)
+        self._board = board
+        self._plan = KeptPlan()
+
+    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+        return self._writer.stage(state)
+
+    def write(self, state: dict[str, Any], url: str, key: str) -> dict[str, Any]:
+        write_checkpoint(self._writer, url, state, self._board, key=key, kept=self._plan)
+        return self._writer.stats or {}
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class ProcessFlush:
+    """Writes in another process, which is started at the first write. The calling thread waits for it."""
+
+    def __init__(
+        self, url: str, connectors: Mapping[str, Connector], board: Board | None, *, unique_names: bool = False
+    ) -> None:
+        """`board` has an address. Raises ConfigError for what cannot be sent there."""
+        _check_sendable(url, connectors)
+        memory = SharedPages()
+        self._copies = HostCopies(memory.allocate)
+        address = None if board is None else board.address
+        self._process = FlushProcess(partial(_writer_there, url, dict(connectors), address, unique_names), memory)
+
+    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+        copied: dict[str, Any] = self._copies.copy(state)
+        return copied
+
+    def write(self, state: dict[str, Any], url: str, key: str) -> dict[str, Any]:
+        stats: dict[str, Any] = self._process.call(state, url, key)
+        return stats
+
+    def close(self) -> None:
+        self._process.close()
+        self._copies.close()
+
+
+def _writer_there(
+    url: str, connectors: Mapping[str, Connector], address: BoardAddress | None, unique_names: bool, memory: MappedPages
+) -> Callable[..., dict[str, Any]]:
+    """What the other process calls."""
+    board = None if address is None else address.open()
+    copies = ReceivedCopies(memory)
+    return ThreadFlush(url, connectors, board, unique_names=unique_names, copies=copies).write
+
+
+def _check_sendable(url: str, connectors: Mapping[str, Connector]) -> None:
+    for name, connector in connectors.items():
+        try:
+            pack(connector)
+        except Exception as error:
+            raise ConfigError(
+                f"connectors: {name!r}: {connector!r} cannot be sent to the process that writes checkpoints (flush: process): "
+                f"{error}. Define its class at the top level of a module that can be imported; or use flush: thread"
+            ) from error
+    target = save_target(url, connectors)
+    try:
+        if traits_of(target.connector).is_in_process:
+            raise ConfigError(
+                f"{url}: what the process that writes checkpoints (flush: process) would keep in its own memory is not seen "
+                "here: use flush: thread"
+            )
+    finally:
+        target.close()

@@ -1,0 +1,103 @@
+"""Stores for a process that writes checkpoints, and a program that saves to them: what another process imports.
+
+python flush_stores.py FOLDER    saves step 1, then step 2, which waits at the gate; prints the pids of its processes
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from crashing import Clock
+
+import loaderkit
+from loaderkit.connectors.base import ObjectWriter, Writes, writes_of
+from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.writing import WritesLayer
+from loaderkit.errors import ConnectorError
+
+
+class Killing(Clock):
+    """Kills the process at its operation with the number `last`, or a later one, if the file `flag` is there; once."""
+
+    def __init__(self, last: int, flag: Path, *, is_before: bool) -> None:
+        super().__init__(last, is_before=is_before)
+        self._settings = last, flag, is_before
+
+    def __reduce__(self) -> Any:
+        last, flag, is_before = self._settings
+        return _killing, (last, flag, is_before)
+
+    def run(self, name: str, operation: Callable[[], Any]) -> Any:
+        last, flag, is_before = self._settings
+        with self._lock:
+            dies = len(self.names) >= last and flag.exists()
+            self.names.append(name)
+            if dies:
+                flag.unlink()
+                if not is_before:
+                    operation()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operation()
+
+
+def _killing(last: int, flag: Path, is_before: bool) -> Killing:
+    return Killing(last, flag, is_before=is_before)
+
+
+class Gated(FileConnector):
+    """Files whose writing waits at a FIFO `gate` beside the folder, if it is there, until someone has opened and closed it; and
+    fails as the file `fails` says."""
+
+    def writes(self) -> Writes:
+        return _GatedWrites(writes_of(FileConnector(self.describe(""))), Path(self.describe("")).parent)
+
+
+class _GatedWrites(WritesLayer):
+    def __init__(self, inner: Writes, folder: Path) -> None:
+        super().__init__(inner)
+        self._folder = folder
+
+    def create(self, key: str, size: int) -> ObjectWriter:
+        gate, fails = self._folder / "gate", self._folder / "fails"
+        if gate.exists():
+            gate.read_bytes()
+        if fails.exists():
+            text = fails.read_text()
+            fails.unlink()
+            logging.getLogger("loaderkit").warning("it is said there that %s", text)
+            raise ConnectorError(text)
+        return self.inner.create(key, size)
+
+
+def state_of(number: int) -> dict[str, Any]:
+    """A state unlike that of another number."""
+    tensors = {f"w{n}": torch.arange(float(1000 * n + 10)) + number for n in range(4)}
+    return {"model": tensors, "step": number, "names": [f"{number}"] * number}
+
+
+def manager_of(folder: Path, **settings: Any) -> loaderkit.CheckpointManager:
+    """Saves to `folder`/run in a process of its own."""
+    settings = {"flush": "process", "connectors": {"store": Gated(folder / "run")}} | settings
+    return loaderkit.CheckpointManager("store://", **settings)
+
+
+def children() -> list[int]:
+    """The processes that this one has started and that have not ended."""
+    return [int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+
+
+def main(folder: Path) -> None:
+    """Save step 1, and step 2, which waits at the gate; print the pids of the processes, and do nothing more."""
+    with manager_of(folder) as checkpoints:
+        checkpoints.save(1, state_of(1), wait=True)
+        os.mkfifo(folder / "gate")
+        checkpoints.save(2, state_of(2))
+        print(*children(), flush=True)
+        while True:
+            signal.pause()

@@ -71,19 +71,19 @@ def _lengths(plan: ExecutionPlan) -> dict[str, Any]:
 def _item_checks(plan: ExecutionPlan) -> dict[str, Any]:
     """`seen_alike`: whether another process would see the same items. `is_unseeded`, `items_differ`, `state_is_inexact`: of an
     iterable, whether it can be relied on. See `sources.item_checks`."""
-    from loaderkit.sources.dataset import DatasetArgs
+    from loaderkit.sources.dataset import DatasetArgs, DatasetSource
     from loaderkit.sources.item_checks import items_differ, seen_alike, state_is_inexact
     from loaderkit.sources.iterable import IterableSource
 
     source, args = plan.source, plan.config.source
-    if not isinstance(args, DatasetArgs):
+    if not isinstance(args, DatasetArgs) or not isinstance(source, DatasetSource):
         return {}
     if not isinstance(source, IterableSource):
-        return {"seen_alike": seen_alike(args)}
+        return {"seen_alike": seen_alike(source.dataset, args, is_iterable=False)}
     differ = items_differ(source)
     # Where items differ anyway, what follows a state says nothing of it.
     return {
-        "seen_alike": differ or seen_alike(args),
+        "seen_alike": differ or seen_alike(source.make_another(), args, is_iterable=True),
         "is_unseeded": source.is_unseeded,
         "items_differ": differ,
         "state_is_inexact": not differ and state_is_inexact(source),

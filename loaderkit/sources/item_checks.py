@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from loaderkit._internal.cgroups import free_memory
 from loaderkit._internal.compare import differ
 from loaderkit._internal.forks import ending_forks
 from loaderkit.errors import USER_ERRORS, SourceError
@@ -114,21 +116,22 @@ def _packed(iterator: Iterator[Any], num: int = _NUM_ITEMS) -> list[bytes] | Non
         return None
 
 
-def seen_alike(args: DatasetArgs) -> bool:
-    """False if another process is known to see other first items, or another number of items: then every rank would. True also
-    for what differs each time it is looked at, for an object that has no name, and where nothing can be found out."""
-    if not isinstance(args.object, str):
+def seen_alike(opened: Any, args: DatasetArgs, *, is_iterable: bool) -> bool:
+    """False if another process is known to see other first items than those of `opened`, or another number of them: then every
+    rank would. True also for what differs each time it is looked at, for an object that has no name, and where nothing can be
+    found out, as where memory may not do for a second data set like this one."""
+    free_bytes, _ = free_memory()
+    if not isinstance(args.object, str) or (free_bytes is not None and free_bytes < _peak_bytes()):
         return True
-    given = (args.kind, args.object, args.args)
     try:
-        here = _first_items(*given)
-        if differ(here, _first_items(*given)):
+        here = _first_items(opened, is_iterable)
+        if not is_iterable and differ(here, _first_items(opened, is_iterable)):
             return True
         with TemporaryDirectory() as folder:
             path = Path(folder, "items")
             subprocess.run(  # noqa: S603 - this interpreter
                 [sys.executable, "-c", _ANSWER],
-                input=pickle.dumps((sys.path, str(path), *given)),
+                input=pickle.dumps((sys.path, str(path), args.object, args.args, is_iterable)),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 timeout=_ANSWER_S,
@@ -140,16 +143,20 @@ def seen_alike(args: DatasetArgs) -> bool:
     return not differ(here, there)
 
 
-def write_items(path: str, kind: str, name: str, args: dict[str, Any]) -> None:
+def write_items(path: str, name: str, args: dict[str, Any], is_iterable: bool) -> None:
     """Write the first items to a file, for the process that compares them with its own."""
-    Path(path).write_bytes(pickle.dumps(_first_items(kind, name, args)))
+    needed = ("__iter__",) if is_iterable else ("__len__", "__getitem__")
+    opened = open_object(DatasetArgs(object=name, args=args), needed)
+    Path(path).write_bytes(pickle.dumps(_first_items(opened, is_iterable)))
 
 
-def _first_items(kind: str, name: str, args: dict[str, Any]) -> tuple[int | None, list[Any]]:
+def _first_items(opened: Any, is_iterable: bool) -> tuple[int | None, list[Any]]:
     """The number of items, if that is known, and the first of them."""
-    named = DatasetArgs(object=name, args=args)
-    if kind == "iterable":
-        return None, list(islice(_begun(open_object(named, ("__iter__",))), _NUM_ITEMS))
-    opened = open_object(named)
+    if is_iterable:
+        return None, list(islice(_begun(opened), _NUM_ITEMS))
     size = len(opened)
     return size, [opened[number] for number in range(min(size, _NUM_ITEMS))]
+
+
+def _peak_bytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 examples/restore_fsdp.py --steps 4 --folder runs
     torchrun --nproc-per-node 3 examples/restore_fsdp.py --steps 8 --folder runs
 
+SIGTERM to any rank ends the job after a step that is the same on all of them, and saved; the next start continues there.
 Runs on CPUs (gloo). The data's order depends on the position alone, so the second run continues with the next samples; the
 global batch must be the same in both, 12 samples here.
 """
@@ -47,7 +48,8 @@ def main() -> None:
     torch.set_num_threads(1)
     model, optimizer, loader = make(rank, world_size)
     state = {"model": model, "optimizer": optimizer, "loader": loader}
-    with loader, loaderkit.CheckpointManager(args.folder, every=args.save_every) as checkpoints:
+    notice = {"signals": ["SIGTERM"]}  # as schedulers send it, to one rank or all, before they end a job
+    with loader, loaderkit.CheckpointManager(args.folder, every=args.save_every, notice=notice) as checkpoints:
         step = checkpoints.restore(state) or 0  # the newest whole one, whatever number of ranks has saved it
         if rank == 0:
             print(f"continues after step {step} with {world_size} ranks" if step else "begins anew")
@@ -60,11 +62,14 @@ def main() -> None:
             seen = [loss.detach()]
             dist.all_reduce(seen[0])
             if rank == 0:
-                print(f"step {step}: {seen[0].item() / world_size:.4f}")
-            if step == args.steps:
+                print(f"step {step}: {(seen[0] / world_size).item():.9g}")
+            is_last = step == args.steps
+            checkpoints.save(step, state, force=is_last)  # copied, and written behind the next steps
+            if is_last:
                 break
-            checkpoints.save(step, state)  # copied, and written behind the next steps
-        checkpoints.save(step, state, force=True)
+            if checkpoints.reached_preemption(step):  # at the same step on all ranks, which is saved
+                print(f"rank {rank} stops after step {step}")
+                break
     dist.destroy_process_group()
 
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 Url = Annotated[
     str,
     typer.Argument(
-        metavar="URL", help="The directory that the checkpoints are in, or one of them.", show_default=False
+        metavar="URL",
+        help="The directory that the checkpoints are in, or one of them; or a checkpoint.yaml that says where they are.",
+        show_default=False,
     ),
 ]
 
@@ -56,19 +58,19 @@ def checkpoints(
     debug: Debug = False,
 ) -> None:
     """List the checkpoints at URL: step, age, size, and whether each is whole or what is missing."""
-    from loaderkit.checkpoint.discovery.listing import list_checkpoints
-
     if verify + (copy is not None) + prune > 1:
         raise typer.BadParameter("give one of --verify, --copy and --prune")
+    places = _places(url)
     if prune:
-        _prune(url, _idle_seconds(idle), yes, as_json)
+        _prune(places, url, _idle_seconds(idle), yes, as_json)
         return
-    found = list_checkpoints(url)
+    listed = _listed(places)
+    found = [summary for summary, _ in listed]
     if copy is not None:
         _copy(found, copy, as_json)
         return
     now_s = time.time()
-    rows = [_row(summary, now_s) for summary in found]
+    rows = [_row(summary, now_s) | {"tier": tier} for summary, tier in listed]
     num_failed = _verify(found, rows) if verify else 0
     newest = next((summary.name for summary in reversed(found) if summary.is_whole), None)
     if as_json:
@@ -77,6 +79,34 @@ def checkpoints(
         _tell(url, rows)
     if num_failed:
         raise typer.Exit(1)
+
+
+def _places(url: str) -> list[tuple[str | None, str]]:
+    """(tier, URL) of the directories that the checkpoints are in: `local` and `to` of a file with settings."""
+    if "://" in url or not url.endswith((".yaml", ".yml")):
+        return [(None, url)]
+    from loaderkit.checkpoint.manager.settings import save_settings
+
+    settings = save_settings(url)
+    local = [] if settings.local is None else [("local", settings.local.path)]
+    return [*local, ("to", settings.to)]
+
+
+def _listed(places: list[tuple[str | None, str]]) -> list[tuple[CheckpointSummary, str | None]]:
+    """The checkpoints of all places, each with its tier, in the order of their names. Raises CheckpointError if nothing is in
+    any of them."""
+    from loaderkit.checkpoint.discovery.listing import by_number, list_checkpoints
+
+    found: list[tuple[CheckpointSummary, str | None]] = []
+    missing: CheckpointError | None = None
+    for tier, url in places:
+        try:
+            found += [(summary, tier) for summary in list_checkpoints(url)]
+        except CheckpointError as error:
+            missing = missing or error
+    if missing is not None and not found:
+        raise missing
+    return sorted(found, key=lambda item: by_number(item[0].name))
 
 
 def _idle_seconds(idle: str) -> float:
@@ -106,7 +136,11 @@ class _Counter:
 def _copy(found: list[CheckpointSummary], to: str, as_json: bool) -> None:
     from loaderkit.checkpoint.save.copy import copy_checkpoint
 
-    whole = [summary for summary in found if summary.is_whole]
+    by_name: dict[str, CheckpointSummary] = {}
+    for summary in found:  # of a step in two directories the local one comes first
+        if summary.is_whole:
+            by_name.setdefault(summary.name, summary)
+    whole = [*by_name.values()]
     if not whole:
         raise CheckpointError("there is no whole checkpoint to copy")
     counter = _Counter(sum(summary.num_bytes for summary in whole))
@@ -144,10 +178,17 @@ def _copy(found: list[CheckpointSummary], to: str, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _prune(url: str, idle_s: float, yes: bool, as_json: bool) -> None:
+def _prune(places: list[tuple[str | None, str]], url: str, idle_s: float, yes: bool, as_json: bool) -> None:
     from loaderkit.checkpoint.save.prune import find_debris, remove_debris
 
-    debris = find_debris(url, idle_s=idle_s)
+    found: list[tuple[str, list[Debris]]] = []
+    for tier, where in places:
+        try:
+            found.append((where, find_debris(where, idle_s=idle_s)))
+        except CheckpointError:
+            if tier is None:  # else it may not be there yet
+                raise
+    debris = [item for _, items in found for item in items]
     is_removed = False
     if not as_json:
         for item in debris:
@@ -155,7 +196,8 @@ def _prune(url: str, idle_s: float, yes: bool, as_json: bool) -> None:
         if not debris:
             console.tell(f"{url}: nothing to remove")
     if debris and (yes or (not as_json and _is_agreed(debris))):
-        remove_debris(url, debris)
+        for where, items in found:
+            remove_debris(where, items)
         is_removed = True
     if as_json:
         rows = [
@@ -223,11 +265,13 @@ def _tell(url: str, rows: list[dict[str, Any]]) -> None:
     if not rows:
         console.tell(f"{url}: no checkpoints")
         return
-    cells = [("name", "step", "age", "size", "")]
+    has_tiers = any(row["tier"] is not None for row in rows)
+    cells = [("name", "step", "age", "size", "tier" if has_tiers else "")]
     for row in rows:
         step = "-" if row["step"] is None else str(row["step"])
         age = "-" if row["age_s"] is None else say_age(row["age_s"])
-        cells.append((row["name"], step, age, say_size(row["num_bytes"]), _state(row)))
+        state = f"{row['tier']:<5}  {_state(row)}" if has_tiers else _state(row)
+        cells.append((row["name"], step, age, say_size(row["num_bytes"]), state))
     widths = [max(len(line[column]) for line in cells) for column in range(4)]
     for line in cells:
         name, *numbers = line[:4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -263,6 +264,56 @@ class TestPrune:
             "debris": [],
             "removed": False,
         }
+
+
+class TestTwoDirectories:
+    @pytest.fixture
+    def settings(self, tmp_path: Path) -> Path:
+        """Step 1 in both, step 2 in the local one, which does not get far; beside it what a dead save has left."""
+        path = tmp_path / "checkpoint.yaml"
+        path.write_text("to: far\nlocal: near\n")
+        with loaderkit.CheckpointManager(path) as checkpoints:
+            checkpoints.save(1, {"x": torch.ones(1000)})
+        with loaderkit.CheckpointManager(tmp_path / "near") as checkpoints:
+            checkpoints.save(2, {"x": torch.ones(1000)})
+        return path
+
+    def test_both_are_listed(self, settings: Path, ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+        found = ask("checkpoints", settings, "--verify")
+        assert [(row["step"], row["tier"], row["verified"]) for row in found["checkpoints"]] == [
+            (1, "local", True),
+            (1, "to", True),
+            (2, "local", True),
+        ]
+        assert found["newest"] == "step-0000000002"
+        assert main(["checkpoints", str(settings)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].split() == ["name", "step", "age", "size", "tier"]
+        assert [line.split()[6] for line in lines[1:]] == ["local", "to", "local"]
+
+    def test_each_step_is_copied_once(self, settings: Path, tmp_path: Path, ask: Ask) -> None:
+        found = ask("checkpoints", settings, "--copy", tmp_path / "copies")
+        assert [(row["name"], row["status"]) for row in found["checkpoints"]] == [
+            ("step-0000000001", "copied"),
+            ("step-0000000002", "copied"),
+        ]
+
+    def test_both_are_pruned(self, settings: Path, tmp_path: Path, ask: Ask) -> None:
+        then_s = time.time() - 2 * 86400
+        for folder in ("near", "far"):
+            half = tmp_path / folder / "step-0000000003" / "__0_0.distcp"
+            half.parent.mkdir()
+            half.write_bytes(b"half")
+            os.utime(half, (then_s, then_s))
+        assert len(ask("checkpoints", settings, "--prune", "--yes")["debris"]) == 2
+        assert not list(tmp_path.glob("*/step-0000000003"))
+
+    def test_one_that_is_not_there_yet(self, settings: Path, tmp_path: Path, ask: Ask) -> None:
+        shutil.rmtree(tmp_path / "far")
+        assert [row["tier"] for row in ask("checkpoints", settings)["checkpoints"]] == ["local", "local"]
+        assert ask("checkpoints", settings, "--prune")["debris"] == []
+        shutil.rmtree(tmp_path / "near")
+        assert main(["checkpoints", str(settings)]) == 1
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,15 @@ from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.restore.stateful import OWN_KEY
 from loaderkit.checkpoint.save.commit import clear_dead
 from loaderkit.checkpoint.save.owner import this_process
-from loaderkit.checkpoint.save.placement import Placement, listed, marker_key, put_marker, read_object, unfinished_saves
+from loaderkit.checkpoint.save.placement import (
+    Placement,
+    generation_of,
+    listed,
+    marker_key,
+    put_marker,
+    read_object,
+    unfinished_saves,
+)
 from loaderkit.checkpoint.save.prune import remove_directory
 from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError, ObjectNotFoundError, printable
@@ -67,6 +75,19 @@ class RunDirectory:
         """The steps that have a manifest, ascending. Raises ConnectorError."""
         with self._opened() as target:
             return sorted(_manifests(target))
+
+    def generations(self) -> dict[int, int]:
+        """The largest number in the names of files of each committed step; with `local` that is when it was saved, in
+        milliseconds. Raises ConnectorError."""
+        found: dict[int, int] = {}
+        with self._opened() as target:
+            committed = _manifests(target)
+            for info in listed(target.connector, f"{target.parent}step-"):
+                folder, _, name = info.key[len(target.parent) :].partition("/")
+                step = _step_in(folder)
+                if step in committed:
+                    found[step] = max(found.get(step, 0), generation_of(name) or 0)
+        return found
 
     def checked(self, step: int) -> int:
         """The step, if its checkpoint is whole. Raises CheckpointError, FormatError, ConnectorError."""
@@ -171,8 +192,7 @@ class RunDirectory:
         names -= {step_name(step) for step in _manifests(target)}
         found = []
         for name in sorted(names):
-            match = _STEP.fullmatch(name)
-            if match is None or name != step_name(int(match[1])):
+            if _step_in(name) is None:
                 continue
             contents = read_metadata(read_object(target.connector, f"{target.parent}{name}/{METADATA}"))
             if f"{OWN_KEY}.step" in contents.values:
@@ -208,10 +228,16 @@ def _manifests(target: SaveTarget) -> dict[int, str]:
     found = {}
     for info in listed(target.connector, f"{target.parent}step-"):
         name, _, rest = info.key[len(target.parent) :].partition("/")
-        match = _STEP.fullmatch(name)
-        if match is not None and rest == NAME and name == step_name(int(match[1])):
-            found[int(match[1])] = info.key
+        step = _step_in(name)
+        if step is not None and rest == NAME:
+            found[step] = info.key
     return found
+
+
+def _step_in(name: str) -> int | None:
+    """The step of a directory that is named as `step_name` does."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match is not None and name == step_name(int(match[1])) else None
 
 
 def _remove(target: SaveTarget, name: str) -> None:

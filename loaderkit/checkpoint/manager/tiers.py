@@ -105,18 +105,21 @@ class Tiers:
         return sorted({step for directory in self._directories() for step in directory.committed()})
 
     def whole(self, step: int | None = None) -> Iterator[tuple[int, str]]:
-        """(step, URL) of the checkpoints that are whole, of this step or of all: the newest first, of a step the local one.
+        """(step, URL) of the checkpoints that are whole, of this step or of all: the newest first, of a step the local one,
+        unless that was saved before the other.
 
         Those that are damaged are passed over, with a warning that says why. Raises ConnectorError for a failure of the store
         `to`, and for `step` without a whole checkpoint what is wrong with it: CheckpointError, FormatError.
         """
-        there = {directory.url: {*directory.committed()} for directory in self._directories()}
-        steps = sorted(set().union(*there.values()), reverse=True) if step is None else [step]
+        there = {directory.url: directory.generations() for directory in self._directories()}
+        steps = sorted({number for found in there.values() for number in found}, reverse=True)
         problem: Exception | None = None
         found = False
-        for number in steps:
-            for directory in self._directories():
-                if number not in there[directory.url] and (step is None or directory is not self._far):
+        for number in steps if step is None else [step]:
+            # Another machine may have saved it since; of the same age the local one comes first.
+            ages = {url: generations.get(number, -1) for url, generations in there.items()}
+            for directory in sorted(self._directories(), key=lambda item: -ages[item.url]):
+                if ages[directory.url] < 0 and (step is None or directory is not self._far):
                     continue
                 try:
                     directory.checked(number)

@@ -178,6 +178,13 @@ class Uploads:
         with self._lock:
             version = self._versions.get(step, 0)
         try:
+            if not version and self._is_older(step):
+                logger.info(
+                    "%s was saved before that in %s, which stays", printable(self._near.url_of(step)), self._far
+                )
+                with self._lock:
+                    self._done[step] = version
+                return
             self._far.clear_cut_off()
             copied = copy_checkpoint(
                 self._near.url_of(step),
@@ -188,6 +195,7 @@ class Uploads:
                 direct=True,
             )
         except Exception as error:
+            _check_running()
             if self._versions.get(step, 0) != version or step not in self._near.committed():
                 # It was removed meanwhile, or saved again, so that its files are others.
                 logger.info("%s changed while it was uploaded", printable(self._near.url_of(step)))
@@ -217,6 +225,10 @@ class Uploads:
             if not copied.was_there:
                 self._far.retain(self._keep, lambda saved: {step})
             self._uploaded()
+
+    def _is_older(self, step: int) -> bool:
+        """True for what an earlier run has left of a step that was saved again since, from another machine."""
+        return self._far.generations().get(step, -1) > self._near.generations().get(step, 0)
 
     def _is_lost_here_only(self, step: int) -> bool:
         """True if a step is not whole in `near`, and committed in `far`."""
@@ -262,4 +274,4 @@ class Uploads:
 def _check_running() -> None:
     """Raise ConnectorError if the program ends."""
     if not threading.main_thread().is_alive():
-        raise ConnectorError("the program ended without `close`: the next one goes on with the upload")
+        raise ConnectorError("The program ended without `close`; the next run goes on with the upload")

@@ -146,6 +146,28 @@ def test_killed_in_the_middle_of_an_upload(
         store.close()
 
 
+def test_a_program_that_ends_without_close(tmp_path: Path) -> None:
+    """It breaks its upload off, in the middle of the file, and the next run goes on with it."""
+    program = """if True:
+        import sys, loaderkit, tiered
+        local = {"path": sys.argv[1], "upload": {"bandwidth": 1}}  # the second part's turn is in three months
+        checkpoints = loaderkit.CheckpointManager(sys.argv[2], local=local)
+        checkpoints.save(1, tiered.state_of(1, 10_000_000), wait=True)
+    """
+    arguments = [str(tmp_path / "near"), str(tmp_path / "far")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "The program ended without `close`; the next run goes on with the upload" in done.stderr
+    assert not list((tmp_path / "far").glob("step-*"))
+    with loaderkit.CheckpointManager(tmp_path / "far", local=tmp_path / "near"):
+        pass
+    with loaderkit.CheckpointManager(tmp_path / "far") as checkpoints:
+        assert number_in(checkpoints, num=10_000_000) == 1
+    assert [path.name for path in (tmp_path / "far").iterdir()] == ["step-0000000001"]
+
+
 def number_in_far(store: Connector, step: int) -> int:
     with loaderkit.CheckpointManager("far://", connectors={"far": store}) as checkpoints:
         return number_in(checkpoints, step, NUM)

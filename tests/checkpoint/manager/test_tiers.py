@@ -145,6 +145,24 @@ class TestUpload:
         first.close()
         assert steps_in(two.far) == [1]
 
+    def test_what_another_machine_has_saved_since_is_not_replaced(self) -> None:
+        """The job goes to another machine, saves a step again there, and comes back to what it left on the first."""
+        first = Two()
+        with first.manager() as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, state_of(step))
+        second = Two(far=first.far.inner)
+        with second.manager() as checkpoints:
+            assert number_in(checkpoints, 1) == 1
+            checkpoints.save(2, state_of(22), force=True)
+        with first.manager() as checkpoints:
+            assert number_in(checkpoints) == 22
+        with second.manager() as checkpoints:
+            assert number_in(checkpoints) == 22
+            checkpoints.save(2, state_of(33), force=True)  # an older one of this run is
+        with loaderkit.CheckpointManager("far://", connectors=first.connectors) as other:
+            assert number_in(other) == 33
+
 
 class TestFailure:
     def test_it_is_raised_once_and_tried_again(self) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -47,10 +48,16 @@ def bare(source: Path, to: Path) -> None:
     """Copy the files of a checkpoint, part by part, by as many threads as there are CPUs, and make them durable."""
     to.mkdir(parents=True)
 
+    num_threads = max(2, os.cpu_count() or 2)
+    buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
+    for _ in range(num_threads):
+        buffers.put(mmap.mmap(-1, _PART))
+
     def copy(read: int, written: int, start: int) -> None:
-        buffer = mmap.mmap(-1, _PART)
+        buffer = buffers.get()
         num_read = os.preadv(read, [buffer], start)
         os.pwrite(written, memoryview(buffer)[: -(-num_read // 4096) * 4096], start)
+        buffers.put(buffer)
 
     for path in source.iterdir():
         flags = 0 if path.stat().st_size < _PART else os.O_DIRECT
@@ -60,7 +67,7 @@ def bare(source: Path, to: Path) -> None:
             read = os.open(path, os.O_RDONLY)
         written = os.open(to / path.name, os.O_WRONLY | os.O_CREAT | flags, 0o644)
         os.posix_fallocate(written, 0, max(path.stat().st_size, 1))
-        with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
+        with ThreadPoolExecutor(num_threads) as pool:
             list(pool.map(partial(copy, read, written), range(0, path.stat().st_size, _PART)))
         os.ftruncate(written, path.stat().st_size)
         os.fdatasync(written)

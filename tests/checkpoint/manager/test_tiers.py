@@ -374,3 +374,12 @@ class TestLocalDirectory:
                 checkpoints.save(1, state_of(1, 3_000_000))
             with loaderkit.CheckpointManager(tmp_path) as checkpoints:
                 assert number_in(checkpoints, num=3_000_000) == 1
+
+
+def test_written_by_a_process_and_uploaded_by_a_thread(tmp_path: Path) -> None:
+    with loaderkit.CheckpointManager(tmp_path / "far", local=tmp_path / "near", flush="process") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_of(step))
+    with loaderkit.CheckpointManager(tmp_path / "far") as checkpoints:
+        assert checkpoints.latest_step() == 2
+        assert number_in(checkpoints) == 2

@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation
 from loaderkit.checkpoint.formats import safetensors, torch_zip, zip_records
+from loaderkit.checkpoint.formats.state_file import STATE
 from loaderkit.connectors.base import ByteRange, ObjectInfo
 from loaderkit.errors import CheckpointError
 
 METADATA = ".metadata"
 INDEX = ".index.json"
+DESCRIBING = (METADATA, INDEX, STATE)
+"""Ends the names of the files that readers take for the sign of a whole checkpoint."""
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar")
 _MAX_CANDIDATES = 1000
 _MIN_HEAD = 32
@@ -24,6 +27,8 @@ Fetch = Callable[[Sequence[ByteRange]], list[bytes]]
 
 def candidates(location: CheckpointLocation, infos: dict[str, ObjectInfo]) -> list[str]:
     """The files whose first bytes are to be read. Raises CheckpointError for a checkpoint that was not committed."""
+    if STATE in infos and location.single is None:
+        return []  # it names them
     if METADATA in infos and location.single is None:
         return [name for name in infos if name.endswith(SUFFIXES)]
     parts = [name for name in infos if name.endswith(".distcp")]
@@ -50,7 +55,9 @@ def formats_of(
     location: CheckpointLocation, infos: dict[str, ObjectInfo], names: list[str], heads: dict[str, bytes]
 ) -> dict[str, list[str]]:
     """Format -> its files."""
-    files = {"dcp": [METADATA]} if METADATA in infos and location.single is None else {}
+    files = {}
+    if location.single is None:
+        files = {kind: [name] for kind, name in (("dcp", METADATA), ("state", STATE)) if name in infos}
     for name in names:
         format_ = _format_of(location, infos[name], heads[infos[name].key])
         if format_ is not None:

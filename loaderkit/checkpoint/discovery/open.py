@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from loaderkit._internal.garbage import collector_off
@@ -17,6 +18,7 @@ from loaderkit.checkpoint.contents import Checkpoint, TensorEntry, TensorShard, 
 from loaderkit.checkpoint.discovery.detect import INDEX, METADATA, Fetch, candidates, formats_of, heads_of
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation
 from loaderkit.checkpoint.formats import dcp, safetensors, torch_zip
+from loaderkit.checkpoint.formats.state_file import STATE, decoded_values, read_state
 from loaderkit.checkpoint.names import Index, Leaf, flatten
 from loaderkit.connectors.base import ByteRange, ObjectInfo
 from loaderkit.errors import CheckpointError, FormatError
@@ -30,6 +32,7 @@ _FORMATS = {
     "safetensors": "safetensors",
     "torch": "torch.save",
     "dcp": "torch.distributed.checkpoint",
+    "state": "safetensors of loaderkit",
     "legacy": "a torch.save file older than torch 1.6",
 }
 
@@ -62,10 +65,15 @@ def open_checkpoint(location: CheckpointLocation, fetch: Fetch) -> Checkpoint:
             f"{location.connector.describe(infos[files[0]].key)} is {_FORMATS[kind]}, which can only be read by running it: "
             "load it with torch.load(weights_only=True) and save it again"
         )
-    checkpoint = Checkpoint(location.url, kind, location.connector, location.prefix, infos)
+    name = "safetensors" if kind == "state" else kind
+    checkpoint = Checkpoint(location.url, name, location.connector, location.prefix, infos)
+    if kind == "state":
+        _open_state(checkpoint, fetch)
+        return checkpoint
     if location.single is None and not any(name.endswith(INDEX) for name in infos):
         _check_numbered(checkpoint, files)
-    readers = {"safetensors": _open_safetensors, "torch": _open_torch, "dcp": _open_dcp}
+    of_safetensors = partial(_open_safetensors, is_single=location.single is not None)
+    readers: dict[str, Callable[..., None]] = {"safetensors": of_safetensors, "torch": _open_torch, "dcp": _open_dcp}
     readers[kind](checkpoint, files, fetch, heads)
     return checkpoint
 
@@ -89,28 +97,43 @@ def _named(checkpoint: Checkpoint, info: ObjectInfo, error: Exception) -> Format
 # ------------------------------------------------------------------------------------------------------ safetensors
 
 
-def _open_safetensors(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
+def _open_safetensors(
+    checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes], *, is_single: bool
+) -> None:
     indexed = _indexed(checkpoint, files, ".safetensors")
     infos = [checkpoint.objects[name] for name in (files if indexed is None else indexed)]
+    for info, entries, metadata in _headers(checkpoint, infos, fetch, heads):
+        if "loaderkit" in metadata and indexed is None and not is_single:
+            raise CheckpointError(
+                f"{checkpoint.describe(info.key)} is {metadata['loaderkit']}, and that is not there: the "
+                "checkpoint was not committed, or a file of it was copied; name the file to read it by itself"
+            )
+        _add_entries(checkpoint, info, entries)
+    _check_index(checkpoint, indexed)
+
+
+def _headers(
+    checkpoint: Checkpoint, infos: list[ObjectInfo], fetch: Fetch, heads: dict[str, bytes]
+) -> Iterator[tuple[ObjectInfo, list[safetensors.Entry], dict[str, str]]]:
+    """(the file, its tensors, its metadata) of each; `heads` are the files' first bytes."""
     for number, info in enumerate(infos):
         if number % _MAX_RESTS == 0:
             _complete(infos[number : number + _MAX_RESTS], fetch, heads)
         checkpoint.read.add(info.key)
         try:
-            entries, _ = safetensors.read_header(_reader(checkpoint, info, heads.pop(info.key)), info.size)
+            entries, metadata = safetensors.read_header(_reader(checkpoint, info, heads.pop(info.key)), info.size)
         except FormatError as error:
             raise _named(checkpoint, info, error) from None
-        _add_entries(checkpoint, info, entries)
-    _check_index(checkpoint, indexed)
+        yield info, entries, metadata
 
 
 @collector_off()
-def _add_entries(checkpoint: Checkpoint, info: ObjectInfo, entries: list[safetensors.Entry]) -> None:
+def _add_entries(checkpoint: Checkpoint, info: ObjectInfo, entries: list[safetensors.Entry], prefix: str = "") -> None:
     for entry in entries:
-        _require_new(checkpoint, entry.name, info)
-        shape = entry.shape
+        name, shape = prefix + entry.name, entry.shape
+        _require_new(checkpoint, name, info)
         shard = TensorShard((0,) * len(shape), shape, info.key, entry.start, entry.end - entry.start, strides_of(shape))
-        checkpoint.tensors[entry.name] = TensorEntry(entry.dtype, shape, (shard,))
+        checkpoint.tensors[name] = TensorEntry(entry.dtype, shape, (shard,))
 
 
 def _complete(infos: list[ObjectInfo], fetch: Fetch, heads: dict[str, bytes]) -> None:
@@ -196,6 +219,53 @@ def _check_index(checkpoint: Checkpoint, indexed: dict[str, list[str]] | None) -
                 )
 
 
+def _open_state(checkpoint: Checkpoint, fetch: Fetch) -> None:
+    """A checkpoint whose safetensors files the file STATE names."""
+    info = checkpoint.objects[STATE]
+    try:
+        state = read_state(_whole(checkpoint, info, _MAX_INDEX))
+        checkpoint.values.update(decoded_values(state))
+    except FormatError as error:
+        raise _named(checkpoint, info, error) from None
+    if missing := [name for name in state.files if name not in checkpoint.objects]:
+        raise CheckpointError(
+            f"{checkpoint.name} is not whole: {len(missing)} of its {len(state.files)} files are missing, such as "
+            f"{missing[0]!r}"
+        )
+    infos = [checkpoint.objects[name] for name in state.files]
+    for item, entries, _ in _headers(checkpoint, infos, fetch, heads_of(infos, fetch)):
+        named = state.files[item.key[len(checkpoint.prefix) :]]
+        if {entry.name for entry in entries} != {*named.names}:
+            raise CheckpointError(
+                f"{checkpoint.describe(item.key)} has other tensors than {STATE} says: it was replaced"
+            )
+        _add_entries(checkpoint, item, entries, named.prefix)
+        for name in named.names:
+            checkpoint.paths[named.prefix + name] = _path(state.path_of(named.prefix + name, named.prefix))
+    for alias, name in state.aliases.items():
+        _require_new(checkpoint, alias, info)
+        if name not in checkpoint.tensors:
+            raise _named(checkpoint, info, FormatError(f"{alias!r} is the same tensor as {name!r}, which is not there"))
+        checkpoint.tensors[alias] = checkpoint.tensors[name]
+        checkpoint.paths[alias] = _path(state.path_of(alias))
+    for name in checkpoint.values:
+        checkpoint.paths[name] = _path(state.path_of(name))
+
+
+def _path(path: tuple[str | int, ...]) -> tuple[Any, ...]:
+    return tuple(Index(key) if isinstance(key, int) else key for key in path)
+
+
+def _whole(checkpoint: Checkpoint, info: ObjectInfo, most: int) -> bytes:
+    """All bytes of a description. Raises FormatError."""
+    if info.size > most:
+        raise FormatError(f"{info.size} bytes are too many for it")
+    data = bytearray(info.size)
+    checkpoint.connector.read_into(info.key, 0, memoryview(data), etag=info.etag)
+    checkpoint.read.add(info.key)
+    return bytes(data)
+
+
 # ------------------------------------------------------------------------------------------------------- torch.save
 
 
@@ -251,13 +321,8 @@ def _entry(view: torch_zip.View, starts: dict[str, int], key: str) -> TensorEntr
 
 def _open_dcp(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
     info = checkpoint.objects[METADATA]
-    if info.size > _MAX_METADATA:
-        raise _named(checkpoint, info, FormatError(f"{info.size} bytes are too many for it"))
-    data = bytearray(info.size)
-    checkpoint.connector.read_into(info.key, 0, memoryview(data), etag=info.etag)
-    checkpoint.read.add(info.key)
     try:
-        contents = dcp.read_metadata(bytes(data), checkpoint.prefix)
+        contents = dcp.read_metadata(_whole(checkpoint, info, _MAX_METADATA), checkpoint.prefix)
     except FormatError as error:
         raise _named(checkpoint, info, error) from None
     _check_files(checkpoint, contents)
@@ -267,7 +332,7 @@ def _open_dcp(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: dic
 @collector_off()
 def _add_contents(checkpoint: Checkpoint, contents: dcp.DcpContents) -> None:
     for name, path in contents.paths.items():
-        checkpoint.paths[name] = tuple(Index(key) if isinstance(key, int) else key for key in path)
+        checkpoint.paths[name] = _path(path)
     for name, entry in contents.tensors.items():
         filled = tuple(shard for shard in entry.shards if 0 not in shard.sizes)
         checkpoint.tensors[name] = entry if len(filled) == len(entry.shards) else replace(entry, shards=filled)

@@ -16,6 +16,7 @@ from loaderkit.checkpoint.discovery.listing import newest_s, url_below
 from loaderkit.checkpoint.discovery.locate import SAVING, SaveTarget, save_target
 from loaderkit.checkpoint.discovery.manifest import NAME
 from loaderkit.checkpoint.formats.dcp import read_metadata
+from loaderkit.checkpoint.formats.state_file import STATE, read_state
 from loaderkit.checkpoint.manager.retention import SavedStep, steps_to_keep
 from loaderkit.checkpoint.manager.settings import KeepArgs
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
@@ -183,9 +184,13 @@ class RunDirectory:
 
         In this order: what is being saved has a marker first and a manifest before the marker goes.
         """
-        below = listed(target.connector, f"{target.parent}step-")
-        described = [info.key for info in below if info.key.endswith(f"/{METADATA}")]
-        names = {key[len(target.parent) :].removesuffix(f"/{METADATA}") for key in described} - self._foreign
+        described = {
+            name: key
+            for info in listed(target.connector, f"{target.parent}step-")
+            for name, _, key in [info.key[len(target.parent) :].partition("/")]
+            if key in (METADATA, STATE)
+        }
+        names = described.keys() - self._foreign
         if not names:
             return []
         names -= {save.name for save in unfinished_saves(target) if save.is_running}
@@ -194,8 +199,9 @@ class RunDirectory:
         for name in sorted(names):
             if _step_in(name) is None:
                 continue
-            contents = read_metadata(read_object(target.connector, f"{target.parent}{name}/{METADATA}"))
-            if f"{OWN_KEY}.step" in contents.values:
+            data = read_object(target.connector, f"{target.parent}{name}/{described[name]}")
+            values = read_metadata(data).values if described[name] == METADATA else read_state(data).values
+            if f"{OWN_KEY}.step" in values:
                 found.append(name)
             else:
                 self._foreign.add(name)

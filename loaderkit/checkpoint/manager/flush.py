@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
+from loaderkit.checkpoint.discovery.description import Format
 from loaderkit.checkpoint.discovery.locate import save_target
 from loaderkit.checkpoint.flush.process import FlushProcess
 from loaderkit.checkpoint.flush.shared_pages import MappedPages, SharedPages
@@ -41,10 +42,11 @@ class ThreadFlush:
         connectors: Mapping[str, Connector],
         board: Board | None,
         *,
+        format: Format = "dcp",  # noqa: A002 (as in the YAML)
         unique_names: bool = False,
         copies: HostCopies | None = None,
     ) -> None:
-        self._writer = StreamWriter(url, unique_names=unique_names, connectors=connectors, copies=copies)
+        self._writer = StreamWriter(url, format=format, unique_names=unique_names, connectors=connectors, copies=copies)
         self._board = board
         self._plan = KeptPlan()
 
@@ -63,14 +65,21 @@ class ProcessFlush:
     """Writes in another process, which is started at the first write. The calling thread waits for it."""
 
     def __init__(
-        self, url: str, connectors: Mapping[str, Connector], board: Board | None, *, unique_names: bool = False
+        self,
+        url: str,
+        connectors: Mapping[str, Connector],
+        board: Board | None,
+        *,
+        format: Format = "dcp",  # noqa: A002 (as in the YAML)
+        unique_names: bool = False,
     ) -> None:
         """`board` has an address. Raises ConfigError for what cannot be sent there."""
         _check_sendable(url, connectors)
         memory = SharedPages()
         self._copies = HostCopies(memory.allocate)
         address = None if board is None else board.address
-        self._process = FlushProcess(partial(_writer_there, url, dict(connectors), address, unique_names), memory)
+        there = partial(_writer_there, url, dict(connectors), address, format=format, unique_names=unique_names)
+        self._process = FlushProcess(there, memory)
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
         copied: dict[str, Any] = self._copies.copy(state)
@@ -86,12 +95,12 @@ class ProcessFlush:
 
 
 def _writer_there(
-    url: str, connectors: Mapping[str, Connector], address: BoardAddress | None, unique_names: bool, memory: MappedPages
+    url: str, connectors: Mapping[str, Connector], address: BoardAddress | None, memory: MappedPages, **settings: Any
 ) -> Callable[..., dict[str, Any]]:
     """What the other process calls."""
     board = None if address is None else address.open()
     copies = ReceivedCopies(memory)
-    return ThreadFlush(url, connectors, board, unique_names=unique_names, copies=copies).write
+    return ThreadFlush(url, connectors, board, **settings, copies=copies).write
 
 
 def _check_sendable(url: str, connectors: Mapping[str, Connector]) -> None:

@@ -23,6 +23,7 @@ from loaderkit.checkpoint.manager.tiers import Tiers
 from loaderkit.checkpoint.ranks.board import Board, board_with_address, open_board
 from loaderkit.checkpoint.ranks.group import default_store
 from loaderkit.checkpoint.restore.stateful import OWN_KEY, leaves_of, resolved_state, restore_state, with_number_tables
+from loaderkit.checkpoint.save.safetensors.writer import check_plain_state, model_config_of
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, ClosedError, ConfigError
 
@@ -32,11 +33,11 @@ _SECONDS = ("waiting_s", "staging_s", "flush_s", "hashing_s", "writing_s", "sync
 
 class CheckpointManager:
     """The checkpoints of a training job: directories `step-0000001000/` in one directory, in torch.distributed.checkpoint's
-    format.
+    format, or as safetensors (see `StreamWriter`).
 
     `target` is the directory (a path, or a URL such as s3://bucket/runs/a), a mapping, or the path of a .yaml file with `to`,
-    `local`, `every`, `keep`, `when_busy`, `flush` and `notice`; each of them may be given by name instead. With `local` they
-    are committed there first, and uploaded by rank 0 behind training. With several ranks of torch.distributed, or of
+    `local`, `every`, `keep`, `format`, `when_busy`, `flush` and `notice`; each may be given by name instead. With `local`
+    they are committed there first, and uploaded by rank 0 behind training. With several ranks of torch.distributed, or of
     `process_group`, each makes one and calls the same methods. `timeout_s`: how long a rank waits for another of which it hears
     nothing. It is a context manager: at the end, what is being written and uploaded is waited for.
 
@@ -51,6 +52,7 @@ class CheckpointManager:
         local: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         every: int | str | None = None,
         keep: Mapping[str, Any] | None = None,
+        format: str | None = None,  # noqa: A002 (as in the YAML)
         when_busy: str | None = None,
         flush: str | None = None,
         notice: Mapping[str, Any] | None = None,
@@ -60,7 +62,14 @@ class CheckpointManager:
     ) -> None:
         """Raises ConfigError that names file, line and key; ConnectorError if `local` cannot be read."""
         self.settings = save_settings(
-            target, local=local, every=every, keep=keep, when_busy=when_busy, flush=flush, notice=notice
+            target,
+            local=local,
+            every=every,
+            keep=keep,
+            format=format,
+            when_busy=when_busy,
+            flush=flush,
+            notice=notice,
         )
         self._process_group, self._timeout_s = process_group, timeout_s
         self._connectors = dict(connectors or {})
@@ -68,7 +77,11 @@ class CheckpointManager:
         self._board = _board(process_group, timeout_s, with_address=is_apart)
         self._tiers = Tiers(self.settings, self._connectors, self._board)
         self._flush: Flush = (ProcessFlush if is_apart else ThreadFlush)(
-            self._tiers.url_of(0), self._connectors, self._board, unique_names=self.settings.local is not None
+            self._tiers.url_of(0),
+            self._connectors,
+            self._board,
+            format=self.settings.format,
+            unique_names=self.settings.local is not None,
         )
         self._saving: Saving | None = None
         self._num_saves = self._num_restores = 0
@@ -214,6 +227,9 @@ class CheckpointManager:
                 )
         resolved: dict[str, Any] = resolved_state(state)
         own: dict[str, Any] = with_number_tables(resolved)
+        if self.settings.format == "safetensors":
+            check_plain_state(resolved)
+            own |= model_config_of(state)
         if self._board is None or self._board.rank == 0:
             own |= {"step": step, "metrics": {name: float(value) for name, value in metrics.items()}}
         return resolved | {OWN_KEY: own}

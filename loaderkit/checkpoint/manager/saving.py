@@ -153,7 +153,9 @@ def write_checkpoint(
 
 
 def _write_alone(writer: StreamWriter, planner: SavePlanner) -> None:
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    plans, metadata = planner.create_global_plan(
+        [writer.prepare_local_plan(planner.create_local_plan(), is_alone=True)]
+    )
     (plan,) = writer.prepare_global_plan(plans)
     results = writer.write_data(planner.finish_plan(plan), planner).wait()
     writer.finish(metadata, [results])
@@ -201,7 +203,7 @@ class _JointSave:
         """
         local, own, results = self.kept.local, self.kept.own, None
         if local is not None and own is not None and is_same and digest == self.kept.digest:
-            token = self.writer.prepare_local_plan(local).storage_data.token
+            token = self.writer.prepare_local_plan(local, is_alone=False).storage_data.token
             share = own.storage_data._replace(placement=placed.placement, token=token)
             results = self._results(replace(own, storage_data=share))
         self._post(f"written/{self.board.rank}", results)
@@ -219,7 +221,7 @@ class _JointSave:
     def _write_anew(self, digest: str) -> None:
         """Agree on a plan, write by it, and keep it."""
         metadata: Metadata | None = None
-        local = self.writer.prepare_local_plan(self.planner.create_local_plan())
+        local = self.writer.prepare_local_plan(self.planner.create_local_plan(), is_alone=False)
         self._post(f"plan/{self.board.rank}", local)
         if self.board.rank == 0:
             plans, metadata = self.planner.create_global_plan(self._collected("plan", "a checkpoint is planned"))
@@ -232,7 +234,8 @@ class _JointSave:
             self.writer.finish(metadata, self._collected("written-anew", "a checkpoint is written"))
             self._post("committed", _COMMITTED)
         self._received("committed", "a checkpoint is committed")
-        vars(self.kept).update(number=number, digest=digest, local=local, own=own, metadata=metadata)
+        if self.writer.format == "dcp":  # another's files have names and connections of one save
+            vars(self.kept).update(number=number, digest=digest, local=local, own=own, metadata=metadata)
 
     def _results(self, plan: SavePlan) -> list[WriteResult]:
         results: list[WriteResult] = self.writer.write_data(self.planner.finish_plan(plan), self.planner).wait()

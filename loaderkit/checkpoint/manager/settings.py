@@ -159,6 +159,10 @@ class SaveSettings(Model):
         None, description="each N steps, or a duration such as 10min; default: each step for which `save` is called"
     )
     keep: KeepArgs | None = Field(None, description="which checkpoints stay; default all")
+    format: Literal["dcp", "safetensors"] = Field(
+        "dcp",
+        description="torch.distributed.checkpoint's files, or whole tensors in files that Hugging Face's loaders read",
+    )
     when_busy: Literal["wait", "skip"] = Field(
         "wait", description="what a save does while another is being written: wait for it, or leave this one out"
     )

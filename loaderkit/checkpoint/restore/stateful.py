@@ -152,7 +152,7 @@ def restore_state(
     timeout_s: float,
     connectors: Mapping[str, Connector] | None = None,
 ) -> None:
-    """Restore `state` in place from a checkpoint of torch.distributed.checkpoint, saved by any number of ranks.
+    """Restore `state` in place from a checkpoint, saved by any number of ranks.
 
     Tensors are filled where they are, plain values replaced, objects get their part by `load_state_dict`. All names, shapes and
     dtypes are compared before the first byte is written. What only the checkpoint has is left out if its first key is not in
@@ -161,7 +161,8 @@ def restore_state(
     """
     with OpenCheckpoint.open(url, connectors, "2GiB", "auto") as source:
         contents = source.contents
-        names = [name for name in contents.pickled if name.startswith(f"{OWN_KEY}.{_NUMBER_TABLES}.")]
+        known = (*contents.values, *contents.pickled)
+        names = [name for name in known if name.startswith(f"{OWN_KEY}.{_NUMBER_TABLES}.")]
         numbered = {table for tables in source.plain_values(names).values() for table in tables}
     targets = _Targets(contents, numbered)
     for name, leaf in leaves_of(state).items():

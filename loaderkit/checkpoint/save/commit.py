@@ -1,12 +1,14 @@
 """Makes a save the checkpoint: once everything is durable, by one step; and clears what saves left that died before it.
 
-A new checkpoint is written beside its place and renamed, or, where the store cannot rename, written in place, `.metadata` after
-all the files that it names. An existing one stays: the new files get other names and lie beside the old ones, and replacing
-`.metadata` is the one step. While it is replaced the manifest holds for both. So readers see the old checkpoint or the new one.
+A new checkpoint is written beside its place and renamed, or, where the store cannot rename, written in place, its description
+(`.metadata`, or that of another format) after all the files that it names. An existing one stays: the new files get other
+names and lie beside the old ones, and replacing the description is the one step. While it is replaced the manifest holds for
+both. So readers see the old checkpoint or the new one. What goes with a description (`.index.json`) is written after it, and is
+not in the manifest: it follows from the description, and the next save completes it.
 
-    new, renamed     files, .metadata, manifest ──> durable ──> rename
-    new, in place    files ──> durable ──> manifest, beside it ──> .metadata ──> manifest
-    again            files ──> durable ──> manifest of both ──> .metadata ──> manifest ──> old files removed
+    new, renamed     files, description, manifest ──> durable ──> rename
+    new, in place    files ──> durable ──> manifest, beside it ──> description ──> manifest
+    again            files ──> durable ──> manifest of both ──> description ──> manifest ──> old files removed
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from typing import Any
 import xxhash
 
 from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES
-from loaderkit.checkpoint.discovery.detect import METADATA, SUFFIXES
+from loaderkit.checkpoint.discovery.description import DCP, Description, description_in
+from loaderkit.checkpoint.discovery.detect import SUFFIXES
 from loaderkit.checkpoint.discovery.locate import SaveTarget
 from loaderkit.checkpoint.discovery.manifest import NAME, manifest_of, parse_manifest
-from loaderkit.checkpoint.formats.dcp import read_metadata
 from loaderkit.checkpoint.save.engine import SavedFile
 from loaderkit.checkpoint.save.placement import (
     Placement,
@@ -49,11 +51,18 @@ from loaderkit.errors import (
 logger = logging.getLogger("loaderkit")
 
 
-def begin(target: SaveTarget, writes: Writes, first_generation: int = 0) -> Placement:
-    """Clear what dead saves left, and give this one a place, as `place` does. Raises CheckpointError, ConnectorError."""
+def begin(target: SaveTarget, writes: Writes, kind: Description = DCP, first_generation: int = 0) -> Placement:
+    """Clear what dead saves left, and give this one a place, as `place` does. `kind` is the format that will be written.
+
+    Raises CheckpointError if there is a checkpoint of another format, ConnectorError.
+    """
     others = clear_dead(target, writes)
     names = [info.key[len(target.prefix) :] for info in listed(target.connector, target.prefix)]
-    foreign = [name for name in names if "/" not in name and name.endswith(SUFFIXES)]
+    there = description_in(names)
+    own = there.suffix if there is not None else "/"
+    foreign = [name for name in names if "/" not in name and name.endswith(SUFFIXES) and not name.endswith(own)]
+    if there is not None and there != kind:
+        foreign = [there.key]
     if foreign:
         raise CheckpointError(
             f"{target.url} holds {foreign[0]!r}, a checkpoint of another format, and no reader could tell which of the two is "
@@ -96,11 +105,13 @@ def clear(target: SaveTarget, writes: Writes, save: UnfinishedSave, others: Sequ
         final = target._replace(name=save.name)
         names = [info.key[len(final.prefix) :] for info in listed(target.connector, final.prefix)]
         kept = {None, *(other.generation for other in others)}
-        if METADATA not in names:  # the other files are another writer's, which may not be done
+        kind = description_in(names)
+        if kind is None:  # the other files are another writer's, which may not be done
             kept |= {generation_of(name) for name in names} - {placement.generation}
-        if NAME not in names:
-            _complete(final, writes, save)
-        tidy(final, writes, [name for name in names if generation_of(name) not in kept])
+        if NAME not in names and kind is not None:
+            _complete(final, writes, save, kind)
+        own = [name for name in names if kind is None or name.endswith(kind.suffix)]
+        tidy(final, writes, [name for name in own if generation_of(name) not in kept], kind)
         if save.name and not others:
             _clear_rest(writes, final.prefix)
     for key in save.keys:
@@ -112,12 +123,12 @@ def clear(target: SaveTarget, writes: Writes, save: UnfinishedSave, others: Sequ
     writes.sync(target.parent)
 
 
-def _complete(final: SaveTarget, writes: Writes, save: UnfinishedSave) -> None:
+def _complete(final: SaveTarget, writes: Writes, save: UnfinishedSave, kind: Description) -> None:
     """Give a checkpoint the manifest that a save, which died after the one step, has left beside it."""
     with suppress(ObjectNotFoundError):
         saved = read_object(final.connector, save.folders[0] + NAME)
-        metadata = read_object(final.connector, final.prefix + METADATA)
-        if _objects_of(json.loads(saved), metadata) is not None:
+        described = read_object(final.connector, final.prefix + kind.key)
+        if _objects_of(json.loads(saved), described, kind) is not None:
             writes.put(final.prefix + NAME, saved)
 
 
@@ -127,28 +138,44 @@ def _clear_rest(writes: Writes, prefix: str) -> None:
 
 
 def commit(
-    target: SaveTarget, writes: Writes, placement: Placement, files: Iterable[SavedFile], metadata: bytes
+    target: SaveTarget,
+    writes: Writes,
+    placement: Placement,
+    files: Iterable[SavedFile],
+    description: bytes,
+    *,
+    kind: Description = DCP,
 ) -> None:
-    """Make the save the checkpoint. `files` are those of all ranks, `metadata` is what names them.
+    """Make the save the checkpoint. `files` are those of all ranks, `description` is what names them.
 
     Raises CheckpointError if a file is not there as it was written, ConnectorError; then the previous checkpoint stands, or
     if the error came after the one step, the new one. What cannot be cleared after that is a warning, and the next save's.
     """
     objects = {file.name: _entry(file.num_bytes, file.block_bytes, file.hexadecimal()) for file in files}
-    commit_objects(target, writes, placement, objects, metadata)
+    commit_objects(target, writes, placement, objects, description, kind=kind)
 
 
 def commit_objects(
-    target: SaveTarget, writes: Writes, placement: Placement, objects: dict[str, Any], metadata: bytes
+    target: SaveTarget,
+    writes: Writes,
+    placement: Placement,
+    objects: dict[str, Any],
+    description: bytes,
+    *,
+    kind: Description = DCP,
 ) -> None:
     """`commit`, with size, size of a block and hashes of each file by its name, as a manifest has them."""
     _check_files(target, placement, objects)
-    manifest = _encoded(manifest_of(objects | {METADATA: _described(metadata)}))
+    manifest = _encoded(manifest_of(objects | {kind.key: _described(description)}))
     old_names: set[str] = set()
     if placement.in_place:
-        old_names = _replace(target, writes, placement, objects=objects, metadata=metadata, manifest=manifest)
+        old_names = _replace(
+            target, writes, placement, kind, objects=objects, description=description, manifest=manifest
+        )
     else:
-        writes.put(placement.folder + METADATA, metadata)
+        writes.put(placement.folder + kind.key, description)
+        for name, data in kind.companions_of(description).items():
+            writes.put(placement.folder + name, data)
         writes.put(placement.folder + NAME, manifest)
         writes.sync(placement.folder)
         if not writes.rename(placement.folder, target.prefix):
@@ -157,7 +184,7 @@ def commit_objects(
             )
     try:
         if old_names:
-            tidy(target, writes, old_names)
+            tidy(target, writes, old_names, kind)
         writes.delete(marker_key(target, placement))
     except (ConnectorError, FormatError) as error:
         logger.warning("%s is committed; what it replaced is not cleared yet: %s", printable(target.url), error)
@@ -179,26 +206,29 @@ def _replace(
     target: SaveTarget,
     writes: Writes,
     placement: Placement,
+    kind: Description,
     *,
     objects: dict[str, Any],
-    metadata: bytes,
+    description: bytes,
     manifest: bytes,
 ) -> set[str]:
     """Commit where the files lie already; the names of the files that are needed no more."""
-    old = _metadata(target)
-    old_names = _names_in(old)
+    old = _description(target, kind)
+    old_names = _names_in(old, kind)
     old_manifest = _manifest(target)
     old_objects = None
     if old is not None and old_names and old_manifest is not None:
-        old_objects = _objects_of(old_manifest, old)
+        old_objects = _objects_of(old_manifest, old, kind)
     writes.sync(target.prefix)
     beside = saving_folder(target, placement) + NAME
     if old_objects is not None:
-        both = manifest_of(objects | old_objects, replacing={METADATA: _described(metadata)})
+        both = manifest_of(objects | old_objects, replacing={kind.key: _described(description)})
         writes.put(target.prefix + NAME, _encoded(both))
     else:
         writes.put(beside, manifest)  # so that the next save can complete this one
-    writes.put(target.prefix + METADATA, metadata)
+    writes.put(target.prefix + kind.key, description)
+    for name, data in kind.companions_of(description).items():
+        writes.put(target.prefix + name, data)
     writes.put(target.prefix + NAME, manifest)
     if old_objects is None:
         writes.delete(beside)
@@ -206,58 +236,69 @@ def _replace(
     return old_names
 
 
-def tidy(target: SaveTarget, writes: Writes, names: Iterable[str]) -> None:
-    """Remove those of the files `names` that the checkpoint's `.metadata` does not name, after the manifest is without them.
+def tidy(target: SaveTarget, writes: Writes, names: Iterable[str], kind: Description | None) -> None:
+    """Remove those of the files `names` that the checkpoint's description does not name, after the manifest is without them;
+    and write what goes with the description, if it is not there. `kind` None: there is no checkpoint.
 
-    Raises FormatError if `.metadata` cannot be read, or is not that of the manifest; then nothing is removed.
+    Raises FormatError if the description cannot be read, or is not that of the manifest; then nothing is removed.
     """
-    metadata, manifest = _metadata(target), _manifest(target)
-    needed = set() if metadata is None else _files_of(metadata)
-    if metadata is not None and manifest is not None:
-        objects = _objects_of(manifest, metadata)
-        if objects is None:
-            raise FormatError(f"{target.connector.describe(target.prefix + METADATA)} is not that of its manifest")
-        if objects.keys() != manifest["objects"].keys() or "replacing" in manifest:
+    described, manifest = None if kind is None else _description(target, kind), _manifest(target)
+    needed: set[str] = set()
+    if kind is not None and described is not None:
+        companions = kind.companions_of(described)
+        needed = {kind.key, *kind.files_of(described), *companions}
+        objects = None if manifest is None else _objects_of(manifest, described, kind)
+        if manifest is not None and objects is None:
+            raise FormatError(f"{target.connector.describe(target.prefix + kind.key)} is not that of its manifest")
+        _put_missing(target, writes, companions)
+        if (
+            objects is not None
+            and manifest is not None
+            and (objects.keys() != manifest["objects"].keys() or "replacing" in manifest)
+        ):
             writes.put(target.prefix + NAME, _encoded(manifest_of(objects)))
-    for name in sorted(set(names) - needed - {METADATA, NAME}):
+    for name in sorted(set(names) - needed - {NAME}):
         writes.delete(target.prefix + name)
     writes.sync(target.prefix)
 
 
-def _objects_of(manifest: Mapping[str, Any], metadata: bytes) -> dict[str, Any] | None:
-    """What a manifest has of the files that `.metadata` names, and of it; None if the manifest is of another `.metadata`.
+def _put_missing(target: SaveTarget, writes: Writes, companions: Mapping[str, bytes]) -> None:
+    for name, data in companions.items():
+        there = None
+        with suppress(ObjectNotFoundError):
+            there = read_object(target.connector, target.prefix + name)
+        if there != data:
+            writes.put(target.prefix + name, data)
+
+
+def _objects_of(manifest: Mapping[str, Any], description: bytes, kind: Description) -> dict[str, Any] | None:
+    """What a manifest has of the files that a description names, and of it; None if the manifest is of another description.
 
     Raises FormatError if that cannot be read.
     """
-    needed, defaults = _files_of(metadata), {"block_bytes": manifest["block_bytes"]}
-    for entry in (manifest["objects"].get(METADATA), manifest.get("replacing", {}).get(METADATA)):
+    needed, defaults = kind.files_of(description), {"block_bytes": manifest["block_bytes"]}
+    for entry in (manifest["objects"].get(kind.key), manifest.get("replacing", {}).get(kind.key)):
         described = None if entry is None else defaults | entry
-        if described is not None and described == _described(metadata, described["block_bytes"]):
+        if described is not None and described == _described(description, described["block_bytes"]):
             kept = {name: defaults | item for name, item in manifest["objects"].items() if name in needed}
-            return kept | {METADATA: described}
+            return kept | {kind.key: described}
     return None
 
 
-def _metadata(target: SaveTarget) -> bytes | None:
-    """The checkpoint's `.metadata`; None without one."""
+def _description(target: SaveTarget, kind: Description) -> bytes | None:
+    """The checkpoint's description; None without one."""
     try:
-        return read_object(target.connector, target.prefix + METADATA)
+        return read_object(target.connector, target.prefix + kind.key)
     except ObjectNotFoundError:
         return None
 
 
-def _names_in(metadata: bytes | None) -> set[str]:
-    """The files that `.metadata` names; none if it cannot be read."""
+def _names_in(description: bytes | None, kind: Description) -> set[str]:
+    """The files that a description names, and those that go with it; none if it cannot be read."""
     try:
-        return set() if metadata is None else _files_of(metadata)
+        return set() if description is None else {*kind.files_of(description), *kind.companions_of(description)}
     except FormatError:
         return set()
-
-
-def _files_of(metadata: bytes) -> set[str]:
-    contents = read_metadata(metadata)
-    names = {shard.key for entry in contents.tensors.values() for shard in entry.shards}
-    return names | {item.key for item in contents.values.values()}
 
 
 def _manifest(target: SaveTarget) -> dict[str, Any] | None:

@@ -20,7 +20,8 @@ import xxhash
 
 from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES, Checkpoint, Checksums
 from loaderkit.checkpoint.discovery.blocks import hash_objects, hashes_of
-from loaderkit.checkpoint.discovery.detect import INDEX, METADATA
+from loaderkit.checkpoint.discovery.description import description_in
+from loaderkit.checkpoint.discovery.detect import DESCRIBING
 from loaderkit.checkpoint.discovery.listing import url_below
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation, SaveTarget, locate, save_target
 from loaderkit.checkpoint.discovery.manifest import (
@@ -162,7 +163,7 @@ class _Source:
 
 def _commits(info: ObjectInfo) -> bool:
     """True for a file that readers take for the sign of a whole checkpoint."""
-    return info.key.endswith((METADATA, INDEX))
+    return info.key.endswith(DESCRIBING)
 
 
 def _is_there(source: _Source, target: SaveTarget, replace: bool) -> bool:
@@ -220,8 +221,10 @@ def _copy(source: _Source, target: SaveTarget, flow: _Flow) -> None:
     is_replaced = any(info.key == target.prefix + NAME for info in present)
     if is_replaced:
         keys, names = {info.key for info in present}, {source.name_of(info) for info in source.files}
-        clashes = keys & {target.prefix + name for name in names - {METADATA}}
-        if clashes or METADATA not in names or target.prefix + METADATA not in keys:
+        kind = description_in(names)
+        if kind is None or target.prefix + kind.key not in keys:
+            raise _other_checkpoint(target)
+        if keys & {target.prefix + name for name in names if name.endswith(kind.suffix)}:
             raise _other_checkpoint(target)
     elif present:
         _remove_cut_off(source, target, writes, present)
@@ -251,14 +254,17 @@ def _remove_cut_off(source: _Source, target: SaveTarget, writes: Writes, present
 
 def _replace(source: _Source, target: SaveTarget, writes: Writes, placement: Placement, flow: _Flow) -> None:
     """Replace another checkpoint by one step. What is written until an error is cleared by the next save or copy."""
-    (description,) = (info for info in source.files if source.name_of(info) == METADATA)
-    others = [info for info in source.files if info is not description]
+    kind = description_in({source.name_of(info) for info in source.files})
+    assert kind is not None
+    (description,) = (info for info in source.files if source.name_of(info) == kind.key)
     metadata = read_object(source.location.connector, description.key)
     known = source.checksums.get(description.key)
     if known is not None and known != Checksums(known.block_bytes, len(metadata), _hashes(metadata, known.block_bytes)):
         raise CheckpointError(f"{source.contents.describe(description.key)} is not that of its manifest")
+    following = {kind.key, *kind.companions_of(metadata)}  # which the commit writes
+    others = [info for info in source.files if source.name_of(info) not in following]
     hashes = _write(source, others, writes, lambda info: target.prefix + source.name_of(info), flow)
-    commit_objects(target, writes, placement, source.objects(hashes), metadata)
+    commit_objects(target, writes, placement, source.objects(hashes), metadata, kind=kind)
 
 
 def _hashes(data: bytes, block_bytes: int) -> list[str]:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from loaderkit.checkpoint.discovery.description import DCP, SAFETENSORS, Format
 from loaderkit.checkpoint.discovery.locate import SaveTarget, save_target
 from loaderkit.checkpoint.formats.dcp import MAX_TIED
 from loaderkit.checkpoint.planning.boxes import Box
@@ -35,6 +36,8 @@ from loaderkit.checkpoint.save.file_plan import BytesItem, FilePlan, Item, Tenso
 from loaderkit.checkpoint.save.memory import PartBuffers
 from loaderkit.checkpoint.save.owner import Heartbeat
 from loaderkit.checkpoint.save.placement import Placement, find_placement, put_marker
+from loaderkit.checkpoint.save.safetensors.layout import Offer
+from loaderkit.checkpoint.save.safetensors.writer import RankWork, SafetensorsSave, kept_plan
 from loaderkit.checkpoint.save.staging import HostCopies
 from loaderkit.checkpoint.save.tensor_bytes import identity_of, plain_tensor
 from loaderkit.connectors.base import Connector, traits_of, writes_of
@@ -51,24 +54,27 @@ class Local(NamedTuple):
 
     token: str
     held: Held
+    offer: Offer | None
 
 
 class Share(NamedTuple):
     """What the coordinator answers: where this save's files go, the rank's number, and, in the place of the plan's tensors, the
-    parts of tensors that it writes (None: the plan's)."""
+    parts of tensors that it writes (None: the plan's); or, for safetensors, its work."""
 
     placement: Placement
     rank: int
     token: str | None
     parts: list[Part] | None = None
+    work: RankWork | None = None
 
 
 class _Written(NamedTuple):
-    """The files that one rank has written."""
+    """The files that one rank has written, and the plain values that are in none of them."""
 
     attempt: str
     rank: int
     files: list[SavedFile]
+    values: dict[str, Any]
 
 
 _FILES = MetadataIndex("loaderkit:files")  # of the result that carries them
@@ -93,6 +99,11 @@ class StreamWriter(StorageWriter, AsyncStager):
     What several ranks hold is divided among them by bytes: a tensor of 16 KiB or more may be cut. Another planner than
     torch's default, one that is to save on the lowest rank, or one that keeps plans is left to its own.
 
+    `format="safetensors"`: whole tensors in files that Hugging Face's loaders read, in place of `dcp.load`. What stands under
+    the key "model" is in model.safetensors, or in model-00001-of-00002.safetensors and so on with an index, under the model's
+    own names; every other key has files of its own, and plain values are JSON. Ranks that have shards of a tensor send them
+    to the one that writes it, over connections of their own.
+
     For `async_save` the state is copied to host memory first, which is kept for the next save with the same StreamWriter.
     """
 
@@ -101,6 +112,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         url: str | os.PathLike[str],
         *,
         workers: int | Literal["auto"] = "auto",
+        format: Format = "dcp",  # noqa: A002 (as in the YAML)
         unique_names: bool = False,
         connectors: Mapping[str, Connector] | None = None,
         copies: HostCopies | None = None,
@@ -108,14 +120,18 @@ class StreamWriter(StorageWriter, AsyncStager):
         """`unique_names`: files have names by the time, which no earlier save of the same checkpoint has given, so that a copy
         of it can be replaced by one step, too. `copies` makes the copies for `async_save`; default in memory of this process.
 
-        Raises ConfigError for `workers` that are no number from 1 on.
+        Raises ConfigError for `workers` that are no number from 1 on, and another format.
         """
         super().__init__()
+        if format not in ("dcp", "safetensors"):
+            raise ConfigError(f"format {format!r}: expected 'dcp' or 'safetensors'")
         if workers != "auto" and (type(workers) is not int or workers < 1):
             raise ConfigError(f"workers {workers!r}: expected 'auto', or a number of threads from 1 on")
         self._url = os.fspath(url)
         self._workers = workers
         self._unique_names = unique_names
+        self._kind = DCP if format == "dcp" else SAFETENSORS
+        self._whole: SafetensorsSave | None = None
         self._connectors = connectors
         self._save_id = uuid.uuid4().hex
         self._token = ""
@@ -129,8 +145,13 @@ class StreamWriter(StorageWriter, AsyncStager):
 
     def __reduce__(self) -> Any:
         """Another process gets the settings only."""
-        settled = partial(StreamWriter, workers=self._workers, unique_names=self._unique_names)
+        settled = partial(StreamWriter, workers=self._workers, format=self.format, unique_names=self._unique_names)
         return partial(settled, connectors=self._connectors), (self._url,)
+
+    @property
+    def format(self) -> Format:
+        """The format that is written."""
+        return "dcp" if self._kind == DCP else "safetensors"
 
     @property
     def stats(self) -> dict[str, Any] | None:
@@ -159,10 +180,13 @@ class StreamWriter(StorageWriter, AsyncStager):
         with self._alone():
             self._end()
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan with a token that tells this save from others, and with what this rank holds."""
+    def prepare_local_plan(self, plan: SavePlan, *, is_alone: bool | None = None) -> SavePlan:
+        """The plan with this save's token and what this rank holds. `is_alone`: no other does; default as torch.distributed."""
         self._token, self._held = uuid.uuid4().hex, Held.of(plan)
-        return replace(plan, storage_data=Local(self._token, self._held))
+        if self._kind == SAFETENSORS:
+            self._whole = SafetensorsSave(plan, is_alone=is_alone)
+        offer = None if self._whole is None else self._whole.offer
+        return replace(plan, storage_data=Local(self._token, self._held, offer))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: clear what dead saves left, and tell each rank where its files go, and which parts it writes.
@@ -171,17 +195,25 @@ class StreamWriter(StorageWriter, AsyncStager):
         """
         target = self._opened()
         writes = writes_of(target.connector)
-        placement = begin(target, writes, time.time_ns() // 1_000_000 if self._unique_names else 0)
+        placement = begin(target, writes, self._kind, time.time_ns() // 1_000_000 if self._unique_names else 0)
         renew = partial(put_marker, target, writes, placement)
         self._running = _Running(placement, Heartbeat(placement.attempt, renew))
         local = [plan.storage_data if isinstance(plan.storage_data, Local) else None for plan in plans]
-        parts: list[list[Part]] | None = None
-        if len(plans) > 1 and None not in local:
-            parts = divided([one.held for one in local if one is not None], [plan.items for plan in plans])
-        shares = (
-            Share(placement, rank, None if one is None else one.token, None if parts is None else parts[rank])
-            for rank, one in enumerate(local)
-        )
+        tokens = [None if one is None else one.token for one in local]
+        if self._whole is not None:
+            offers = [one.offer for one in local if one is not None and one.offer is not None]
+            if len(offers) < len(plans):
+                raise kept_plan(self._url)
+            work = self._whole.divide(plans, offers, placement.generation)
+            shares = [Share(placement, rank, tokens[rank], work=one) for rank, one in enumerate(work)]
+        else:
+            parts: list[list[Part]] | None = None
+            if len(plans) > 1 and None not in local:
+                parts = divided([one.held for one in local if one is not None], [plan.items for plan in plans])
+            shares = [
+                Share(placement, rank, token, None if parts is None else parts[rank])
+                for rank, token in enumerate(tokens)
+            ]
         return [replace(plan, storage_data=share) for plan, share in zip(plans, shares, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -256,6 +288,9 @@ class StreamWriter(StorageWriter, AsyncStager):
         running, self._running = self._running, None
         if running is not None:
             running.heartbeat.stop()
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            whole.close()
         target, self._target = self._target, None
         if target is not None:
             target.close()
@@ -263,20 +298,14 @@ class StreamWriter(StorageWriter, AsyncStager):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         target = self._opened()
         share = self._share(target, plan)
+        if self._whole is not None:
+            return self._write_whole(self._whole, target, share, plan, planner)
         resolved = _resolved(self._work(plan, share, planner), planner, self._copies)
         items = list({id(item): item for _, item in resolved}.values())
         items.sort(key=lambda item: isinstance(item, TensorItem))  # plain values first, as torch does
         plans = [FilePlan(share.placement.file_name(share.rank), items)] if items else []
-        workers = _REMOTE_WORKERS if traits_of(target.connector).is_remote else _FILE_WORKERS
-        files = save_files(
-            plans,
-            writes_of(target.connector),
-            share.placement.folder,
-            num_workers=workers if self._workers == "auto" else self._workers,
-            buffers=self._buffers,
-        )
-        self._stats = {"ranks": {share.rank: _times_of(files)}, "commit_s": None}
-        results = [WriteResult(_FILES, 0, _Written(share.placement.attempt, share.rank, files))]
+        files = self._save_files(target, share, plans)
+        results = [self._written(share, files, {})]
         for file in plans:
             starts = {id(item): start for item, start in zip(file.items, file.starts, strict=True)}
             for write_item, item in resolved:
@@ -293,6 +322,27 @@ class StreamWriter(StorageWriter, AsyncStager):
         values = [(item, None) for item in plan.items if item.tensor_data is None]
         return values + [(self._held.items[number], box) for number, box in share.parts]
 
+    def _write_whole(
+        self, whole: SafetensorsSave, target: SaveTarget, share: Share, plan: SavePlan, planner: SavePlanner
+    ) -> list[WriteResult]:
+        assert share.work is not None
+        files, values = whole.write(share.work, plan, planner, partial(self._save_files, target, share))
+        return [self._written(share, files, values)]
+
+    def _save_files(self, target: SaveTarget, share: Share, plans: Sequence[FilePlan]) -> list[SavedFile]:
+        workers = _REMOTE_WORKERS if traits_of(target.connector).is_remote else _FILE_WORKERS
+        return save_files(
+            plans,
+            writes_of(target.connector),
+            share.placement.folder,
+            num_workers=workers if self._workers == "auto" else self._workers,
+            buffers=self._buffers,
+        )
+
+    def _written(self, share: Share, files: list[SavedFile], values: dict[str, Any]) -> WriteResult:
+        self._stats = {"ranks": {share.rank: _times_of(files)}, "commit_s": None}
+        return WriteResult(_FILES, 0, _Written(share.placement.attempt, share.rank, files, values))
+
     def _share(self, target: SaveTarget, plan: SavePlan) -> Share:
         """What the coordinator says to this rank. Raises CheckpointError."""
         share = plan.storage_data
@@ -300,6 +350,8 @@ class StreamWriter(StorageWriter, AsyncStager):
             raise CheckpointError(
                 f"{self._url}: the planner {type(plan).__name__} did not keep `storage_data`, which says where files go"
             )
+        if self._kind == SAFETENSORS and share.token != self._token:
+            raise kept_plan(self._url)
         if share.token == self._token:
             return share
         # The planner keeps plans (enable_plan_caching), so this is what the coordinator said at an earlier save.
@@ -329,6 +381,18 @@ class StreamWriter(StorageWriter, AsyncStager):
                 stored.setdefault(result.index, result.storage_data)
         if strangers := [item.rank for item in written if item.attempt != running.placement.attempt]:
             raise CheckpointError(f"{self._url}: rank {strangers[0]} has written for another save: save again")
+        if self._whole is None:
+            description = self._described(metadata, stored)
+        else:
+            description = self._whole.describe({name: value for item in written for name, value in item.values.items()})
+        begin_s = time.perf_counter()
+        files = [file for item in written for file in item.files]
+        commit(target, writes_of(target.connector), running.placement, files, description, kind=self._kind)
+        ranks = {item.rank: _times_of(item.files) for item in written}
+        self._stats = {"ranks": ranks, "commit_s": time.perf_counter() - begin_s}
+
+    def _described(self, metadata: Metadata, stored: dict[MetadataIndex, Stored]) -> bytes:
+        """The `.metadata`. Raises CheckpointError."""
         try:
             metadata.state_dict_metadata = described_as_stored(metadata, stored)
         except ValueError as error:
@@ -337,11 +401,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         metadata.storage_meta = self.storage_meta()
         if _VERSION is not None:
             metadata.version = _VERSION
-        begin_s = time.perf_counter()
-        files = [file for item in written for file in item.files]
-        commit(target, writes_of(target.connector), running.placement, files, pickle.dumps(metadata))
-        ranks = {item.rank: _times_of(item.files) for item in written}
-        self._stats = {"ranks": ranks, "commit_s": time.perf_counter() - begin_s}
+        return pickle.dumps(metadata)
 
 
 def _resolved(

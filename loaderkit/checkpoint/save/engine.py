@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from loaderkit import native
 from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES
-from loaderkit.checkpoint.save.file_plan import BytesItem, FilePlan, Piece, TensorItem
+from loaderkit.checkpoint.save.file_plan import BytesItem, ElementsItem, FilePlan, Piece, TensorItem
 from loaderkit.checkpoint.save.memory import PartBuffers
 from loaderkit.checkpoint.transfer.stages import stream_of, wait_for_queued
 from loaderkit.connectors.base import ObjectWriter, Writes
@@ -126,7 +126,7 @@ def save_files(
 
 def _devices_of(plans: Iterable[FilePlan]) -> set[torch.device]:
     """The GPUs that tensors lie on."""
-    items = [item for plan in plans for item in plan.items if isinstance(item, TensorItem)]
+    items = [item for plan in plans for item in plan.items if not isinstance(item, BytesItem)]
     return {item.data.device for item in items if item.data.device.type == "cuda"}
 
 
@@ -298,6 +298,10 @@ class _Filler:
         begin_s = time.perf_counter()
         if isinstance(item, BytesItem):
             target[:] = np.frombuffer(item.data[lo:hi], np.uint8)
+            self.times.staging_s += time.perf_counter() - begin_s
+            return
+        if isinstance(item, ElementsItem):
+            item.data.copy(lo, target)
             self.times.staging_s += time.perf_counter() - begin_s
             return
         data_begin, data_end = len(item.archive.head), len(item.archive.head) + item.archive.num_bytes

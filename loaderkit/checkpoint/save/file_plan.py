@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -48,11 +48,38 @@ class BytesItem:
         return len(self.data)
 
 
-Item = TensorItem | BytesItem
+class ElementSource(Protocol):
+    """The bytes of a tensor's elements in C order, of which any range is copied."""
+
+    num_bytes: int
+    device: torch.device
+
+    def copy(self, start: int, target: NDArray[np.uint8]) -> None:
+        """Fill `target` with the bytes from `start` on; both begin and end with an element."""
 
 
-def _start_of(item: Item, start: int) -> int:
-    """Where an item begins, from `start` on: a large tensor that can be written from where it lies as it lies in a page."""
+class ElementsItem:
+    """The elements of a tensor, as they are; it begins where the item before it ends."""
+
+    def __init__(self, name: str, data: ElementSource) -> None:
+        self.name = name
+        self.data = data
+
+    @property
+    def size(self) -> int:
+        """Its bytes in the file."""
+        return self.data.num_bytes
+
+
+Item = TensorItem | BytesItem | ElementsItem
+
+
+def _start_of(item: Item, end: int) -> int:
+    """Where an item begins, the one before ends at `end`: a large tensor that can be written from where it lies as it lies in
+    a page."""
+    if isinstance(item, ElementsItem):
+        return end
+    start = -(-end // ALIGNMENT) * ALIGNMENT
     if isinstance(item, BytesItem) or item.data.fixed is None or item.data.num_bytes < WORTH_ALIGNING:
         return start
     gap = (_address_of(item.data.fixed) - start - len(item.archive.head)) % PAGE
@@ -82,7 +109,7 @@ class FilePlan:
         self.starts: list[int] = []
         end = 0
         for item in self.items:
-            self.starts.append(_start_of(item, -(-end // ALIGNMENT) * ALIGNMENT))
+            self.starts.append(_start_of(item, end))
             end = self.starts[-1] + item.size
         self.size = end
 

@@ -24,7 +24,7 @@ _SAVING = re.compile(
     re.escape(SAVING) + r"(?P<name>[^/]*)\.(?P<attempt>[0-9a-f]{16})(\.json(\.[0-9a-f]{16}\.tmp)?|(\.new)?/.*)",
     re.DOTALL,
 )
-_DATA_FILE = re.compile(r"__\d+_(\d+)\.distcp")
+_DATA_FILE = re.compile(r"__\d+_(\d+)\.distcp|[^/.]+(?:\.(\d+))?\.safetensors")
 
 
 class Placement(NamedTuple):
@@ -110,7 +110,7 @@ def _can_rename(writes: Writes, folder: str) -> bool:
 def generation_of(name: str) -> int | None:
     """The number of the save that wrote a file of this name; None for other files."""
     match = _DATA_FILE.fullmatch(name)
-    return None if match is None else int(match[1])
+    return None if match is None else int(match[1] or match[2] or 0)
 
 
 def saving_folder(target: SaveTarget, placement: Placement) -> str:

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loaderkit._internal.units import say_age
-from loaderkit.checkpoint.discovery.detect import INDEX, METADATA
+from loaderkit.checkpoint.discovery.detect import DESCRIBING
 from loaderkit.checkpoint.discovery.listing import list_checkpoints, newest_s, url_below
 from loaderkit.checkpoint.discovery.locate import SaveTarget, save_target
 from loaderkit.checkpoint.discovery.manifest import NAME
+from loaderkit.checkpoint.formats.state_file import CONFIG, STATE
 from loaderkit.checkpoint.save.commit import clear
 from loaderkit.checkpoint.save.placement import UnfinishedSave, listed, unfinished_saves
 from loaderkit.connectors.base import Connector, ObjectInfo, Writes, writes_of
@@ -20,9 +21,8 @@ from loaderkit.errors import CheckpointError
 
 IDLE_S = 24 * 3600.0
 _STEP = re.compile(r"step-\d+")
-_OWN_FILES = re.compile(
-    rf".*\.(?:distcp|safetensors)|{re.escape(METADATA)}|.*{re.escape(INDEX)}|(?:\..+)?\.[0-9a-f]{{16}}\.tmp"
-)
+_DESCRIBING = "|".join(map(re.escape, DESCRIBING))
+_OWN_FILES = re.compile(rf".*\.(?:distcp|safetensors)|.*(?:{_DESCRIBING})|(?:\..+)?\.[0-9a-f]{{16}}\.tmp")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ def find_debris(
                 steps.setdefault(name, []).append(info)
         for name, infos in steps.items():
             cut = len(target.parent) + len(name) + 1
-            is_own = _STEP.fullmatch(name) and all(_OWN_FILES.fullmatch(info.key[cut:]) for info in infos)
+            files = {info.key[cut:] for info in infos}
+            others = files - {CONFIG} if STATE in files else files
+            is_own = _STEP.fullmatch(name) and all(map(_OWN_FILES.fullmatch, others))
             if not is_own or name in whole or name in written:
                 continue
             newest = newest_s(target.connector, [info.key for info in infos])
@@ -99,7 +101,7 @@ def remove_directory(writes: Writes, prefix: str, infos: Sequence[ObjectInfo]) -
     """Remove a checkpoint, or what is left of one: its manifest first, then the bytes, and its descriptions, which say whose
     it is, last. What is cut off in between is no whole checkpoint any more."""
     keys = [info.key for info in infos]
-    for key in sorted(keys, key=lambda key: (key.endswith((METADATA, INDEX)), not key.endswith(NAME))):
+    for key in sorted(keys, key=lambda key: (key.endswith(DESCRIBING), not key.endswith(NAME))):
         writes.delete(key)
         if key.endswith(NAME):
             writes.sync(prefix)

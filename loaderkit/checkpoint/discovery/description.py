@@ -1,0 +1,40 @@
+"""The file that names all others of a checkpoint in a directory, by format; replacing it replaces the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import Literal, NamedTuple
+
+from loaderkit.checkpoint.discovery.detect import METADATA
+from loaderkit.checkpoint.formats.dcp import read_metadata
+from loaderkit.checkpoint.formats.state_file import STATE, companions_of, read_state
+
+Format = Literal["dcp", "safetensors"]
+
+
+class Description(NamedTuple):
+    """`key` is the file's name, `suffix` ends those of the files it names. From its bytes: the names of the files it needs,
+    and the content of the files that go with it, which only other programs read. Both raise FormatError."""
+
+    key: str
+    suffix: str
+    files_of: Callable[[bytes], set[str]]
+    companions_of: Callable[[bytes], dict[str, bytes]]
+
+
+def _files_in_metadata(data: bytes) -> set[str]:
+    contents = read_metadata(data)
+    names = {shard.key for entry in contents.tensors.values() for shard in entry.shards}
+    return names | {item.key for item in contents.values.values()}
+
+
+DCP = Description(METADATA, ".distcp", _files_in_metadata, lambda _: {})
+SAFETENSORS = Description(
+    STATE, ".safetensors", lambda data: {*read_state(data).files}, lambda data: companions_of(read_state(data))
+)
+DESCRIPTIONS = (DCP, SAFETENSORS)
+
+
+def description_in(names: Container[str]) -> Description | None:
+    """That of the checkpoint whose directory has these names; None if it has none."""
+    return next((known for known in DESCRIPTIONS if known.key in names), None)

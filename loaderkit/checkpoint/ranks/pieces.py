@@ -1,0 +1,317 @@
+"""Ranks get pieces of one another's tensors over connections of their own, without a collective.
+
+Each rank that others need something of listens, and gives bytes on request from where they lie; whoever writes a file asks for
+them part by part, so no rank holds more than a part. Nobody needs to be in step with anybody. A rank that fails says why and
+closes its connections, and the machine closes those of one that died: the others notice at once.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loaderkit.checkpoint.ranks.group import machine
+from loaderkit.errors import PeerError
+
+logger = logging.getLogger("loaderkit")
+TIMEOUT_S = 300.0
+"""How long a rank waits for another to connect."""
+_CONNECT_S = 10.0
+_FAREWELL_S = 2.0
+_TOKEN_BYTES = 32
+_HELLO = struct.Struct("<32sQ")  # the token, and who asks
+_REQUEST = struct.Struct("<QQQ")  # number, start, length
+_DONE = 2**64 - 1  # in place of a number
+_FAILED = 2**64 - 2  # then a text of `length` bytes follows
+_MAX_REASON = 2000  # bytes
+_WELCOME = b"loaderkit"
+_DIED = "failed, or died, before it had all parts of a checkpoint"
+_GONE = "failed, or died, before it gave all parts of a checkpoint"
+
+
+class Address(NamedTuple):
+    """Where a rank listens: its machine, names of its host to be tried in order, the port, and what one must say there."""
+
+    machine: str
+    hosts: tuple[str, ...]
+    port: int
+    token: bytes
+
+
+class Piece(Protocol):
+    """A source of bytes, which any thread may ask."""
+
+    num_bytes: int
+
+    def copy(self, start: int, target: NDArray[np.uint8]) -> None:
+        """Fill `target` with the bytes from `start` on."""
+
+
+class PieceServer:
+    """Gives pieces of this rank to others. It listens from the start, and answers once `serve` says what there is."""
+
+    def __init__(self) -> None:
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=is_dual)
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self.address = Address(machine(), _own_hosts(), self._listener.getsockname()[1], self._token)
+        self._pieces: Sequence[Piece] | None = None
+        self._changed = threading.Condition()
+        self._connections: set[socket.socket] = set()
+        self._main: dict[int, socket.socket] = {}
+        self._came: set[int] = set()
+        self._left: dict[int, str] = {}  # rank -> "" once it has all, else why it has not
+        self._closed = False
+        threading.Thread(target=self._accept, name="loaderkit-pieces", daemon=True).start()
+
+    def serve(self, pieces: Sequence[Piece]) -> None:
+        """Answer from now on; a request names one of `pieces` by its number."""
+        with self._changed:
+            self._pieces = pieces
+            self._changed.notify_all()
+
+    def wait(self, ranks: Collection[int], timeout_s: float = TIMEOUT_S) -> None:
+        """Return once these ranks have all they need. Raises PeerError if one fails, or does not connect within `timeout_s`."""
+
+        def is_over() -> bool:
+            return all(self._left.get(rank) == "" for rank in ranks) or any(self._left.get(rank) for rank in ranks)
+
+        with self._changed:
+            while not is_over():
+                heard = self._changed.wait(timeout_s)
+                if not heard and (missing := sorted(set(ranks) - self._came)):
+                    raise PeerError(
+                        f"rank {missing[0]} did not come for its parts of a checkpoint within {timeout_s:g} s",
+                        ranks=tuple(missing),
+                    )
+            if failed := sorted(rank for rank in ranks if self._left.get(rank)):
+                raise PeerError(f"rank {failed[0]} {self._left[failed[0]]}", ranks=(failed[0],))
+
+    def close(self, reason: str = "") -> None:
+        """Close all connections; those who still ask hear the `reason`. Idempotent."""
+        with self._changed:
+            self._closed = True
+            connections, main = [*self._connections, self._listener], [*self._main.values()]
+            self._changed.notify_all()
+        for connection in main:
+            with suppress(OSError):
+                connection.sendall(reason.encode(errors="replace")[:_MAX_REASON])
+        for connection in connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with self._changed:
+                if self._closed:
+                    connection.close()
+                    return
+                self._connections.add(connection)
+            threading.Thread(target=self._answer, args=(connection,), name="loaderkit-piece", daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        rank: int | None = None
+        is_main, end = False, _DIED
+        try:
+            _keep_alive(connection)
+            connection.settimeout(_CONNECT_S)
+            token, number = _HELLO.unpack(_received(connection, _HELLO.size))
+            if not hmac.compare_digest(token, self._token):
+                return
+            connection.settimeout(None)
+            rank, is_main = number // 2, number % 2 == 1
+            connection.sendall(_WELCOME)
+            with self._changed:
+                self._came.add(rank)
+                if is_main:
+                    self._main[rank] = connection
+            end = self._give(connection)
+        except Exception as error:
+            logger.debug("a connection of another rank ended: %s", error)  # it says why, or this one does
+        finally:
+            with self._changed:
+                self._connections.discard(connection)
+                if rank is not None and is_main:
+                    self._left[rank] = end
+                    self._main.pop(rank, None)
+                self._changed.notify_all()
+            connection.close()
+
+    def _give(self, connection: socket.socket) -> str:
+        """Answer until the other closes; "" if it said that it has all, else why it has not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pieces is not None or self._closed)
+        while data := connection.recv(_REQUEST.size, socket.MSG_WAITALL):
+            number, start, length = _REQUEST.unpack(data)
+            if number == _DONE:
+                return ""
+            if number == _FAILED:
+                return f"failed: {_received(connection, length).decode(errors='replace')}"
+            if self._closed or self._pieces is None:
+                break
+            buffer = np.empty(length, np.uint8)
+            self._pieces[number].copy(start, buffer)
+            connection.sendall(buffer.data)
+        return _DIED
+
+
+class PieceClient:
+    """This rank's connections to the ranks that give it pieces. Any thread may ask for one."""
+
+    def __init__(self, rank: int, addresses: Mapping[int, Address]) -> None:
+        self._rank, self._addresses = rank, addresses
+        self._main: dict[int, socket.socket] = {}
+        self._free: dict[int, queue.SimpleQueue[socket.socket]] = {rank: queue.SimpleQueue() for rank in addresses}
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+
+    def connect(self) -> None:
+        """Tell all of them that this rank will ask. Raises PeerError that names one that cannot be reached."""
+        for rank in self._addresses:
+            self._main[rank] = self._connected(rank, is_main=True)
+
+    def read(self, rank: int, number: int, start: int, target: NDArray[np.uint8]) -> None:
+        """Fill `target` with a rank's piece from `start` on. Raises PeerError."""
+        try:
+            connection = self._free[rank].get_nowait()
+        except queue.Empty:
+            connection = self._connected(rank, is_main=False)
+        try:
+            connection.sendall(_REQUEST.pack(number, start, len(target)))
+            _fill(connection, target)
+        except OSError as error:
+            raise self._failed(rank) from error
+        self._free[rank].put(connection)
+
+    def finish(self) -> None:
+        """Tell all of them that this rank has what it needs."""
+        for rank, connection in self._main.items():
+            try:
+                connection.sendall(_REQUEST.pack(_DONE, 0, 0))
+            except OSError as error:
+                raise self._failed(rank) from error
+
+    def _failed(self, rank: int) -> PeerError:
+        """The error that says why a rank gives nothing any more, if it has said so."""
+        reason = bytearray()
+        connection = self._main.get(rank)
+        with suppress(OSError):
+            if connection is not None:
+                connection.settimeout(_FAREWELL_S)
+                while data := connection.recv(_MAX_REASON):
+                    reason += data
+        said = f"failed: {reason.decode(errors='replace')}" if reason else _GONE
+        return PeerError(f"rank {rank} {said}", ranks=(rank,))
+
+    def close(self, reason: str = "") -> None:
+        """Close all connections; with a `reason`, ranks that still wait for this one hear it. Idempotent."""
+        for rank in self._addresses.keys() - self._main.keys():
+            with suppress(PeerError):
+                self._main[rank] = self._connected(rank, is_main=True, timeout_s=_FAREWELL_S)
+        with self._lock:
+            connections, self._open = self._open, set()
+        text = reason.encode(errors="replace")[:_MAX_REASON]
+        for connection in self._main.values() if reason else ():
+            with suppress(OSError):
+                connection.sendall(_REQUEST.pack(_FAILED, 0, len(text)) + text)
+        for connection in connections:
+            connection.close()
+
+    def _connected(self, rank: int, *, is_main: bool, timeout_s: float = _CONNECT_S) -> socket.socket:
+        address = self._addresses[rank]
+        hosts = ("127.0.0.1", *address.hosts) if address.machine == machine() else address.hosts
+        tried = []
+        for host in hosts:
+            connection = None
+            try:
+                connection = socket.create_connection((host, address.port), timeout_s)
+                _keep_alive(connection)
+                connection.sendall(_HELLO.pack(address.token, 2 * self._rank + is_main))
+                if _received(connection, len(_WELCOME)) != _WELCOME:
+                    raise ConnectionError("another program answers")
+                connection.settimeout(None)
+            except OSError as error:
+                tried.append(f"{host}:{address.port} ({error})")
+                if connection is not None:
+                    connection.close()
+                continue
+            with self._lock:
+                self._open.add(connection)
+            return connection
+        raise PeerError(
+            f"rank {rank} has failed, or cannot be reached at {', '.join(tried)}: whole tensors are put together from "
+            "shards of all ranks: let them connect to one another, or use format dcp",
+            ranks=(rank,),
+        )
+
+
+class RemoteElements:
+    """A piece of another rank, as a source of bytes."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, client: PieceClient, rank: int, number: int, num_bytes: int) -> None:
+        self._client, self._rank, self._number = client, rank, number
+        self.num_bytes = num_bytes
+
+    def copy(self, start: int, target: NDArray[np.uint8]) -> None:
+        """Fill `target` with the bytes from `start` on. Raises PeerError."""
+        self._client.read(self._rank, self._number, start, target)
+
+
+def _own_hosts() -> tuple[str, ...]:
+    """Names of this host that others may know: its address towards the job's first rank, and its own name."""
+    hosts: list[str] = []
+    if master := os.environ.get("MASTER_ADDR"):
+        for family in (socket.AF_INET, socket.AF_INET6):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((master, 9))  # sends nothing, but chooses the way
+                hosts.append(probe.getsockname()[0])
+    hosts.append(socket.gethostname())
+    with suppress(OSError):
+        hosts.append(socket.gethostbyname(socket.gethostname()))
+    return tuple(dict.fromkeys(hosts))
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Notice within minutes that the other machine is gone."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _received(connection: socket.socket, num_bytes: int) -> bytes:
+    data = np.empty(num_bytes, np.uint8)
+    _fill(connection, data)
+    return data.tobytes()
+
+
+def _fill(connection: socket.socket, target: NDArray[np.uint8]) -> None:
+    """Raises ConnectionError if the other side closes first."""
+    view, done = target.data, 0
+    while done < len(target):
+        count = connection.recv_into(view[done:])
+        if not count:
+            raise ConnectionError("the connection was closed")
+        done += count

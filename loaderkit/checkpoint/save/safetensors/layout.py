@@ -1,0 +1,239 @@
+"""Which tensors go into which file, and which rank writes it; decided by the coordinator from the plans of all ranks.
+
+    plans of all ranks ──> tensors, each a list of chunks and the ranks that have them ──> parts of the state ──> files
+
+A part of the state (what stands under one key of it) has files of its own, with its own names. A tensor that one rank has whole
+goes into a file of that rank; a sharded one where the least is written, and its chunks are brought there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from math import ceil, prod
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+
+from loaderkit.checkpoint.discovery.detect import INDEX
+from loaderkit.checkpoint.formats.safetensors import DTYPES
+from loaderkit.checkpoint.ranks.pieces import Address
+from loaderkit.errors import CheckpointError, ConfigError
+
+MAX_FILE_BYTES = 5 * 10**9
+"""Of tensors in one file, as Hugging Face's writers do; one tensor may have more."""
+MIN_FILE_BYTES = 64 * 2**20
+"""A part of the state with less for each rank has fewer files than there are ranks."""
+_BALANCE = 1.1  # most bytes of a file over their mean, for the sake of tensors that need not be sent
+_MAX_STEM = 80
+Shape = tuple[int, ...]
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor: number `number` of those that `rank` has to give."""
+
+    offsets: Shape
+    sizes: Shape
+    rank: int
+    number: int
+
+
+class LaidTensor(NamedTuple):
+    """A tensor: its name in the state and in the file, and where its elements are."""
+
+    name: str
+    key: str
+    dtype: torch.dtype
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class LaidFile(NamedTuple):
+    """A file that rank `writer` writes: its tensors in order, and names (in the file) of others of them that are the same."""
+
+    name: str
+    writer: int
+    prefix: str
+    index_name: str
+    tensors: tuple[LaidTensor, ...]
+    aliases: Mapping[str, str]
+
+
+class Offer(NamedTuple):
+    """What a rank adds to its plan: where others get its chunks, if there are others; and for each tensor that it has elements
+    of a number, which tensors share whose elements are the same memory."""
+
+    address: Address | None
+    memory: Mapping[str, int]
+
+
+class Layout(NamedTuple):
+    """All files; `given` are, by rank, the chunks it gives, (name, offsets), in the order of their numbers."""
+
+    files: tuple[LaidFile, ...]
+    given: tuple[tuple[tuple[str, Shape], ...], ...]
+    paths: Mapping[str, tuple[Any, ...]]
+
+    def sources_of(self, writer: int) -> set[int]:
+        """The other ranks that have chunks of what a rank writes."""
+        mine = (tensor for file in self.files if file.writer == writer for tensor in file.tensors)
+        return {chunk.rank for tensor in mine for chunk in tensor.chunks} - {writer}
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise ConfigError for a type that safetensors has not."""
+    if dtype not in DTYPES.values():
+        raise ConfigError(
+            f"state: {name!r} is of {dtype}, which safetensors has not: convert it (complex numbers by torch.view_as_real), "
+            "or use format dcp"
+        )
+
+
+def lay_out(plans: Sequence[SavePlan], offers: Sequence[Offer], generation: int) -> Layout:
+    """The layout of what the ranks have planned, none of it twice; `generation` tells the files from older ones beside them.
+
+    Raises ConfigError for a type or name that safetensors has not, CheckpointError for a tensor that is not there whole.
+    """
+    paths: dict[str, tuple[Any, ...]] = {}
+    for plan in reversed(plans):
+        paths.update(plan.planner_data or {})
+    tensors, given = _tensors(plans)
+    same = _same(tensors, offers)
+    parts: dict[str, list[LaidTensor]] = {}
+    top: list[LaidTensor] = []
+    for name, tensor in tensors.items():
+        path = paths.get(name, (name,))
+        (parts.setdefault(str(path[0]), []) if len(path) > 1 else top).append(tensor)
+    if top:
+        own = "model"
+        while own in parts or (parts and own == "model"):
+            own = "tensors" if own == "model" else f"{own}_"
+        parts[own] = top
+    files: list[LaidFile] = []
+    loads = [0] * len(plans)
+    for part, listed in parts.items():
+        prefix = "" if listed is top else f"{part}."
+        files += _files_of(part, prefix, listed, same, loads=loads, generation=generation)
+    if len({file.name for file in files}) < len(files):
+        raise ConfigError(f"state: two of its parts would have files of the same name ({', '.join(parts)}): rename one")
+    return Layout(tuple(files), tuple(tuple(chunks) for chunks in given), paths)
+
+
+def _tensors(plans: Sequence[SavePlan]) -> tuple[dict[str, LaidTensor], list[list[tuple[str, Shape]]]]:
+    """The tensors by name, in the order of the plans, and the chunks that each rank gives."""
+    tensors: dict[str, LaidTensor] = {}
+    given: list[list[tuple[str, Shape]]] = [[] for _ in plans]
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                continue
+            assert item.tensor_data is not None
+            name, data = item.index.fqn, item.tensor_data
+            check_dtype(name, data.properties.dtype)
+            offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+            known = tensors.setdefault(name, LaidTensor(name, name, data.properties.dtype, tuple(data.size), ()))
+            if prod(sizes):
+                chunk = Chunk(offsets, sizes, rank, len(given[rank]))
+                given[rank].append((name, offsets))
+                tensors[name] = known._replace(chunks=(*known.chunks, chunk))
+    for tensor in tensors.values():
+        covered = sum(prod(chunk.sizes) for chunk in tensor.chunks)
+        if covered != prod(tensor.shape):
+            raise CheckpointError(
+                f"{tensor.name!r} is not planned whole: its chunks have {covered} elements, and its shape is {tensor.shape}"
+            )
+    return tensors, given
+
+
+def _same(tensors: Mapping[str, LaidTensor], offers: Sequence[Offer]) -> dict[str, tuple[Any, ...]]:
+    """Name -> a key that is equal for tensors that are the same memory on every rank that has elements of them."""
+    keys: dict[str, tuple[Any, ...]] = {}
+    for name, tensor in tensors.items():
+        numbers = [(rank, offer.memory[name]) for rank, offer in enumerate(offers) if name in offer.memory]
+        keys[name] = (tensor.dtype, tensor.shape, *numbers) if numbers and tensor.num_bytes else (name,)
+    return keys
+
+
+def _files_of(
+    part: str,
+    prefix: str,
+    listed: Iterable[LaidTensor],
+    same: Mapping[str, tuple[Any, ...]],
+    *,
+    loads: list[int],
+    generation: int,
+) -> list[LaidFile]:
+    """The files of one part of the state; `loads` are the bytes that each rank writes, which grow."""
+    first: dict[tuple[Any, ...], LaidTensor] = {}
+    aliases: dict[str, list[str]] = {}
+    for tensor in listed:
+        key = _key_of(tensor.name, prefix)
+        kept = first.setdefault(same[tensor.name], tensor._replace(key=key))
+        if kept.name != tensor.name:
+            aliases.setdefault(kept.key, []).append(key)
+    tensors = [*first.values()]
+    bins = _dealt(tensors, loads)
+    is_indexed = len(bins) > 1 or generation > 0
+    files = []
+    for number, (writer, inside) in enumerate(bins, 1):
+        inside.sort(
+            key=lambda tensor: -tensor.dtype.itemsize
+        )  # so that every tensor begins at a multiple of its elements
+        files.append(
+            LaidFile(
+                _file_name(part, number, len(bins), generation, is_indexed=is_indexed),
+                writer,
+                prefix,
+                f"{_stem(part)}.safetensors{INDEX}" if is_indexed else "",
+                tuple(inside),
+                {alias: tensor.key for tensor in inside for alias in aliases.get(tensor.key, ())},
+            )
+        )
+    return files
+
+
+def _dealt(tensors: Sequence[LaidTensor], loads: list[int]) -> list[tuple[int, list[LaidTensor]]]:
+    """(the rank that writes it, its tensors) for each file, the tensors in their order."""
+    total, num_ranks = sum(tensor.num_bytes for tensor in tensors), len(loads)
+    num_files = max(1, ceil(total / MAX_FILE_BYTES), min(num_ranks, total // MIN_FILE_BYTES))
+    order = sorted(range(num_ranks), key=lambda rank: loads[rank])
+    writers = [order[number % num_ranks] for number in range(num_files)]
+    sizes, most = [0] * num_files, _BALANCE * total / num_files
+    chosen: dict[str, int] = {}
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.num_bytes):
+        holders = {chunk.rank for chunk in tensor.chunks}
+        near = [n for n in range(num_files) if holders == {writers[n]} and sizes[n] + tensor.num_bytes <= most]
+        best = min(near or range(num_files), key=lambda n: sizes[n])
+        sizes[best] += tensor.num_bytes
+        chosen[tensor.name] = best
+    bins: list[tuple[int, list[LaidTensor]]] = [(writer, []) for writer in writers]
+    for tensor in tensors:
+        bins[chosen[tensor.name]][1].append(tensor)
+    for writer, size in zip(writers, sizes, strict=True):
+        loads[writer] += size
+    return [item for item in bins if item[1]]
+
+
+def _key_of(name: str, prefix: str) -> str:
+    """A tensor's name in its file. Raises ConfigError."""
+    key = name.removeprefix(prefix)
+    if key == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise ConfigError(f"state: safetensors has no tensors named {name!r}: rename it, or use format dcp")
+    return key
+
+
+def _stem(part: str) -> str:
+    """What begins the names of a part's files: the part's name, with letters that all stores take."""
+    stem = quote(part, safe="").replace(".", "%2E") or "%"
+    return stem if len(stem) <= _MAX_STEM else f"{stem[:60]}%{hashlib.sha256(part.encode()).hexdigest()[:16]}"
+
+
+def _file_name(part: str, number: int, count: int, generation: int, *, is_indexed: bool) -> str:
+    numbered = f"-{number:05d}-of-{count:05d}" if is_indexed else ""
+    return f"{_stem(part)}{numbered}{f'.{generation}' if generation else ''}.safetensors"

@@ -1,0 +1,237 @@
+"""What a rank does to save a state as safetensors: it offers, writes its files with the others' chunks, and names all files.
+
+offer ──> coordinator: lay_out ──> work of each rank ──> its files (headers, elements from all ranks) ──> state file
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+
+from loaderkit.checkpoint.formats.plain_json import encode
+from loaderkit.checkpoint.formats.safetensors import DTYPES
+from loaderkit.checkpoint.formats.state_file import MODEL_CONFIG, State, TensorsFile
+from loaderkit.checkpoint.names import flatten
+from loaderkit.checkpoint.planning.boxes import Box
+from loaderkit.checkpoint.planning.held import DescribedPlan
+from loaderkit.checkpoint.ranks.pieces import Address, PieceClient, PieceServer, RemoteElements
+from loaderkit.checkpoint.save.engine import SavedFile
+from loaderkit.checkpoint.save.file_plan import BytesItem, ElementsItem, ElementSource, FilePlan
+from loaderkit.checkpoint.save.safetensors.assembled import AssembledElements
+from loaderkit.checkpoint.save.safetensors.layout import (
+    LaidFile,
+    LaidTensor,
+    Layout,
+    Offer,
+    Shape,
+    check_dtype,
+    lay_out,
+)
+from loaderkit.checkpoint.save.tensor_bytes import TensorBytes, plain_tensor
+from loaderkit.checkpoint.transfer.stages import wait_for_queued
+from loaderkit.errors import CheckpointError, ConfigError
+
+_ALIGNMENT = 64  # of the first tensor, so that no element lies in two parts of a file
+_MAX_LEAVES = 100_000_000
+_NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+PART = "part of a checkpoint, which loaderkit-state.json describes"
+"""What the metadata of a file says under "loaderkit"."""
+
+SaveFiles = Callable[[Sequence[FilePlan]], list[SavedFile]]
+
+
+class RankWork(NamedTuple):
+    """What the coordinator tells a rank: the files it writes, the chunks it gives and to whom, and where the others listen."""
+
+    rank: int
+    files: tuple[LaidFile, ...]
+    given: tuple[tuple[str, Shape], ...]
+    takers: tuple[int, ...]
+    addresses: Mapping[int, Address]
+
+
+def check_plain_state(state: Any) -> None:
+    """Raise ConfigError for the first value of a resolved state that safetensors and JSON cannot hold."""
+    for name, leaf in flatten(state, lambda value: isinstance(value, torch.Tensor), _MAX_LEAVES).items():
+        value = leaf.value
+        if not isinstance(value, torch.Tensor):
+            encode(name, value)
+            continue
+        local = value.to_local() if hasattr(value, "to_local") else value
+        check_dtype(name, local.dtype)
+        if plain_tensor(local) is None:
+            raise _not_plain(name, local)
+
+
+def model_config_of(state: Mapping[str, Any]) -> dict[str, str]:
+    """What a state has under the manager's own key for the config.json beside model.safetensors: that of a model of
+    transformers, or of what is built like it."""
+    model = state.get("model")
+    config = getattr(getattr(model, "module", model), "config", None)
+    as_text = getattr(config, "to_json_string", None)
+    key = MODEL_CONFIG.rpartition(".")[2]
+    return {key: str(as_text())} if isinstance(model, torch.nn.Module) and callable(as_text) else {}
+
+
+def _memory_of(plan: SavePlan) -> dict[str, int]:
+    """Name -> a number, equal for tensors whose elements are the same memory, of those that have elements here; nothing unless
+    the plan says what is tied."""
+    if not isinstance(plan, DescribedPlan):
+        return {}
+    pairs = zip(plan.items, plan.tied, strict=True)
+    return {item.index.fqn: number for item, number in pairs if item.tensor_data and prod(item.tensor_data.chunk.sizes)}
+
+
+def kept_plan(url: str) -> ConfigError:
+    """The error for a planner that sends an earlier save's plan."""
+    return ConfigError(
+        f"{url}: the planner keeps plans (enable_plan_caching), and safetensors needs each save's own: leave that out"
+    )
+
+
+class SafetensorsSave:
+    """One save, as each rank sees it. Close it."""
+
+    def __init__(self, plan: SavePlan, *, is_alone: bool | None = None) -> None:
+        """`plan` is the local one. Unless it says what is tied, such tensors are written as often as they have names."""
+        if is_alone is None:
+            is_alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+        self._server = None if is_alone else PieceServer()
+        self._client: PieceClient | None = None
+        self._layout: Layout | None = None
+        self.offer = Offer(None if self._server is None else self._server.address, _memory_of(plan))
+
+    def divide(self, plans: Sequence[SavePlan], offers: Sequence[Offer], generation: int) -> list[RankWork]:
+        """On the coordinator: what each rank is to do. Raises ConfigError, CheckpointError."""
+        self._layout = layout = lay_out(plans, offers, generation)
+        sources = [layout.sources_of(rank) for rank in range(len(plans))]
+        work = []
+        for rank in range(len(plans)):
+            addresses = {other: address for other in sources[rank] if (address := offers[other].address) is not None}
+            if len(addresses) < len(sources[rank]):
+                raise CheckpointError("shards are to be moved between ranks, and not all of them listen")
+            takers = tuple(other for other, needed in enumerate(sources) if rank in needed)
+            files = tuple(file for file in layout.files if file.writer == rank)
+            work.append(RankWork(rank, files, layout.given[rank], takers, addresses))
+        return work
+
+    def write(
+        self, work: RankWork, plan: SavePlan, planner: SavePlanner, save: SaveFiles
+    ) -> tuple[list[SavedFile], dict[str, Any]]:
+        """Write this rank's files by `save`; (the files, its plain values by name).
+
+        Raises ConfigError, CheckpointError, ConnectorError, PeerError.
+        """
+        self._client = client = PieceClient(work.rank, work.addresses)
+        try:
+            return self._write(work, plan, planner, client, save)
+        except BaseException as error:
+            self.close(f"{type(error).__name__}: {error}")
+            raise
+
+    def _write(
+        self, work: RankWork, plan: SavePlan, planner: SavePlanner, client: PieceClient, save: SaveFiles
+    ) -> tuple[list[SavedFile], dict[str, Any]]:
+        values, own = _resolved(plan, planner)
+        wait_for_queued({source.device for source in own.values()})
+        given = [own[chunk] for chunk in work.given]
+        if self._server is not None:
+            self._server.serve(given)
+        client.connect()
+        plans = [_file_plan(file, work.rank, given, client) for file in work.files]
+        files = save(plans)
+        client.finish()
+        if self._server is not None:
+            self._server.wait(work.takers)
+        return files, values
+
+    def describe(self, values: Mapping[str, Any]) -> bytes:
+        """On the coordinator: the state file."""
+        assert self._layout is not None
+        files: dict[str, TensorsFile] = {}
+        aliases: dict[str, str] = {}
+        kept: dict[str, tuple[str, ...]] = {}
+        for file in self._layout.files:
+            names = [tensor.key for tensor in file.tensors]
+            num_bytes = sum(tensor.num_bytes for tensor in file.tensors)
+            files[file.name] = TensorsFile(file.prefix, names, num_bytes, file.index_name)
+            aliases |= {file.prefix + alias: file.prefix + name for alias, name in file.aliases.items()}
+            kept |= {file.prefix + name: (file.prefix[:-1], name) for name in names if file.prefix}
+        paths = {
+            name: [*path]
+            for name, path in self._layout.paths.items()
+            if tuple(path) != kept.get(name, (name,)) and all(type(key) in (str, int) for key in path)
+        }
+        return State(files, dict(values), aliases, paths).encode()
+
+    def close(self, reason: str = "") -> None:
+        """Close the connections; with a `reason`, ranks that still wait for this one hear it. Idempotent."""
+        if self._client is not None:
+            self._client.close(reason)
+        if self._server is not None:
+            self._server.close(reason)
+
+
+def _resolved(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Any], dict[tuple[str, Shape], TensorBytes]]:
+    """What the planner gives: plain values by name, and tensors by name and place."""
+    values: dict[str, Any] = {}
+    own: dict[tuple[str, Shape], TensorBytes] = {}
+    for item in plan.items:
+        name, value = item.index.fqn, planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            assert isinstance(value, io.BytesIO)
+            value.seek(0)
+            values[name] = encode(name, torch.load(value, weights_only=False))  # which the planner has just pickled
+            continue
+        tensor = plain_tensor(value)
+        if tensor is None:
+            raise _not_plain(name, value)
+        assert item.tensor_data is not None
+        own[name, tuple(item.tensor_data.chunk.offsets)] = TensorBytes(tensor)
+    return values, own
+
+
+def _not_plain(name: str, value: Any) -> ConfigError:
+    kind = type(value)
+    return ConfigError(
+        f"state: {name!r} is a {kind.__module__}.{kind.__qualname__}, whose elements are not those of one dense tensor, as "
+        "safetensors needs: convert it, or use format dcp"
+    )
+
+
+def _file_plan(file: LaidFile, rank: int, given: Sequence[TensorBytes], client: PieceClient) -> FilePlan:
+    items = [ElementsItem(tensor.name, _elements(tensor, rank, given, client)) for tensor in file.tensors]
+    return FilePlan(file.name, [BytesItem("header", memoryview(_header(file))), *items])
+
+
+def _elements(tensor: LaidTensor, rank: int, given: Sequence[TensorBytes], client: PieceClient) -> ElementSource:
+    chunks: list[tuple[Box, ElementSource]] = []
+    for chunk in tensor.chunks:
+        num_bytes = torch.Size(chunk.sizes).numel() * tensor.dtype.itemsize
+        source: ElementSource
+        source = (
+            given[chunk.number] if chunk.rank == rank else RemoteElements(client, chunk.rank, chunk.number, num_bytes)
+        )
+        if chunk.sizes == tensor.shape:
+            return source
+        chunks.append((Box(chunk.offsets, chunk.sizes), source))
+    return AssembledElements(tensor.shape, tensor.dtype.itemsize, chunks)
+
+
+def _header(file: LaidFile) -> bytes:
+    """What comes before the tensors: 8 bytes with the length of the JSON after them."""
+    fields: dict[str, Any] = {"__metadata__": {**file.aliases, "format": "pt", "loaderkit": PART}}
+    end = 0
+    for tensor in file.tensors:
+        start, end = end, end + tensor.num_bytes
+        fields[tensor.key] = {"dtype": _NAME_OF[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    length = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT - 8
+    return length.to_bytes(8, "little") + text.ljust(length)

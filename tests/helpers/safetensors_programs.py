@@ -97,9 +97,14 @@ def save_grid(rank: int, num_ranks: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def train(rank: int, num_ranks: int, folder: Path, name: str, how: str, first: int, last: int) -> None:
-    """Train from step `first`, or from what is restored, to `last`, and save each third step; write the losses."""
-    begin(rank, num_ranks, folder, f"store-{name}")
+def train(rank: int, num_ranks: int, folder: Path, name: str, how: str, port: int, steps: tuple[int, int]) -> None:
+    """Train from the first of `steps`, or from what is restored, to the last, and save each third step; write the losses."""
+    first, last = steps
+    if how == "process":
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+    else:
+        begin(rank, num_ranks, folder, f"store-{name}")
     state = training_state(rank, num_ranks, sharded=how != "whole")
     flush = "process" if how == "process" else "thread"
     settings: Any = {"every": 3, "format": "safetensors", "flush": flush, "timeout_s": 60.0}

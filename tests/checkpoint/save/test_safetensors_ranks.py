@@ -10,6 +10,7 @@ import safetensors_programs as programs
 import torch
 from rank_programs import run_ranks
 from safetensors.torch import load_file
+from seaweed import free_port
 
 import loaderkit
 from loaderkit.checkpoint import latest
@@ -54,9 +55,9 @@ def test_shards_of_all_kinds_become_whole_tensors(tmp_path: Path) -> None:
 def test_training_goes_on_to_the_last_bit(how: str, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
-    assert run_ranks(programs.train, 2, whole, "whole", how, 0, 6) == [0, 0]
-    assert run_ranks(programs.train, 2, tmp_path, "first", how, 0, 3) == [0, 0]
-    assert run_ranks(programs.train, 2, tmp_path, "second", how, 3, 6) == [0, 0]
+    assert run_ranks(programs.train, 2, whole, "whole", how, free_port(), (0, 6)) == [0, 0]
+    assert run_ranks(programs.train, 2, tmp_path, "first", how, free_port(), (0, 3)) == [0, 0]
+    assert run_ranks(programs.train, 2, tmp_path, "second", how, free_port(), (3, 6)) == [0, 0]
     for rank in range(2):
         expected, found = (
             json.loads((folder / f"{name}-{rank}.json").read_text())

@@ -33,6 +33,7 @@ from loaderkit.checkpoint.manager.settings import (
 )
 from loaderkit.cli.app import app
 from loaderkit.connectors.config import CacheArgs, ReadAheadArgs, RetryArgs, S3Args
+from loaderkit.pipeline.config.mixture import ChangeArgs, MixArgs, MixedArgs
 from loaderkit.pipeline.config.model import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.profile import ranks, report, report_parts
@@ -44,13 +45,14 @@ HEAD = """# Reference
 
 Made from the code by `docs/make_reference.py`; a test keeps it true. How things behave is in the [guide](guide.md).
 
-A pipeline is a mapping with these keys; only `source` and `stages` are required:
+A pipeline is a mapping with these keys; only `source` (or `sources`) and `stages` are required:
 
 | key | meaning |
 |---|---|
 | `version` | 1 |
 | `name` | for messages and reports; default: the file's name |
 | `source` | which samples there are, and where: [sources](#sources) |
+| `sources`, `mix` | several of them, in the place of `source`: [mixtures](#mixtures) |
 | `order` | which comes when: [order](#order) |
 | `stages` | what is done to them, in this order; each is a name, or a name with arguments: [stages](#stages) |
 | `prefetch` | how far to work ahead: [prefetch](#prefetch) |
@@ -77,6 +79,10 @@ STORES = """Where a `url` may lead: a path or `file://`; `s3://bucket/prefix`; `
 A URL is taken literally (`%20` and `+` are those characters), and must not hold credentials.
 """
 
+MIXTURES = """`sources` is a list in the place of `source`; how they take turns is in the [guide](guide.md#several-sources). Each entry may have `stages`:
+sample stages for its own samples, which run behind `read` and before the common ones.
+"""
+
 CHECKPOINTS = """The settings of [`loaderkit.CheckpointManager`](#loaderkitcheckpointmanager): arguments, a mapping, or a file such as `checkpoint.yaml`.
 """
 
@@ -85,7 +91,8 @@ BATCH = """## Batches
 A batch is a dict: one tensor a field (`[B, ...]`; images uint8 `[B, 3, H, W]`, or floats behind `normalize`), a list for
 fields that are text, bytes or objects, and `__key__`, the list of the samples' keys. With several ranks and without
 `drop_last` it also has `__wrapped__`, bool `[B]`: the slots of samples that were read a second time to make ranks equal.
-A padded field `f` (`ragged: {f: pad}`) comes with `f_sizes`, the shapes before padding.
+A padded field `f` (`ragged: {f: pad}`) comes with `f_sizes`, the shapes before padding. A batch of a mixture has `__source__`, int64 `[B]`: the
+places of the samples' sources in `sources`, whose names are `loader.sources`.
 """
 
 STATS = """## Statistics
@@ -104,6 +111,7 @@ to 15 where functions there hold the GIL; one that does not answer within a seco
 | `stages[]` | `workers`, `num_items`, `num_bytes`, `num_failed`; `busy_s`, of it `cpu_s` on a CPU and `delayed_s` ready to run while no CPU was free (the rest waiting for I/O, a lock or the GIL); `starved_s` (no input), `blocked_s` (no room downstream), `idle_s`; `slot_s`, their sum; `p50_s`, `p99_s` per item; `num_queued`, chunks that wait for its pool just now |
 | `throughput` | `samples_per_s` delivered, `bytes_per_s` read |
 | `memory` | `budget_bytes`, `slab_bytes` (one batch), `batch_bytes` (the same with what lies in no slab), `open_bytes` (in the budget), `live_bytes` (also delivered and still seen), `allocated_bytes`, `rss_bytes`, `rss_peak_bytes`; with `executor: process` also `process_rss_peak_bytes`, of that process |
+| `sources[]` | of a mixture, by source: `num_items`, `num_bytes`, `busy_s` and `stall_s` of its own stages (`read.NAME` and those behind it), and `num_bad`: its bad samples, of all stages |
 | `queue` | batches `ready` for the loop, and `open` (in the budget, complete or not), just now |
 | `host` | of the process that loads: `cpu_s`; `throttled_s` by the cgroup's CPU quota; `idle_s` of the CPUs it may use, added up; `read_bytes` by system calls, `disk_bytes` fetched for them, `page_cache_hits` (share); `late_p50_s`, `late_p99_s`: how late a thread of the trainer's process wakes up (CPU and the GIL). null: not known |
 | `store` | what connectors count; below |
@@ -199,6 +207,9 @@ def render() -> str:
     parts.append("## Stores\n\n" + STORES)
     for name, model in (("s3", S3Args), ("retry", RetryArgs), ("cache", CacheArgs), ("read_ahead", ReadAheadArgs)):
         parts += [f"### `source.{name}`\n", summary(model) + "\n", table(model)]
+    parts += ["## Mixtures\n", MIXTURES, summary(MixedArgs) + "\n", table(MixedArgs)]
+    parts += ["### `mix`\n", summary(MixArgs) + "\n", table(MixArgs)]
+    parts += ["Each of `mix.changes`:\n", table(ChangeArgs)]
     parts += ["## Order\n", summary(OrderArgs) + "\n", table(OrderArgs)]
     parts += ["`order.block`, for `shuffle: block`:\n", table(BlockArgs)]
     parts += ["## Stages\n", "Every stage also takes:\n", table(StageArgs)]

@@ -6,12 +6,16 @@ import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.cli import console
+from loaderkit.cli.mix import explain_mix
 from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, open_plan
 from loaderkit.cli.restore import check_checkpoint
+from loaderkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from loaderkit.engine.metrics.tuning import Tuning
@@ -61,7 +65,7 @@ def _lengths(plan: ExecutionPlan) -> dict[str, Any]:
     if not schedule.knows_length:
         return {"num_samples": None, "batches_per_epoch": None, "resume": resume, "may_have_fewer": False}
     return {
-        "num_samples": len(source),
+        "num_samples": schedule.num_samples,
         "batches_per_epoch": schedule.num_batches(),
         "resume": resume,
         "may_have_fewer": plan.config.skips_empty_batches,
@@ -235,7 +239,8 @@ def _shape(shape: list[int]) -> str:
 
 
 def _samples(facts: dict[str, Any]) -> str:
-    return "not known before the iterable ends" if facts["num_samples"] is None else str(facts["num_samples"])
+    unknown = "not known before the iterable ends" if facts["resume"] else "no end (mix.stop: never)"
+    return unknown if facts["num_samples"] is None else str(facts["num_samples"])
 
 
 def _batches(facts: dict[str, Any]) -> str:
@@ -246,10 +251,19 @@ def _batches(facts: dict[str, Any]) -> str:
 
 
 def explain(
-    pipeline: PipelineFile, assignments: Assignments = None, as_json: AsJson = False, debug: Debug = False
+    pipeline: PipelineFile,
+    assignments: Assignments = None,
+    mix: Annotated[
+        bool,
+        typer.Option("--mix", help="Print what each of `sources` gives until it is used up, or the weights change."),
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Print pipeline P with every default filled in, and the pools of workers it will run in: YAML that can be run."""
     of_tensors = checkpoint_config(pipeline, assignments)
+    if of_tensors is not None and mix:
+        raise ConfigError(f"explain --mix: {of_tensors.name} is a checkpoint, and has no samples to mix")
     if of_tensors is not None:
         if as_json:
             console.tell_json({"pipeline": of_tensors.name, "config": of_tensors.to_dict(defaults=True)})
@@ -260,6 +274,9 @@ def explain(
     from loaderkit.pipeline.engine_factory import describe_tuning
 
     with closing(open_plan(pipeline, assignments)) as plan:
+        if mix:
+            explain_mix(plan, as_json)
+            return
         tuning = describe_tuning(plan)
         explained = _explained(plan, tuning)
     if as_json:

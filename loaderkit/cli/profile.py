@@ -227,6 +227,8 @@ def _subset(plan: ExecutionPlan) -> Any:
 
     schedule, source = plan.schedule, plan.source
     num_batches = min(MOST_BATCHES, schedule.num_batches())
+    if plan.mixture is not None:
+        return Subset(num_batches, None, "the files of a mixture are not put out of the page cache")
     if plan.connector is None:
         return Subset(num_batches, None, "what a data set of Python objects reads is not known")
     positions = schedule.positions(0, 0, num_batches) % len(source)

@@ -94,12 +94,14 @@ def plan_pools(stages: Sequence[Stage], num_workers: int) -> list[PoolPlan]:
     """
     groups: list[list[int]] = []
     for number, stage in enumerate(stages):
-        if groups and stage.workers is None and stages[groups[-1][-1]].workers is None:
+        last = stages[groups[-1][-1]] if groups else None
+        are_one = last is not None and stage.pool != "" and stage.pool == last.pool
+        if last is not None and (are_one or (stage.workers is None and last.workers is None)):
             groups[-1].append(number)
         else:
             groups.append([number])
     last_sample = max(number for number, stage in enumerate(stages) if stage.scope == "sample")
-    num_fixed = sum(stage.workers or 0 for stage in stages)
+    num_fixed = sum(stages[group[0]].workers or 0 for group in groups)
     automatic = [group for group in groups if stages[group[0]].workers is None]
     # A pool of batch stages alone does little (a copy, a call a batch) and gets one worker; sample pools share the rest.
     heavy = [group for group in automatic if stages[group[0]].scope == "sample"]

@@ -32,11 +32,14 @@ logger = logging.getLogger("loaderkit")
 class BadSamples:
     """Counts and records the bad samples of delivered batches only, so that read-ahead does not change the result."""
 
-    def __init__(self, errors: ErrorsArgs) -> None:
-        """Raises ConfigError if the quarantine file cannot be written."""
+    def __init__(self, errors: ErrorsArgs, source: Source | None = None) -> None:
+        """`source` names mixed sources, and tells which passes are over one sample. Raises ConfigError if the quarantine file
+        cannot be written."""
         self._errors = errors
+        self._source = source
         self._epoch = -1
         self._seen: set[int] = set()
+        self.by_source: dict[str, int] = {}  # how many so far, of mixed sources
         self._file: io.FileIO | None = None
         path = self._errors.quarantine
         if path is not None:
@@ -50,10 +53,14 @@ class BadSamples:
         if work_item.epoch != self._epoch:
             self._epoch, self._seen = work_item.epoch, set()
         for failure in work_item.failures:
-            if failure.sample in self._seen:
+            sample = failure.sample if self._source is None else self._source.number(failure.sample)
+            if sample in self._seen:
                 continue
-            self._seen.add(failure.sample)
+            self._seen.add(sample)
             error = failure.error
+            name = None if self._source is None else self._source.source_name(sample)
+            if name is not None:
+                self.by_source = {**self.by_source, name: self.by_source.get(name, 0) + 1}  # another thread may read it
             self._write(
                 {
                     "key": error.key,
@@ -62,6 +69,7 @@ class BadSamples:
                     "error": str(error),
                     "epoch": work_item.epoch,
                     "position": failure.position,
+                    **({} if name is None else {"mixed": name}),
                 }
             )
             if self._errors.on_bad_sample != "raise" and len(self._seen) > self._errors.max_bad_samples:
@@ -108,6 +116,7 @@ class Quarantined(NamedTuple):
     source: str
     epoch: int
     position: int
+    mixed: str | None = None  # the name of the source, if several are mixed
 
 
 def read_quarantine(path: Path) -> list[Quarantined]:
@@ -118,18 +127,20 @@ def read_quarantine(path: Path) -> list[Quarantined]:
             continue
         try:
             values = json.loads(line)
-            sample = Quarantined(*(values[name] for name in Quarantined._fields))
+            key, origin, epoch, position = (values[name] for name in Quarantined._fields[:4])
+            sample = Quarantined(key, origin, epoch, position, values.get("mixed"))
         except (ValueError, TypeError, KeyError, RecursionError):
             raise ConfigError(
                 f"{path}, line {number}: no line of a quarantine file, which is JSON with key, source, epoch and position: "
                 f"{line[:100].decode('utf-8', 'replace')}"
             ) from None
-        texts, counts = sample[:2], sample[2:]
+        texts, counts = sample[:2], sample[2:4]
         fits = [isinstance(value, str) for value in texts]
         fits += [type(value) is int and 0 <= value < 2**63 for value in counts]
+        fits.append(sample.mixed is None or isinstance(sample.mixed, str))
         if not all(fits):
             name = Quarantined._fields[fits.index(False)]
-            raise ConfigError(f"{path}, line {number}: no quarantined sample has the {name} {values[name]!r}")
+            raise ConfigError(f"{path}, line {number}: no quarantined sample has the {name} {values.get(name)!r}")
         samples[sample] = None
     return list(samples)
 
@@ -178,6 +189,8 @@ def indices_of(source: Source, lines: list[Quarantined]) -> dict[Quarantined, in
         indices = np.arange(begin, min(begin + _BLOCK, len(source)))
         for index, name in enumerate(source.keys(indices), begin):
             for line in wanted.get(name, ()):
+                if line.mixed is not None and line.mixed != source.source_name(index):
+                    continue
                 agreement = _agreement(line.source, source.origin(index))
                 if line not in best or agreement > best[line][0]:
                     best[line] = agreement, index

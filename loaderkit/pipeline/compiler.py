@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from loaderkit.connectors.base import counters_of, traits_of
-from loaderkit.connectors.config import StoreArgs
+from loaderkit.connectors.base import Connector, counters_of, traits_of
+from loaderkit.connectors.config import SourceArgs, StoreArgs
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning
@@ -20,11 +22,14 @@ from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.dali_lowering import DaliLowering, lower
-from loaderkit.sources.forecast import Forecast
+from loaderkit.sources.base import Source
+from loaderkit.sources.forecast import Chosen, Forecast
+from loaderkit.sources.mixture import MixtureSource, Part
 from loaderkit.stages.base import FieldSpec, StageConfig, image_names
 from loaderkit.stages.batch import specs_of
 from loaderkit.stages.context import CompileContext, Stream
 from loaderkit.stages.image.decode import DecodeArgs, decode_hint
+from loaderkit.stages.parts import for_part
 from loaderkit.stages.slowed import slowed
 
 if TYPE_CHECKING:
@@ -44,6 +49,7 @@ class CompiledStages:
     stages: list[Stage]
     pools: list[PoolPlan]
     on_seek: Callable[[int, int], None] | None  # called with (epoch, position) on a seek
+    connectors: list[Connector]  # that stages read from
 
     @property
     def device(self) -> torch.device | None:
@@ -52,9 +58,8 @@ class CompiledStages:
 
     @property
     def counters(self) -> Callable[[], dict[str, float]] | None:
-        """The connector's counters."""
-        connector = self.context.connector
-        return None if connector is None else partial(counters_of, connector)
+        """The counters of the connectors, added up."""
+        return partial(_counters_of_all, self.connectors) if self.connectors else None
 
     @property
     def cropping(self) -> str | None:
@@ -87,6 +92,7 @@ class CompiledStages:
         if any(STAGES[stage.kind].runs_user_code for stage in config.stages[len(self.context.before_batch) :]):
             return specs  # it may make other fields
         known = [*specs, *(f"{name}_sizes" for name, spec in specs.items() if spec.kind == "pad"), "__key__"]
+        known += ["__source__"] if config.mixture is not None else []
         for name in config.output or ():
             if name not in known and name != "__wrapped__":
                 raise ConfigError(f"output names the field {name!r}, but batches have {', '.join(known)}")
@@ -116,8 +122,8 @@ def compile_stages(plan: ExecutionPlan) -> CompiledStages:
     lowering = _lower(config, stream, plan.num_workers)
     context = CompileContext(
         source=plan.source,
-        gives=SOURCES[config.source_kind].gives,
-        connector=ahead or plan.connector,
+        gives=config.kind.gives,
+        connector=(ahead[0] or plan.connector) if plan.mixture is None else None,
         seed=config.order.seed,
         on_bad_sample=config.errors.on_bad_sample,
         stages=config.stages,
@@ -125,8 +131,9 @@ def compile_stages(plan: ExecutionPlan) -> CompiledStages:
         stream=stream,
         early_stream=stream if lowering is not None and lowering.graph.device is not None else None,
         in_slots=None if lowering is not None else _stage_in_slots(config, stream),
+        is_seeded=any(getattr(stage.args, "seeded", False) for stage in config.all_stages),
     )
-    stages = _compile(context, lowering)
+    stages = _compile(context, lowering, partial(_compile_parts, plan, ahead))
     if plan.slowdown is not None:
         stages = [slowed(stage, plan.slowdown) for stage in stages]
     pools = plan_pools(stages, plan.num_workers)
@@ -136,15 +143,63 @@ def compile_stages(plan: ExecutionPlan) -> CompiledStages:
         lowering,
         stages,
         [replace(pool, num_workers=shard.num_workers(pool.num_workers)) for pool in pools],
-        None if ahead is None else ahead.seek,
+        partial(_seek_all, reading) if (reading := [one for one in ahead if one is not None]) else None,
+        [used for one, plain in zip(ahead, plan.connectors, strict=True) if (used := one or plain) is not None],
     )
 
 
-def _compile(context: CompileContext, lowering: DaliLowering | None) -> list[Stage]:
+def _counters_of_all(connectors: Sequence[Connector]) -> dict[str, float]:
+    counts: dict[str, float] = {}
+    for connector in connectors:
+        for name, value in counters_of(connector).items():
+            counts[name] = counts.get(name, 0) + value
+    return counts
+
+
+def _seek_all(connectors: Sequence[ReadAheadConnector], epoch: int, position: int) -> None:
+    for connector in connectors:
+        connector.seek(epoch, position)
+
+
+def _compile_parts(
+    plan: ExecutionPlan, ahead: Sequence[ReadAheadConnector | None], context: CompileContext, read: StageConfig
+) -> list[Stage]:
+    """`read` of a mixture: for each source one that reads it, with the stages that it has of its own behind."""
+    assert isinstance(plan.source, MixtureSource)
+    assert plan.config.mixture is not None
+    stages = []
+    for number, member in enumerate(plan.config.mixture.members):
+        own = replace(read, name=f"{read.name}.{member.name}")
+        part = replace(
+            context,
+            source=plan.source.parts[number],
+            gives=SOURCES[member.kind].gives,
+            connector=ahead[number] or plan.connectors[number],
+            stages=(own, *member.stages, *context.stages[1:]),
+            sample_runs=[],
+            mixed=member.name,
+        )
+        for config in (own, *member.stages):
+            stage = part.compile(config)
+            stages.append(for_part(stage, plan.source, number, read.name, reads=config is own))
+    # Own stages have no `workers`: those of `read` are for all of them.
+    return [replace(stage, workers=stages[0].workers) for stage in stages]
+
+
+def _compile(
+    context: CompileContext,
+    lowering: DaliLowering | None,
+    compile_parts: Callable[[CompileContext, StageConfig], list[Stage]],
+) -> list[Stage]:
     """All stages: those that work on chunks, then those that work on batches."""
     before = context.before_batch
     stages: list[Stage] = []
     for config in context.stages:
+        if context.gives == "mixed" and config.kind == "read":
+            parts = compile_parts(context, config)
+            stages += parts
+            context.sample_runs.extend(part.run for part in parts)
+            continue
         if lowering is None or config not in lowering.stages:
             stage = context.compile(config)
         elif config is lowering.decode:
@@ -175,7 +230,7 @@ def _lower(config: PipelineConfig, stream: Stream | None, num_workers: int) -> D
 
 def _stage_in_slots(config: PipelineConfig, stream: Stream | None) -> StageConfig | None:
     """The stage behind `batch` that can write images into their slots, if the stages between keep values on the CPU."""
-    fields = SOURCES[config.source_kind].fields(config.source)
+    fields = config.kind.fields(config.source)
     if any(fields is None or fields.get(name) == "image" for name in config.batch.ragged):
         return None  # these images have no slots
     for stage in config.stages[[stage.kind for stage in config.stages].index("batch") + 1 :]:
@@ -187,23 +242,54 @@ def _stage_in_slots(config: PipelineConfig, stream: Stream | None) -> StageConfi
     return None
 
 
-def _read_ahead(plan: ExecutionPlan) -> ReadAheadConnector | None:
-    """The connector that reads ahead from a remote store; None for local stores and inline."""
-    config, source, connector, shard = plan.config, plan.source, plan.connector, plan.shard
-    args = config.source
+def _read_ahead(plan: ExecutionPlan) -> list[ReadAheadConnector | None]:
+    """For each source the connector that reads ahead from a remote store; None for local stores and inline."""
+    config = plan.config
+    if config.mixture is None:
+        bounds = plan.source.blocks(config.order.block.block) if config.order.shuffle == "block" else None
+        return [_ahead_of(plan, config.source, plan.source, plan.connector, bounds)]
+    assert isinstance(plan.source, MixtureSource)
+    members = zip(config.mixture.members, plan.source.parts, plan.connectors, strict=True)
+    # A source's lanes are not those of a rank, so its blocks are not fetched as wholes.
+    return [_ahead_of(plan, member.args, part, connector, None) for member, part, connector in members]
+
+
+def _ahead_of(
+    plan: ExecutionPlan,
+    args: SourceArgs,
+    source: Source,
+    connector: Connector | None,
+    bounds: NDArray[np.int64] | None,
+) -> ReadAheadConnector | None:
+    config, shard = plan.config, plan.shard
     if not isinstance(args, StoreArgs) or connector is None or plan.executor == "inline":
         return None
     if not traits_of(connector).is_remote:
         return None
-    bounds = source.blocks(config.order.block.block) if config.order.shuffle == "block" else None
     num_batches = _MOST_BATCHES if config.prefetch.batches == "auto" else config.prefetch.batches
-    forecast = Forecast(source, plan.order(), plan.schedule, num_epochs=config.order.epochs, bounds=bounds, shard=shard)
+    num_samples = plan.schedule.num_samples
+    forecast = Forecast(
+        source,
+        plan.order(),
+        plan.schedule,
+        num_epochs=config.order.epochs,
+        bounds=bounds,
+        shard=shard,
+        chosen=None if plan.mixture is None else _choice(plan, source),
+    )
     return ReadAheadConnector(
         connector,
         forecast.slices,
         memory_bytes=shard.num_bytes(args.read_ahead.memory),
         num_requests=shard.num_workers(args.read_ahead.requests),
         # Enough for the next window of blocks, or for seconds of small files; little of the next epoch.
-        num_samples=min(_NUM_AHEAD + 2 * forecast.window, len(source) // plan.schedule.world_size + _NUM_LEAST),
+        num_samples=min(_NUM_AHEAD + 2 * forecast.window, num_samples // plan.schedule.world_size + _NUM_LEAST),
         slack=256 + 2 * (num_batches + 2) * plan.schedule.batch_size,
     )
+
+
+def _choice(plan: ExecutionPlan, part: Source) -> Chosen:
+    """What a forecast of one source reads of the mixture."""
+    assert isinstance(part, Part)
+    assert plan.mixture is not None
+    return Chosen(plan.mixture.spans(part.name), part.is_own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -18,12 +18,15 @@ from loaderkit.engine.process.shared_memory import Allocator
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.pipeline.batches.assembler import BatchAssembler, BatchShape
 from loaderkit.pipeline.batches.cursor import BatchCursor
+from loaderkit.pipeline.batches.first_samples import specs_of_all_parts, specs_of_first
 from loaderkit.pipeline.batches.memory import BatchMemory
-from loaderkit.pipeline.batches.plan import BatchPlan, specs_of_first
+from loaderkit.pipeline.batches.plan import BatchPlan
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.base import Source
 from loaderkit.sources.iterable import IterableSource, Pass
+from loaderkit.sources.mixture import MixtureSource
+from loaderkit.stages.base import FieldSpec
 
 logger = logging.getLogger("loaderkit")
 
@@ -71,11 +74,11 @@ def make_worker_engine(
 def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> BatchPlan:
     """The batches of a plan; `allocator` gives shared memory."""
     config, compiled, shard, schedule = plan.config, plan.compiled, plan.shard, plan.schedule
-    batch, errors, early = config.batch, config.errors, compiled.context.early_stream
+    batch, early = config.batch, compiled.context.early_stream
     shape = BatchShape(
         batch.size,
         batch.pad_value,
-        errors.on_bad_sample,
+        config.errors.on_bad_sample,
         has_keys=_names_samples(plan),
         marks_wrapped=schedule.world_size > 1 and not schedule.drop_last,
         filters=config.filters,
@@ -93,18 +96,21 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
         ),
         BatchAssembler(plan.source, shape, None if early is None else early.run),
         key=plan.source.key,
-        find_specs=partial(
-            specs_of_first,
-            plan.source,
-            compiled.context.run_before_batch,
-            compiled.specs_of,
-            num_tries=16 + errors.max_bad_samples,
-        ),
+        find_specs=_find_specs(plan),
         whole_chunks=compiled.lowering is not None,
         begin_pass=partial(Pass, plan.source, schedule=schedule, shard=shard)
         if isinstance(plan.source, IterableSource)
         else None,
     )
+
+
+def _find_specs(plan: ExecutionPlan) -> Callable[[Pass | None], Mapping[str, FieldSpec]]:
+    """How the fields of a batch are found."""
+    run, specs_of = plan.compiled.context.run_before_batch, plan.compiled.specs_of
+    num_tries = 16 + plan.config.errors.max_bad_samples
+    if isinstance(plan.source, MixtureSource):
+        return partial(specs_of_all_parts, plan.source, run, specs_of, num_tries=num_tries)
+    return partial(specs_of_first, plan.source, run, specs_of, num_tries=num_tries)
 
 
 def _names_samples(plan: ExecutionPlan) -> bool:

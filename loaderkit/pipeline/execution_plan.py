@@ -12,27 +12,40 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.connectors.base import Connector
-from loaderkit.connectors.config import StoreArgs
+from loaderkit.connectors.config import SourceArgs, StoreArgs
 from loaderkit.connectors.factory import open_connector
 from loaderkit.engine.work import Stage
-from loaderkit.errors import ConfigError
+from loaderkit.errors import ConfigError, SourceError
 from loaderkit.pipeline.compiler import CompiledStages, compile_stages
+from loaderkit.pipeline.config.mixture import MixtureArgs
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.inline_rule import why_inline
+from loaderkit.sampling.mixture import MixedOrder, MixedSource, Mixture
+from loaderkit.sampling.random import key_of
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
 from loaderkit.sampling.shard import WHOLE, Shard
-from loaderkit.sources.base import Source, shortened
+from loaderkit.sources.base import Source, SourceKind, shortened
+from loaderkit.sources.mixture import MixtureSource, Part, part_of
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.slowed import Slowdown
+
+
+class OwnedConnector(NamedTuple):
+    """A source's connector, if it has one, and whether the plan closes it; else the caller gave it."""
+
+    connector: Connector | None
+    is_owned: bool
 
 
 @dataclass(frozen=True)
@@ -54,9 +67,16 @@ class ExecutionPlan:
     inline_reason: str | None = None  # why a rule chose inline, if it did
     shard: Shard = WHOLE  # of this worker process
     has_given_ranks: bool = True  # False: the schedule's rank and world size are a guess, see `Loader`
+    mixture: Mixture | None = None  # the course of an epoch of several sources
+    part_connectors: tuple[OwnedConnector, ...] = ()  # those of several sources
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # without the compiled stages
+
+    @property
+    def connectors(self) -> tuple[Connector | None, ...]:
+        """The connector of each source."""
+        return (self.connector,) if self.mixture is None else tuple(one.connector for one in self.part_connectors)
 
     @property
     def executor(self) -> Literal["inline", "thread", "process"]:
@@ -87,13 +107,21 @@ class ExecutionPlan:
         return [] if self.compiled.device is None else stages[[stage.kind for stage in stages].index("transfer") :]
 
     def order(self) -> SamplePermutation:
-        """The order of the samples."""
+        """The order of the samples; for one thread."""
+        seed = self.config.order.seed
+        if self.mixture is None:
+            return self._order_of(self.source, seed)
+        assert isinstance(self.source, MixtureSource)
+        orders = [self._order_of(part, key_of("source", seed, part.name)) for part in self.source.parts]
+        return MixedOrder(copy(self.mixture), orders)
+
+    def _order_of(self, source: Source, seed: int) -> SamplePermutation:
         order = self.config.order
         if order.shuffle == "global":
-            return GlobalOrder(len(self.source), order.seed)
+            return GlobalOrder(len(source), seed)
         if order.shuffle == "block":
-            bounds = self.source.blocks(order.block.block)
-            return BlockOrder(bounds, order.seed, window=order.block.window, lanes=order.block.lanes)
+            bounds = source.blocks(order.block.block)
+            return BlockOrder(bounds, seed, window=order.block.window, lanes=order.block.lanes)
         return SequentialOrder()
 
     def fingerprint(self) -> dict[str, str]:
@@ -102,7 +130,8 @@ class ExecutionPlan:
         named = config.source.model_dump(mode="python", include={"fields", "label"}, exclude_none=True)
         size = f" of {len(source)} samples" if self.schedule.wraps else ""
         values = {
-            "data": f"{config.source_kind}{size}, digest {source.fingerprint()}",
+            **(self._fingerprint_of_mixture() if self.mixture is not None else {}),
+            **({"data": f"{config.source_kind}{size}, digest {source.fingerprint()}"} if self.mixture is None else {}),
             "order": config.order.shuffle,
             "stages": " > ".join(stage.name for stage in config.stages if stage.kind != "transfer"),
         }
@@ -115,14 +144,29 @@ class ExecutionPlan:
             values["fields"] = json.dumps(named, sort_keys=True, default=list)
         for stage in config.stages:
             if stage.kind not in ("read", "batch", "transfer"):
-                args = {
-                    name: value
-                    for name, value in stage.args
-                    if name not in ("workers", "name", "timeout", "max_pixels", "formats", "device", "on_empty_batch")
-                    and value != type(stage.args).model_fields[name].default
-                }
-                values[f"stages.{stage.name}"] = f"{stage.kind} {json.dumps(args, sort_keys=True, default=_name_of)}"
+                values[f"stages.{stage.name}"] = _said(stage)
         return values
+
+    def _fingerprint_of_mixture(self) -> dict[str, str]:
+        """Short: a state with 20 sources is to stay below 1 KiB."""
+        assert self.config.mixture is not None
+        assert isinstance(self.source, MixtureSource)
+        sources = []
+        for member, part in zip(self.config.mixture.members, self.source.parts, strict=True):
+            named = member.args.model_dump(mode="python", include={"fields", "label"}, exclude_none=True)
+            passes = self.config.mixture.num_passes(member)
+            said = (
+                member.kind,
+                part.fingerprint(),
+                part.classes,
+                sorted(named.items()),
+                passes,
+                *map(_said, member.stages),
+            )
+            digest = blake2b(repr(said).encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
+            sources.append(f"{member.name}:{len(part)}:{digest}")
+        assert self.mixture is not None
+        return {"sources": " ".join(sources), "mix": self.mixture.fingerprint()}
 
     def of_rank(self, rank: int, world_size: int) -> ExecutionPlan:
         """This plan for another rank; its stages are compiled anew. Raises ConfigError."""
@@ -131,8 +175,9 @@ class ExecutionPlan:
 
     def close(self) -> None:
         """Close the connector, unless the caller gave it."""
-        if self.connector is not None and self.owns_connector:
-            self.connector.close()
+        for connector, is_owned in (OwnedConnector(self.connector, self.owns_connector), *self.part_connectors):
+            if connector is not None and is_owned:
+                connector.close()
 
 
 def compile_pipeline(
@@ -145,8 +190,8 @@ def compile_pipeline(
 ) -> ExecutionPlan:
     """Open and list the source, and compile the stages; no thread is started. `slowdown` slows one stage down. Without
     `rank` and `world_size` the plan is for those of now, as a guess. Raises LoaderkitError."""
-    kind = SOURCES[config.source_kind]
-    if kind.open is None:
+    kind = config.kind
+    if kind.gives == "tensors":
         raise ConfigError(
             f"{config.name}: its source is a checkpoint, which has tensors and no samples: iterate over loaderkit.build(), or "
             "use loaderkit run, check, explain or restore"
@@ -161,17 +206,21 @@ def compile_pipeline(
             rank, world_size = 0, 1
     given = connectors or {}
     with ExitStack() as opened:  # closed if anything below raises
-        store = config.source if isinstance(config.source, StoreArgs) else None
-        connector = None if kind.root is None else open_connector(kind.root(config.source), given, store)
-        owns_connector = connector is not None and connector not in given.values()
-        if connector is not None and owns_connector:
-            opened.callback(connector.close)
         begin_s = time.perf_counter()
-        source = kind.open(config.source, connector)
+        mixture: Mixture | None = None
+        parts: tuple[OwnedConnector, ...] = ()
+        connector, owns_connector = None, False
+        if config.mixture is None:
+            source, (connector, owns_connector) = _open(kind, config.source, given, opened)
+            num_samples = len(source)
+        else:
+            source, parts = _open_mixture(config.mixture, given, opened)
+            mixture = _mixture_of(config.mixture, source)
+            num_samples = mixture.num_samples
         list_s = time.perf_counter() - begin_s
         batch = config.batch
         schedule = _checked_schedule(
-            BatchSampler(len(source), rank, world_size, batch.size, batch.drop_last, wraps=not kind.is_stream), config
+            BatchSampler(num_samples, rank, world_size, batch.size, batch.drop_last, wraps=not kind.is_stream), config
         )
         inline_reason = why_inline(config, source, connector)
         plan = ExecutionPlan(
@@ -186,10 +235,57 @@ def compile_pipeline(
             index_s=source.index_s,
             inline_reason=inline_reason,
             has_given_ranks=has_given_ranks,
+            mixture=mixture,
+            part_connectors=parts,
         )
         _ = plan.compiled  # raises here if a stage is wrong
         opened.pop_all()
     return plan
+
+
+def _open(
+    kind: SourceKind, args: SourceArgs, given: Mapping[str, Connector], opened: ExitStack
+) -> tuple[Source, OwnedConnector]:
+    """A source, listed, and its connector, which `opened` closes if it is ours."""
+    assert kind.open is not None
+    store = args if isinstance(args, StoreArgs) else None
+    connector = None if kind.root is None else open_connector(kind.root(args), given, store)
+    owns_connector = connector is not None and connector not in given.values()
+    if connector is not None and owns_connector:
+        opened.callback(connector.close)
+    return kind.open(args, connector), OwnedConnector(connector, owns_connector)
+
+
+def _open_mixture(
+    args: MixtureArgs, given: Mapping[str, Connector], opened: ExitStack
+) -> tuple[MixtureSource, tuple[OwnedConnector, ...]]:
+    """The sources of a mixture, listed one after another."""
+    sources, connectors = [], []
+    for member in args.members:
+        try:
+            source, connector = _open(SOURCES[member.kind], member.args, given, opened)
+        except (ConfigError, SourceError) as error:
+            raise type(error)(f"sources.{member.name}: {error}") from error
+        sources.append(source)
+        connectors.append(connector)
+    total, first = sum(map(len, sources)), 0
+    parts: list[Part] = []
+    for member, source in zip(args.members, sources, strict=True):
+        reopen = SOURCES[member.kind].reopen(member.args, len(source))
+        parts.append(part_of(member.name, source, first, total, reopen))
+        first += len(source)
+    describe = [str if one.connector is None else one.connector.describe for one in connectors]
+    changes_labels = any(STAGES[stage.kind].runs_user_code for member in args.members for stage in member.stages)
+    return MixtureSource(parts, describe, share_labels=not changes_labels), tuple(connectors)
+
+
+def _mixture_of(args: MixtureArgs, source: Source) -> Mixture:
+    assert isinstance(source, MixtureSource)
+    sources = [
+        MixedSource(member.name, len(part), args.num_passes(member))
+        for member, part in zip(args.members, source.parts, strict=True)
+    ]
+    return Mixture(sources, args.changes, args.mix.stop)
 
 
 def ranks_now() -> tuple[int, int]:
@@ -248,6 +344,17 @@ def _num_workers(config: PipelineConfig) -> int:
     if prefetch.executor == "inline":
         return 1
     return num_cpus() if prefetch.concurrency == "auto" else prefetch.concurrency
+
+
+def _said(stage: StageConfig) -> str:
+    """What of a stage changes bytes."""
+    args = {
+        name: value
+        for name, value in stage.args
+        if name not in ("workers", "name", "timeout", "max_pixels", "formats", "device", "on_empty_batch")
+        and value != type(stage.args).model_fields[name].default
+    }
+    return f"{stage.kind} {json.dumps(args, sort_keys=True, default=_name_of)}"
 
 
 def _on_cpu(stage: StageConfig) -> StageConfig:

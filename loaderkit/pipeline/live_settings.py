@@ -111,7 +111,7 @@ class LiveSettings:
         memory = self._depth[1] or config.prefetch.memory
         update: dict[str, Any] = {"batches": tuning.batches, "memory": memory}
         own_pools = [pool for pool in tuning.pools if not pool.is_trainers]
-        own = {name: pool.workers for pool in own_pools for name in pool.stages}
+        own = {name.partition(".")[0]: pool.workers for pool in own_pools for name in pool.stages}
         if tuning.executor != "inline":
             update["concurrency"] = sum(pool.workers for pool in own_pools)
         stages = tuple(
@@ -139,6 +139,7 @@ class LiveSettings:
 
     def _set_workers(self, stage: str, stages: Sequence[str], workers: int) -> None:
         workers = -(-workers // self._num_processes) * self._num_processes  # each process has the same number
+        stage = stage if stage in stages else stages[0]
         self._apply(lambda engine: engine.resize(stage, workers))
         self._workers[stages[0]] = workers
         pools = self._tuning.pools
@@ -177,7 +178,11 @@ def make_tuner(config: PipelineConfig, tuning: Tuning) -> Tuner | None:
     unit = tuning.processes or 1  # each worker process has the same number
     if config.prefetch.concurrency == "auto":
         fixed = {stage.name for stage in config.stages if stage.args.workers != "auto"}
-        own = [pool for pool in tuning.pools if fixed.isdisjoint(pool.stages) and not pool.is_trainers]
+        own = [
+            pool
+            for pool in tuning.pools
+            if fixed.isdisjoint(name.partition(".")[0] for name in pool.stages) and not pool.is_trainers
+        ]
         settings = [
             TunedSetting(f"workers of {'+'.join(pool.stages)}", pool.stages, pool.workers, unit=unit) for pool in own
         ]

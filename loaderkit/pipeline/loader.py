@@ -6,6 +6,7 @@ import operator
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.empty_batches import EmptyBatches
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline, ranks_now
 from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle
+from loaderkit.sampling.mixture import with_later_changes
 from loaderkit.sampling.state import State
 from loaderkit.sources.iterable import IterableSource
 
@@ -82,7 +84,7 @@ class Loader:
         self._position = 0  # samples delivered in that epoch, over all ranks
         self._next = (0, 0)  # (epoch, position) where the next iteration begins
         self._iteration = 0
-        self._bad_samples = BadSamples(plan.config.errors)
+        self._bad_samples = BadSamples(plan.config.errors, plan.source)
         self._empty_batches = EmptyBatches(plan.config, plan.schedule)
         self._executors = ExecutorLifecycle(plan, clock)
 
@@ -231,10 +233,16 @@ class Loader:
         return self._plan.source.classes
 
     @property
+    def sources(self) -> list[str] | None:
+        """The names of mixed sources, by the numbers in a batch's `__source__`; None for a single source."""
+        mixture = self._plan.config.mixture
+        return None if mixture is None else mixture.names
+
+    @property
     def num_samples(self) -> int:
-        """The number of samples of the data set, over all ranks."""
+        """The number of samples of the data set, over all ranks; of a mixture, those of an epoch."""
         self._plan.schedule.check_length()
-        return len(self._plan.source)
+        return self._plan.schedule.num_samples
 
     @property
     def config(self) -> PipelineConfig:
@@ -273,8 +281,11 @@ class Loader:
         """
         self._executors.check_open()
         restored = State.from_dict(dict(state) if isinstance(state, Mapping) else state)
+        restored = with_later_changes(restored, self._fingerprint)
         restored.check(
-            seed=self._plan.config.order.seed, fingerprint=self._fingerprint, num_samples=len(self._plan.source)
+            seed=self._plan.config.order.seed,
+            fingerprint=self._fingerprint,
+            num_samples=self._plan.schedule.num_samples,
         )
         self._iteration += 1
         self._epoch, self._position = self._next = here = self._or_next_epoch(restored.epoch, restored.position)
@@ -361,6 +372,8 @@ class Loader:
     def stats(self, since: Stats | None = None) -> Stats:
         """The counters up to now, with open intervals; with `since`, their rise after that moment."""
         now = self._executors.stats()
+        if self.sources is not None:
+            now = replace(now, num_bad={**dict.fromkeys(self.sources, 0), **self._bad_samples.by_source})
         return now if since is None else now.since(since)
 
     def series(self) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -48,7 +48,7 @@ def make_process_engine(plan: ExecutionPlan) -> ProcessEngine:
 def worker_engine(ahead: ExecutionPlan) -> Callable[[Callable[[int], Bytes], Shard], ThreadEngine]:
     """A function that makes the engine of a worker process; it is pickled with its arguments."""
     config = ahead.config
-    reopen = SOURCES[config.source_kind].reopen(config.source, len(ahead.source))
+    reopen = config.kind.reopen(config.source, len(ahead.source))
     if reopen is not None:
         ahead = replace(ahead, source=None)  # type: ignore[arg-type]
     return partial(make_worker_engine, ahead, reopen)
@@ -71,7 +71,7 @@ def check_processes(plan: ExecutionPlan, clock: Clock) -> None:
             "build(clock=...) and prefetch.executor: process: another process cannot read that clock; use executor: thread"
         )
     check_depth(plan.config.prefetch)
-    check_sendable(plan.for_workers.config, plan.connector)
+    check_sendable(plan.for_workers.config, plan.connectors)
 
 
 def check_depth(prefetch: PrefetchArgs) -> None:
@@ -83,14 +83,17 @@ def check_depth(prefetch: PrefetchArgs) -> None:
         )
 
 
-def check_sendable(config: PipelineConfig, connector: Connector | None = None) -> None:
+def check_sendable(config: PipelineConfig, connectors: Sequence[Connector | None] = ()) -> None:
     """Raise ConfigError if an object in the config cannot be pickled."""
-    objects = SOURCES[config.source_kind].objects(config.source)
-    sent = {f"source.{key}": value for key, value in objects.items()}
-    for stage in config.stages:
+    if config.mixture is None:
+        named = {"source": (config.kind, config.source)}
+    else:
+        named = {f"sources.{one.name}": (SOURCES[one.kind], one.args) for one in config.mixture.members}
+    sent = {f"{name}.{key}": value for name, (kind, args) in named.items() for key, value in kind.objects(args).items()}
+    for stage in config.all_stages:
         objects = STAGES[stage.kind].objects(stage.args)
         sent |= {f"stages.{stage.name}.{key}": value for key, value in objects.items()}
-    sent["the connector"] = connector
+    sent["the connector"] = [connector for connector in connectors if connector is not None]
     for where, value in sent.items():
         try:
             pack(value)

@@ -158,7 +158,8 @@ def workers_settings(
     """`workers` for the pool of a stage: the stage's own `workers` if that is a number, else `prefetch.concurrency`."""
     pools = [pool for pool in tuning.get("pools", ()) if "process" not in pool]  # but for the trainer's own
     names = next((pool["stages"] for pool in pools if stage in pool["stages"]), [stage])
-    own = [one for one in config.stages if one.name in names and one.args.workers != "auto"]
+    bases = [name.partition(".")[0] for name in names]  # of a mixture there is `read.web`
+    own = [one for one in config.stages if one.name in bases and one.args.workers != "auto"]
     if own:
         return [_set(config, f"stages.{one.name}.workers", workers) for one in own]
     concurrency = sum(int(pool["workers"]) for pool in pools) or before

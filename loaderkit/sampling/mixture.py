@@ -9,16 +9,17 @@ epochs it continues where the last epoch left it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from hashlib import blake2b
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from loaderkit.errors import ConfigError
 from loaderkit.sampling.interleaving import LEAST_SHARE, Int64, Interleaving, whole_weights
 from loaderkit.sampling.schedule import UNKNOWN, GlobalOrder, SamplePermutation, SequentialOrder
+from loaderkit.sampling.state import State
 
 
 class MixedSource(NamedTuple):
@@ -100,6 +101,14 @@ class Mixture:
         for source, number in zip(segment.sources, inside, strict=True):
             counts[source] += number
         return counts
+
+    def spans(self, name: str) -> list[tuple[int, int]]:
+        """The parts [begin, end) of an epoch in which a source has samples."""
+        number = [source.name for source in self.sources].index(name)
+        return [(segment.begin, segment.end) for segment in self.segments if number in segment.sources]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_interleavings": {}}  # what they keep is for one thread of one process
 
     def _interleaving(self, weights: tuple[int, ...]) -> Interleaving:
         found = self._interleavings.get(weights)
@@ -215,10 +224,21 @@ def _digest(value: object) -> str:
 def same_until(one: str, other: str, position: int) -> bool:
     """True if two mixtures of the same sources, by their fingerprints, have the same samples before `position` of epoch 0."""
     (stop, *changes), (other_stop, *other_changes) = one.split(" "), other.split(" ")
-    before = [
-        [text for text in texts if int(text.split(":")[0]) < max(position, 1)] for texts in (changes, other_changes)
-    ]
+    before = [[text for text in texts if _place(text) < max(position, 1)] for texts in (changes, other_changes)]
     return stop == other_stop and before[0] == before[1]
+
+
+def _place(text: str) -> int:
+    place = text.partition(":")[0]
+    return int(place) if place.isdecimal() else 0
+
+
+def with_later_changes(state: State, fingerprint: dict[str, str]) -> State:
+    """The state, with a mixture's changes of weights in place of its own, if they differ only behind its position."""
+    before, now = state.fingerprint.get("mix"), fingerprint.get("mix")
+    if before is None or now is None or state.epoch or not same_until(before, now, state.position):
+        return state
+    return replace(state, fingerprint={**state.fingerprint, "mix": now})
 
 
 class MixedOrder:

@@ -205,8 +205,10 @@ class BatchSampler:
         """Raise TypeError, as `len` does, if the number of samples is not known."""
         if not self.knows_length:
             raise TypeError(
-                "how many samples an iterable has shows when it ends, so there is no length: give `length` in `source`, if it "
-                "is the same in every epoch, or count what is delivered"
+                "a mixture with `stop: never` has no end, and so no length: count what is delivered"
+                if self.wraps
+                else "how many samples an iterable has shows when it ends, so there is no length: give `length` in `source`, "
+                "if it is the same in every epoch, or count what is delivered"
             )
 
     def step_of(self, start: int, position: int) -> int:

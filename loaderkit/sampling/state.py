@@ -65,10 +65,11 @@ class State:
     def check(self, *, seed: int, fingerprint: dict[str, str], num_samples: int) -> None:
         """Raise `StateError` naming what differs, if this state belongs to another data set or pipeline."""
         differences = [
-            f"{part}: the state has {self.fingerprint.get(part, 'nothing')}, this loader {fingerprint.get(part, 'nothing')}"
+            f"{part}: the state has {before}, this loader {now}"
             for part in sorted({*self.fingerprint, *fingerprint})
             if (part != "classes" or part in self.fingerprint)  # once states had them in the digest of `data` alone
-            and self.fingerprint.get(part) != fingerprint.get(part)
+            for before, now in [_apart(part, self.fingerprint.get(part, "nothing"), fingerprint.get(part, "nothing"))]
+            if before != now
         ]
         if self.seed != seed:
             differences.append(f"seed: the state has {short_repr(self.seed)}, this loader {seed}")
@@ -79,3 +80,13 @@ class State:
                 "this state belongs to another data set or pipeline, and resuming from it would repeat or skip samples; "
                 "it differs in " + "; ".join(differences)
             )
+
+
+def _apart(part: str, before: str, now: str) -> tuple[str, str]:
+    """Both values of a part; of the sources of a mixture and its changes only those that differ, if that is not their order."""
+    if part not in ("sources", "mix") or before == now:
+        return before, now
+    words, words_now = before.split(), now.split()
+    gone = [word for word in words if word not in words_now]
+    new = [word for word in words_now if word not in words]
+    return (" ".join(gone) or "no others", " ".join(new) or "no others") if gone or new else (before, now)

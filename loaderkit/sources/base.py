@@ -97,6 +97,18 @@ class Source(ABC):
         """The size of samples that lie side by side in a few objects; None for others."""
         return None
 
+    def others(self, index: int, draws: NDArray[np.float64]) -> NDArray[np.int64]:
+        """The samples that may take the place of a bad one, by numbers drawn from [0, 1): int64 [n]."""
+        return (draws * len(self)).astype(np.int64)
+
+    def number(self, index: int) -> int:
+        """The sample's place in the canonical order: `index`, unless that also says in which pass over the samples it comes."""
+        return index
+
+    def source_name(self, index: int) -> str | None:
+        """The name of the mixed source that the sample is of; None: there is only this one."""
+        return None
+
     @abstractmethod
     def fingerprint(self) -> str:
         """A short digest of what the samples are: keys and sizes, not where they lie or when they were written."""
@@ -191,11 +203,11 @@ class SourceKind:
     """A kind of source: its arguments, how it is opened, and what its arguments alone tell of the samples.
 
     `gives` tells what the stage `read` does: read the byte ranges of fields, read `Records` or `Sequences`, or take items
-    (Python objects). A checkpoint gives tensors instead of samples and has no `open`.
+    (Python objects). A checkpoint gives tensors instead of samples and has no `open`; a mixture is opened source by source.
     """
 
     args: type[SourceArgs]
-    gives: Literal["ranges", "records", "sequences", "items", "tensors"]
+    gives: Literal["ranges", "records", "sequences", "items", "tensors", "mixed"]
     open: Callable[[Any, Connector | None], Source] | None = None  # (args, connector) -> the samples, listed
     root: Callable[[Any], str] | None = None  # the URL at which the connector starts; None: there is no connector
     fields: Callable[[Any], Mapping[str, str] | None] = _none  # field -> image, text, ...; None: only the data tells

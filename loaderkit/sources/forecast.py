@@ -9,8 +9,9 @@ except for the few samples that even out the lanes at the end of an epoch; those
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,14 @@ _NUM_COALESCED = 256  # consecutive samples whose ranges are coalesced
 _MOST_BYTES = 8 << 20
 
 
+class Chosen(NamedTuple):
+    """Of a mixture, the samples of one source: the positions [begin, end) of an epoch among which they are, and which of the
+    indices there are its own."""
+
+    spans: Sequence[tuple[int, int]]
+    is_own: Callable[[NDArray[np.int64]], NDArray[np.bool_]]
+
+
 class Forecast:
     """The slices that one rank needs, epoch after epoch."""
 
@@ -38,6 +47,7 @@ class Forecast:
         num_epochs: int | None,
         bounds: NDArray[np.int64] | None = None,
         shard: tuple[int, int] = (0, 1),
+        chosen: Chosen | None = None,
     ) -> None:
         """`bounds` are the first sample of every block and, last, the number of samples, for a `BlockOrder`. `shard` is (rank,
         world size) of this loading process; batches are dealt round-robin."""
@@ -47,6 +57,7 @@ class Forecast:
         self._num_epochs = num_epochs
         self._number, self._of = shard
         self._bounds = bounds
+        self._chosen = chosen
         self._window = 0
         if isinstance(order, BlockOrder) and bounds is not None:
             longest = int(np.diff(bounds).max(initial=0))
@@ -67,9 +78,12 @@ class Forecast:
             for group in self._positions(position):
                 positions = self._mine(group, num_batches)
                 num_batches += -(-len(group) // self._schedule.batch_size)
-                indices = self._order.indices(epoch, positions % self._schedule.num_samples)
-                yield from self._of_samples(epoch, positions, indices, num_samples)
-                num_samples += len(indices)
+                if self._has_samples_in(group):
+                    indices = self._order.indices(epoch, positions % self._schedule.num_samples)
+                    yield from self._of_samples(epoch, positions, indices, num_samples)
+                elif not self._schedule.knows_length and self._are_over(int(group[0])):
+                    return
+                num_samples += len(positions)
             self._emitted = None
             epoch, position = epoch + 1, 0
 
@@ -82,6 +96,16 @@ class Forecast:
         step = max(1, _MOST_SAMPLES // schedule.batch_size)
         for first in range(0, num_batches, step):
             yield schedule.positions(start, first, min(step, num_batches - first))
+
+    def _has_samples_in(self, positions: NDArray[np.int64]) -> bool:
+        """False if none of these positions can be of the chosen source."""
+        if self._chosen is None or positions[-1] >= self._schedule.num_samples:  # those wrap
+            return True
+        return any(begin <= positions[-1] and positions[0] < end for begin, end in self._chosen.spans)
+
+    def _are_over(self, position: int) -> bool:
+        """True if from this position on no sample of an epoch is of the chosen source."""
+        return self._chosen is not None and all(end <= position for _, end in self._chosen.spans)
 
     def _mine(self, positions: NDArray[np.int64], num_before: int) -> NDArray[np.int64]:
         """The positions in this process's batches; `num_before` batches came before them."""
@@ -96,6 +120,8 @@ class Forecast:
     ) -> list[RangeSlice]:
         slices: list[RangeSlice] = []
         rest = np.arange(len(indices), dtype=np.int64)
+        if self._chosen is not None:
+            rest = rest[self._chosen.is_own(indices)]
         if self._bounds is not None:
             blocks = np.searchsorted(self._bounds, indices, "right") - 1
             is_owned = self._owned_blocks(epoch)[blocks]

@@ -276,7 +276,7 @@ class SampleChunk(Chunk):
     sets `columns` instead, one list of values per field, which avoids a dict per sample.
     """
 
-    __slots__ = ("columns", "draws", "dropped", "failures", "indices", "samples")
+    __slots__ = ("columns", "draws", "dropped", "failures", "indices", "parts", "samples")
     work_item: BatchWork
     failures: dict[int, StageError]  # by row
 
@@ -288,12 +288,17 @@ class SampleChunk(Chunk):
         self.failures = {}
         self.dropped: list[int] = []  # rows
         self.draws: dict[str, NDArray[np.float64]] = {}  # by stage: [hi - lo, num_draws]
+        self.parts: dict[int, Any] | None = None  # the samples of each mixed source, see `stages.parts`
+
+    def position_of(self, row: int) -> int:
+        """The global position of the sample at `row`."""
+        return int(self.work_item.positions[self.lo + row])
 
     def index_of(self, row: int) -> int:
         return int(self.indices[row])
 
     def let_go(self) -> None:
-        self.samples, self.columns = [], None
+        self.samples, self.columns, self.parts = [], None, None
 
 
 def image_names(specs: Mapping[str, FieldSpec]) -> tuple[str, ...]:

@@ -53,7 +53,12 @@ def specs_of(
     sample: Sample, key: str, ragged: Mapping[str, str], image_dtype: str | None = None
 ) -> dict[str, FieldSpec]:
     """The layout of the fields of a batch of such samples. `image_dtype` is that of normalized images."""
-    reserved = {"__key__", "__wrapped__", *(f"{name}_sizes" for name, kind in ragged.items() if kind == "pad")}
+    reserved = {
+        "__key__",
+        "__source__",
+        "__wrapped__",
+        *(f"{name}_sizes" for name, kind in ragged.items() if kind == "pad"),
+    }
     if taken := sorted(reserved & sample.keys()):
         raise ValueError(f"its field {taken[0]!r} has a reserved name: rename it")
     for name in ragged:
@@ -335,7 +340,7 @@ def _gather(failed: FailureNamer, context: CompileContext) -> Callable[[SampleCh
         if context.on_bad_sample != "raise":
             raise_store_failure(chunk)
         if context.on_bad_sample == "replace":
-            return replace_failed(chunk, fill, len(context.source), context.seed, failed)
+            return replace_failed(chunk, fill, context.source, context.seed, failed)
         return [
             SampleFailure(chunk.lo + row, int(chunk.indices[row]), error.position, error)
             for row, error in chunk.failures.items()

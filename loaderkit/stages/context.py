@@ -40,7 +40,7 @@ class CompileContext:
     """The pipeline that a stage is compiled for."""
 
     source: Source
-    gives: Literal["ranges", "records", "sequences", "items", "tensors"]  # what the source gives to `read`
+    gives: Literal["ranges", "records", "sequences", "items", "tensors", "mixed"]  # what the source gives to `read`
     connector: Connector | None
     seed: int
     on_bad_sample: Literal["raise", "skip", "replace"]
@@ -50,6 +50,8 @@ class CompileContext:
     early_stream: Stream | None  # the same, for stages before `transfer` that have tensors on a GPU
     in_slots: StageConfig | None  # the stage after `batch` that writes slots chunk by chunk
     sample_runs: list[Callable[[SampleChunk], Any]] = field(default_factory=list)  # the stages before `batch`, compiled
+    mixed: str | None = None  # the name of the source, if it is one of several: stages get its rows of chunks
+    is_seeded: bool = False  # a stage, also one of another source, seeds the global generators
     user_code: threading.Lock = field(default_factory=threading.Lock)  # held while it runs, if any of it is seeded
 
     @property
@@ -87,7 +89,8 @@ class CompileContext:
         return FailureNamer(stage.name, self.source, self._describe)
 
     def _describe(self, origin: str) -> str:
-        return self.connector.describe(origin) if self.connector is not None else origin
+        described = self.connector.describe(origin) if self.connector is not None else origin
+        return described if self.mixed is None else f"{self.mixed}: {described}"
 
     def run_before_batch(self, chunk: SampleChunk) -> None:
         """Run all stages before `batch`, for samples outside the order: the probe, and replacements."""
@@ -108,8 +111,7 @@ class CompileContext:
         compiled = kind.compile(stage, self)
         if compiled.scope == "batch":
             compiled = replace(compiled, run=_naming_batches(stage.name, compiled.run, self.stream))
-        is_seeded = any(getattr(one.args, "seeded", False) for one in self.stages)
-        if is_seeded and (kind.runs_user_code or (stage.kind == "read" and self.gives == "items")):
+        if self.is_seeded and (kind.runs_user_code or (stage.kind == "read" and self.gives == "items")):
             compiled = replace(compiled, run=_holding(self.user_code, compiled.run))
         return compiled
 

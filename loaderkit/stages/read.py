@@ -251,7 +251,7 @@ def _next_items(stream: Pass | Preview, chunk: SampleChunk, indices: list[int]) 
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     failed, connector = context.failed(stage), context.connector
-    is_last = len(context.before_batch) == 1
+    is_last = len(context.before_batch) == 1 and context.mixed is None
     if context.gives == "items":
         source = context.source
         assert isinstance(source, ItemSource)
@@ -291,7 +291,7 @@ def _direct_read(connector: Connector, context: CompileContext) -> DirectRead | 
     decode = next((stage.args for stage in between if context.kind_of(stage).decodes), None)
     others = [stage for stage in between if not context.kind_of(stage).decodes]
     named = [getattr(stage.args, "fields", None) for stage in others]
-    if decode is None or not context.may_reuse or None in named:
+    if decode is None or not context.may_reuse or None in named or context.mixed is not None:
         return None
     decoded = getattr(decode, "fields", None)
     touched = context.annotations.names.union(*(names or () for names in named))

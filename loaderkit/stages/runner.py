@@ -37,7 +37,7 @@ class FailureNamer:
             key=key,
             origin=origin,
             epoch=chunk.epoch,
-            position=int(chunk.work_item.positions[chunk.lo + row]),
+            position=chunk.position_of(row),
         )
         named.__cause__ = error
         chunk.samples[row] = None
@@ -160,7 +160,7 @@ def raise_store_failure(chunk: SampleChunk) -> None:
 
 
 def replace_failed(
-    chunk: SampleChunk, run_all: Callable[[SampleChunk], None], num_samples: int, seed: int, failed: FailureNamer
+    chunk: SampleChunk, run_all: Callable[[SampleChunk], None], source: Source, seed: int, failed: FailureNamer
 ) -> list[SampleFailure]:
     """Fill every failed slot of a chunk with another sample; returns all failures, those of replacements included.
 
@@ -174,7 +174,7 @@ def replace_failed(
         position = int(chunk.work_item.positions[slot])
         failures.append(SampleFailure(slot, original, position, chunk.failures[row]))
         draws = uniforms(key, np.array([original], np.int64), _NUM_REPLACEMENTS)[0]
-        for index in (draws * num_samples).astype(np.int64):
+        for index in source.others(original, draws):
             attempt = SampleChunk(chunk.work_item, slot, slot + 1, np.array([index], np.int64))
             run_all(attempt)
             if not attempt.failures:

@@ -22,7 +22,10 @@ stages: [read, batch: {size: 4}]
 xyzzy: 1  # <<
 """,
         "xyzzy",
-        ["unknown key 'xyzzy'", "expected one of version, name, source, order, stages, prefetch, errors, output"],
+        [
+            "unknown key 'xyzzy'",
+            "expected one of version, name, source, sources, mix, order, stages, prefetch, errors, output",
+        ],
     ),
     "unknown key of a section": (
         """\

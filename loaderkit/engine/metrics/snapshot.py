@@ -108,6 +108,7 @@ class Snapshot:
     """By stage: the samples that took longest in the whole run; with `since`, those of them within the interval."""
     store: dict[str, float] = field(default_factory=dict)  # the connectors' counters; those not in _LEVELS only grow
     copies: dict[str, float] = field(default_factory=dict)  # to a GPU: num_bytes and copy_s
+    num_bad: dict[str, int] = field(default_factory=dict)  # bad samples of those batches, by mixed source
     paused_s: float = 0.0  # not in wall_s, but in the counters of workers and CPUs: the loop did something else
     started_s: float = 0.0  # of the waits for `start`, those in which workers ran: of a report's first batch
 
@@ -176,6 +177,7 @@ class Snapshot:
                 for name, value in self.store.items()
             },
             copies={name: value - earlier.copies.get(name, 0) for name, value in self.copies.items()},
+            num_bad={name: value - earlier.num_bad.get(name, 0) for name, value in self.num_bad.items()},
         )
 
     def slimmed(self) -> Self:
@@ -244,7 +246,25 @@ class Snapshot:
             "tuning": self.tuning.to_dict(),
             "store": {**self.store, **_shares(self.store)},
             "transfer": {**self.copies, **self._overlap()},
+            **({"sources": self._by_source()} if self.num_bad else {}),
         }
+
+    def _by_source(self) -> list[dict[str, Any]]:
+        """Of every mixed source what its own rows of `stages` add up to: those named after a stage and it."""
+        rows = []
+        for name, num_bad in self.num_bad.items():
+            own = [row for row in self.stages if row.name.partition(".")[2] == name]
+            rows.append(
+                {
+                    "name": name,
+                    "num_items": own[0].num_items if own else 0,
+                    "num_bytes": sum(row.num_bytes for row in own),
+                    "busy_s": sum(row.busy_s for row in own),
+                    "stall_s": sum(self.stall_s.get(row.name, 0.0) for row in own),
+                    "num_bad": num_bad,
+                }
+            )
+        return rows
 
     def _overlap(self) -> dict[str, float]:
         """The speed of copies to the GPU, and the share of their time in which the loop did not wait for `transfer`."""

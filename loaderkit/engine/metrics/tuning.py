@@ -45,8 +45,10 @@ class Tuning:
         return sum(pool.workers for pool in self.pools)
 
     def pool_of(self, stage: str) -> PoolTuning | None:
-        """The pool that runs a stage."""
-        return next((pool for pool in self.pools if stage in pool.stages), None)
+        """The pool that runs a stage; of a mixture, `read` stands for `read.web` and all others."""
+        return next(
+            (pool for pool in self.pools for name in pool.stages if stage in (name, name.partition(".")[0])), None
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; the layout is described in docs/reference.md."""

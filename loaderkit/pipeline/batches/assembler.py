@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from loaderkit.errors import StageError
 from loaderkit.sources.base import Source
+from loaderkit.sources.mixture import MixtureSource
 from loaderkit.stages.base import BatchWork, GpuDecoded
 from loaderkit.stages.slots import Slots, TakeBytes, new_tensor
 
@@ -40,6 +41,7 @@ class BatchAssembler:
     def __init__(self, source: Source, shape: BatchShape, run: Callable[..., Any] | None = None) -> None:
         """`run` calls the function that assembles a batch: `TransferStream.run` where fields of it lie on a GPU."""
         self._keys = source.keys
+        self._numbers_of = source.numbers_of if isinstance(source, MixtureSource) else None
         self._shape = shape
         self._run = run
 
@@ -77,6 +79,9 @@ class BatchAssembler:
                 batch[name] = kept
         if shape.has_keys:
             batch["__key__"] = self._keys(work_item.indices if slots is None else work_item.indices[slots])
+        if self._numbers_of is not None:
+            numbers = self._numbers_of(work_item.indices if slots is None else work_item.indices[slots])
+            batch["__source__"] = Slots(numbers, numbers.shape, "int64").tensor
         if shape.marks_wrapped:
             wrapped = np.zeros(num_slots, np.bool_) if work_item.wrapped is None else work_item.wrapped
             marks = wrapped if slots is None else wrapped[slots]

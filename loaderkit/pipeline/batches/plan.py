@@ -5,25 +5,18 @@ All methods but `prepare`, `finish` and `context` are called by one thread at a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
 from loaderkit.engine.work import WorkItem
-from loaderkit.errors import SourceError, StageError
 from loaderkit.pipeline.batches.assembler import BatchAssembler
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.memory import BatchMemory
-from loaderkit.sampling.permutation import Bijection
-from loaderkit.sources.base import Sample, Source
-from loaderkit.sources.iterable import Pass, Preview
+from loaderkit.sources.iterable import Pass
 from loaderkit.stages.base import BatchContext, BatchWork, FieldSpec, SampleChunk, image_names
-from loaderkit.stages.runner import raise_store_failure
-
-_NUM_FIRST, _NUM_ELSEWHERE = 1000, 9000  # the samples looked at for one that `filter` keeps
 
 
 class BatchPlan:
@@ -179,55 +172,3 @@ def _cut_to_end(work_item: BatchWork, stream: Pass) -> bool:
 
 def _num_bytes(values: torch.Tensor | list[torch.Tensor]) -> int:
     return values.nbytes if isinstance(values, torch.Tensor) else sum(value.nbytes for value in values)
-
-
-def specs_of_first(
-    source: Source,
-    run: Callable[[SampleChunk], None],
-    specs_of: Callable[[Sample, str], Mapping[str, FieldSpec]],
-    stream: Pass | None,
-    *,
-    num_tries: int,
-) -> Mapping[str, FieldSpec]:
-    """The fields of a batch, from the first readable sample of the canonical order after `run` has taken it through the stages.
-
-    Not from the first sample of the epoch, so that the fields do not depend on where training resumed. `stream`: a pass from
-    the first item on, of a source that can only be iterated over. Raises `StageError` if `num_tries` are bad before that, or
-    none is kept of the first and of as many as can be tried all over the source.
-    """
-    errors: list[StageError] = []
-    num_dropped = 0
-    for index in _candidates(len(source)) if stream is None else range(_NUM_FIRST + _NUM_ELSEWHERE):
-        indices = np.array([index], np.int64)
-        work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices, end=index + 1)
-        work_item.stream = None if stream is None else Preview(stream)
-        chunk = SampleChunk(work_item, 0, 1, indices)
-        run(chunk)
-        if stream is not None and stream.num_items is not None:
-            break
-        sample = chunk.samples[0]
-        if sample is not None:
-            return specs_of(sample, source.key(index))
-        num_dropped += len(chunk.dropped)
-        raise_store_failure(chunk)  # every other sample would fail as well, each after all retries of `source.retry`
-        errors.extend(chunk.failures.values())
-        if len(errors) == num_tries:
-            break
-    if errors and (not num_dropped or len(errors) == num_tries):
-        raise errors[0]
-    if not num_dropped:
-        raise SourceError(f"the iterable {source.origin(0)} has no items: it ended before the first")
-    bad = f"; the other {len(errors)} were bad, the first: {errors[0]}" if errors else ""
-    size = "" if stream is not None else f"; the source has {len(source)}"
-    raise StageError(
-        f"filter dropped {num_dropped} of the {num_dropped + len(errors)} samples tried, and none is left to show what a batch "
-        f"holds{size}: does the function return True for what is to be kept?{bad}",
-        stage="filter",
-    )
-
-
-def _candidates(num_samples: int) -> Iterator[int]:
-    """The first samples, then some from all over the source: what is sorted may begin with many that `filter` drops."""
-    yield from range(min(num_samples, _NUM_FIRST))
-    if num_samples > _NUM_FIRST:
-        yield from Bijection(num_samples, 0)(np.arange(min(num_samples, _NUM_ELSEWHERE))).tolist()

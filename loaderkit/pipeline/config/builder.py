@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from loaderkit._internal.config.diagnostics import nearest
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.kind_methods import KindMethods, plain
 from loaderkit.pipeline.config.model import PipelineConfig
@@ -30,6 +31,45 @@ class Pipeline(KindMethods):
     def from_yaml(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Pipeline:
         """The pipeline of a YAML file. Raises ConfigError."""
         return cls.of(load_yaml(Path(path), overrides=overrides))
+
+    @classmethod
+    def mix(
+        cls,
+        sources: Mapping[str, Pipeline],
+        weights: Mapping[str, float] | None = None,
+        *,
+        stop: Literal["first", "all", "never"] = "first",
+        epochs: Mapping[str, int] | None = None,
+        repeat: Sequence[str] = (),
+        changes: Sequence[tuple[int, Mapping[str, float]]] = (),
+    ) -> Pipeline:
+        """Several sources as one, by name: what `Pipeline.files(...)` and the like begin, with their stages, which are then for
+        that source alone, and without `read`.
+
+        `weights` are the shares, equal by default, and `changes` other ones from positions of the epoch on. An epoch `stop`s
+        when the first source is used up, or all are, or never. A source is used up after its `epochs` passes (1), those in
+        `repeat` never.
+        """
+        entries = []
+        for name, pipeline in sources.items():
+            described = pipeline._raw()
+            if "source" not in described:
+                raise ConfigError(f"mix: {name!r} is a mixture itself: mix its sources instead")
+            if more := described.keys() - {"version", "name", "source", "stages"}:
+                raise ConfigError(
+                    f"mix: {name!r} has settings of its own ({', '.join(sorted(more))}): give them to the mixture"
+                )
+            entry = {"name": name, **described["source"], "weight": 1.0 if weights is None else weights.get(name)}
+            entry |= {"epochs": epochs[name]} if epochs is not None and name in epochs else {}
+            entry |= {"repeat": True} if name in repeat else {}
+            entries.append(entry | ({"stages": described["stages"]} if described["stages"] else {}))
+        for what, names in (("weights", weights or {}), ("epochs", epochs or {}), ("repeat", repeat)):
+            if unknown := [name for name in names if name not in sources]:
+                raise ConfigError(f"mix: {what} names {unknown[0]!r}; {nearest(unknown[0], sources)}")
+        if missing := [entry["name"] for entry in entries if entry["weight"] is None]:
+            raise ConfigError(f"mix: weights names not every source: {', '.join(missing)} is missing; 0 for none yet")
+        mix = {"stop": stop, "changes": [{"at": at, "weights": dict(later)} for at, later in changes]}
+        return cls({"sources": entries, "mix": mix, "stages": []})
 
     @classmethod
     def of(cls, config: PipelineConfig) -> Pipeline:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
@@ -16,7 +16,9 @@ from loaderkit._internal.config.settings import ByteSize, Duration, Model
 from loaderkit._internal.config.yaml_text import to_yaml
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
+from loaderkit.pipeline.config.mixture import MIXTURE, MixedSourceConfig, MixtureArgs
 from loaderkit.pipeline.config.registry import SOURCES
+from loaderkit.sources.base import SourceKind
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.call import FilterArgs
@@ -104,7 +106,24 @@ class PipelineConfig:
 
     @property
     def source_kind(self) -> str:
-        return next(name for name, kind in SOURCES.items() if type(self.source) is kind.args)
+        """The name of the source's kind; "mixture" for `sources`."""
+        return "mixture" if self.mixture is not None else kind_name(self.source)
+
+    @property
+    def kind(self) -> SourceKind:
+        """The source's kind."""
+        return MIXTURE if self.mixture is not None else SOURCES[self.source_kind]
+
+    @property
+    def mixture(self) -> MixtureArgs | None:
+        """The arguments of `sources` and `mix`; None for a single source."""
+        return self.source if isinstance(self.source, MixtureArgs) else None
+
+    @property
+    def all_stages(self) -> tuple[StageConfig, ...]:
+        """The stages, with those that sources have of their own."""
+        own = [stage for member in self.mixture.members for stage in member.stages] if self.mixture is not None else []
+        return (*own, *self.stages)
 
     def stage(self, kind: str) -> StageConfig:
         """The first stage of a kind."""
@@ -120,17 +139,17 @@ class PipelineConfig:
     @property
     def executor_with_workers(self) -> Literal["thread", "process"]:
         """What may take the place of `executor: inline`: a function with `seeded` cannot run in threads."""
-        return "process" if any(getattr(stage.args, "seeded", False) for stage in self.stages) else "thread"
+        return "process" if any(getattr(stage.args, "seeded", False) for stage in self.all_stages) else "thread"
 
     @property
     def filters(self) -> str:
         """The names of the stages that drop samples, for messages."""
-        return ", ".join(stage.name for stage in self.stages if stage.kind == "filter")
+        return ", ".join(stage.name for stage in self.all_stages if stage.kind == "filter")
 
     @property
     def skips_empty_batches(self) -> bool:
         """True if a batch of which nothing is left is skipped: there are filters, and all of them say so."""
-        filters = [stage.args for stage in self.stages if isinstance(stage.args, FilterArgs)]
+        filters = [stage.args for stage in self.all_stages if isinstance(stage.args, FilterArgs)]
         return bool(filters) and all(args.on_empty_batch == "skip" for args in filters)
 
     def to_dict(self, *, defaults: bool = False) -> dict[str, Any]:
@@ -140,7 +159,11 @@ class PipelineConfig:
         """
         try:
             data: dict[str, Any] = {"version": self.version, "name": self.name}
-            data["source"] = {"kind": self.source_kind, **_dump(self.source, defaults)}
+            if self.mixture is None:
+                data["source"] = {"kind": self.source_kind, **_dump(self.source, defaults)}
+            else:
+                data["sources"] = [_dump_mixed(member, defaults) for member in self.mixture.members]
+                data["mix"] = _dump(self.mixture.mix, defaults)
             data["order"] = _dump_order(self.order, defaults)
             data["stages"] = [_dump_stage(stage, defaults) for stage in self.stages]
             data["prefetch"] = _dump(self.prefetch, defaults)
@@ -153,6 +176,17 @@ class PipelineConfig:
     def to_yaml(self, *, defaults: bool = False) -> str:
         """YAML text that describes this pipeline exactly."""
         return to_yaml(escape(self.to_dict(defaults=defaults)), width=120)
+
+
+def kind_name(source: SourceArgs) -> str:
+    """The name of the kind with these arguments."""
+    return next(name for name, kind in SOURCES.items() if type(source) is kind.args)
+
+
+def _dump_mixed(member: MixedSourceConfig, defaults: bool) -> dict[str, Any]:
+    described = {"kind": member.kind, **_dump(member.mixed, defaults), **_dump(member.args, defaults)}
+    own = [replace(stage, name=stage.name.rpartition(".")[0]) for stage in member.stages]
+    return described | ({"stages": [_dump_stage(stage, defaults) for stage in own]} if own else {})
 
 
 def _dump(model: Model, defaults: bool) -> dict[str, Any]:

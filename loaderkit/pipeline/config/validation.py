@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from loaderkit._internal.config.diagnostics import KeyPath, Problems, nearest
 from loaderkit.connectors.config import SourceArgs
+from loaderkit.pipeline.config.mixture import MixedSourceConfig, MixtureArgs
 from loaderkit.pipeline.config.model import ErrorsArgs, OrderArgs, PrefetchArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.sources.base import SourceKind
@@ -22,8 +23,54 @@ def check_structure(
     """Add errors for stages that are missing, misplaced, fed with what they cannot take, or not for this executor."""
     if not stages:
         return
+    if not isinstance(source, MixtureArgs):
+        paths: list[KeyPath] = [("stages", number) for number in range(len(stages))]
+        _check_one(source, stages, paths, (order, prefetch), problems)
+        return
+    for number, member in enumerate(source.members):
+        if not _check_own(member, ("sources", number, "stages"), problems):
+            continue
+        # What its samples go through: `read`, its own stages, and the others.
+        together = (stages[0], *member.stages, *stages[1:])
+        own: list[KeyPath] = [("sources", number, "stages", place) for place in range(len(member.stages))]
+        paths = [("stages", 0), *own, *(("stages", place) for place in range(1, len(stages)))]
+        _check_one(member.args, together, paths, (order, prefetch), problems)
+
+
+def _check_own(member: MixedSourceConfig, path: KeyPath, problems: Problems) -> bool:
+    """A source's own stages are sample stages, and run in the workers of `read`; False if one is none."""
+    are_sample_stages = True
+    for number, stage in enumerate(member.stages):
+        where = (*path, number)
+        if stage.kind == "read" or STAGES[stage.kind].scope in ("boundary", "batch"):
+            problems.error(
+                where, f"`{stage.kind}` belongs to the common `stages`: a source has sample stages of its own"
+            )
+            are_sample_stages = False
+        elif stage.args.workers != "auto":
+            problems.error(
+                (*where, stage.kind, "workers"),
+                "a source's own stages run in the workers of `read`: set it there, in the common `stages`",
+            )
+        elif stage.kind == "decode" and getattr(stage.args, "device", "cpu") != "cpu":
+            problems.error(
+                (*where, stage.kind, "device"),
+                "DALI takes whole batches: put `decode` into the common `stages`, or use `device: cpu`",
+            )
+    return are_sample_stages
+
+
+def _check_one(
+    source: SourceArgs,
+    stages: tuple[StageConfig, ...],
+    paths: Sequence[KeyPath],
+    settings: tuple[OrderArgs | None, PrefetchArgs | None],
+    problems: Problems,
+) -> None:
+    """Check the stages of one source; `paths` are their keys."""
+    order, prefetch = settings
     kinds = [stage.kind for stage in stages]
-    add_error = _error_adder(stages, problems)
+    add_error = _error_adder(stages, problems, paths)
     if kinds[0] != "read":
         if "read" in kinds:
             add_error(kinds.index("read"), "`read` must be the first stage")
@@ -38,7 +85,7 @@ def check_structure(
         return
     _check_places(kinds, add_error)
     _check_fields(source_kind, source, stages, add_error)
-    check_neighbours(stages, problems)
+    check_neighbours(stages, problems, paths)
     for number, stage in enumerate(stages):
         if prefetch is not None and prefetch.executor == "thread" and getattr(stage.args, "seeded", False):
             add_error(
@@ -78,17 +125,21 @@ def order_of_stream(order: OrderArgs, errors: ErrorsArgs | None, problems: Probl
     return order.model_copy(update={"shuffle": "none"})
 
 
-def _error_adder(stages: tuple[StageConfig, ...], problems: Problems) -> AddError:
+def _error_adder(
+    stages: tuple[StageConfig, ...], problems: Problems, paths: Sequence[KeyPath] | None = None
+) -> AddError:
     def add_error(number: int, message: str, argument: str | None = None) -> None:
-        path: KeyPath = ("stages", number)
+        path: KeyPath = ("stages", number) if paths is None else paths[number]
         problems.error(path if argument is None else (*path, stages[number].kind, argument), message)
 
     return add_error
 
 
-def check_neighbours(stages: tuple[StageConfig, ...], problems: Problems) -> None:
-    """Add errors for stages whose arguments do not fit the stages around them."""
-    add_error = _error_adder(stages, problems)
+def check_neighbours(
+    stages: tuple[StageConfig, ...], problems: Problems, paths: Sequence[KeyPath] | None = None
+) -> None:
+    """Add errors for stages whose arguments do not fit the stages around them; `paths` are their keys, if not `stages`."""
+    add_error = _error_adder(stages, problems, paths)
     for number, stage in enumerate(stages):
         check = STAGES[stage.kind].check
         if check is not None:

@@ -1,0 +1,48 @@
+"""`loaderkit explain --mix`: what each of several sources gives to an epoch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from loaderkit.cli import console
+from loaderkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from loaderkit.pipeline.execution_plan import ExecutionPlan
+
+
+def explain_mix(plan: ExecutionPlan, as_json: bool) -> None:
+    """Tell the course of an epoch, segment by segment. Raises ConfigError for a single source."""
+    from loaderkit.sampling.mixture import source_counts
+
+    if plan.mixture is None:
+        raise ConfigError(f"explain --mix: {plan.config.name} has one `source`, and nothing to mix: list `sources`")
+    num_samples = plan.schedule.num_samples if plan.schedule.knows_length else None
+    explained = {
+        "pipeline": plan.config.name,
+        "num_samples": num_samples,
+        "sources": {source.name: source.num_samples for source in plan.mixture.sources},
+        "segments": source_counts(plan.mixture),
+    }
+    if as_json:
+        console.tell_json(explained)
+    else:
+        _tell(explained)
+
+
+def _tell(explained: dict[str, Any]) -> None:
+    num_samples = explained["num_samples"]
+    console.tell(
+        f"{explained['pipeline']}: an epoch {'has no end' if num_samples is None else f'of {num_samples} samples'}"
+    )
+    width = max(map(len, explained["sources"]))
+    for segment in explained["segments"]:
+        until = "on" if segment["end"] is None else f"to {segment['end']}"
+        console.tell(f"positions {segment['begin']} {until}")
+        for name, row in segment["sources"].items():
+            counted = ""
+            if row["num_samples"] is not None:
+                passes = f"{row['num_passes']:.2f} passes over {explained['sources'][name]} by then"
+                counted = f"  {row['num_samples']} samples, {passes}"
+            used_up = ", used up" if name == segment["used_up"] else ""
+            console.tell(f"  {name:<{width}}  {100 * row['share']:7.3f} %{counted}{used_up}")

@@ -1,0 +1,107 @@
+"""What a batch holds: from the first sample that can be read, and of a mixture from that of every source, which must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from loaderkit.errors import ConfigError, SourceError, StageError
+from loaderkit.sampling.permutation import Bijection
+from loaderkit.sources.base import Sample, Source
+from loaderkit.sources.iterable import Pass, Preview
+from loaderkit.sources.mixture import MixtureSource
+from loaderkit.stages.base import BatchWork, FieldSpec, SampleChunk
+from loaderkit.stages.runner import raise_store_failure
+
+_NUM_FIRST, _NUM_ELSEWHERE = 1000, 9000  # the samples looked at for one that `filter` keeps
+
+
+def specs_of_first(
+    source: Source,
+    run: Callable[[SampleChunk], None],
+    specs_of: Callable[[Sample, str], Mapping[str, FieldSpec]],
+    stream: Pass | None,
+    *,
+    num_tries: int,
+    first: int = 0,
+) -> Mapping[str, FieldSpec]:
+    """The fields of a batch, from the first readable sample of the canonical order after `run` has taken it through the stages.
+
+    Not from the first sample of the epoch, so that the fields do not depend on where training resumed. `stream`: a pass from
+    the first item on, of a source that can only be iterated over. Raises `StageError` if `num_tries` are bad before that, or
+    none is kept of the first and of as many as can be tried all over the source.
+    """
+    errors: list[StageError] = []
+    num_dropped = 0
+    for place in _candidates(len(source)) if stream is None else range(_NUM_FIRST + _NUM_ELSEWHERE):
+        index = first + place
+        indices = np.array([index], np.int64)
+        work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices, end=index + 1)
+        work_item.stream = None if stream is None else Preview(stream)
+        chunk = SampleChunk(work_item, 0, 1, indices)
+        run(chunk)
+        if stream is not None and stream.num_items is not None:
+            break
+        sample = chunk.samples[0]
+        if sample is not None:
+            return specs_of(sample, source.key(index))
+        num_dropped += len(chunk.dropped)
+        raise_store_failure(chunk)  # every other sample would fail as well, each after all retries of `source.retry`
+        errors.extend(chunk.failures.values())
+        if len(errors) == num_tries:
+            break
+    if errors and (not num_dropped or len(errors) == num_tries):
+        raise errors[0]
+    if not num_dropped:
+        raise SourceError(f"the iterable {source.origin(0)} has no items: it ended before the first")
+    bad = f"; the other {len(errors)} were bad, the first: {errors[0]}" if errors else ""
+    size = "" if stream is not None else f"; the source has {len(source)}"
+    raise StageError(
+        f"filter dropped {num_dropped} of the {num_dropped + len(errors)} samples tried, and none is left to show what a batch "
+        f"holds{size}: does the function return True for what is to be kept?{bad}",
+        stage="filter",
+    )
+
+
+def _candidates(num_samples: int) -> Iterator[int]:
+    """The first samples, then some from all over the source: what is sorted may begin with many that `filter` drops."""
+    yield from range(min(num_samples, _NUM_FIRST))
+    if num_samples > _NUM_FIRST:
+        yield from Bijection(num_samples, 0)(np.arange(min(num_samples, _NUM_ELSEWHERE))).tolist()
+
+
+def specs_of_all_parts(
+    source: MixtureSource,
+    run: Callable[[SampleChunk], None],
+    specs_of: Callable[[Sample, str], Mapping[str, FieldSpec]],
+    stream: Pass | None,
+    *,
+    num_tries: int,
+) -> Mapping[str, FieldSpec]:
+    """`specs_of_first` of a mixture: of every source, in turn. Raises ConfigError if they differ, naming sources and fields."""
+    first, *others = source.parts
+    specs = specs_of_first(first, run, specs_of, stream, num_tries=num_tries, first=first.first)
+    differences = []
+    for part in others:
+        these = specs_of_first(part, run, specs_of, stream, num_tries=num_tries, first=part.first)
+        for name in {**specs, **these}:
+            said, expected = (_said(which.get(name)) for which in (these, specs))
+            if said != expected:
+                differences.append(f"{name!r} is {said} in {part.name}, {expected} in {first.name}")
+    if differences:
+        raise ConfigError(
+            f"the sources differ in what they give to `batch`: {'; '.join(differences)}. Make them agree by `stages` of their "
+            "own (`call`, `resize`, ...), by `fields`, or for tensors that may differ in shape by `ragged` in `batch`"
+        )
+    return specs
+
+
+def _said(spec: FieldSpec | None) -> str:
+    if spec is None:
+        return "missing"
+    if spec.kind == "list":
+        return "a list of values"
+    what = "an image" if spec.image else "a tensor"
+    shape = f" {list(spec.shape)}" if spec.kind in ("slab", "rendered") else f" of {len(spec.shape)} dimensions"
+    return f"{what}, {spec.dtype}{'' if spec.kind == 'ragged' else shape}"

@@ -1,0 +1,279 @@
+"""Several sources as one index space, source by source; which of them comes when is the order's (`sampling/mixture.py`).
+
+A `Part` is one of them under the indices of the whole, so that a sample has one index, and with it one set of random numbers,
+in all stages. An index also says in which pass over the samples it comes: it is the sample's number plus the number of all
+samples times the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaderkit.connectors.base import ObjectInfo
+from loaderkit.errors import ConfigError
+from loaderkit.sources.base import (
+    FieldRange,
+    ItemSource,
+    PackedSize,
+    RecordSource,
+    Sample,
+    SequenceSource,
+    Source,
+    Table,
+    shortened,
+)
+
+Int64 = NDArray[np.int64]
+
+
+class Part(Source):
+    """One source of a mixture, under the mixture's indices. Its own order and blocks are those of `inner`."""
+
+    def __init__(
+        self, name: str, inner: Source, first: int, total: int, reopen: Callable[[], Source] | None = None
+    ) -> None:
+        """Its samples have the numbers from `first` on, of `total`. `reopen` opens `inner` in another process, which does not
+        get it then."""
+        self.name = name
+        self.first = first
+        self.total = total
+        self.classes = inner.classes
+        self.index_s = inner.index_s
+        self._size = len(inner)
+        self._inner: Source | None = inner
+        self._reopen = reopen
+
+    @property
+    def inner(self) -> Source:
+        """The source itself."""
+        if self._inner is None:
+            assert self._reopen is not None
+            self._inner = self._reopen()
+        return self._inner
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_inner": None} if self._reopen is not None else self.__dict__
+
+    def own(self, index: int) -> int:
+        """The index in the source itself."""
+        return index % self.total - self.first
+
+    def own_of(self, indices: Int64) -> Int64:
+        """The indices in the source itself."""
+        numbers: Int64 = indices % self.total - self.first
+        return numbers
+
+    def is_own(self, indices: Int64) -> NDArray[np.bool_]:
+        """True for the samples that are of this source."""
+        numbers = self.own_of(indices)
+        return (numbers >= 0) & (numbers < self._size)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def key(self, index: int) -> str:
+        return self.inner.key(self.own(index))
+
+    def keys(self, indices: Int64) -> list[str]:
+        """The keys of several samples."""
+        return self.inner.keys(self.own_of(indices))
+
+    def origin(self, index: int) -> str:
+        return self.inner.origin(self.own(index))
+
+    def ranges(self, index: int) -> list[FieldRange]:
+        return self.inner.ranges(self.own(index))
+
+    def table(self, indices: Int64) -> Table | None:
+        """The ranges of several samples."""
+        return self.inner.table(self.own_of(indices))
+
+    def constants(self, index: int) -> Sample:
+        return self.inner.constants(self.own(index))
+
+    def blocks(self, block_bytes: int) -> Int64:
+        return self.inner.blocks(block_bytes)
+
+    def packed(self) -> PackedSize | None:
+        """That of the source itself."""
+        return self.inner.packed()
+
+    def source_name(self, index: int) -> str | None:
+        """Its name."""
+        return self.name
+
+    def fingerprint(self) -> str:
+        return self.inner.fingerprint()
+
+
+class RecordPart(Part, RecordSource):
+    """A part of records."""
+
+    def __init__(self, name: str, inner: RecordSource, first: int, total: int) -> None:
+        super().__init__(name, inner, first, total)
+        self.records = inner.records
+
+    @property
+    def file(self) -> ObjectInfo:
+        inner = self.inner
+        assert isinstance(inner, RecordSource)
+        return inner.file
+
+    def starts(self, indices: Int64) -> Int64:
+        inner = self.inner
+        assert isinstance(inner, RecordSource)
+        return inner.starts(self.own_of(indices))
+
+
+class SequencePart(Part, SequenceSource):
+    """A part of sequences. `starts` and `lengths` are by the source's own indices."""
+
+    def __init__(self, name: str, inner: SequenceSource, first: int, total: int) -> None:
+        super().__init__(name, inner, first, total)
+        self.sequences = inner.sequences
+
+    @property
+    def _of(self) -> SequenceSource:
+        inner = self.inner
+        assert isinstance(inner, SequenceSource)
+        return inner
+
+    @property
+    def file(self) -> ObjectInfo:
+        return self._of.file
+
+    @property
+    def starts(self) -> Int64:
+        return self._of.starts
+
+    @property
+    def lengths(self) -> Int64:
+        return self._of.lengths
+
+
+class _Items:
+    """The items of a part, by the mixture's indices."""
+
+    def __init__(self, part: ItemPart) -> None:
+        self._part = part
+
+    def __getitem__(self, index: int) -> Any:
+        return self._part.items_of.dataset[self._part.own(index)]
+
+
+class ItemPart(Part, ItemSource):
+    """A part of Python objects."""
+
+    @property
+    def items_of(self) -> ItemSource:
+        """The source itself."""
+        inner = self.inner
+        assert isinstance(inner, ItemSource)
+        return inner
+
+    @property
+    def dataset(self) -> Any:
+        """Its items by the mixture's indices."""
+        return _Items(self)
+
+    def items(self, indices: list[int]) -> list[Any] | None:
+        return self.items_of.items([self.own(index) for index in indices])
+
+    def sample(self, item: Any) -> Sample:
+        return self.items_of.sample(item)
+
+    def columns(self, items: list[Any]) -> dict[str, list[Any]] | None:
+        return self.items_of.columns(items)
+
+
+def part_of(name: str, inner: Source, first: int, total: int, reopen: Callable[[], Source] | None) -> Part:
+    """A source as a part of a mixture."""
+    if isinstance(inner, RecordSource):
+        return RecordPart(name, inner, first, total)
+    if isinstance(inner, SequenceSource):
+        return SequencePart(name, inner, first, total)
+    kind = ItemPart if isinstance(inner, ItemSource) else Part
+    return kind(name, inner, first, total, reopen)
+
+
+class MixtureSource(Source):
+    """All parts together. Of their bytes only the parts tell: `read` takes each sample from its own.
+
+    `classes` are those of all, if they agree.
+    """
+
+    def __init__(self, parts: Sequence[Part], describe: Sequence[Callable[[str], str]], *, share_labels: bool) -> None:
+        """`describe` give the names of objects in the stores of the parts. `share_labels`: no stage of a part's own can change
+        its labels, so that parts with other classes cannot be mixed. Raises ConfigError if they are."""
+        self.parts = tuple(parts)
+        self._describe = tuple(describe)
+        self._total = sum(map(len, parts))
+        self._firsts = np.array([part.first for part in parts], np.int64)
+        self.index_s = sum(part.index_s for part in parts)
+        known = [part for part in parts if part.classes is not None]
+        self.classes = known[0].classes if known and all(part.classes == known[0].classes for part in parts) else None
+        if share_labels and known and any(part.classes != known[0].classes for part in known):
+            named = "; ".join(f"{part.name} {shortened(part.classes or [])}" for part in known)
+            raise ConfigError(
+                f"sources: one label would stand for several classes, as the sources number theirs apart: {named}. Give all of "
+                "them the same `classes`, or number the labels of each in a `call` of its own `stages`"
+            )
+
+    def numbers_of(self, indices: Int64) -> Int64:
+        """The part that each sample is of."""
+        numbers: Int64 = np.searchsorted(self._firsts, indices % self._total, "right") - 1
+        return numbers
+
+    def _part(self, index: int) -> Part:
+        return self.parts[int(np.searchsorted(self._firsts, index % self._total, "right")) - 1]
+
+    def __len__(self) -> int:
+        return self._total
+
+    def key(self, index: int) -> str:
+        return self._part(index).key(index)
+
+    def keys(self, indices: Int64) -> list[str]:
+        """The keys of several samples."""
+        keys = [""] * len(indices)
+        numbers = self.numbers_of(indices)
+        for number in np.unique(numbers).tolist():
+            places = np.flatnonzero(numbers == number)
+            for place, key in zip(places.tolist(), self.parts[number].keys(indices[places]), strict=True):
+                keys[place] = key
+        return keys
+
+    def origin(self, index: int) -> str:
+        part = self._part(index)
+        return f"{part.name}: {self._describe[self.parts.index(part)](part.origin(index))}"
+
+    def ranges(self, index: int) -> list[FieldRange]:
+        return self._part(index).ranges(index)
+
+    def constants(self, index: int) -> Sample:
+        return self._part(index).constants(index)
+
+    def blocks(self, block_bytes: int) -> Int64:
+        """The blocks of all parts, one after the other."""
+        return np.concatenate([part.blocks(block_bytes)[:-1] + part.first for part in self.parts] + [[self._total]])
+
+    def others(self, index: int, draws: NDArray[np.float64]) -> Int64:
+        """Samples of the same source, so that its share stays, in the same pass."""
+        part = self._part(index)
+        numbers: Int64 = index // self._total * self._total + part.first + (draws * len(part)).astype(np.int64)
+        return numbers
+
+    def number(self, index: int) -> int:
+        """The sample's number without its pass."""
+        return index % self._total
+
+    def source_name(self, index: int) -> str | None:
+        """The name of the part."""
+        return self._part(index).name
+
+    def fingerprint(self) -> str:
+        return " ".join(part.fingerprint() for part in self.parts)

@@ -1,0 +1,83 @@
+"""Stages that act on the samples of one mixed source: they get the rows of a chunk that are of it, as a chunk.
+
+chunk, rows 0 1 2 3 4 ──> read.web: rows 0 1 3, as a chunk of 3 ──> their samples back into rows 0 1 3
+                      ──> read.code: rows 2 4
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from loaderkit.engine.work import Stage
+from loaderkit.sources.mixture import MixtureSource
+from loaderkit.stages.base import SampleChunk
+
+
+class ChunkPart(SampleChunk):
+    """The rows of a chunk that are of one source. Its own row r is row `rows[r]` of the chunk."""
+
+    __slots__ = ("own_current", "rows", "whole")
+
+    def __init__(self, whole: SampleChunk, number: int, rows: list[int]) -> None:
+        self.whole = whole
+        self.rows = rows
+        super().__init__(whole.work_item, 0, len(rows), whole.indices[rows])
+        self.scratch = whole.scratch.setdefault(f"part {number}", {})
+
+    @property
+    def current(self) -> Any:
+        """The row at work; the whole chunk is told which of its own that is."""
+        return self.own_current
+
+    @current.setter
+    def current(self, value: Any) -> None:
+        self.own_current = value
+        self.whole.current = self.rows[value] if isinstance(value, int) else None
+
+    def position_of(self, row: int) -> int:
+        return self.whole.position_of(self.rows[row])
+
+
+def parts_of(chunk: SampleChunk, source: MixtureSource) -> dict[int, ChunkPart]:
+    """The parts of a chunk, by the number of their source; made once a chunk."""
+    parts = chunk.parts
+    if parts is None:
+        rows: dict[int, list[int]] = {}
+        for row, number in enumerate(source.numbers_of(chunk.indices).tolist()):
+            rows.setdefault(number, []).append(row)
+        parts = chunk.parts = {number: ChunkPart(chunk, number, some) for number, some in rows.items()}
+    return parts
+
+
+def for_part(stage: Stage, source: MixtureSource, number: int, pool: str, *, reads: bool) -> Stage:
+    """A stage that runs another one on the samples of source `number`. `reads`: there are no samples before it."""
+
+    def run(chunk: SampleChunk) -> int:
+        part = parts_of(chunk, source).get(number)
+        if part is None:
+            return 0
+        if not reads:
+            part.samples = [chunk.samples[row] for row in part.rows]
+        num_dropped = len(part.dropped)
+        num_bytes: int | None = stage.run(part)
+        _put_back(part, num_dropped)
+        return num_bytes or 0
+
+    def num_items(chunk: SampleChunk) -> int:
+        part = parts_of(chunk, source).get(number)
+        return 0 if part is None else len(part)
+
+    return replace(stage, run=run, num_items=num_items, pool=pool)
+
+
+def _put_back(part: ChunkPart, num_dropped: int) -> None:
+    whole, rows = part.whole, part.rows
+    for row, sample in zip(rows, part.samples, strict=True):
+        whole.samples[row] = sample
+    for row, error in part.failures.items():
+        whole.failures[rows[row]] = error
+    whole.dropped.extend(rows[row] for row in part.dropped[num_dropped:])
+    if part.slowest is not None:
+        seconds, row = part.slowest
+        whole.slowest, part.slowest = (seconds, rows[row]), None

@@ -23,6 +23,7 @@ from loaderkit.pipeline.config.model import ErrorsArgs
 from loaderkit.pipeline.engine_factory import make_batch_plan
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.sources.base import Source
+from loaderkit.sources.mixture import MixtureSource
 from loaderkit.stages.base import BatchWork, SampleChunk
 
 _BLOCK = 65_536  # keys looked through at a time
@@ -39,7 +40,8 @@ class BadSamples:
         self._source = source
         self._epoch = -1
         self._seen: set[int] = set()
-        self.by_source: dict[str, int] = {}  # how many so far, of mixed sources
+        parts = source.parts if isinstance(source, MixtureSource) else ()
+        self.by_source = {part.name: 0 for part in parts}  # how many so far
         self._file: io.FileIO | None = None
         path = self._errors.quarantine
         if path is not None:
@@ -60,7 +62,7 @@ class BadSamples:
             error = failure.error
             name = None if self._source is None else self._source.source_name(sample)
             if name is not None:
-                self.by_source = {**self.by_source, name: self.by_source.get(name, 0) + 1}  # another thread may read it
+                self.by_source = {**self.by_source, name: self.by_source[name] + 1}  # another thread may read it
             self._write(
                 {
                     "key": error.key,

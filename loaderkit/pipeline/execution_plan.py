@@ -309,6 +309,15 @@ def ranks_now() -> tuple[int, int]:
         ) from None
 
 
+def other_ranks(before: tuple[int, int], now: tuple[int, int]) -> ConfigError:
+    """The error of a loader that is another rank, or of another world size, than it was."""
+    return ConfigError(
+        f"this loader is rank {before[0]} of {before[1]} since it first iterated or gave its length, and this process is rank "
+        f"{now[0]} of {now[1]} now: samples would be repeated or left out. Call init_process_group before, or pass rank= and "
+        "world_size= to build()"
+    )
+
+
 def _checked(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None or world_size is None:
         raise ConfigError("give both rank and world_size, or neither")

@@ -22,7 +22,7 @@ from loaderkit.pipeline.config.builder import Pipeline, to_config
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.empty_batches import EmptyBatches
-from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline, ranks_now
+from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline, other_ranks, ranks_now
 from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle
 from loaderkit.sampling.mixture import with_later_changes
 from loaderkit.sampling.state import State
@@ -126,11 +126,7 @@ class Loader:
         now, mine = ranks_now(), (self._plan.schedule.rank, self._plan.schedule.world_size)
         if now != mine:
             if self._has_ranks:
-                raise ConfigError(
-                    f"this loader is rank {mine[0]} of {mine[1]} since it first iterated or gave its length, and this process "
-                    f"is rank {now[0]} of {now[1]} now: samples would be repeated or left out. Call init_process_group before, "
-                    "or pass rank= and world_size= to build()"
-                )
+                raise other_ranks(mine, now)
             self._plan = self._executors.plan = self._plan.of_rank(*now)
             self._stream = self._plan.compiled.context.stream
         self._has_ranks = True
@@ -235,8 +231,7 @@ class Loader:
     @property
     def sources(self) -> list[str] | None:
         """The names of mixed sources, by the numbers in a batch's `__source__`; None for a single source."""
-        mixture = self._plan.config.mixture
-        return None if mixture is None else mixture.names
+        return self._plan.config.source_names
 
     @property
     def num_samples(self) -> int:
@@ -280,13 +275,10 @@ class Loader:
         data set or pipeline.
         """
         self._executors.check_open()
-        restored = State.from_dict(dict(state) if isinstance(state, Mapping) else state)
-        restored = with_later_changes(restored, self._fingerprint)
-        restored.check(
-            seed=self._plan.config.order.seed,
-            fingerprint=self._fingerprint,
-            num_samples=self._plan.schedule.num_samples,
-        )
+        given = State.from_dict(dict(state) if isinstance(state, Mapping) else state)
+        restored = with_later_changes(given, self._fingerprint)
+        seed, num_samples = self._plan.config.order.seed, self._plan.schedule.num_samples
+        restored.check(seed=seed, fingerprint=self._fingerprint, num_samples=num_samples)
         self._iteration += 1
         self._epoch, self._position = self._next = here = self._or_next_epoch(restored.epoch, restored.position)
         source = self._plan.source
@@ -371,9 +363,7 @@ class Loader:
 
     def stats(self, since: Stats | None = None) -> Stats:
         """The counters up to now, with open intervals; with `since`, their rise after that moment."""
-        now = self._executors.stats()
-        if self.sources is not None:
-            now = replace(now, num_bad={**dict.fromkeys(self.sources, 0), **self._bad_samples.by_source})
+        now = replace(self._executors.stats(), num_bad=self._bad_samples.by_source)
         return now if since is None else now.since(since)
 
     def series(self) -> list[dict[str, Any]]:

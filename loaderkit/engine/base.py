@@ -43,7 +43,7 @@ class WorkerPool:
         """`stages`: those of all pools."""
         self.number = number
         self.plan = plan
-        self.sample_stages = [(number, stages[number].run, stages[number].num_items) for number in plan.sample_stages]
+        self.sample_stages = [(number, stages[number].run, stages[number].part) for number in plan.sample_stages]
         self.batch_stages = [(number, stages[number].run) for number in plan.batch_stages]
         before_last = plan.sample_stages[:-1]
         # The stage that `Plan.finish` completes, if another one follows it in this pool.
@@ -335,7 +335,7 @@ class Engine(ABC):
             worker_clock.item = (work_item.epoch, work_item.end, item.lo, item.hi)
         num_items, num_failed = len(item), len(item.failures)
         try:
-            for number, run, counted in pool.sample_stages:
+            for number, run, part_of in pool.sample_stages:
                 turn = self.turns[number]
                 if work_item.cancelled:
                     if turn is not None:
@@ -343,7 +343,10 @@ class Engine(ABC):
                     break
                 item.marks.append((worker_clock.enter(number), number))
                 num_bytes = run(item) if turn is None else self._run_in_turn(turn, number, worker_clock, item)
-                worker_clock.served(number, num_items if counted is None else counted(item), num_bytes or 0, item)
+                if part_of is None:
+                    worker_clock.served(number, num_items, num_bytes or 0, item)
+                elif (part := part_of(item)) is not None:
+                    worker_clock.served(number, len(part), num_bytes or 0, part)
                 if len(item.failures) > num_failed:
                     worker_clock.failed(number, len(item.failures) - num_failed)
                     num_failed = len(item.failures)

@@ -131,5 +131,6 @@ class Stage:
     finishes: bool = False  # `Plan.finish` completes its work, and counts as its time
     in_turn: bool = False
     """Of the first stage: one worker at a time runs it, in the order of the chunks; waiting for that is not its time."""
-    num_items: Callable[[Any], int] | None = None  # of a chunk, those that it acts on; None: all
+    part: Callable[[Any], Chunk | None] | None = None
+    """Of a chunk, the items that it acts on, as a chunk, or None for none. Without it: all."""
     pool: str = ""  # neighbours with the same name share a pool, also with `workers`

@@ -22,7 +22,8 @@ class ChunkPart(SampleChunk):
     def __init__(self, whole: SampleChunk, number: int, rows: list[int]) -> None:
         self.whole = whole
         self.rows = rows
-        super().__init__(whole.work_item, 0, len(rows), whole.indices[rows])
+        first = whole.lo + rows[0]  # it has no slots of its own: this is only where it begins
+        super().__init__(whole.work_item, first, first + len(rows), whole.indices[rows])
         self.scratch = whole.scratch.setdefault(f"part {number}", {})
 
     @property
@@ -64,11 +65,10 @@ def for_part(stage: Stage, source: MixtureSource, number: int, pool: str, *, rea
         _put_back(part, num_dropped)
         return num_bytes or 0
 
-    def num_items(chunk: SampleChunk) -> int:
-        part = parts_of(chunk, source).get(number)
-        return 0 if part is None else len(part)
+    def part_of(chunk: SampleChunk) -> ChunkPart | None:
+        return parts_of(chunk, source).get(number)
 
-    return replace(stage, run=run, num_items=num_items, pool=pool)
+    return replace(stage, run=run, part=part_of, pool=pool)
 
 
 def _put_back(part: ChunkPart, num_dropped: int) -> None:
@@ -78,6 +78,3 @@ def _put_back(part: ChunkPart, num_dropped: int) -> None:
     for row, error in part.failures.items():
         whole.failures[rows[row]] = error
     whole.dropped.extend(rows[row] for row in part.dropped[num_dropped:])
-    if part.slowest is not None:
-        seconds, row = part.slowest
-        whole.slowest, part.slowest = (seconds, rows[row]), None

@@ -16,7 +16,10 @@ import loaderkit
 from loaderkit.checkpoint import latest
 from loaderkit.checkpoint.discovery.manifest import NAME, parse_manifest
 from loaderkit.connectors.base import writes_of
+from loaderkit.connectors.config import S3Args
 from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.fsspec import FsspecConnector
+from loaderkit.connectors.s3 import S3Connector
 from loaderkit.errors import CheckpointError, ConfigError, ConnectorError, UnreachableError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -374,6 +377,31 @@ class TestLocalDirectory:
                 checkpoints.save(1, state_of(1, 3_000_000))
             with loaderkit.CheckpointManager(tmp_path) as checkpoints:
                 assert number_in(checkpoints, num=3_000_000) == 1
+
+
+@pytest.mark.parametrize("kind", ["bucket", "fsspec"])
+def test_stores_that_are_no_directories(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    far: Any = FsspecConnector("memory://tiers")
+    if kind == "bucket":
+        seaweed = request.getfixturevalue("seaweed")
+        request.getfixturevalue("s3_keys")
+        seaweed.boto().create_bucket(Bucket="tiers")
+        far = S3Connector("s3://tiers/runs", S3Args(endpoint=seaweed.endpoint))
+    local, num = {"path": tmp_path, "keep": 1, "upload": {"bandwidth": "1GB/s"}}, 3_000_000  # two parts
+    for first in (1, 4):
+        stores = {"far": far}
+        with loaderkit.CheckpointManager("far://", local=local, keep={"last": 2}, connectors=stores) as checkpoints:
+            assert number_in(checkpoints, num=num) == (first - 1 or -1)
+            for step in range(first, first + 3):
+                checkpoints.save(step, state_of(step, num))
+                checkpoints.wait_until_finished()
+            checkpoints.save(first + 2, state_of(first + 2, num), force=True)
+    assert steps_in(far) == [5, 6]
+    assert len([*far.list("")]) == 6
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["loaderkit-local.json", "step-0000000006"]
+    with loaderkit.CheckpointManager("far://", connectors={"far": far}) as checkpoints:
+        assert [number_in(checkpoints, step, num) for step in (5, 6)] == [5, 6]
+    far.close()
 
 
 def test_written_by_a_process_and_uploaded_by_a_thread(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
-"""Saving a checkpoint of CPU tensors, beside torch's own writer, bare parallel writes, and bare copies.
+"""Saving a checkpoint of CPU tensors, beside other savers, bare parallel writes, and bare copies.
 
-    python -m profiles.save --gigabytes 2 --rounds 5 [--tiny] [--folder /data] [--out profiles/results]
+    python -m profiles.save [flush pause loop s3] --gigabytes 2 --rounds 5 [--tiny] [--folder /data] [--out profiles/results]
 
 Contestants take turns within a round, the order changed from round to round; what is compared is the ratio within a round. All
 write as many bytes to new files and make them durable; what is removed afterwards, and a sync, are not timed.
 
-flush  of a copy that `StreamWriter.stage` has made, as `dcp.async_save` writes it, and of tensors in use; `dcp.save`; and bare
-       writes by as many threads, then fdatasync
+flush  of a copy that `StreamWriter.stage` has made, as `dcp.async_save` writes it, and of tensors in use; `dcp.save` and others
+       (torch_checkpointing where it is installed); and bare writes by as many threads, then fdatasync
 pause  until `dcp.async_save` returns, from the second save on, beside copying the same tensors to memory that is kept; and the
        pages that are new to the process meanwhile
+loop   steps a second of a training while a manager flushes, by threads and by a process, beside a bare write of as many bytes
+       by as many threads
+s3     to a bucket, beside s3torchconnector's writer and parts that boto3 sends in parallel
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,7 @@ from loaderkit.checkpoint import StreamWriter
 from loaderkit.checkpoint.transfer.layout import bytes_of
 from profiles.record import record
 from profiles.restore import make_state, state_parser
+from profiles.save_others import Loop, for_seconds, in_a_thread, in_turns, measure_s3, other_savers, process_save
 
 State = dict[str, torch.Tensor]
 _PART = 8 * 2**20
@@ -93,23 +98,24 @@ def measure_flush(state: State, folder: Path, rounds: int) -> dict[str, list[flo
         "bare pwrite and fdatasync": lambda path: bare(path, plain, num_bytes, 0),
         "bare O_DIRECT and fdatasync": lambda path: bare(path, aligned, num_bytes, os.O_DIRECT),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
-        order = list(runs)
-        random.Random(number).shuffle(order)
-        for name in order:
-            path = folder / "saved"
-            begin_s = time.perf_counter()
-            runs[name](path)
-            took_s = time.perf_counter() - begin_s
-            if number:
-                seconds[name].append(took_s)
-            elif name.startswith("loaderkit"):
-                restored = loaderkit.restore(path, verify=True)
-                assert all(torch.equal(restored[key], tensor) for key, tensor in state.items())
-                del restored
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-            os.sync()
+    runs |= {name: partial(saver, state) for name, saver in other_savers().items()}
+    checked: set[str] = set()
+
+    def measured(name: str) -> float:
+        path = folder / "saved"
+        begin_s = time.perf_counter()
+        runs[name](path)
+        took_s = time.perf_counter() - begin_s
+        if name.startswith("loaderkit") and name not in checked:
+            checked.add(name)
+            restored = loaderkit.restore(path, verify=True)
+            assert all(torch.equal(restored[key], tensor) for key, tensor in state.items())
+            del restored
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        os.sync()
+        return took_s
+
+    seconds = in_turns({name: partial(measured, name) for name in runs}, rounds)
     print("of loaderkit's last save:", writer.stats)
     return seconds
 
@@ -131,6 +137,7 @@ def measure_pause(state: State, folder: Path, rounds: int) -> tuple[dict[str, li
         "dcp.async_save, kept": lambda: async_save(
             state, checkpoint_id=folder / "c", async_stager=stager, no_dist=True
         ),
+        "dcp.async_save, process": lambda: process_save(state, folder / "d"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     faults: dict[str, list[float]] = {name: [] for name in runs}
@@ -155,6 +162,56 @@ def measure_pause(state: State, folder: Path, rounds: int) -> tuple[dict[str, li
     return seconds, faults
 
 
+def measure_loop(state: State, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Steps a second, alone and beside each contestant's writing of the state."""
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    plain, aligned, loop = parts_in(state), aligned_parts(state), Loop()
+    torch.set_num_threads(1)
+    managers = {flush: loaderkit.CheckpointManager(folder / flush, flush=flush) for flush in ("thread", "process")}
+
+    def flushed(flush: str) -> Callable[[], bool]:
+        saving = managers[flush].save(1, {"model": state}, force=True)
+        assert saving is not None
+        return lambda: saving.is_done
+
+    begins: dict[str, Callable[[], Callable[[], bool]]] = {
+        "alone": lambda: for_seconds(2.0),
+        "loaderkit, thread": lambda: flushed("thread"),
+        "loaderkit, process": lambda: flushed("process"),
+        "bare pwrite": lambda: in_a_thread(lambda: bare(folder / "a", plain, num_bytes, 0)),
+        "bare O_DIRECT": lambda: in_a_thread(lambda: bare(folder / "a", aligned, num_bytes, os.O_DIRECT)),
+    }
+
+    def measured(name: str) -> float:
+        speed = loop.steps_a_second(begins[name])
+        for manager in managers.values():
+            manager.wait_until_finished()
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        os.sync()
+        return speed
+
+    speeds = in_turns({name: partial(measured, name) for name in begins}, rounds, warm_up=2)
+    for manager in managers.values():
+        manager.close()
+    return speeds
+
+
+def tell_loop(speeds: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Print and return a row for each contestant: steps a second, and how many times those beside a bare write, in the median
+    over the rounds."""
+    rows = []
+    for name, found in speeds.items():
+        ratios = {
+            other: statistics.median(one / two for one, two in zip(found, speeds[other], strict=True))
+            for other in ("alone", "bare pwrite", "bare O_DIRECT")
+        }
+        rows.append({"name": name, "steps_a_second": found, "times": ratios})
+        said = ", ".join(f"{ratio:.2f} x {other}" for other, ratio in ratios.items())
+        print(f"  {name:32} {statistics.median(found):7.1f} steps/s  {said}")
+    return rows
+
+
 def tell(title: str, seconds: dict[str, list[float]], against: str, num_bytes: int) -> list[dict[str, Any]]:
     """Print and return a row for each contestant: how many times as long as `against`, in the median over the rounds."""
     print(title)
@@ -168,18 +225,33 @@ def tell(title: str, seconds: dict[str, list[float]], against: str, num_bytes: i
 
 
 def main() -> None:
-    args = state_parser(__doc__, gigabytes=2).parse_args()
+    parser = state_parser(__doc__, gigabytes=2)
+    parser.add_argument("works", nargs="*", default=["flush", "pause", "loop"], help="flush, pause, loop, s3")
+    args = parser.parse_args()
     torch.set_num_threads(2)
     state = make_state(args.gigabytes, args.tiny)
     num_bytes = sum(tensor.nbytes for tensor in state.values())
+    found: dict[str, Any] = {"load_before": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        flush = tell("flush", measure_flush(state, Path(name), args.rounds), "loaderkit", num_bytes)
-        seconds, faults = measure_pause(state, Path(name), args.rounds)
-    pause = tell("pause", seconds, "copies to memory that is kept", num_bytes)
-    medians = {name: statistics.median(found) for name, found in faults.items()}
-    print("faults on pages:", medians)
-    kind = "save-tiny" if args.tiny else "save"
-    record(args.out, kind, num_bytes=num_bytes, workers=_WORKERS, flush=flush, pause=pause, page_faults=medians)
+        for work in args.works:
+            (folder := Path(name, work)).mkdir()
+            if work == "flush":
+                found[work] = tell(work, measure_flush(state, folder, args.rounds), "loaderkit", num_bytes)
+            elif work == "pause":
+                seconds, faults = measure_pause(state, folder, args.rounds)
+                found[work] = tell(work, seconds, "copies to memory that is kept", num_bytes)
+                found["page_faults"] = {name: statistics.median(each) for name, each in faults.items()}
+                print("faults on pages:", found["page_faults"])
+            elif work == "loop":
+                found[work] = tell_loop(measure_loop(state, folder, args.rounds))
+            elif work == "s3":
+                seconds = measure_s3(state, folder, args.rounds, _WORKERS)
+                found[work] = tell(work, seconds, "loaderkit", num_bytes)
+            else:
+                parser.error(f"{work!r}: expected flush, pause, loop or s3")
+    found["load_after"] = os.getloadavg()[0]
+    kind = "-".join(["save", *(["tiny"] if args.tiny else []), *([] if "flush" in args.works else args.works)])
+    record(args.out, kind, num_bytes=num_bytes, workers=_WORKERS, **found)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
 from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, free_port
 
-__all__ = ["ACCESS_KEY", "SECRET_KEY", "Seaweed", "delay", "nginx", "upload"]
+__all__ = ["ACCESS_KEY", "SECRET_KEY", "Seaweed", "delay", "free_port", "nginx", "upload"]
 
 _CONFIG = """
 {user} daemon off; worker_processes 2; pid {folder}/nginx.pid; error_log {folder}/error.log;

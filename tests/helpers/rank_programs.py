@@ -34,14 +34,16 @@ from loaderkit.connectors.file import FileConnector
 _PATIENCE_S = 120.0
 
 
-def run_ranks(function: Callable[..., None], num_ranks: int, *args: Any) -> list[int | None]:
+def run_ranks(
+    function: Callable[..., None], num_ranks: int, *args: Any, patience_s: float = _PATIENCE_S
+) -> list[int | None]:
     """Run `function(rank, num_ranks, *args)` in as many processes; their exit codes."""
     context = _forkserver()
     processes = [context.Process(target=function, args=(rank, num_ranks, *args)) for rank in range(num_ranks)]
     try:
         for process in processes:
             process.start()
-        deadline_s = time.monotonic() + _PATIENCE_S
+        deadline_s = time.monotonic() + patience_s
         for process in processes:
             process.join(max(0.0, deadline_s - time.monotonic()))
         return [process.exitcode for process in processes]

@@ -16,7 +16,7 @@ MAX_GROWTH_BYTES = 4 << 20  # of 1 MiB a rank and save, and what allocators do n
 
 @pytest.mark.parametrize("num_saves", [40, pytest.param(500, marks=pytest.mark.prove)])
 def test_what_is_held_stays(num_saves: int, tmp_path: Path) -> None:
-    assert run_ranks(save_many_times, 2, tmp_path, free_port(), num_saves) == [0, 0]
+    assert run_ranks(save_many_times, 2, tmp_path, free_port(), num_saves, patience_s=900.0) == [0, 0]
     for rank in range(2):
         said = json.loads((tmp_path / f"held-{rank}.json").read_text())
         assert said["steps"] == [num_saves - 2, num_saves - 1, num_saves]

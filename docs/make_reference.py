@@ -23,6 +23,7 @@ from pydantic_core import PydanticUndefined
 from loaderkit._internal.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from loaderkit.checkpoint.manager.settings import (
     BestArgs,
+    CopyArgs,
     Every,
     KeepArgs,
     LocalArgs,
@@ -225,6 +226,7 @@ def render() -> str:
         "local.upload": UploadArgs,
         "keep": KeepArgs,
         "keep.best": BestArgs,
+        "copies": CopyArgs,
         "notice": NoticeArgs,
     }
     for name, model in sections.items():

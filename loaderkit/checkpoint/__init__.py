@@ -15,17 +15,19 @@ from loaderkit._internal.imports import public_names
 if TYPE_CHECKING:
     from loaderkit.checkpoint.discovery.latest import latest
     from loaderkit.checkpoint.discovery.manifest import write_manifest
+    from loaderkit.checkpoint.formats.blockwise import dequantize
     from loaderkit.checkpoint.manager.rng import RngState
     from loaderkit.checkpoint.restore.dcp_reader import StreamReader
     from loaderkit.checkpoint.save.dcp_writer import StreamWriter
 
-__all__ = ["RngState", "StreamReader", "StreamWriter", "latest", "write_manifest"]
+__all__ = ["RngState", "StreamReader", "StreamWriter", "dequantize", "latest", "write_manifest"]
 __getattr__ = public_names(
     __name__,
     {
         "RngState": "loaderkit.checkpoint.manager.rng",
         "StreamReader": "loaderkit.checkpoint.restore.dcp_reader",  # with torch.distributed.checkpoint
         "StreamWriter": "loaderkit.checkpoint.save.dcp_writer",
+        "dequantize": "loaderkit.checkpoint.formats.blockwise",
         "latest": "loaderkit.checkpoint.discovery.latest",
         "write_manifest": "loaderkit.checkpoint.discovery.manifest",
     },

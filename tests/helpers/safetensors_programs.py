@@ -186,3 +186,25 @@ def fail_in_manager(rank: int, num_ranks: int, folder: Path) -> None:
         checkpoints.save(3, state, wait=True)
         (folder / f"failed-{rank}.json").write_text(json.dumps([message, checkpoints.all_steps()]))
     dist.destroy_process_group()
+
+
+def save_copies(rank: int, num_ranks: int, folder: Path) -> None:
+    """Exports of sharded tensors."""
+    begin(rank, num_ranks, folder, "store")
+    copies: list[dict[str, Any]] = [
+        {"to": str(folder / "half"), "dtype": "bfloat16"},
+        {"to": str(folder / "int"), "quantize": "int8", "keys": ["model.*"]},
+    ]
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    cuts = {"rows": 0, "columns": 1, "last": 2, "boxes": 1, "twice": 0, "half": 2, "large": 1, "few": 0}
+    model = {
+        name: distribute_tensor(tensor, mesh, [Shard(cuts[name])]) if name in cuts else tensor
+        for name, tensor in whole_grid(1).items()
+    }
+    with loaderkit.CheckpointManager(folder / "run", copies=copies, timeout_s=60.0) as checkpoints:
+        saving = checkpoints.save(1, {"model": model, "n": 1})
+        checkpoints.wait_until_finished()
+        assert saving is not None
+        half = {url: stats for url, stats in saving.stats["copies"].items() if "half" in url}
+    (folder / f"stats-{rank}.json").write_text(json.dumps(half))
+    dist.destroy_process_group()

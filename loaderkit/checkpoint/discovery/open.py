@@ -41,8 +41,11 @@ class NoCheckpointError(CheckpointError):
     """There are files, and none of them is a checkpoint's."""
 
 
-def open_checkpoint(location: CheckpointLocation, fetch: Fetch) -> Checkpoint:
-    """The checkpoint at a location. `fetch` reads many ranges at once. Raises CheckpointError, FormatError, ConnectorError."""
+def open_checkpoint(location: CheckpointLocation, fetch: Fetch, *, export: bool = False) -> Checkpoint:
+    """The checkpoint at a location; `export`: or the export. `fetch` reads many ranges at once.
+
+    Raises CheckpointError, FormatError, ConnectorError.
+    """
     infos = {info.key[len(location.prefix) :]: info for info in location.children()}
     names = candidates(location, infos)
     heads = heads_of([infos[name] for name in names], fetch)
@@ -68,7 +71,7 @@ def open_checkpoint(location: CheckpointLocation, fetch: Fetch) -> Checkpoint:
     name = "safetensors" if kind == "state" else kind
     checkpoint = Checkpoint(location.url, name, location.connector, location.prefix, infos)
     if kind == "state":
-        _open_state(checkpoint, fetch)
+        _open_state(checkpoint, fetch, export)
         return checkpoint
     if location.single is None and not any(name.endswith(INDEX) for name in infos):
         _check_numbered(checkpoint, files)
@@ -219,7 +222,7 @@ def _check_index(checkpoint: Checkpoint, indexed: dict[str, list[str]] | None) -
                 )
 
 
-def _open_state(checkpoint: Checkpoint, fetch: Fetch) -> None:
+def _open_state(checkpoint: Checkpoint, fetch: Fetch, is_export: bool) -> None:
     """A checkpoint whose safetensors files the file STATE names."""
     info = checkpoint.objects[STATE]
     try:
@@ -227,6 +230,13 @@ def _open_state(checkpoint: Checkpoint, fetch: Fetch) -> None:
         checkpoint.values.update(decoded_values(state))
     except FormatError as error:
         raise _named(checkpoint, info, error) from None
+    if state.export and not is_export:
+        precision = state.export.get("dtype")
+        then = ", and loaderkit.checkpoint.dequantize" if precision == "int8" else ""
+        raise CheckpointError(
+            f"{checkpoint.name} is an export in {precision} of {state.export.get('of')}, no checkpoint: training would go on "
+            f"from rounded numbers. Load its files with safetensors or from_pretrained, or use restore(url, export=True){then}"
+        )
     if missing := [name for name in state.files if name not in checkpoint.objects]:
         raise CheckpointError(
             f"{checkpoint.name} is not whole: {len(missing)} of its {len(state.files)} files are missing, such as "

@@ -36,12 +36,14 @@ class TensorsFile:
 
 @dataclass(frozen=True)
 class State:
-    """`files` by name; `values` as `plain_json.encode` gives them, `aliases` name -> the name of the same tensor."""
+    """`files` by name; `values` as `plain_json.encode` gives them, `aliases` name -> the name of the same tensor. `export`: for
+    one, of what and how, and with what error."""
 
     files: dict[str, TensorsFile]
     values: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     paths: dict[str, list[str | int]] = field(default_factory=dict)
+    export: dict[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """The bytes of the file."""
@@ -62,7 +64,9 @@ def read_state(data: bytes) -> State:
         if fields["version"] != _VERSION:
             raise ValueError(f"version {fields['version']!r}, and this version of loaderkit knows {_VERSION}")
         files = {name: TensorsFile(**item) for name, item in fields["files"].items()}
-        state = State(files, **{name: fields[name] for name in ("values", "aliases", "paths")})
+        state = State(
+            files, **{name: fields[name] for name in ("values", "aliases", "paths")}, export=fields.get("export", {})
+        )
         _check(state)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"it is no description of a checkpoint: {error!r:.200}") from None
@@ -79,7 +83,7 @@ def _check(state: State) -> None:
             raise TypeError(f"what it says of {name!r}")
         if file.index and ("/" in file.index or not file.index.endswith(".index.json")):
             raise ValueError(f"{file.index!r} is no name of an index beside it")
-    tables = (state.values, state.aliases, state.paths)
+    tables = (state.values, state.aliases, state.paths, state.export)
     if not all(isinstance(table, dict) for table in tables) or not all(
         isinstance(n, str) for n in state.aliases.values()
     ):

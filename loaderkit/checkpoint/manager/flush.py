@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import torch
+
 from loaderkit.checkpoint.discovery.description import Format
+from loaderkit.checkpoint.discovery.listing import url_below
 from loaderkit.checkpoint.discovery.locate import save_target
 from loaderkit.checkpoint.flush.process import FlushProcess
 from loaderkit.checkpoint.flush.shared_pages import MappedPages, SharedPages
 from loaderkit.checkpoint.flush.transport import ReceivedCopies
-from loaderkit.checkpoint.manager.saving import KeptPlan, write_checkpoint
+from loaderkit.checkpoint.manager.directory import step_name
+from loaderkit.checkpoint.manager.saving import KeptPlan, messages_of, write_checkpoint
+from loaderkit.checkpoint.manager.settings import CopyArgs
 from loaderkit.checkpoint.ranks.board import Board, BoardAddress
 from loaderkit.checkpoint.save.dcp_writer import StreamWriter
+from loaderkit.checkpoint.save.safetensors.export import ExportRule
+from loaderkit.checkpoint.save.safetensors.export_writer import ExportWriter
 from loaderkit.checkpoint.save.staging import HostCopies
 from loaderkit.connectors.base import Connector, traits_of
 from loaderkit.engine.process.messages import pack
-from loaderkit.errors import ConfigError
+from loaderkit.errors import ConfigError, printable
+
+logger = logging.getLogger("loaderkit")
 
 
 class Flush(Protocol):
@@ -26,8 +37,9 @@ class Flush(Protocol):
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy of the state in host memory that is kept for the next one. Raises CheckpointError without memory for it."""
 
-    def write(self, state: dict[str, Any], url: str, key: str) -> dict[str, Any]:
-        """Write such a copy as the checkpoint `url`; the seconds that it took, when it is committed. See `write_checkpoint`."""
+    def write(self, state: dict[str, Any], url: str, key: str, rule: ExportRule | None = None) -> dict[str, Any]:
+        """Write such a copy as the checkpoint `url`, or the export that `rule` makes of it; what it took, once it is committed.
+        See `write_checkpoint`."""
 
     def close(self) -> None:
         """Give up the memory that is kept."""
@@ -47,13 +59,18 @@ class ThreadFlush:
         copies: HostCopies | None = None,
     ) -> None:
         self._writer = StreamWriter(url, format=format, unique_names=unique_names, connectors=connectors, copies=copies)
+        self._settings = {"connectors": connectors, "copies": copies}
         self._board = board
         self._plan = KeptPlan()
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
         return self._writer.stage(state)
 
-    def write(self, state: dict[str, Any], url: str, key: str) -> dict[str, Any]:
+    def write(self, state: dict[str, Any], url: str, key: str, rule: ExportRule | None = None) -> dict[str, Any]:
+        if rule is not None:
+            writer = ExportWriter(url, rule, **self._settings)
+            write_checkpoint(writer, url, state, self._board, key=key, kept=KeptPlan())
+            return writer.report
         write_checkpoint(self._writer, url, state, self._board, key=key, kept=self._plan)
         return self._writer.stats or {}
 
@@ -85,13 +102,50 @@ class ProcessFlush:
         copied: dict[str, Any] = self._copies.copy(state)
         return copied
 
-    def write(self, state: dict[str, Any], url: str, key: str) -> dict[str, Any]:
-        stats: dict[str, Any] = self._process.call(state, url, key)
+    def write(self, state: dict[str, Any], url: str, key: str, rule: ExportRule | None = None) -> dict[str, Any]:
+        stats: dict[str, Any] = self._process.call(state, url, key, rule)
         return stats
 
     def close(self) -> None:
         self._process.close()
         self._copies.close()
+
+
+class Copies:
+    """The exports that are made of saves. `keys`: below them are the messages of the ranks about the last ones."""
+
+    def __init__(self, copies: Sequence[CopyArgs], flush: Flush, board: Board | None) -> None:
+        self._copies, self._flush, self._board = copies, flush, board
+        self.keys: list[str] = []
+
+    def due(self, step: int) -> list[CopyArgs]:
+        """Those to be made of a step."""
+        return [copy for copy in self._copies if copy.every is None or step % copy.every == 0]
+
+    def write(self, step: int, state: dict[str, Any], of: str, key: str) -> dict[str, Any]:
+        """Make them of `state`, a copy that `flush` has made, which was saved as `of`; by URL the bytes, the relative error and
+        the seconds of each.
+
+        One that fails is a warning, and `error` in its place: the checkpoint is there.
+        """
+        made: dict[str, Any] = {}
+        before, self.keys = self.keys, []
+        for number, copy in enumerate(self.due(step)):
+            url, own_key = url_below(copy.to, step_name(step)), f"{key}-copy-{number}"
+            rule = ExportRule(copy.globs, getattr(torch, copy.quantize or copy.dtype or ""), of)
+            self.keys.append(own_key)
+            begin_s = time.perf_counter()
+            try:
+                made[url] = self._flush.write(state, url, own_key, rule)
+            except Exception as error:
+                if self._board is not None:
+                    self._board.fail(own_key, error)
+                logger.warning("%s is not made: %s", printable(url), error)
+                made[url] = {"error": f"{type(error).__name__}: {error}"}
+            made[url]["flush_s"] = time.perf_counter() - begin_s
+        if self._board is not None and self._board.rank == 0:
+            self._board.remove([name for old in before for name in messages_of(self._board, old)])
+        return made
 
 
 def _writer_there(

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from loaderkit._internal.save_log import SAVES
-from loaderkit.checkpoint.manager.flush import Flush, ProcessFlush, ThreadFlush
+from loaderkit.checkpoint.manager.flush import Copies, Flush, ProcessFlush, ThreadFlush
 from loaderkit.checkpoint.manager.notice import SignalNotice, StepAgreement
 from loaderkit.checkpoint.manager.restoring import restore_newest
 from loaderkit.checkpoint.manager.saving import Saving, messages_of, wait_for_others
@@ -36,10 +36,10 @@ class CheckpointManager:
     format, or as safetensors (see `StreamWriter`).
 
     `target` is the directory (a path, or a URL such as s3://bucket/runs/a), a mapping, or the path of a .yaml file with `to`,
-    `local`, `every`, `keep`, `format`, `when_busy`, `flush` and `notice`; each may be given by name instead. With `local`
-    they are committed there first, and uploaded by rank 0 behind training. With several ranks of torch.distributed, or of
-    `process_group`, each makes one and calls the same methods. `timeout_s`: how long a rank waits for another of which it hears
-    nothing. It is a context manager: at the end, what is being written and uploaded is waited for.
+    `local`, `every`, `keep`, `format`, `when_busy`, `flush`, `copies` and `notice`; each may be given by name instead. With
+    `local` they are committed there first, and uploaded by rank 0 behind training. With several ranks of torch.distributed, or
+    of `process_group`, each makes one and calls the same methods. `timeout_s`: how long a rank waits for another of which it
+    hears nothing. It is a context manager: at the end, what is being written and uploaded is waited for.
 
     The state is a nested dict of tensors, DTensors, plain values and objects with `state_dict` and `load_state_dict`: modules,
     optimizers, schedulers, the loader, `loaderkit.checkpoint.RngState()`.
@@ -55,6 +55,7 @@ class CheckpointManager:
         format: str | None = None,  # noqa: A002 (as in the YAML)
         when_busy: str | None = None,
         flush: str | None = None,
+        copies: Sequence[Mapping[str, Any]] | None = None,
         notice: Mapping[str, Any] | None = None,
         timeout_s: float = 300.0,
         process_group: Any = None,
@@ -69,6 +70,7 @@ class CheckpointManager:
             format=format,
             when_busy=when_busy,
             flush=flush,
+            copies=copies,
             notice=notice,
         )
         self._process_group, self._timeout_s = process_group, timeout_s
@@ -83,6 +85,7 @@ class CheckpointManager:
             format=self.settings.format,
             unique_names=self.settings.local is not None,
         )
+        self._copies = Copies(self.settings.copies, self._flush, self._board)
         self._saving: Saving | None = None
         self._num_saves = self._num_restores = 0
         self._last_step: int | None = None
@@ -193,20 +196,25 @@ class CheckpointManager:
         del copy
 
         def work(saving: Saving) -> None:
+            state = states.pop()
             try:
                 with self._tiers.writing(step):
-                    stats = self._flush.write(states.pop(), self._tiers.url_of(step), key)
+                    stats = self._flush.write(state, self._tiers.url_of(step), key)
             except BaseException as error:
                 if board is not None:
                     board.fail(key, error)
                 raise
             saving.stats |= stats
+            if self._copies.due(step):
+                states.append(state)
 
         def afterwards() -> None:
             if board is None or board.rank == 0:
                 if board is not None:
                     board.remove([*messages_of(board, last_key), *asked])
                 self._tiers.committed(step, metrics)
+            if states:
+                saving.stats["copies"] = self._copies.write(step, states.pop(), self._tiers.url_of(step), key)
 
         self._saving = saving = Saving(step, work, afterwards)
         saving.stats |= {"waiting_s": waited_s, "staging_s": staging_s}
@@ -229,6 +237,7 @@ class CheckpointManager:
         own: dict[str, Any] = with_number_tables(resolved)
         if self.settings.format == "safetensors":
             check_plain_state(resolved)
+        if self.settings.format == "safetensors" or self.settings.copies:
             own |= model_config_of(state)
         if self._board is None or self._board.rank == 0:
             own |= {"step": step, "metrics": {name: float(value) for name, value in metrics.items()}}
@@ -342,7 +351,8 @@ class CheckpointManager:
     def _end_saving(self) -> None:
         self._wait()
         if self._board is not None and self._board.rank == 0 and self._num_saves:
-            wait_for_others(self._board, f"save-{self._num_saves - 1}")
+            for key in (f"save-{self._num_saves - 1}", *self._copies.keys):
+                wait_for_others(self._board, key)
 
     def _end_uploads(self) -> None:
         self._tiers.finish()

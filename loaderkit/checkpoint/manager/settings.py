@@ -133,6 +133,37 @@ class LocalArgs(Model):
     upload: UploadArgs = Field(UploadArgs(bandwidth=None), description="how they are uploaded")
 
 
+class CopyArgs(Model):
+    """An export beside the checkpoints: tensors in fewer bits, as safetensors, that training does not go on from."""
+
+    to: PathText = Field(min_length=1, description="the directory of the exports; nothing is removed there")
+    every: int | None = Field(None, ge=1, description="of those saves whose step is a multiple of this; default of all")
+    dtype: Literal["bfloat16", "float16"] | None = Field(None, description="the type of its floating-point tensors")
+    quantize: Literal["int8"] | None = Field(
+        None, description="int8 in place of `dtype`, with a scale for each block of 256 elements"
+    )
+    keys: Annotated[
+        tuple[str, ...] | None, BeforeValidator(lambda value: (value,) if isinstance(value, str) else as_tuple(value))
+    ] = Field(
+        None,
+        description="globs of the names that it contains; default `model.*`, with `quantize` the moments of the optimizer",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> CopyArgs:
+        if (self.dtype is None) == (self.quantize is None):
+            raise ValueError("a copy has either `dtype` or `quantize`: say in how many bits it is to be")
+        if self.keys == ():
+            raise ValueError("`keys` is empty, so the copy would be: leave it out, or give globs of names")
+        return self
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """`keys`, or the default."""
+        moments = ("*.exp_avg", "*.exp_avg_sq", "*.max_exp_avg_sq", "*.momentum_buffer")
+        return self.keys or (moments if self.quantize else ("model.*",))
+
+
 class NoticeArgs(Model):
     """How a job is told that it will be ended soon."""
 
@@ -171,6 +202,9 @@ class SaveSettings(Model):
         description="what writes the copy of the state: a thread, or a process of its own, which does not share Python's lock "
         "with training",
     )
+    copies: Annotated[tuple[CopyArgs, ...], BeforeValidator(as_tuple)] = Field(
+        (), description="exports in fewer bits, made from the saved state behind training"
+    )
     notice: NoticeArgs | None = Field(None, description="signals at which all ranks save at the same step")
 
 
@@ -207,7 +241,13 @@ def save_settings(target: str | os.PathLike[str] | Mapping[str, Any], **argument
                 f"local.path: {local.path!r} is `to` as well: leave `local` out, or give another directory"
             )
         settings = settings.model_copy(update={"local": local})
-    return settings
+    copies = tuple(copy.model_copy(update={"to": _absolute(copy.to, base)}) for copy in settings.copies)
+    places = [settings.to, *(() if settings.local is None else (settings.local.path,)), *(copy.to for copy in copies)]
+    if twice := [place for place in places if places.count(place) > 1]:
+        raise ConfigError(
+            f"copies: {twice[0]!r} has something else in it already: give each copy a directory of its own"
+        )
+    return settings.model_copy(update={"copies": copies})
 
 
 def _absolute(path: str, base: Path) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from loaderkit.checkpoint.planning.boxes import Box, boxes_in
 from loaderkit.checkpoint.planning.division import Block, divide
@@ -107,4 +108,15 @@ def part_of(item: WriteItem, box: Box) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(box.sizes))
     return WriteItem(
         MetadataIndex(item.index.fqn, offsets), WriteItemType.SHARD, tensor_data=replace(data, chunk=chunk)
+    )
+
+
+def is_default_planner(planner: SavePlanner) -> bool:
+    """True if each rank is to write what torch's default planner deals out, for the sake of bytes only."""
+    kind: Any = type(planner)
+    return (
+        isinstance(planner, DefaultSavePlanner)
+        and not planner.dedup_save_to_lowest_rank
+        and kind.create_global_plan is DefaultSavePlanner.create_global_plan
+        and kind.finish_plan is DefaultSavePlanner.finish_plan
     )

@@ -41,6 +41,7 @@ def restore(
     progress: Callable[[Progress], None] | None = None,
     concurrency: int | Literal["auto"] = "auto",
     timeout_s: float = multi_rank.TIMEOUT_S,
+    export: bool = False,
     connectors: Mapping[str, Connector] | None = None,
 ) -> Any:
     """Restore the tensors of a checkpoint: as a dict, name -> tensor or plain value, or into the nested state dict `into`.
@@ -54,7 +55,8 @@ def restore(
     names than `into`. `nested=True` gives the state as it was saved, tables in tables, for `load_state_dict`. `memory`: bound
     on staging memory besides the tensors; stacks of 24 threads and torch's kernels add at most 24 MiB, and 2 MiB a thread
     where files are read past the page cache. `verify`: "auto" compares with the manifest if there is one, True requires
-    one, False ignores it. `progress` is called in this thread as tensors become whole.
+    one, False ignores it. `export`: `url` may be a copy in fewer bits that a CheckpointManager has made (`copies`), which is
+    refused otherwise. `progress` is called in this thread as tensors become whole.
 
     With `rank` and `world_size`, those of torch.distributed, all ranks call `restore` for the same names, and each gets
     everything: each byte is read by one rank and sent to the others. `memory` is then shared by all ranks of a machine,
@@ -69,7 +71,7 @@ def restore(
         if (several := _several_ranks(rank, world_size)) is not None:
             group = stack.enter_context(multi_rank.rank_group(*several, timeout_s))
             transfer = partial(multi_rank.transfer, group)
-        source = stack.enter_context(OpenCheckpoint.open(url, connectors, memory, verify))
+        source = stack.enter_context(OpenCheckpoint.open(url, connectors, memory, verify, export=export))
         parsed_dtype, target_device, globs = parse_dtype(dtype), parse_device(device), parse_keys(keys)
         settings = {"concurrency": concurrency, "progress": progress}
         if into is None:

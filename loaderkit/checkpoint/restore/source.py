@@ -53,9 +53,15 @@ class OpenCheckpoint:
 
     @classmethod
     def open(
-        cls, url: str | os.PathLike[str], connectors: Mapping[str, Connector] | None, memory: int | str, verify: Verify
+        cls,
+        url: str | os.PathLike[str],
+        connectors: Mapping[str, Connector] | None,
+        memory: int | str,
+        verify: Verify,
+        *,
+        export: bool = False,
     ) -> OpenCheckpoint:
-        """Find the checkpoint and read its description. Raises as `loaderkit.restore`."""
+        """Find the checkpoint, or with `export` the export, and read its description. Raises as `loaderkit.restore`."""
         try:
             memory_bytes = parse_bytes(memory)
         except ValueError as error:
@@ -63,7 +69,7 @@ class OpenCheckpoint:
         location = locate(url, connectors or {})
         try:
             fetch = fetch_of(location.connector, memory_bytes)
-            contents = open_checkpoint(location, fetch)
+            contents = open_checkpoint(location, fetch, export=export)
             return cls(location, contents, read_manifest(location, contents, verify, fetch), memory_bytes)
         except BaseException:
             location.close()

@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -28,7 +27,7 @@ from loaderkit.checkpoint.discovery.description import DCP, SAFETENSORS, Format
 from loaderkit.checkpoint.discovery.locate import SaveTarget, save_target
 from loaderkit.checkpoint.formats.dcp import MAX_TIED
 from loaderkit.checkpoint.planning.boxes import Box
-from loaderkit.checkpoint.planning.held import Held, Part, divided, part_of
+from loaderkit.checkpoint.planning.held import Held, Part, divided, is_default_planner, part_of
 from loaderkit.checkpoint.planning.stored import Stored, described_as_stored
 from loaderkit.checkpoint.save.commit import begin, commit
 from loaderkit.checkpoint.save.engine import SavedFile, save_files
@@ -184,7 +183,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         """The plan with this save's token and what this rank holds. `is_alone`: no other does; default as torch.distributed."""
         self._token, self._held = uuid.uuid4().hex, Held.of(plan)
         if self._kind == SAFETENSORS:
-            self._whole = SafetensorsSave(plan, is_alone=is_alone)
+            self._whole = self._new_save(plan, is_alone)
         offer = None if self._whole is None else self._whole.offer
         return replace(plan, storage_data=Local(self._token, self._held, offer))
 
@@ -317,10 +316,13 @@ class StreamWriter(StorageWriter, AsyncStager):
 
     def _work(self, plan: SavePlan, share: Share, planner: SavePlanner) -> list[tuple[WriteItem, Box | None]]:
         """The items to write, each with the box of it, or all of it."""
-        if share.parts is None or not _is_default(planner):
+        if share.parts is None or not is_default_planner(planner):
             return [(item, None) for item in plan.items]
         values = [(item, None) for item in plan.items if item.tensor_data is None]
         return values + [(self._held.items[number], box) for number, box in share.parts]
+
+    def _new_save(self, plan: SavePlan, is_alone: bool | None) -> SafetensorsSave:
+        return SafetensorsSave(plan, is_alone=is_alone)
 
     def _write_whole(
         self, whole: SafetensorsSave, target: SaveTarget, share: Share, plan: SavePlan, planner: SavePlanner
@@ -433,17 +435,6 @@ def _resolved(
             names.add(name)
             resolved.append((write_item if box is None else part_of(write_item, box), item))
     return resolved
-
-
-def _is_default(planner: SavePlanner) -> bool:
-    """True if each rank is to write what torch's default planner deals out, for the sake of bytes only."""
-    kind: Any = type(planner)
-    return (
-        isinstance(planner, DefaultSavePlanner)
-        and not planner.dedup_save_to_lowest_rank
-        and kind.create_global_plan is DefaultSavePlanner.create_global_plan
-        and kind.finish_plan is DefaultSavePlanner.finish_plan
-    )
 
 
 def _times_of(files: Sequence[SavedFile]) -> dict[str, Any]:

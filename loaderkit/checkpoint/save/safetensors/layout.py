@@ -18,8 +18,10 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from loaderkit.checkpoint.discovery.detect import INDEX
+from loaderkit.checkpoint.formats.blockwise import ABSMAX, num_blocks
 from loaderkit.checkpoint.formats.safetensors import DTYPES
 from loaderkit.checkpoint.ranks.pieces import Address
+from loaderkit.checkpoint.save.safetensors.export import ExportRule, absmax_key, check_rule
 from loaderkit.errors import CheckpointError, ConfigError
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -41,13 +43,15 @@ class Chunk(NamedTuple):
 
 
 class LaidTensor(NamedTuple):
-    """A tensor: its name in the state and in the file, and where its elements are."""
+    """A tensor: its name in the state and in the file, and where its elements are. `made_of`: dtype and shape of those, if what
+    is stored is made of them."""
 
     name: str
     key: str
     dtype: torch.dtype
     shape: Shape
     chunks: tuple[Chunk, ...]
+    made_of: tuple[torch.dtype, Shape] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -95,15 +99,18 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def lay_out(plans: Sequence[SavePlan], offers: Sequence[Offer], generation: int) -> Layout:
-    """The layout of what the ranks have planned, none of it twice; `generation` tells the files from older ones beside them.
+def lay_out(
+    plans: Sequence[SavePlan], offers: Sequence[Offer], generation: int, rule: ExportRule | None = None
+) -> Layout:
+    """The layout of what the ranks have planned, none of it twice, or of what `rule` makes of it; `generation` tells the files
+    from older ones beside them.
 
     Raises ConfigError for a type or name that safetensors has not, CheckpointError for a tensor that is not there whole.
     """
     paths: dict[str, tuple[Any, ...]] = {}
     for plan in reversed(plans):
         paths.update(plan.planner_data or {})
-    tensors, given = _tensors(plans)
+    tensors, given = _tensors(plans, rule)
     same = _same(tensors, offers)
     parts: dict[str, list[LaidTensor]] = {}
     top: list[LaidTensor] = []
@@ -119,19 +126,21 @@ def lay_out(plans: Sequence[SavePlan], offers: Sequence[Offer], generation: int)
     loads = [0] * len(plans)
     for part, listed in parts.items():
         prefix = "" if listed is top else f"{part}."
-        files += _files_of(part, prefix, listed, same, loads=loads, generation=generation)
+        files += _files_of(part, prefix, listed, same, loads=loads, generation=generation, rule=rule)
     if len({file.name for file in files}) < len(files):
         raise ConfigError(f"state: two of its parts would have files of the same name ({', '.join(parts)}): rename one")
     return Layout(tuple(files), tuple(tuple(chunks) for chunks in given), paths)
 
 
-def _tensors(plans: Sequence[SavePlan]) -> tuple[dict[str, LaidTensor], list[list[tuple[str, Shape]]]]:
+def _tensors(
+    plans: Sequence[SavePlan], rule: ExportRule | None
+) -> tuple[dict[str, LaidTensor], list[list[tuple[str, Shape]]]]:
     """The tensors by name, in the order of the plans, and the chunks that each rank gives."""
     tensors: dict[str, LaidTensor] = {}
     given: list[list[tuple[str, Shape]]] = [[] for _ in plans]
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
+            if item.type == WriteItemType.BYTE_IO or (rule is not None and not rule.has(item.index.fqn)):
                 continue
             assert item.tensor_data is not None
             name, data = item.index.fqn, item.tensor_data
@@ -142,6 +151,8 @@ def _tensors(plans: Sequence[SavePlan]) -> tuple[dict[str, LaidTensor], list[lis
                 chunk = Chunk(offsets, sizes, rank, len(given[rank]))
                 given[rank].append((name, offsets))
                 tensors[name] = known._replace(chunks=(*known.chunks, chunk))
+    if rule is not None:
+        check_rule(rule, [*tensors], [item.index.fqn for plan in plans for item in plan.items if item.tensor_data])
     for tensor in tensors.values():
         covered = sum(prod(chunk.sizes) for chunk in tensor.chunks)
         if covered != prod(tensor.shape):
@@ -168,6 +179,7 @@ def _files_of(
     *,
     loads: list[int],
     generation: int,
+    rule: ExportRule | None,
 ) -> list[LaidFile]:
     """The files of one part of the state; `loads` are the bytes that each rank writes, which grow."""
     first: dict[tuple[Any, ...], LaidTensor] = {}
@@ -178,6 +190,8 @@ def _files_of(
         if kept.name != tensor.name:
             aliases.setdefault(kept.key, []).append(key)
     tensors = [*first.values()]
+    if rule is not None:
+        tensors = _converted(tensors, rule)
     bins = _dealt(tensors, loads)
     is_indexed = len(bins) > 1 or generation > 0
     files = []
@@ -196,6 +210,21 @@ def _files_of(
             )
         )
     return files
+
+
+def _converted(tensors: Sequence[LaidTensor], rule: ExportRule) -> list[LaidTensor]:
+    """What an export stores for these tensors. Raises ConfigError."""
+    keys, stored = {tensor.key for tensor in tensors}, []
+    for tensor in tensors:
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize <= rule.dtype.itemsize:
+            stored.append(tensor)
+            continue
+        made = tensor._replace(made_of=(tensor.dtype, tensor.shape), dtype=rule.dtype)
+        stored.append(made)
+        if rule.is_quantized:
+            key, blocks = absmax_key(tensor.key, keys), (num_blocks(prod(tensor.shape)),)
+            stored.append(made._replace(name=tensor.name + ABSMAX, key=key, dtype=torch.float32, shape=blocks))
+    return stored
 
 
 def _dealt(tensors: Sequence[LaidTensor], loads: list[int]) -> list[tuple[int, list[LaidTensor]]]:

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
+from loaderkit.checkpoint.formats.blockwise import ABSMAX
 from loaderkit.checkpoint.formats.plain_json import encode
 from loaderkit.checkpoint.formats.safetensors import DTYPES
-from loaderkit.checkpoint.formats.state_file import MODEL_CONFIG, State, TensorsFile
+from loaderkit.checkpoint.formats.state_file import MODEL_CONFIG, STATE, State, TensorsFile
 from loaderkit.checkpoint.names import flatten
 from loaderkit.checkpoint.planning.boxes import Box
 from loaderkit.checkpoint.planning.held import DescribedPlan
@@ -25,6 +26,15 @@ from loaderkit.checkpoint.ranks.pieces import Address, PieceClient, PieceServer,
 from loaderkit.checkpoint.save.engine import SavedFile
 from loaderkit.checkpoint.save.file_plan import BytesItem, ElementsItem, ElementSource, FilePlan
 from loaderkit.checkpoint.save.safetensors.assembled import AssembledElements
+from loaderkit.checkpoint.save.safetensors.export import (
+    AbsmaxElements,
+    CastElements,
+    ExportRule,
+    Loss,
+    QuantizedElements,
+    config_in,
+    report_of,
+)
 from loaderkit.checkpoint.save.safetensors.layout import (
     LaidFile,
     LaidTensor,
@@ -41,6 +51,8 @@ from loaderkit.errors import CheckpointError, ConfigError
 _ALIGNMENT = 64  # of the first tensor, so that no element lies in two parts of a file
 _MAX_LEAVES = 100_000_000
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+_LOSSES = "loaderkit:losses/"  # begins the name of a rank's, among its values
+_IN_EXPORTS = ("loaderkit.step", MODEL_CONFIG)
 PART = "part of a checkpoint, which loaderkit-state.json describes"
 """What the metadata of a file says under "loaderkit"."""
 
@@ -99,18 +111,21 @@ def kept_plan(url: str) -> ConfigError:
 class SafetensorsSave:
     """One save, as each rank sees it. Close it."""
 
-    def __init__(self, plan: SavePlan, *, is_alone: bool | None = None) -> None:
-        """`plan` is the local one. Unless it says what is tied, such tensors are written as often as they have names."""
+    def __init__(self, plan: SavePlan, *, is_alone: bool | None = None, rule: ExportRule | None = None) -> None:
+        """`plan` is the local one. Unless it says what is tied, such tensors are written as often as they have names. With
+        `rule` it is an export."""
         if is_alone is None:
             is_alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
         self._server = None if is_alone else PieceServer()
         self._client: PieceClient | None = None
         self._layout: Layout | None = None
+        self._rule = rule
+        self.report: dict[str, Any] = {}  # on the coordinator, of an export: its size and error
         self.offer = Offer(None if self._server is None else self._server.address, _memory_of(plan))
 
     def divide(self, plans: Sequence[SavePlan], offers: Sequence[Offer], generation: int) -> list[RankWork]:
         """On the coordinator: what each rank is to do. Raises ConfigError, CheckpointError."""
-        self._layout = layout = lay_out(plans, offers, generation)
+        self._layout = layout = lay_out(plans, offers, generation, self._rule)
         sources = [layout.sources_of(rank) for rank in range(len(plans))]
         work = []
         for rank in range(len(plans)):
@@ -139,14 +154,24 @@ class SafetensorsSave:
     def _write(
         self, work: RankWork, plan: SavePlan, planner: SavePlanner, client: PieceClient, save: SaveFiles
     ) -> tuple[list[SavedFile], dict[str, Any]]:
-        values, own = _resolved(plan, planner)
+        values, own = _resolved(plan, planner, self._rule)
         wait_for_queued({source.device for source in own.values()})
         given = [own[chunk] for chunk in work.given]
         if self._server is not None:
             self._server.serve(given)
         client.connect()
-        plans = [_file_plan(file, work.rank, given, client) for file in work.files]
+        losses: dict[str, Loss] = {}
+        about = PART if self._rule is None else f"part of an export in {self._rule.precision}, which {STATE} describes"
+        plans = []
+        for file in work.files:
+            sources = [(tensor.name, _elements(tensor, work.rank, given, client, losses)) for tensor in file.tensors]
+            header = BytesItem("header", memoryview(_header(file, about)))
+            plans.append(FilePlan(file.name, [header, *(ElementsItem(*source) for source in sources)]))
         files = save(plans)
+        if losses:
+            values[f"{_LOSSES}{work.rank}"] = {
+                name: (loss.of_values, loss.of_differences) for name, loss in losses.items()
+            }
         client.finish()
         if self._server is not None:
             self._server.wait(work.takers)
@@ -155,6 +180,10 @@ class SafetensorsSave:
     def describe(self, values: Mapping[str, Any]) -> bytes:
         """On the coordinator: the state file."""
         assert self._layout is not None
+        values = dict(values)
+        losses: dict[str, tuple[float, float]] = {}
+        for name in [name for name in values if name.startswith(_LOSSES)]:
+            losses |= values.pop(name)
         files: dict[str, TensorsFile] = {}
         aliases: dict[str, str] = {}
         kept: dict[str, tuple[str, ...]] = {}
@@ -169,7 +198,13 @@ class SafetensorsSave:
             for name, path in self._layout.paths.items()
             if tuple(path) != kept.get(name, (name,)) and all(type(key) in (str, int) for key in path)
         }
-        return State(files, dict(values), aliases, paths).encode()
+        if self._rule is None:
+            return State(files, values, aliases, paths).encode()
+        stored = [tensor for file in self._layout.files for tensor in file.tensors]
+        self.report = report_of(stored, losses)
+        if MODEL_CONFIG in values and not self._rule.is_quantized:
+            values[MODEL_CONFIG] = config_in(values[MODEL_CONFIG], self._rule.precision)
+        return State(files, values, aliases, paths, self._rule.described() | self.report).encode()
 
     def close(self, reason: str = "") -> None:
         """Close the connections; with a `reason`, ranks that still wait for this one hear it. Idempotent."""
@@ -179,12 +214,17 @@ class SafetensorsSave:
             self._server.close(reason)
 
 
-def _resolved(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Any], dict[tuple[str, Shape], TensorBytes]]:
+def _resolved(
+    plan: SavePlan, planner: SavePlanner, rule: ExportRule | None
+) -> tuple[dict[str, Any], dict[tuple[str, Shape], TensorBytes]]:
     """What the planner gives: plain values by name, and tensors by name and place."""
     values: dict[str, Any] = {}
     own: dict[tuple[str, Shape], TensorBytes] = {}
     for item in plan.items:
-        name, value = item.index.fqn, planner.resolve_data(item)
+        name = item.index.fqn
+        if rule is not None and not (rule.has(name) if item.tensor_data else name in _IN_EXPORTS):
+            continue
+        value = planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
             assert isinstance(value, io.BytesIO)
             value.seek(0)
@@ -206,28 +246,34 @@ def _not_plain(name: str, value: Any) -> ConfigError:
     )
 
 
-def _file_plan(file: LaidFile, rank: int, given: Sequence[TensorBytes], client: PieceClient) -> FilePlan:
-    items = [ElementsItem(tensor.name, _elements(tensor, rank, given, client)) for tensor in file.tensors]
-    return FilePlan(file.name, [BytesItem("header", memoryview(_header(file))), *items])
+def _elements(
+    tensor: LaidTensor, rank: int, given: Sequence[TensorBytes], client: PieceClient, losses: dict[str, Loss]
+) -> ElementSource:
+    """The elements that are stored; `losses` collects what is lost of them."""
+    dtype, shape = tensor.made_of or (tensor.dtype, tensor.shape)
+    num_bytes = [prod(chunk.sizes) * dtype.itemsize for chunk in tensor.chunks]
+    sources: list[ElementSource] = [
+        given[chunk.number] if chunk.rank == rank else RemoteElements(client, chunk.rank, chunk.number, size)
+        for chunk, size in zip(tensor.chunks, num_bytes, strict=True)
+    ]
+    if len(sources) == 1:
+        (source,) = sources
+    else:
+        boxes = [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
+        source = AssembledElements(shape, dtype.itemsize, [*zip(boxes, sources, strict=True)])
+    if tensor.made_of is None:
+        return source
+    if tensor.name.endswith(ABSMAX) and tensor.dtype == torch.float32:
+        return AbsmaxElements(source, dtype)
+    loss = losses[tensor.name] = Loss()
+    if tensor.dtype == torch.int8:
+        return QuantizedElements(source, dtype, loss)
+    return CastElements(source, dtype, tensor.dtype, loss)
 
 
-def _elements(tensor: LaidTensor, rank: int, given: Sequence[TensorBytes], client: PieceClient) -> ElementSource:
-    chunks: list[tuple[Box, ElementSource]] = []
-    for chunk in tensor.chunks:
-        num_bytes = torch.Size(chunk.sizes).numel() * tensor.dtype.itemsize
-        source: ElementSource
-        source = (
-            given[chunk.number] if chunk.rank == rank else RemoteElements(client, chunk.rank, chunk.number, num_bytes)
-        )
-        if chunk.sizes == tensor.shape:
-            return source
-        chunks.append((Box(chunk.offsets, chunk.sizes), source))
-    return AssembledElements(tensor.shape, tensor.dtype.itemsize, chunks)
-
-
-def _header(file: LaidFile) -> bytes:
+def _header(file: LaidFile, about: str) -> bytes:
     """What comes before the tensors: 8 bytes with the length of the JSON after them."""
-    fields: dict[str, Any] = {"__metadata__": {**file.aliases, "format": "pt", "loaderkit": PART}}
+    fields: dict[str, Any] = {"__metadata__": {**file.aliases, "format": "pt", "loaderkit": about}}
     end = 0
     for tensor in file.tensors:
         start, end = end, end + tensor.num_bytes

@@ -54,6 +54,7 @@ What `save` returns:
 {block(checkpoint.RngState, more={"__init__"})}
 {block(checkpoint.latest)}
 {block(checkpoint.write_manifest)}
+{block(checkpoint.dequantize)}
 {block(checkpoint.StreamReader, more={"__init__"}, only={"__init__", "stats"})}
 {block(checkpoint.StreamWriter, more={"__init__"}, only={"__init__", "stats", "stage", "close"})}
 ### `loaderkit.connectors`

@@ -192,6 +192,10 @@ def _files_of(
     tensors = [*first.values()]
     if rule is not None:
         tensors = _converted(tensors, rule)
+        scales = {tensor.key for tensor in tensors} - {tensor.key for tensor in first.values()}
+        aliases |= {
+            key + ABSMAX: [alias + ABSMAX for alias in tied] for key, tied in aliases.items() if key + ABSMAX in scales
+        }
     bins = _dealt(tensors, loads)
     is_indexed = len(bins) > 1 or generation > 0
     files = []

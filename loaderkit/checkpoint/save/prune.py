@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loaderkit._internal.units import say_age
-from loaderkit.checkpoint.discovery.detect import DESCRIBING
+from loaderkit.checkpoint.discovery.detect import DESCRIBING, METADATA
 from loaderkit.checkpoint.discovery.listing import list_checkpoints, newest_s, url_below
 from loaderkit.checkpoint.discovery.locate import SaveTarget, save_target
 from loaderkit.checkpoint.discovery.manifest import NAME
@@ -98,10 +98,13 @@ def remove_debris(
 
 
 def remove_directory(writes: Writes, prefix: str, infos: Sequence[ObjectInfo]) -> None:
-    """Remove a checkpoint, or what is left of one: its manifest first, then the bytes, and its descriptions, which say whose
+    """Remove a checkpoint, or what is left of one: its manifest first, then the bytes, and its description, which says whose
     it is, last. What is cut off in between is no whole checkpoint any more."""
-    keys = [info.key for info in infos]
-    for key in sorted(keys, key=lambda key: (key.endswith(DESCRIBING), not key.endswith(NAME))):
+
+    def turn(key: str) -> tuple[bool, bool, bool]:
+        return key.endswith((METADATA, STATE)), key.endswith(DESCRIBING), not key.endswith(NAME)
+
+    for key in sorted((info.key for info in infos), key=turn):
         writes.delete(key)
         if key.endswith(NAME):
             writes.sync(prefix)

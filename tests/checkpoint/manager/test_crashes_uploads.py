@@ -24,7 +24,7 @@ from loaderkit.connectors.base import Connector
 from loaderkit.connectors.fsspec import FsspecConnector
 from loaderkit.connectors.memory import MemoryConnector
 
-KINDS = ["file", "memory", "memory-in-place", "power-cut", "fsspec"]
+KINDS = ["file", "memory", "memory-in-place", "power-cut", "fsspec", "memory-safetensors"]
 MOST_OPERATIONS = 40
 NUMBERS = itertools.count()
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -41,19 +41,23 @@ def store_of(kind: str) -> Iterator[Connector]:
             yield made
 
 
-def manager_of(near: Connector, far: Connector) -> loaderkit.CheckpointManager:
+def manager_of(near: Connector, far: Connector, kind: str) -> loaderkit.CheckpointManager:
     return loaderkit.CheckpointManager(
-        "far://", local={"path": "near://", "keep": 2}, keep={"last": 2}, connectors={"near": near, "far": far}
+        "far://",
+        local={"path": "near://", "keep": 2},
+        keep={"last": 2},
+        format="safetensors" if "safetensors" in kind else None,
+        connectors={"near": near, "far": far},
     )
 
 
 def mortal(store: Connector, kind: str, clock: Clock) -> Mortal:
-    return Mortal(store, clock, renames=kind != "memory-in-place")
+    return Mortal(store, clock, renames=kind not in ("memory-in-place", "memory-safetensors"))
 
 
-def die(near: Connector, far: Connector, step: int, number: int) -> None:
+def die(near: Connector, far: Connector, kind: str, step: int, number: int) -> None:
     """Save `number` as a step; the upload dies when the clock of `far` stops."""
-    checkpoints = manager_of(near, far)
+    checkpoints = manager_of(near, far, kind)
     with suppress(DeadError):
         checkpoints.save(step, state_of(number), force=True)
     with suppress(DeadError):
@@ -75,10 +79,10 @@ def test_dead_at_any_operation(kind: str, again: bool, is_before: bool, operatio
     with store_of(kind) as far:
         near = MemoryConnector()
         for step in (1, 2):
-            die(near, mortal(far, kind, Clock()), step, step)
+            die(near, mortal(far, kind, Clock()), kind, step, step)
         step = 2 if again else 3
         clock = Clock(operation, is_before=is_before)
-        die(near, mortal(far, kind, clock), step, 7)
+        die(near, mortal(far, kind, clock), kind, step, 7)
         if isinstance(far, DroppingConnector):
             far.cut(rng if operation % 2 else None)
         steps = steps_in(far)
@@ -89,7 +93,7 @@ def test_dead_at_any_operation(kind: str, again: bool, is_before: bool, operatio
             assert number_alone(far, step) == 7
         assert steps_in(near)[-1] == step
         assert number_alone(near, step) == 7  # it stands, whatever happens to its upload
-        with manager_of(near, mortal(far, kind, Clock())) as checkpoints:
+        with manager_of(near, mortal(far, kind, Clock()), kind) as checkpoints:
             assert number_in(checkpoints) == 7
             if not again:  # a run that goes on saves
                 checkpoints.wait_until_finished()
@@ -98,7 +102,7 @@ def test_dead_at_any_operation(kind: str, again: bool, is_before: bool, operatio
         assert steps_in(far) == ([1, 2] if again else [3, 4])
         assert number_alone(far, step) == 7
         assert {name.partition("/")[0] for name in names_in(far)} == {f"step-{one:010}" for one in steps_in(far)}
-        assert len(names_in(far)) == 6
+        assert len(names_in(far)) == (8 if "safetensors" in kind else 6)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -108,7 +112,7 @@ def test_no_upload_has_more_operations(kind: str, again: bool) -> None:
         near = MemoryConnector()
         for step in (1, 2, 3, 3 if again else 4):
             clock = Clock()
-            die(near, mortal(far, kind, clock), step, step)
+            die(near, mortal(far, kind, clock), kind, step, step)
             assert 5 < len(clock.names) < MOST_OPERATIONS, clock.names
 
 

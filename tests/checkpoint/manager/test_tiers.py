@@ -97,16 +97,17 @@ class TestUpload:
             two.far.gate.set()
         assert (steps_in(two.near), steps_in(two.far)) == ([5], [1, 2, 3, 4, 5])
 
-    def test_a_step_that_is_saved_again_is_replaced(self) -> None:
+    @pytest.mark.parametrize("kind", ["dcp", "safetensors"])
+    def test_a_step_that_is_saved_again_is_replaced(self, kind: str) -> None:
         """Also if it is no longer in the local directory, whose names of files then begin anew."""
         two = Two()
-        with two.manager() as checkpoints:
+        with two.manager(format=kind) as checkpoints:
             for step, number in ((1, 1), (1, 11), (2, 2), (1, 21)):
                 checkpoints.save(step, state_of(number), force=True)
                 checkpoints.wait_until_finished()
                 with loaderkit.CheckpointManager("far://", connectors=two.connectors) as other:
                     assert number_in(other, step) == number
-            assert len(list(two.far.list(""))) == 6
+            assert len(list(two.far.list(""))) == (6 if kind == "dcp" else 8)
         assert checkpoints.stats()["num_uploaded"] == 4
 
     def test_saved_again_while_it_is_uploaded(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from crashing import Clock
 
 import loaderkit
+from loaderkit.checkpoint.flush.shared_pages import MappedPages
 from loaderkit.connectors.base import ObjectWriter, Writes, writes_of
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.writing import WritesLayer
@@ -51,8 +52,8 @@ def _killing(last: int, flag: Path, is_before: bool) -> Killing:
 
 
 class Gated(FileConnector):
-    """Files whose writing waits at a FIFO `gate` beside the folder, if it is there, until someone has opened and closed it; and
-    fails as the file `fails` says."""
+    """Files whose writing waits at a FIFO `gate` beside the folder, if it is there, until someone has opened and closed it, and
+    fails as the file `fails` says; and which cannot be removed while the file `stuck` is there."""
 
     def writes(self) -> Writes:
         return _GatedWrites(writes_of(FileConnector(self.describe(""))), Path(self.describe("")).parent)
@@ -73,6 +74,16 @@ class _GatedWrites(WritesLayer):
             logging.getLogger("loaderkit").warning("it is said there that %s", text)
             raise ConnectorError(text)
         return self.inner.create(key, size)
+
+    def delete(self, key: str) -> None:
+        if key.endswith(".distcp") and (self._folder / "stuck").exists():
+            raise ConnectorError("it is stuck")
+        self.inner.delete(key)
+
+
+def add(memory: MappedPages) -> Callable[[Any, float], float]:
+    """Makes a function that adds what a state holds to a number."""
+    return lambda state, number: float(state["w"].sum()) + number
 
 
 def state_of(number: int) -> dict[str, Any]:

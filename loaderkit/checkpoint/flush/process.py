@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -40,11 +41,6 @@ class FlushProcess:
         self._make = pickle.dumps(make, 5)
         self._memory = memory
         self._running: _Running | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """None while there is no process."""
-        return None if self._running is None else self._running.process.pid
 
     def call(self, state: Any, *arguments: Any) -> Any:
         """What the function returns for a copied state, which lies in the memory given, and for what can be pickled.
@@ -152,6 +148,9 @@ class _Running:
 
     def close(self) -> None:
         """End the process."""
+        # Closing is not enough: forks of this process may have copies of the socket.
+        with suppress(OSError), socket.fromfd(self._connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
+            end.shutdown(socket.SHUT_RDWR)
         self._connection.close()
         if not self.process.wait(_END_S):
             self.process.kill()

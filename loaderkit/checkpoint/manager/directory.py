@@ -58,6 +58,7 @@ class RunDirectory:
         self._lock = threading.Lock()
         self._target: SaveTarget | None = None
         self._is_closed = False
+        self._has_failed = False  # to remove, so that something of it may be left
         self._foreign: set[str] = set()  # steps without a manifest that no manager has saved
 
     def __str__(self) -> str:
@@ -116,6 +117,9 @@ class RunDirectory:
             return
         try:
             with self._opened() as target:
+                if self._has_failed:  # the next save clears it only if it is one of this process
+                    clear_dead(target, writes_of(target.connector))
+                    self._has_failed = False
                 saved = self._saved(target)
                 kept = steps_to_keep([*saved.values()], keep, time.time()) | {*others(saved)}
                 for step in sorted(saved.keys() - kept):
@@ -124,6 +128,7 @@ class RunDirectory:
                 for name in self._cut_off(target):
                     _remove(target, name)
         except (CheckpointError, FormatError, ConnectorError) as error:
+            self._has_failed = True
             logger.warning("old checkpoints in %s are not removed: %s", self, error)
 
     def clear_cut_off(self) -> None:

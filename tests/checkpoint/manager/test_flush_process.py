@@ -108,6 +108,21 @@ class TestSaved:
         assert names(tmp_path / "run") == ["step-0000000001", "step-0000000003"]
         assert number_in(tmp_path) == 3
 
+    def test_what_could_not_be_removed_is_by_the_next_save(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Training's process removes; while it lives, the one that writes does not take what it has left for a dead save's."""
+        with manager_of(tmp_path, keep={"last": 1}) as checkpoints:
+            checkpoints.save(1, state_of(1), wait=True)
+            (tmp_path / "stuck").touch()
+            checkpoints.save(2, state_of(2), wait=True)
+            assert any("are not removed: it is stuck" in message for message in caplog.messages)
+            assert len(names(tmp_path / "run")) > 1
+            (tmp_path / "stuck").unlink()
+            checkpoints.save(3, state_of(3))
+        assert names(tmp_path / "run") == ["step-0000000003"]
+        assert number_in(tmp_path) == 3
+
     def test_flat_over_forty_saves(self, tmp_path: Path) -> None:
         state: dict[str, Any] = {"w": torch.randn(2_000_000), "n": 0}
         with loaderkit.CheckpointManager(tmp_path, flush="process", keep={"last": 2}) as checkpoints:

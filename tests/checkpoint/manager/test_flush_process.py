@@ -134,7 +134,9 @@ class TestSaved:
                 (pid,) = children()
                 seen.append([pid, *held("self"), *held(str(pid))])
         early, late = seen[9], seen[39]
-        assert late[:1] + late[1:4] + late[5:8] == early[:1] + early[1:4] + early[5:8]
+        assert late[0] == early[0]
+        # A thread that has ended is counted for a moment; what each save leaves would be thirty.
+        assert max(late[n] - early[n] for n in (1, 2, 3, 5, 6, 7)) < 3
         assert max(late[4] - early[4], late[8] - early[8]) < 4 << 20
 
 

@@ -11,6 +11,7 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from multiprocessing import reduction
@@ -41,28 +42,49 @@ class FlushProcess:
         self._make = pickle.dumps(make, 5)
         self._memory = memory
         self._running: _Running | None = None
+        self._calling = threading.Lock()
+        self._is_closed = False
 
     def call(self, state: Any, *arguments: Any) -> Any:
         """What the function returns for a copied state, which lies in the memory given, and for what can be pickled.
 
         Raises what it raises, and CheckpointError if the process ends meanwhile; the next call starts another one.
         """
+        self._is_closed = False
+        try:
+            with self._calling:
+                return self._call(state, arguments)
+        finally:
+            if self._is_closed:
+                self.close()
+
+    def _call(self, state: Any, arguments: tuple[Any, ...]) -> Any:
         stream, areas = pack_state(state, self._memory)
         if self._running is None or self._running.process.has_ended:
-            self.close()
+            self._end()
             self._running = _Running(self._make, self._memory)
         try:
             outcome = self._running.call(stream, areas, arguments)
         except (EOFError, OSError) as error:
             message = self._running.death()
-            self.close()
+            self._end()
             raise CheckpointError(message) from error
+        if not self._running.is_ready:  # what was to be called could not be made, and the process ends
+            self._end()
         if outcome.error is not None:
             raise outcome.error
         return outcome.result
 
     def close(self) -> None:
-        """End the process. Another call may follow. Idempotent."""
+        """End the process; where a thread is in a call, when that returns. Another call may follow. Idempotent."""
+        self._is_closed = True  # first, as the thread looks when it has released the lock
+        if self._calling.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._calling.release()
+
+    def _end(self) -> None:
         running, self._running = self._running, None
         if running is not None:
             running.close()
@@ -82,7 +104,7 @@ class _Running:
         """Start it. Raises OSError, as the first call does if it could not be started."""
         self._memory = memory
         self._sent: set[int] = set()
-        self._is_ready = False
+        self.is_ready = False
         with ExitStack() as theirs:
             self._connection, other = _pipe()
             theirs.callback(other.close)
@@ -97,10 +119,10 @@ class _Running:
 
     def call(self, stream: bytes, areas: set[int], arguments: tuple[Any, ...]) -> _Outcome:
         """Call the function. Raises EOFError, OSError if the process has ended."""
-        if not self._is_ready:
+        if not self.is_ready:
             if (outcome := self._receive()).error is not None:
                 return outcome
-            self._is_ready = True
+            self.is_ready = True
         kept = set(self._memory.numbers()) & self._sent | areas
         added = sorted(areas - self._sent)
         self._connection.send_bytes(pickle.dumps((sorted(kept), added, arguments), 5))
@@ -134,7 +156,7 @@ class _Running:
             self.process.wait(_END_S)
         code = self.process.exit_code
         how = how_it_ended(code)
-        if not self._is_ready:
+        if not self.is_ready:
             how = f"could not start: it {how} before it was ready"
             fix = f"see its stderr; {sys.executable} must be able to import there what it imports here, or use flush: thread"
         elif code == -signal.SIGKILL:

@@ -108,6 +108,24 @@ class TestSaved:
         assert names(tmp_path / "run") == ["step-0000000001", "step-0000000003"]
         assert number_in(tmp_path) == 3
 
+    def test_ctrl_c_while_it_closes_completes_the_last_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupt(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        checkpoints = manager_of(tmp_path)
+        os.mkfifo(tmp_path / "gate")
+        saving = checkpoints.save(1, state_of(1))
+        assert saving is not None
+        with (tmp_path / "gate").open("w"):
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(type(saving), "join", interrupt)
+                checkpoints.close()
+            assert not saving.is_done
+        saving.wait()
+        assert number_in(tmp_path) == 1
+
     def test_what_could_not_be_removed_is_by_the_next_save(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:

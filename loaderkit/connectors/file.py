@@ -226,7 +226,7 @@ class FileConnector(BulkConnector):
             )
         if error.errno in (errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP):
             return ObjectNotFoundError(f"there is no file {name!r} ({error.strerror}); was it moved or deleted?")
-        if error.errno in (errno.EACCES, errno.EPERM):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return AccessDeniedError(f"{name!r} cannot be read or changed by this user ({error.strerror})")
         kind = TemporaryError if error.errno in _TEMPORARY else ConnectorError
         return kind(f"{name!r}: {error.strerror or error}")

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from loaderkit.checkpoint.discovery.detect import METADATA
@@ -34,7 +34,7 @@ from loaderkit.checkpoint.save.placement import (
 )
 from loaderkit.checkpoint.save.prune import remove_directory
 from loaderkit.connectors.base import Connector, writes_of
-from loaderkit.errors import CheckpointError, ConnectorError, FormatError, ObjectNotFoundError, printable
+from loaderkit.errors import CheckpointError, ConfigError, ConnectorError, FormatError, ObjectNotFoundError, printable
 
 logger = logging.getLogger("loaderkit")
 _METRIC = f"{OWN_KEY}.metrics."
@@ -165,10 +165,27 @@ class RunDirectory:
         with self._opened() as target:
             writes_of(target.connector).put(target.parent + name, data)
 
-    def remove(self, name: str) -> None:
-        """Remove a file from the directory. Raises ConnectorError."""
+    @contextmanager
+    def probed(self) -> Iterator[str]:
+        """Write a small file, and remove it after the block; its name. The next save clears it after a process that died.
+
+        Raises ConnectorError, and ConfigError for a store that is only read.
+        """
         with self._opened() as target:
-            writes_of(target.connector).delete(target.parent + name)
+            try:
+                writes = writes_of(target.connector)
+            except ConnectorError as error:
+                raise ConfigError(str(error)) from error
+            attempt, probe = secrets.token_hex(8), target._replace(name="probe")
+            folder = f"{target.parent}{SAVING}probe.{attempt}/"
+            placement = Placement(attempt, 0, this_process(), folder, 0, in_place=False)
+            key = marker_key(probe, placement)
+            put_marker(probe, writes, placement)
+            try:
+                yield key[len(target.parent) :]
+            finally:
+                with suppress(ConnectorError):
+                    writes.delete(key)
 
     @contextmanager
     def _opened(self) -> Iterator[SaveTarget]:

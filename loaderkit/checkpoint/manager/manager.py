@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from time import monotonic
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -61,7 +63,8 @@ class CheckpointManager:
         process_group: Any = None,
         connectors: Mapping[str, Connector] | None = None,
     ) -> None:
-        """Raises ConfigError that names file, line and key; ConnectorError if `local` cannot be read."""
+        """Raises ConfigError that names file, line and key, also if the directories cannot be written to, which rank 0 tries;
+        MissingExtraError without the package for the store; ConnectorError if `local` cannot be read."""
         self.settings = save_settings(
             target,
             local=local,
@@ -100,18 +103,19 @@ class CheckpointManager:
 
     # ------------------------------------------------------------------------------------------------------- when
 
-    def should_save(self, step: int) -> bool:
+    def should_save(self, step: SupportsIndex) -> bool:
         """True if `save(step, ...)` would save: `every` says so, or a notice came. All ranks agree on the step."""
-        if step == self._last_step:
+        number = _whole(step)
+        if number == self._last_step:
             return False
-        return self._is_due(step) or self.reached_preemption(step)
+        return self._is_due(number) or self.reached_preemption(number)
 
-    def reached_preemption(self, step: int) -> bool:
+    def reached_preemption(self, step: SupportsIndex) -> bool:
         """True from the step on after which the job is to stop, the same on every rank; that step is saved, if `save` is called
         for every step before this."""
         if self.settings.notice is None:
             return False
-        return self._preemption.reached(step)
+        return self._preemption.reached(_whole(step))
 
     def _noticed(self) -> str | None:
         return None if self._signals is None else self._signals.name
@@ -137,30 +141,30 @@ class CheckpointManager:
 
     def save(
         self,
-        step: int,
+        step: SupportsIndex,
         state: dict[str, Any],
         *,
         force: bool = False,
         wait: bool = False,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> Saving | None:
         """Save `state` as step `step`, if that is due, or with `force`; None: it was not, or was skipped.
 
         Returns once the state is copied to host memory; a thread or a process writes and commits it. `wait`: returns once it
-        is committed. `metrics` are numbers for `keep.best`. Raises what the previous save met; its checkpoint is then not
-        there, and those before it stand. Raises what an upload has met, on rank 0: this step is being saved all the same, and
-        the upload is tried again. Raises ConfigError for a state that could not be restored.
+        is committed. `metrics` are numbers for `keep.best`, which may be NumPy's or tensors of one element. Raises what the
+        previous save met; its checkpoint is then not there, and those before it stand. Raises what an upload has met, on rank
+        0: this step is being saved all the same, and the upload is tried again. Raises ConfigError for a state that could not
+        be restored.
         """
         self._check_open()
-        if type(step) is not int or step < 0:
-            raise ConfigError(f"step {step!r}: expected a number of steps from 0 on")
-        if not force and not self.should_save(step):
+        number, numbers = _whole(step), _numbers(metrics or {})
+        if not force and not self.should_save(number):
             return None
-        if self._is_skipped(step, force or self.reached_preemption(step)):
+        if self._is_skipped(number, force or self.reached_preemption(number)):
             self._stats["num_skipped"] += 1
             return None
         waited_s = self._wait()
-        saving = self._begin(step, state, metrics or {}, waited_s)
+        saving = self._begin(number, state, numbers, waited_s)
         if wait:
             self._wait()
         self._tiers.raise_failure()
@@ -228,11 +232,6 @@ class CheckpointManager:
         leaves_of(state)
         if OWN_KEY in state:
             raise ConfigError(f"state: the key {OWN_KEY!r} is the manager's own: give it another name")
-        for name, value in metrics.items():
-            if type(name) is not str or isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ConfigError(
-                    f"metrics: expected numbers by name, such as {{'loss': 0.5}}, not {name!r}: {value!r}"
-                )
         resolved: dict[str, Any] = resolved_state(state)
         own: dict[str, Any] = with_number_tables(resolved)
         if self.settings.format == "safetensors":
@@ -240,7 +239,7 @@ class CheckpointManager:
         if self.settings.format == "safetensors" or self.settings.copies:
             own |= model_config_of(state)
         if self._board is None or self._board.rank == 0:
-            own |= {"step": step, "metrics": {name: float(value) for name, value in metrics.items()}}
+            own |= {"step": step, "metrics": dict(metrics)}
         return resolved | {OWN_KEY: own}
 
     def wait_until_finished(self) -> None:
@@ -262,6 +261,8 @@ class CheckpointManager:
         self._stats["waiting_s"] += waited_s
         self._add_flush(saving.stats)
         self._saving = None
+        if not saving.is_committed and self._last_step == saving.step:
+            self._last_step = None  # it may be saved again
         if saving.error is not None:
             raise saving.error
         if not saving.is_committed:
@@ -281,7 +282,7 @@ class CheckpointManager:
 
     # ----------------------------------------------------------------------------------------------------- restore
 
-    def restore(self, state: dict[str, Any], step: int | None = None) -> int | None:
+    def restore(self, state: dict[str, Any], step: SupportsIndex | None = None) -> int | None:
         """Restore `state` in place from the newest whole checkpoint, or from that of `step`; the step. None: there is none.
 
         It may have been saved by any number of ranks. One that is damaged is passed over with a warning that says why, also if
@@ -289,6 +290,7 @@ class CheckpointManager:
         last of them is an error. Raises CheckpointError, before anything is written, if names, shapes or dtypes do not fit.
         """
         self._check_open()
+        number = None if step is None else _whole(step)
         leaves_of(state)
         self._wait()
         key = f"restore-{self._num_restores}"
@@ -298,7 +300,7 @@ class CheckpointManager:
             group, timeout_s = self._process_group, self._timeout_s
             restore_state(url, state, process_group=group, timeout_s=timeout_s, connectors=self._connectors)
 
-        chosen = restore_newest(self._tiers, step, restore, board=self._board, key=key, connectors=self._connectors)
+        chosen = restore_newest(self._tiers, number, restore, board=self._board, key=key, connectors=self._connectors)
         if chosen is not None:
             self._last_step = chosen
         return chosen
@@ -373,6 +375,30 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this CheckpointManager is closed: make another one")
+
+
+def _whole(step: Any) -> int:
+    """The number of a step; NumPy's and tensors of one element count. Raises ConfigError."""
+    with suppress(TypeError, ValueError, RuntimeError):
+        number = -1 if isinstance(step, bool) else operator.index(step)
+        if number >= 0:
+            return number
+    raise ConfigError(f"step {step!r}: expected a number of steps from 0 on")
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Raises ConfigError."""
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            if type(name) is not str or isinstance(value, (bool, str)):
+                raise TypeError
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise ConfigError(
+                f"metrics: expected numbers by name, such as {{'loss': 0.5}}, not {name!r}: {value!r}"
+            ) from None
+    return numbers
 
 
 def _board(process_group: Any, timeout_s: float, *, with_address: bool) -> Board | None:

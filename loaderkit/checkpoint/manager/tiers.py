@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 from loaderkit.checkpoint.manager.directory import RunDirectory, step_name
 from loaderkit.checkpoint.manager.settings import SaveSettings
 from loaderkit.checkpoint.manager.uploads import Uploads
 from loaderkit.checkpoint.ranks.board import Board
 from loaderkit.connectors.base import Connector
-from loaderkit.errors import CheckpointError, ConfigError, ConnectorError, FormatError, printable
+from loaderkit.errors import (
+    AccessDeniedError,
+    CheckpointError,
+    ConfigError,
+    ConnectorError,
+    FormatError,
+    ObjectNotFoundError,
+    printable,
+)
 
 logger = logging.getLogger("loaderkit")
 _CLAIM = "loaderkit-local.json"  # in the local directory: whose it is
-_SEEN = "local-directory"
+_CHECKED, _SEEN = "directories", "local-directory"
+_DOING = "the ranks look at the directories of the checkpoints"
 
 
 class Tiers:
@@ -32,7 +40,8 @@ class Tiers:
     the same one."""
 
     def __init__(self, settings: SaveSettings, connectors: dict[str, Connector], board: Board | None) -> None:
-        """Raises ConfigError if the local directory is another run's, or if the ranks do not share it; on all ranks."""
+        """Raises ConfigError if a directory cannot be written to, if the local one is another run's or the same as `to`, or
+        if the ranks do not share it; PeerError on the other ranks."""
         self._keep, self._local, self._board = settings.keep, settings.local, board
         rules = [settings.keep, None if settings.local is None else settings.local.keep]
         with_metrics = any(keep is not None and keep.best is not None for keep in rules)
@@ -41,10 +50,15 @@ class Tiers:
         self._num_finished = 0
         self._is_claimed = False
         self._saving = threading.Lock()  # while something in `near` is being written or removed
+        if settings.local is not None:
+            self._near = RunDirectory(settings.local.path, connectors, with_metrics=with_metrics)
+        try:
+            self._agree_on_directories()
+        except BaseException:
+            self.close()
+            raise
         if settings.local is None:
             return
-        self._near = RunDirectory(settings.local.path, connectors, with_metrics=with_metrics)
-        self._agree_on_local()
         if board is None or board.rank == 0:
             self._uploads = Uploads(
                 self._near,
@@ -186,33 +200,67 @@ class Tiers:
         for directory in self._directories():
             directory.close()
 
-    # ------------------------------------------------------------------------------------------- the local directory
+    # ---------------------------------------------------------------------------------------------- at the beginning
 
-    def _agree_on_local(self) -> None:
-        """Raise ConfigError on every rank if one of them cannot use the local directory."""
+    def _agree_on_directories(self) -> None:
+        """Raise on every rank if the directories are not to be used: what is wrong shows now, and not hours later."""
         board = self._board
         if board is None:
-            self._check_claim()
+            with self._checked():
+                return
+        if board.rank > 0:
+            self._look_for(board.wait_for(_CHECKED, 0, about=_CHECKED, doing=_DOING).decode())
             return
-        probe = f".{secrets.token_hex(8)}.tmp"
-        if board.rank == 0:
+        with ExitStack() as probes:
             try:
-                self._check_claim()
-                self._near.put(probe, b"")
-                board.post(_SEEN, probe.encode())
+                name = probes.enter_context(self._checked())
             except BaseException as error:
-                board.fail(_SEEN, error)
+                board.fail(_CHECKED, error)
                 raise
-        doing = "the ranks look whether they share the local directory"
-        name = board.wait_for(_SEEN, 0, about=_SEEN, doing=doing).decode()
+            board.post(_CHECKED, name.encode())
+            self._look_for(name)
+
+    @contextmanager
+    def _checked(self) -> Iterator[str]:
+        """The directories can be written to; the name of a file in the local one, "" without. Raises ConfigError."""
+        is_local = self._near is not self._far
+        if is_local:
+            self._check_claim()
+        with self._probed(self._far, "to") as there:
+            if not is_local:
+                yield ""
+                return
+            if there and self._near.read(there) is not None:
+                raise ConfigError(
+                    f"local: {self._near} is the same directory as {self._far}, which is `to`: leave it out"
+                )
+            with self._probed(self._near, "local") as name:
+                yield name
+
+    @contextmanager
+    def _probed(self, directory: RunDirectory, key: str) -> Iterator[str]:
+        """While there is a file of this name in the directory; "": it has failed in a way that may be over soon."""
+        with ExitStack() as probes:
+            try:
+                name = probes.enter_context(directory.probed())
+            except (ConfigError, AccessDeniedError, ObjectNotFoundError) as error:
+                raise ConfigError(f"{key}: checkpoints cannot be saved to {directory}: {error}") from error
+            except ConnectorError as error:
+                logger.warning("%s cannot be written to now, and saving will fail if that lasts: %s", directory, error)
+                name = ""
+            yield name
+
+    def _look_for(self, name: str) -> None:
+        """Raise ConfigError unless all ranks see the file in the local directory."""
+        board = self._board
+        assert board is not None
+        if not name:
+            return
         is_there = False
         with suppress(ConnectorError):
             is_there = self._near.read(name) is not None
         board.post(f"{_SEEN}/{board.rank}", b"" if is_there else socket.gethostname().encode())
-        hosts = [data.decode() for data in board.collect(_SEEN, doing=doing)]
-        if board.rank == 0:
-            with suppress(ConnectorError):
-                self._near.remove(probe)
+        hosts = [data.decode() for data in board.collect(_SEEN, doing=_DOING)]
         blind = [(rank, host) for rank, host in enumerate(hosts) if host]
         if blind:
             rank, host = blind[0]

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_states import same, save_dcp
@@ -21,9 +22,10 @@ from loaderkit.checkpoint import RngState
 from loaderkit.connectors.base import writes_of
 from loaderkit.connectors.config import S3Args
 from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.file_writes import FileWrites
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.s3 import S3Connector
-from loaderkit.errors import CheckpointError, ClosedError, ConfigError, ConnectorError
+from loaderkit.errors import CheckpointError, ClosedError, ConfigError, ConnectorError, UnreachableError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 HELPERS = Path(__file__).parents[2] / "helpers"
@@ -151,19 +153,77 @@ class TestSaveAndRestore:
 
     def test_wrong_use(self, tmp_path: Path) -> None:
         checkpoints = loaderkit.CheckpointManager(tmp_path)
-        with pytest.raises(ConfigError, match="a number of steps from 0 on"):
-            checkpoints.save(-1, state_of(0))
         with pytest.raises(ConfigError, match="'x' holds an object of pathlib"):
             checkpoints.save(1, {"x": Path("y")})
         with pytest.raises(ConfigError, match="the key 'loaderkit' is the manager's own"):
             checkpoints.save(1, {"loaderkit": 1})
         with pytest.raises(ConfigError, match="expected numbers by name"):
-            checkpoints.save(1, state_of(1), metrics={"loss": "low"})  # type: ignore[dict-item]
+            checkpoints.save(1, state_of(1), metrics={"loss": "low"})
+        for step in (-1, True, 1.0, "1", torch.ones(2)):
+            with pytest.raises(ConfigError, match="a number of steps from 0 on"):
+                checkpoints.save(step, state_of(0))  # type: ignore[arg-type]
+        for metric in (True, None, torch.ones(2), [1.0], "1.0"):
+            with pytest.raises(ConfigError, match="expected numbers by name"):
+                checkpoints.save(1, state_of(1), metrics={"loss": metric})
         checkpoints.close()
         checkpoints.close()
         with pytest.raises(ClosedError):
             checkpoints.save(1, state_of(1))
         assert names(tmp_path) == []
+
+    def test_numbers_of_numpy_and_torch(self, tmp_path: Path) -> None:
+        with loaderkit.CheckpointManager(tmp_path, every=2, keep={"best": {"metric": "loss"}}) as checkpoints:
+            assert checkpoints.should_save(np.int32(2))
+            assert not checkpoints.should_save(torch.tensor(3))
+            checkpoints.save(np.int64(2), state_of(2), metrics={"loss": torch.tensor(0.5)})
+            checkpoints.save(torch.tensor(4), state_of(4), metrics={"loss": np.float32(0.75)})
+            checkpoints.save(6, state_of(6), metrics={"loss": np.int8(3)})
+            checkpoints.wait_until_finished()
+            assert checkpoints.all_steps() == [2, 6]
+            state = state_of(0)
+            assert checkpoints.restore(state, step=np.int64(2)) == 2
+            assert same(state["x"], state_of(2)["x"])
+        assert loaderkit.restore(tmp_path / "step-0000000002")["loaderkit.metrics.loss"] == 0.5
+
+
+class TestBeginning:
+    def test_a_store_that_is_only_read_is_refused_at_once(self) -> None:
+        with pytest.raises(ConfigError, match=r"to: checkpoints cannot be saved to https.*only reads"):
+            loaderkit.CheckpointManager("https://example.com/a")
+
+    def test_so_is_a_directory_that_cannot_be(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("x")
+        with pytest.raises(ConfigError, match=r"to: checkpoints cannot be saved .*is a file, not a directory"):
+            loaderkit.CheckpointManager(tmp_path / "file" / "run")
+        with pytest.raises(ConfigError, match=r"local: checkpoints cannot be saved .*is a file, not a directory"):
+            loaderkit.CheckpointManager(tmp_path / "run", local=tmp_path / "file")
+        assert names(tmp_path / "run") == []
+
+    def test_a_store_that_does_not_answer_now_is_a_warning(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def put(*anything: Any) -> Any:
+            raise UnreachableError("no route")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(FileWrites, "put", put)
+            checkpoints = loaderkit.CheckpointManager("store://", connectors={"store": FileConnector(tmp_path)})
+        assert "cannot be written to now, and saving will fail if that lasts: no route" in caplog.text
+        checkpoints.save(1, state_of(1))
+        checkpoints.close()
+        assert names(tmp_path) == ["step-0000000001"]
+
+    def test_what_is_tried_is_cleared_if_the_process_dies(self, tmp_path: Path) -> None:
+        program = (
+            "import os, loaderkit.connectors.file_writes as writes, loaderkit; "
+            "writes.FileWrites.delete = lambda *key: os._exit(7); loaderkit.CheckpointManager('run')"
+        )
+        assert subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=False).returncode == 7
+        assert len(names(tmp_path / "run")) == 1
+        with loaderkit.CheckpointManager(tmp_path / "run") as checkpoints:
+            assert checkpoints.all_steps() == []
+            checkpoints.save(1, state_of(1))
+        assert names(tmp_path / "run") == ["step-0000000001"]
 
 
 class TestWhen:
@@ -243,6 +303,19 @@ class TestFailure:
         checkpoints.save(2, state_of(2))
         with pytest.raises(ConnectorError):
             checkpoints.close()
+
+    def test_the_same_step_may_be_saved_again(self, store: Store, tmp_path: Path) -> None:
+        with manager_of(store) as checkpoints:
+            store.error = ConnectorError("no space")
+            with pytest.raises(ConnectorError):
+                checkpoints.save(1, state_of(1), wait=True)
+            store.error = None
+            assert checkpoints.should_save(1)
+            saving = checkpoints.save(1, state_of(1), wait=True)
+            assert saving is not None
+            assert saving.is_committed
+            assert checkpoints.save(1, state_of(1)) is None  # it is there
+        assert names(tmp_path) == ["step-0000000001"]
 
     def test_an_error_of_the_loop_is_not_hidden(self, store: Store, caplog: pytest.LogCaptureFixture) -> None:
         store.error = ConnectorError("No space left on device")

@@ -348,6 +348,17 @@ class TestLocalDirectory:
         with loaderkit.CheckpointManager(tmp_path / "a", local=local) as checkpoints:
             assert number_in(checkpoints) == 1
 
+    @pytest.mark.parametrize("kind", ["link", "url", "path"])
+    def test_the_same_directory_by_another_name_is_refused(self, kind: str, tmp_path: Path) -> None:
+        with loaderkit.CheckpointManager(tmp_path / "a") as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, state_of(step))
+        (tmp_path / "link").symlink_to(tmp_path / "a")
+        local = {"link": f"{tmp_path}/link", "url": f"file://{tmp_path}/a", "path": f"{tmp_path}/b/../a"}[kind]
+        with pytest.raises(ConfigError, match=r"is the same directory as|is `to` as well"):
+            loaderkit.CheckpointManager(tmp_path / "a", local=local)
+        assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["step-0000000001", "step-0000000002"]
+
     def test_a_directory_that_was_the_only_one_becomes_the_local_one(self, tmp_path: Path) -> None:
         with loaderkit.CheckpointManager(tmp_path / "a") as checkpoints:
             checkpoints.save(1, state_of(1))
@@ -359,7 +370,12 @@ class TestLocalDirectory:
     def test_a_disk_that_is_full_is_a_failed_save(self, tmp_path: Path) -> None:
         class Full(FileConnector):
             def writes(self) -> Any:
-                raise ConnectorError("No space left on device")
+                def full(*anything: Any) -> Any:
+                    raise ConnectorError("No space left on device")
+
+                writes: Any = super().writes()
+                writes.put = writes.create = full
+                return writes
 
         two = Two(near=Full(tmp_path))
         with two.manager() as checkpoints:

@@ -6,10 +6,14 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+import torch
 from crashing import names_in, number_in, save_to
+from safetensors.torch import load
 from seaweed import Seaweed
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from loaderkit.checkpoint import latest
+import loaderkit
+from loaderkit.checkpoint import StreamWriter, latest
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import S3Args
 from loaderkit.connectors.fsspec import FsspecConnector
@@ -30,6 +34,25 @@ def store(request: pytest.FixtureRequest, seaweed: Seaweed, s3_keys: None) -> It
         connector = S3Connector(f"s3://{BUCKET}/{next(NUMBERS)}/", S3Args(endpoint=seaweed.endpoint))
     yield connector
     connector.close()
+
+
+def test_safetensors_saved_again_and_read_by_its_own_program(store: Connector) -> None:
+    for number in range(3):
+        state = {"model": {"w": torch.full((300, 7), float(number))}, "step": number}
+        writer = StreamWriter("given://step-1", format="safetensors", connectors={"given": store})
+        save(state, storage_writer=writer, no_dist=True)
+        found = loaderkit.restore("given://step-1", connectors={"given": store}, verify=True)
+        assert (found["step"], found["model.w"].eq(number).all()) == (number, True)
+        (key,) = (name for name in names_in(store) if name.endswith(".safetensors"))
+        data = bytearray(store.stat(key).size)
+        store.read_into(key, 0, memoryview(data))
+        assert load(bytes(data))["w"].eq(number).all()
+        others = {
+            "loaderkit-manifest.json",
+            "loaderkit-state.json",
+            *(["model.safetensors.index.json"] if number else []),
+        }
+        assert {*names_in(store)} == {key, *(f"step-1/{name}" for name in others)}
 
 
 def files(step: str, generation: int) -> list[str]:

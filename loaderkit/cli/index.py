@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from loaderkit.cli import console
+from loaderkit.cli.index_lengths import index_lengths
 from loaderkit.cli.options import AsJson, Debug
 from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectNotFoundError, SourceError
 
@@ -38,11 +39,17 @@ class _Shard(NamedTuple):
 
 def index(
     shards: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="TAR...", help="Tar shards: paths, folders, or URLs such as s3://bucket/shards/*.tar, with globs."
         ),
-    ],
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="P", help="Instead: measure the documents of a pipeline with `pack`, and keep their lengths."
+        ),
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--check", help="Write nothing; fail if an index is missing or stale.")
     ] = False,
@@ -50,6 +57,13 @@ def index(
     debug: Debug = False,
 ) -> None:
     """Write an index (.idx) beside each tar shard: loading then reads no headers."""
+    if lengths is not None:
+        if shards or verify:
+            raise ConfigError("--lengths stands alone, without TAR and --check")
+        index_lengths(lengths, as_json)
+        return
+    if not shards:
+        raise ConfigError("Missing argument 'TAR...': name tar shards, or a pipeline with `pack` behind --lengths")
     rows = []
     with ExitStack() as stack:
         opened = _found(shards, stack)

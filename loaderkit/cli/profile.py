@@ -231,9 +231,11 @@ def _subset(plan: ExecutionPlan) -> Any:
         return Subset(num_batches, None, "the files of a mixture are not put out of the page cache")
     if plan.connector is None:
         return Subset(num_batches, None, "what a data set of Python objects reads is not known")
-    positions = schedule.positions(0, 0, num_batches) % len(source)
-    indices = plan.order().indices(0, positions).tolist()
-    paths = files_of(source, plan.connector, indices)
+    positions = schedule.positions(0, 0, num_batches) % schedule.num_samples
+    indices = plan.order().indices(0, positions)
+    if plan.packing is not None:
+        indices = plan.packing.pieces(0, indices).samples
+    paths = files_of(source, plan.connector, indices.tolist())
     return Subset(num_batches, paths, "the samples are in a store, whose own caches cannot be emptied from here")
 
 

@@ -39,12 +39,14 @@ def _choose(python: Callable[P, R], module: Any = _kernels) -> Callable[P, R]:
     return kernel
 
 
+best_fit = _choose(fallback.best_fit)
 crc32 = _choose(fallback.crc32) if HAS_KERNELS and _kernels.crc32(b"") == 0 else fallback.crc32
 cut = _choose(fallback.cut)
 delayed = _choose(fallback.delayed)
 gather_ranges = _choose(fallback.gather_ranges)
 group_names = _choose(fallback.group_names)
 interleave = _choose(fallback.interleave)
+mark_documents = _choose(fallback.mark_documents)
 members = _choose(fallback.members)
 permute = _choose(fallback.permute)
 read_many = _choose(fallback.read_many)

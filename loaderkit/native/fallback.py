@@ -9,8 +9,10 @@ import io
 import os
 import stat
 import zlib
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -277,3 +279,53 @@ def delayed() -> float:
             return int(file.read(64).split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):
         return 0.0
+
+
+# ------------------------------------------------------------------------------------------------ packing
+
+
+def best_fit(sizes: Int64s, capacity: int, bounds: Int64s, bins: Int64s, counts: Int64s) -> None:
+    """Packs sizes of 0 to `capacity`, window by window, [bounds[w], bounds[w + 1]), into bins: the largest first, each into the
+    bin with the least space that is enough, the newest of several. bins[i] becomes the bin in its window, -1 for a size of 0;
+    counts[w] the number of bins of the window."""
+    for window, (begin, end) in enumerate(pairwise(bounds.tolist())):
+        here = sizes[begin:end]
+        bins[begin:end] = -1
+        spaces: list[int] = []  # that open bins have left, ascending
+        open_bins: dict[int, list[int]] = {}  # by space
+        num_bins = 0
+        for place in np.argsort(-here, kind="stable").tolist():
+            size = int(here[place])
+            if size == 0:
+                break
+            number = bisect_left(spaces, size)
+            if number == len(spaces):
+                bin_number, left, num_bins = num_bins, capacity - size, num_bins + 1
+            else:
+                space = spaces[number]
+                bin_number, left = open_bins[space].pop(), space - size
+                if not open_bins[space]:
+                    del spaces[number]
+            bins[begin + place] = bin_number
+            if left:
+                if not open_bins.setdefault(left, []):
+                    insort(spaces, left)
+                open_bins[left].append(bin_number)
+        counts[window] = num_bins
+
+
+def mark_documents(  # noqa: PLR0917 - as in C
+    lengths: Int64s, firsts: Int64s, length: int, positions: memoryview, documents: memoryview, tokens: memoryview
+) -> None:
+    """Fills int32 [bins, length] of the place of every token in its document and of its document's number in the bin, -1 behind
+    the last, where `tokens` are set to 0. The documents of bin b are those from firsts[b] to firsts[b + 1]."""
+    num_bins = len(firsts) - 1
+    place, document = (np.frombuffer(memory, np.int32).reshape(num_bins, length) for memory in (positions, documents))
+    values = np.frombuffer(tokens, np.uint8).reshape(num_bins, length, -1)
+    for number, (first, end) in enumerate(pairwise(firsts.tolist())):
+        ends = np.cumsum(lengths[first:end])
+        begins = np.concatenate(([0], ends))
+        document[number] = np.searchsorted(ends, np.arange(length), side="right")
+        place[number] = np.arange(length) - begins[document[number]]
+        document[number, begins[-1] :] = -1
+        values[number, begins[-1] :] = 0

@@ -24,7 +24,7 @@ from loaderkit.pipeline.engine_factory import make_batch_plan
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.sources.base import Source
 from loaderkit.sources.mixture import MixtureSource
-from loaderkit.stages.base import BatchWork, SampleChunk
+from loaderkit.stages.base import BatchWork
 
 _BLOCK = 65_536  # keys looked through at a time
 logger = logging.getLogger("loaderkit")
@@ -168,7 +168,7 @@ def retry_quarantined(
             work_item.specs = plan.specs
             work_item.fields = plan.memory.take()
             work_item.values = {name: [None] for name, spec in plan.specs.items() if spec.kind != "slab"}
-            chunk = SampleChunk(work_item, 0, 1, single)
+            chunk = plan.make_single(work_item, 0, 1, single)
             for stage in stages:
                 stage.run(chunk)
             yield line, next((failure.error for failure in work_item.failures), None)

@@ -132,6 +132,7 @@ def compile_stages(plan: ExecutionPlan) -> CompiledStages:
         early_stream=stream if lowering is not None and lowering.graph.device is not None else None,
         in_slots=None if lowering is not None else _stage_in_slots(config, stream),
         is_seeded=any(getattr(stage.args, "seeded", False) for stage in config.all_stages),
+        packing=plan.packing,
     )
     stages = _compile(context, lowering, partial(_compile_parts, plan, ahead))
     if plan.slowdown is not None:
@@ -276,6 +277,7 @@ def _ahead_of(
         bounds=bounds,
         shard=shard,
         chosen=None if plan.mixture is None else _choice(plan, source),
+        packing=plan.packing,
     )
     return ReadAheadConnector(
         connector,

@@ -20,13 +20,14 @@ from loaderkit.pipeline.batches.assembler import BatchAssembler, BatchShape
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.first_samples import specs_of_all_parts, specs_of_first
 from loaderkit.pipeline.batches.memory import BatchMemory
-from loaderkit.pipeline.batches.plan import BatchPlan
+from loaderkit.pipeline.batches.packing import document_chunk, packed_chunk
+from loaderkit.pipeline.batches.plan import BatchPlan, MakeChunk
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.base import Source
 from loaderkit.sources.iterable import IterableSource, Pass
 from loaderkit.sources.mixture import MixtureSource
-from loaderkit.stages.base import FieldSpec
+from loaderkit.stages.base import FieldSpec, SampleChunk
 
 logger = logging.getLogger("loaderkit")
 
@@ -84,6 +85,11 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
         filters=config.filters,
         skips_empty=config.skips_empty_batches,
     )
+    packing = plan.packing
+    make_chunk: MakeChunk = SampleChunk
+    make_single: MakeChunk = SampleChunk
+    if packing is not None:
+        make_chunk, make_single = partial(packed_chunk, packing), partial(document_chunk, packing)
     return BatchPlan(
         BatchCursor(plan.order(), schedule, num_epochs=config.order.epochs, shard=shard, on_seek=compiled.on_seek),
         BatchMemory(
@@ -94,9 +100,11 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
             pinned_for=compiled.device,
             allocator=allocator,
         ),
-        BatchAssembler(plan.source, shape, None if early is None else early.run),
+        BatchAssembler(plan.source, shape, None if early is None else early.run, packing=packing),
         key=plan.source.key,
-        find_specs=_find_specs(plan),
+        find_specs=_find_specs(plan, make_single),
+        make_chunk=make_chunk,
+        make_single=make_single,
         whole_chunks=compiled.lowering is not None,
         begin_pass=partial(Pass, plan.source, schedule=schedule, shard=shard)
         if isinstance(plan.source, IterableSource)
@@ -104,13 +112,13 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
     )
 
 
-def _find_specs(plan: ExecutionPlan) -> Callable[[Pass | None], Mapping[str, FieldSpec]]:
+def _find_specs(plan: ExecutionPlan, make_single: MakeChunk) -> Callable[[Pass | None], Mapping[str, FieldSpec]]:
     """How the fields of a batch are found."""
     run, specs_of = plan.compiled.context.run_before_batch, plan.compiled.specs_of
     num_tries = 16 + plan.config.errors.max_bad_samples
     if isinstance(plan.source, MixtureSource):
-        return partial(specs_of_all_parts, plan.source, run, specs_of, num_tries=num_tries)
-    return partial(specs_of_first, plan.source, run, specs_of, num_tries=num_tries)
+        return partial(specs_of_all_parts, plan.source, run, specs_of, num_tries=num_tries, make_chunk=make_single)
+    return partial(specs_of_first, plan.source, run, specs_of, num_tries=num_tries, make_chunk=make_single)
 
 
 def _names_samples(plan: ExecutionPlan) -> bool:

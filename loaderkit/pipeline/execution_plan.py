@@ -26,12 +26,14 @@ from loaderkit.connectors.config import SourceArgs, StoreArgs
 from loaderkit.connectors.factory import open_connector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError, SourceError
+from loaderkit.pipeline.batches.packing import packed_order
 from loaderkit.pipeline.compiler import CompiledStages, compile_stages
 from loaderkit.pipeline.config.mixture import MixtureArgs
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.inline_rule import why_inline
 from loaderkit.sampling.mixture import MixedOrder, MixedSource, Mixture
+from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.random import key_of
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
 from loaderkit.sampling.shard import WHOLE, Shard
@@ -66,6 +68,7 @@ class ExecutionPlan:
     index_s: float = 0.0  # the time to read or build the indexes of archives
     inline_reason: str | None = None  # why a rule chose inline, if it did
     shard: Shard = WHOLE  # of this worker process
+    packing: PackedOrder | None = None  # the sequences that `pack` makes of the samples
     has_given_ranks: bool = True  # False: the schedule's rank and world size are a guess, see `Loader`
     mixture: Mixture | None = None  # the course of an epoch of several sources
     part_connectors: tuple[OwnedConnector, ...] = ()  # those of several sources
@@ -107,22 +110,8 @@ class ExecutionPlan:
         return [] if self.compiled.device is None else stages[[stage.kind for stage in stages].index("transfer") :]
 
     def order(self) -> SamplePermutation:
-        """The order of the samples; for one thread."""
-        seed = self.config.order.seed
-        if self.mixture is None:
-            return self._order_of(self.source, seed)
-        assert isinstance(self.source, MixtureSource)
-        orders = [self._order_of(part, key_of("source", seed, part.name)) for part in self.source.parts]
-        return MixedOrder(copy(self.mixture), orders)
-
-    def _order_of(self, source: Source, seed: int) -> SamplePermutation:
-        order = self.config.order
-        if order.shuffle == "global":
-            return GlobalOrder(len(source), seed)
-        if order.shuffle == "block":
-            bounds = source.blocks(order.block.block)
-            return BlockOrder(bounds, seed, window=order.block.window, lanes=order.block.lanes)
-        return SequentialOrder()
+        """The order of the samples, with `pack` of the sequences; for one thread."""
+        return _order_of(self.config, self.source, self.mixture) if self.packing is None else SequentialOrder()
 
     def fingerprint(self) -> dict[str, str]:
         """The values that must be equal for a saved state to mean the same samples; not the URL or settings of speed."""
@@ -138,6 +127,8 @@ class ExecutionPlan:
         if config.order.shuffle == "block":
             block = config.order.block
             values["order"] = f"block of {block.block} bytes, window {block.window}, lanes {block.lanes}"
+        if self.packing is not None:
+            values["lengths"] = self.packing.digest()
         if source.classes is not None:
             values["classes"] = shortened(source.classes)
         if named:
@@ -180,6 +171,26 @@ class ExecutionPlan:
                 connector.close()
 
 
+def _order_of(config: PipelineConfig, source: Source, mixture: Mixture | None) -> SamplePermutation:
+    """The order of a source's samples; for one thread."""
+    seed = config.order.seed
+    if mixture is None:
+        return _order_of_one(config, source, seed)
+    assert isinstance(source, MixtureSource)
+    orders = [_order_of_one(config, part, key_of("source", seed, part.name)) for part in source.parts]
+    return MixedOrder(copy(mixture), orders)
+
+
+def _order_of_one(config: PipelineConfig, source: Source, seed: int) -> SamplePermutation:
+    order = config.order
+    if order.shuffle == "global":
+        return GlobalOrder(len(source), seed)
+    if order.shuffle == "block":
+        bounds = source.blocks(order.block.block)
+        return BlockOrder(bounds, seed, window=order.block.window, lanes=order.block.lanes)
+    return SequentialOrder()
+
+
 def compile_pipeline(
     config: PipelineConfig,
     *,
@@ -219,9 +230,12 @@ def compile_pipeline(
             num_samples = mixture.num_samples
         list_s = time.perf_counter() - begin_s
         batch = config.batch
-        schedule = _checked_schedule(
-            BatchSampler(num_samples, rank, world_size, batch.size, batch.drop_last, wraps=not kind.is_stream), config
+        packing = packed_order(config, source, _order_of(config, source, mixture), num_samples)
+        num_samples = num_samples if packing is None else packing.num_samples(0)
+        sampler = BatchSampler(
+            num_samples, rank, world_size, batch.size, batch.drop_last, wraps=not kind.is_stream, sizes=packing
         )
+        schedule = _checked_schedule(sampler, config)
         inline_reason = why_inline(config, source, connector)
         plan = ExecutionPlan(
             config,
@@ -234,6 +248,7 @@ def compile_pipeline(
             list_s=list_s - source.index_s,
             index_s=source.index_s,
             inline_reason=inline_reason,
+            packing=packing,
             has_given_ranks=has_given_ranks,
             mixture=mixture,
             part_connectors=parts,

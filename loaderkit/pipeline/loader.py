@@ -24,6 +24,7 @@ from loaderkit.pipeline.empty_batches import EmptyBatches
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline, other_ranks, ranks_now
 from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle
 from loaderkit.sampling.mixture import with_later_changes
+from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.state import State
 from loaderkit.sources.iterable import IterableSource
 
@@ -105,11 +106,12 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch on this rank, also in a resumed one. Raises TypeError where it is not known
-        before the end: of an iterable without `length`, and with `filter: {on_empty_batch: skip}`."""
+        """The number of batches of a whole epoch on this rank, also in a resumed one; with `pack` of the current one. Raises
+        TypeError where it is not known before the end: of an iterable without `length`, and with `filter: {on_empty_batch:
+        skip}`."""
         self._take_ranks()
         self._empty_batches.check_length()
-        return self._plan.schedule.num_batches()
+        return self._schedule.num_batches()
 
     def start(self) -> None:
         """Start to prefetch before the first `next()`. Idempotent."""
@@ -137,7 +139,7 @@ class Loader:
     def _num_to_come(self) -> int:
         """The number of batches of the epoch that comes next."""
         epoch, position = self._next
-        return 0 if self._is_over(epoch) else self._plan.schedule.num_batches(position)
+        return 0 if self._is_over(epoch) else self._plan.schedule.of_epoch(epoch).num_batches(position)
 
     def _next_of(self, iteration: int, num_left: int | None) -> tuple[Any, int]:
         """The next batch for iterator number `iteration`, which has `num_left` batches left (None: it has not begun), and how
@@ -198,7 +200,7 @@ class Loader:
             executors.stop(join_s=1.0)
             raise
         if batch is _END:
-            self._position = self._plan.schedule.num_samples
+            self._position = self._plan.schedule.of_epoch(self._epoch).num_samples
             return batch
         self._position = delivery.end
         if isinstance(self._plan.source, IterableSource):
@@ -234,9 +236,15 @@ class Loader:
 
     @property
     def num_samples(self) -> int:
-        """The number of samples of the data set, over all ranks; of a mixture, those of an epoch."""
+        """The number of samples of the data set, over all ranks; of a mixture, those of an epoch; with `pack`, the number of
+        sequences of the current epoch."""
         self._plan.schedule.check_length()
-        return self._plan.schedule.num_samples
+        return self._schedule.num_samples
+
+    @property
+    def _schedule(self) -> BatchSampler:
+        """Of the epoch of the next batch."""
+        return self._plan.schedule.of_epoch(self._or_next_epoch(self._epoch, self._position)[0])
 
     @property
     def config(self) -> PipelineConfig:
@@ -276,7 +284,7 @@ class Loader:
         self._executors.check_open()
         given = State.from_dict(dict(state) if isinstance(state, Mapping) else state)
         restored = with_later_changes(given, self._fingerprint)
-        seed, num_samples = self._plan.config.order.seed, self._plan.schedule.num_samples
+        seed, num_samples = self._plan.config.order.seed, self._plan.schedule.of_epoch(restored.epoch).num_samples
         restored.check(seed=seed, fingerprint=self._fingerprint, num_samples=num_samples)
         self._iteration += 1
         self._epoch, self._position = self._next = here = self._or_next_epoch(restored.epoch, restored.position)
@@ -287,7 +295,7 @@ class Loader:
 
     def _or_next_epoch(self, epoch: int, position: int) -> tuple[int, int]:
         """(epoch, position), or the beginning of the next epoch if no batch comes behind it."""
-        return (epoch, position) if self._plan.schedule.num_batches(position) else (epoch + 1, 0)
+        return (epoch, position) if self._plan.schedule.of_epoch(epoch).num_batches(position) else (epoch + 1, 0)
 
     def resize(
         self,
@@ -355,7 +363,8 @@ class Loader:
                 "some: continue with load_state_dict instead, or leave out `on_empty_batch: skip`"
             )
         self._take_ranks()
-        self._next = (self._next[0], self._plan.schedule.position_after(0, number))
+        epoch = self._next[0]
+        self._next = (epoch, self._plan.schedule.of_epoch(epoch).position_after(0, number))
         return iter(self)
 
     # ----------------------------------------------------------------------------------------------------- watching
@@ -410,7 +419,7 @@ class Loader:
         return Pipeline.of(self._executors.settings.written_to(self._plan.config)).to_yaml()
 
     def __repr__(self) -> str:
-        schedule = self._plan.schedule
+        schedule = self._schedule
         ranks = f"on rank {schedule.rank} of {schedule.world_size}" if self._has_ranks else "rank not taken yet"
         most = "at most " if self._plan.config.skips_empty_batches else ""
         num_batches = f"{most}{schedule.num_batches()} " if self._has_ranks and schedule.knows_length else ""

@@ -6,7 +6,7 @@ every world size, batch size, number of workers and restart, and a saved state i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -172,13 +172,20 @@ class _Layout(NamedTuple):
         return starts + Bijection(sizes, self.group_keys[group])(ranks - starts)
 
 
+class EpochSizes(Protocol):
+    """The number of samples of every epoch, where epochs differ."""
+
+    def num_samples(self, epoch: int) -> int: ...
+
+
 @dataclass(frozen=True)
 class BatchSampler:
     """The positions of an epoch that one rank's batches hold, from any global position on.
 
     Position p goes to rank p mod world_size. Dropping, every rank has floor(left / (batch_size world_size)) batches; else
     every rank has ceil(left / world_size) samples, and positions past the end are marked as wrapped. Where samples cannot be
-    repeated (`wraps`), the last batch has what is left, and there is none unless every rank has a sample for it.
+    repeated (`wraps`), the last batch has what is left, and there is none unless every rank has a sample for it. With `sizes`
+    the number of samples is that of one epoch, and `of_epoch` gives others.
     """
 
     num_samples: int
@@ -187,6 +194,11 @@ class BatchSampler:
     batch_size: int
     drop_last: bool
     wraps: bool = True
+    sizes: EpochSizes | None = None
+
+    def of_epoch(self, epoch: int) -> BatchSampler:
+        """This one, for the samples of another epoch."""
+        return self if self.sizes is None else replace(self, num_samples=self.sizes.num_samples(epoch))
 
     def num_batches(self, start: int = 0) -> int:
         left = max(0, self.num_samples - start)
@@ -232,8 +244,17 @@ class BatchSampler:
 
     def next_position_after(self, epoch: int, position: int, num_batches: int) -> tuple[int, int]:
         """(epoch, global position) at which the batch begins that comes `num_batches` after the one at `position`."""
-        num_later = num_batches - self.num_batches(position)
+        here = self.of_epoch(epoch)
+        num_later = num_batches - here.num_batches(position)
         if num_later < 0:
-            return epoch, self.position_after(position, num_batches)
-        num_epochs, step = divmod(num_later, self.num_batches() or 1)
-        return epoch + 1 + num_epochs, self.position_after(0, step)
+            return epoch, here.position_after(position, num_batches)
+        if self.sizes is None:
+            num_epochs, step = divmod(num_later, self.num_batches() or 1)
+            return epoch + 1 + num_epochs, self.position_after(0, step)
+        while True:
+            epoch += 1
+            here = self.of_epoch(epoch)
+            num_here = here.num_batches()
+            if num_later < num_here or not num_here:
+                return epoch, here.position_after(0, num_later)
+            num_later -= num_here

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from loaderkit.connectors.base import Ranges
 from loaderkit.connectors.ranges import RangeRequest, RangeSlice, coalesce
 from loaderkit.errors import SourceError
+from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, SamplePermutation
-from loaderkit.sources.base import RecordSource, Source
+from loaderkit.sources.base import RecordSource, SequenceSource, Source
 
 _MOST_SAMPLES = 4096  # planned at a time
 _NUM_COALESCED = 256  # consecutive samples whose ranges are coalesced
@@ -48,13 +49,16 @@ class Forecast:
         bounds: NDArray[np.int64] | None = None,
         shard: tuple[int, int] = (0, 1),
         chosen: Chosen | None = None,
+        packing: PackedOrder | None = None,
     ) -> None:
         """`bounds` are the first sample of every block and, last, the number of samples, for a `BlockOrder`. `shard` is (rank,
-        world size) of this loading process; batches are dealt round-robin."""
+        world size) of this loading process; batches are dealt round-robin. `packing`: positions are those of sequences, of
+        which each needs its samples."""
         self._source = source
         self._order = order
         self._schedule = schedule
         self._num_epochs = num_epochs
+        self._packing = packing
         self._number, self._of = shard
         self._bounds = bounds
         self._chosen = chosen
@@ -73,15 +77,18 @@ class Forecast:
         num_samples = 0  # of the rank, before these
         num_batches = 0  # before these, in all processes
         while self._num_epochs is None or epoch < self._num_epochs:
-            if self._schedule.num_batches() == 0:
+            schedule = self._schedule.of_epoch(epoch)
+            if schedule.num_batches() == 0:
                 return
-            for group in self._positions(position):
+            for group in self._positions(schedule, position):
                 positions = self._mine(group, num_batches)
-                num_batches += -(-len(group) // self._schedule.batch_size)
-                if self._has_samples_in(group):
-                    indices = self._order.indices(epoch, positions % self._schedule.num_samples)
+                num_batches += -(-len(group) // schedule.batch_size)
+                if self._packing is not None:
+                    yield from self._of_sequences(epoch, positions % schedule.num_samples, num_samples)
+                elif self._has_samples_in(group):
+                    indices = self._order.indices(epoch, positions % schedule.num_samples)
                     yield from self._of_samples(epoch, positions, indices, num_samples)
-                elif not self._schedule.knows_length and self._are_over(int(group[0])):
+                elif not schedule.knows_length and self._are_over(int(group[0])):
                     return
                 num_samples += len(positions)
             self._emitted = None
@@ -90,8 +97,8 @@ class Forecast:
     _emitted: NDArray[np.bool_] | None = None  # the blocks of the epoch that were emitted already
     _owned: NDArray[np.bool_] | None = None
 
-    def _positions(self, start: int) -> Iterator[NDArray[np.int64]]:
-        schedule = self._schedule
+    @staticmethod
+    def _positions(schedule: BatchSampler, start: int) -> Iterator[NDArray[np.int64]]:
         num_batches = schedule.num_batches(start)
         step = max(1, _MOST_SAMPLES // schedule.batch_size)
         for first in range(0, num_batches, step):
@@ -131,6 +138,26 @@ class Forecast:
             some = rest[first : first + _NUM_COALESCED]
             slices += coalesce(self._wanted(indices[some], (some + number).tolist()), most_bytes=_MOST_BYTES)
         return sorted(slices, key=lambda range_slice: range_slice.first)
+
+    def _of_sequences(self, epoch: int, sequences: NDArray[np.int64], number: int) -> Iterator[RangeSlice]:
+        """The slices of what sequences hold: of `Sequences` the pieces, of other samples all that `read` reads of them."""
+        assert self._packing is not None
+        for first in range(0, len(sequences), _NUM_COALESCED):
+            pieces = self._packing.pieces(epoch, sequences[first : first + _NUM_COALESCED])
+            owners = np.repeat(np.arange(len(pieces.bounds) - 1), np.diff(pieces.bounds)) + (number + first)
+            source = self._source
+            if self._chosen is not None:
+                is_own = self._chosen.is_own(pieces.samples)
+                wanted = self._wanted(pieces.samples[is_own], owners[is_own].tolist())
+            elif isinstance(source, SequenceSource):
+                file, item_bytes = source.file, source.sequences.item_bytes
+                starts = (source.starts[pieces.samples] + pieces.firsts * item_bytes).tolist()
+                rows = zip(starts, (pieces.lengths * item_bytes).tolist(), owners.tolist(), strict=True)
+                wanted = [RangeRequest(file.key, start, num, file.etag, number) for start, num, number in rows]
+            else:
+                wanted = self._wanted(pieces.samples, owners.tolist())
+            slices = coalesce(wanted, most_bytes=_MOST_BYTES)
+            yield from sorted(slices, key=lambda range_slice: range_slice.first)
 
     def _owned_blocks(self, epoch: int) -> NDArray[np.bool_]:
         """bool [blocks]: the blocks of which this rank reads at least half of the samples, which makes them worth a request."""

@@ -107,6 +107,7 @@ class StageKind:
     runs_in_dali: bool = True  # if it has `ops`
     needs_images: bool = False
     is_single: bool = False  # at most one in a pipeline
+    packs: bool = False  # samples before it are those of its sequences
     decodes: bool = False  # fields after it are no longer encoded bytes
     shrinks: bool = False  # images are cropped or resized, so seldom large after it
     is_pointwise: bool = False  # acts on each pixel alone, so it commutes with a resize
@@ -169,16 +170,24 @@ class FieldGroup(NamedTuple):
     fields: dict[str, Any]
 
 
+class Starts(NamedTuple):
+    """Where the parts of a sequence of `length` begin: int32 [parts]. A batch has one tensor with those of all its sequences
+    laid end to end, and the end of the last: int32 [all parts + 1]."""
+
+    starts: NDArray[np.int32]
+    length: int
+
+
 @dataclass(frozen=True)
 class FieldSpec:
     """The layout of one field of a batch. `shape` is one sample's, with `pad` and `ragged` the example's; `kind` decides how
     slots are filled.
 
     slab: fixed shape and dtype, written into preallocated memory. list: any Python values. pad, ragged: tensors of differing
-    shapes, padded to the batch's largest or delivered as a list. rendered: rows of tensors from a stage.
+    shapes, padded to the batch's largest or delivered as a list. rendered: rows of tensors from a stage. starts: `Starts`.
     """
 
-    kind: Literal["slab", "list", "pad", "ragged", "rendered"]
+    kind: Literal["slab", "list", "pad", "ragged", "rendered", "starts"]
     shape: tuple[int, ...] = ()
     dtype: str | None = None  # torch's name
     image: bool = False
@@ -187,7 +196,7 @@ class FieldSpec:
 
 
 class SampleFailure(NamedTuple):
-    """A bad sample, as the quarantine file and the statistics record it."""
+    """A bad sample, as the quarantine file and the statistics record it; a slot of -1 is whole without it."""
 
     slot: int
     sample: int
@@ -296,6 +305,10 @@ class SampleChunk(Chunk):
 
     def index_of(self, row: int) -> int:
         return int(self.indices[row])
+
+    def slot_of(self, row: int) -> int:
+        """The slot that the sample at `row` is for."""
+        return self.lo + row
 
     def let_go(self) -> None:
         self.samples, self.columns, self.parts = [], None, None

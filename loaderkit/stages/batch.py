@@ -31,6 +31,7 @@ from loaderkit.stages.base import (
     StageArgs,
     StageConfig,
     StageKind,
+    Starts,
 )
 from loaderkit.stages.context import CompileContext
 from loaderkit.stages.runner import FailureNamer, raise_store_failure, replace_failed
@@ -67,7 +68,9 @@ def specs_of(
     return {name: _spec_of(value, key, ragged.get(name), image_dtype) for name, value in sample.items()}
 
 
-def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: str | None) -> FieldSpec:
+def _spec_of(  # noqa: PLR0911 - a kind of value each
+    value: Any, key: str, ragged: str | None, image_dtype: str | None
+) -> FieldSpec:
     if ragged is not None:
         try:
             tensor = as_tensor(value)
@@ -78,6 +81,8 @@ def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: str | None) 
         kind: Literal["pad", "ragged"] = "pad" if ragged == "pad" else "ragged"
         is_image = type(value) is GpuDecoded or (type(value) is Image and not value.mask)
         return FieldSpec(kind, tuple(tensor.shape), dtype_of(tensor), is_image, key, tensor.nbytes)
+    if type(value) is Starts:
+        return FieldSpec("starts", (value.length,), "int32", example_key=key)
     if type(value) is Image:
         height, width, channels = value.pixels.shape
         dtype = "uint8" if value.mask or image_dtype is None else image_dtype

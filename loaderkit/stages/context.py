@@ -12,6 +12,7 @@ import torch
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, LoaderkitError, StageError
+from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sources.base import Source
 from loaderkit.stages.base import BatchContext, SampleChunk, StageConfig, StageKind
 from loaderkit.stages.image.boxes import Annotations, annotations_of, following
@@ -49,6 +50,7 @@ class CompileContext:
     stream: Stream | None  # None: batches stay on the CPU
     early_stream: Stream | None  # the same, for stages before `transfer` that have tensors on a GPU
     in_slots: StageConfig | None  # the stage after `batch` that writes slots chunk by chunk
+    packing: PackedOrder | None = None  # the sequences that `pack` makes
     sample_runs: list[Callable[[SampleChunk], Any]] = field(default_factory=list)  # the stages before `batch`, compiled
     mixed: str | None = None  # the name of the source, if it is one of several: stages get its rows of chunks
     is_seeded: bool = False  # a stage, also one of another source, seeds the global generators
@@ -95,6 +97,11 @@ class CompileContext:
     def run_before_batch(self, chunk: SampleChunk) -> None:
         """Run all stages before `batch`, for samples outside the order: the probe, and replacements."""
         for run in self.sample_runs:
+            run(chunk)
+
+    def run_before_pack(self, chunk: SampleChunk) -> None:
+        """Run all stages before `pack`, which is the last before `batch`."""
+        for run in self.sample_runs[: len(self.before_batch) - 1]:
             run(chunk)
 
     def compile(self, stage: StageConfig) -> Stage:

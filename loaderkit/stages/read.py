@@ -31,6 +31,7 @@ from loaderkit.stages.base import Encoded, SampleChunk, StageArgs, StageConfig, 
 from loaderkit.stages.context import CompileContext
 from loaderkit.stages.read_arrays import DirectRead
 from loaderkit.stages.read_records import read_records
+from loaderkit.stages.sequence.chunk import PackedChunk
 
 
 class ReadArgs(StageArgs):
@@ -264,8 +265,12 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     interrupt = connector.stop if isinstance(connector, ReadAheadConnector) else None
     if context.gives == "sequences":
         assert isinstance(context.source, SequenceSource)
-        value_of = partial(_numbers, context.source.sequences, as_arrays=is_last)
-        run = read_ranges(context.source, connector, failed, value_of=value_of, reuse=context.may_reuse)
+        is_packed = len(context.before_batch) > 1 and context.kind_of(context.before_batch[1]).packs
+        if is_packed and context.packing is not None and context.mixed is None:
+            run = read_pieces(context.source, connector, failed, context.packing.length)
+        else:
+            value_of = partial(_numbers, context.source.sequences, as_arrays=is_last)
+            run = read_ranges(context.source, connector, failed, value_of=value_of, reuse=context.may_reuse)
     elif context.gives == "records":
         assert isinstance(context.source, RecordSource)
         run = read_records(context.source, connector, failed, is_last=is_last, reuse=context.may_reuse)
@@ -282,6 +287,44 @@ def _numbers(sequences: Sequences, data: memoryview, extension: str, *, as_array
     if sequences.is_swapped:
         array.byteswap(inplace=True)
     return array if as_arrays else torch.from_numpy(array)
+
+
+def read_pieces(
+    source: SequenceSource, connector: Connector, failed: SampleErrors, length: int
+) -> Callable[[SampleChunk], int]:
+    """A chunk stage that reads the pieces of packed sequences to where they belong in their slots; it returns the number of
+    bytes read."""
+    _, dtype, is_swapped, item_bytes = source.sequences
+    bulk = bulk_of(connector)
+    read_many = None if bulk.read_many is None else ending_forks(bulk.read_many)
+    read_into = ending_forks(connector.read_into)
+    key, _, etag = source.file
+
+    def run(chunk: SampleChunk) -> int:
+        assert isinstance(chunk, PackedChunk)
+        pieces, slots = chunk.pieces, chunk.work_item.fields.get("input_ids")
+        if slots is None:
+            tokens = np.zeros((len(chunk), length), dtype)
+        else:
+            assert slots.array is not None
+            tokens = slots.array[chunk.lo : chunk.hi]
+        num_bytes = (pieces.lengths * item_bytes).tolist()
+        starts = (source.starts[pieces.samples] + pieces.firsts * item_bytes).tolist()
+        offsets = ((chunk.slots * length + pieces.places) * item_bytes).tolist()
+        ranges = Ranges([key] * len(starts), starts, num_bytes, [etag] * len(starts))
+        view = tokens.reshape(-1).view(np.uint8).data
+        chunk.current, chunk.tokens = None, tokens
+        if read_many is None:
+            errors = _read_each(read_into, chunk, ranges, owners=list(range(len(starts))), offsets=offsets, view=view)
+        else:
+            errors = read_many(ranges, offsets, view)
+        if is_swapped:
+            tokens.byteswap(inplace=True)
+        total: int = sum(num_bytes)
+        bad_bytes = _mark_failed(chunk, ranges, list(range(len(starts))), errors, failed) if errors else 0
+        return total - bad_bytes
+
+    return run
 
 
 def _direct_read(connector: Connector, context: CompileContext) -> DirectRead | None:

@@ -45,14 +45,14 @@ def read_records(
             num_bytes = records.num_bytes
             memory = chunk.work_item.fields[records.field].memory
             return _fill(memory[chunk.lo * num_bytes : chunk.hi * num_bytes], chunk)
-        size = len(chunk) * records.num_bytes
+        size = len(chunk.indices) * records.num_bytes
         memory = np.frombuffer(chunk.memory("read", size), np.uint8) if reuse else np.empty(size, np.uint8)
         is_layout = (
             is_last and not chunk.work_item.specs and size >= LEAST_LENT
         )  # the first sample, which is not delivered
         num_bytes = 0 if is_layout else _fill(memory, chunk)
-        values = _numbers_in(memory, records, len(chunk), as_arrays=is_last)
-        for row in range(len(chunk)):
+        values = _numbers_in(memory, records, len(chunk.indices), as_arrays=is_last)
+        for row in range(len(chunk.indices)):
             if row not in chunk.failures:
                 chunk.samples[row] = {records.field: values[row, ...]}
         return num_bytes
@@ -70,7 +70,7 @@ def read_records(
             num_bad = _fill_singly(memory.data, chunk)
         if records.is_swapped:
             memory.view(_swappable(records.dtype)).byteswap(inplace=True)
-        return (len(chunk) - num_bad) * records.num_bytes
+        return (len(chunk.indices) - num_bad) * records.num_bytes
 
     def _fill_singly(memory: memoryview, chunk: SampleChunk) -> int:
         """After an error: read record by record to find the bad ones; returns their number."""
@@ -99,9 +99,9 @@ def _numbers_in(memory: np.ndarray[Any, np.dtype[np.uint8]], records: Records, n
 
 
 def _fail_all(chunk: SampleChunk, error: Exception, failed: Callable[[SampleChunk, int, Exception], None]) -> int:
-    for row in range(len(chunk)):
+    for row in range(len(chunk.indices)):
         failed(chunk, row, error)
-    return len(chunk)
+    return len(chunk.indices)
 
 
 def _swappable(dtype: str) -> np.dtype[Any]:

@@ -13,6 +13,8 @@
  *     resample([(target, pixels, part, antialias), ...])     bilinear, where the CPU has AVX2
  *     permute(values, sizes, a, b, keys)                     keyed bijections, four times as fast as NumPy
  *     interleave(lags, weights, sources, places)             which source has the next turns
+ *     best_fit(sizes, capacity, bounds, bins, counts)        packs documents into bins, window by window
+ *     mark_documents(lengths, firsts, length, ...)           positions and documents of the tokens of bins
  *     members(indices, offsets, num_members, ...)            the ranges of the members of samples in tars
  *     texts(data, ends, places)                              some of the texts of a packed table
  *     crc32(data)                                            the checksum of zip archives, where the CPU has PCLMULQDQ
@@ -66,6 +68,8 @@ PyObject *resample(PyObject *self, PyObject *list);
 PyObject *crc32(PyObject *self, PyObject *arg);
 PyObject *permute(PyObject *self, PyObject *args);
 PyObject *interleave(PyObject *self, PyObject *args);
+PyObject *best_fit(PyObject *self, PyObject *args);
+PyObject *mark_documents(PyObject *self, PyObject *args);
 PyObject *members(PyObject *self, PyObject *args);
 PyObject *texts(PyObject *self, PyObject *args);
 PyObject *delayed(PyObject *self, PyObject *args);

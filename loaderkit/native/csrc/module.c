@@ -15,6 +15,8 @@ static PyMethodDef methods[] = {
     {"write_planes", write_planes, METH_VARARGS, "write_planes(slots, slot, pixels)"},
     {"permute", permute, METH_VARARGS, "permute(values, sizes, a, b, keys): positions become their images, in place"},
     {"interleave", interleave, METH_VARARGS, "interleave(lags, weights, sources, places): whose turn it is, and which of its own"},
+    {"best_fit", best_fit, METH_VARARGS, "best_fit(sizes, capacity, bounds, bins, counts): bins of sizes, window by window"},
+    {"mark_documents", mark_documents, METH_VARARGS, "mark_documents(lengths, firsts, length, positions, documents, tokens)"},
     {"texts", texts, METH_VARARGS, "texts(data, ends, places) -> list of str"},
     {"members", members, METH_VARARGS, "members(indices, offsets, num_members, starts, sizes, firsts, keys, etags) -> lists of keys, starts, sizes, etags"},
     {"delayed", delayed, METH_NOARGS, "delayed() -> s that this thread was ready to run with no CPU free"},

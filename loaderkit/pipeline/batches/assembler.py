@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from loaderkit.errors import StageError
+from loaderkit.pipeline.batches.packing import sequence_keys
+from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sources.base import Source
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.stages.base import BatchWork, GpuDecoded
@@ -38,10 +41,20 @@ class BatchShape:
 class BatchAssembler:
     """Makes dicts of full `BatchWork`s; from any thread."""
 
-    def __init__(self, source: Source, shape: BatchShape, run: Callable[..., Any] | None = None) -> None:
-        """`run` calls the function that assembles a batch: `TransferStream.run` where fields of it lie on a GPU."""
-        self._keys = source.keys
-        self._numbers_of = source.numbers_of if isinstance(source, MixtureSource) else None
+    def __init__(
+        self,
+        source: Source,
+        shape: BatchShape,
+        run: Callable[..., Any] | None = None,
+        *,
+        packing: PackedOrder | None = None,
+    ) -> None:
+        """`run` calls the function that assembles a batch: `TransferStream.run` where fields of it lie on a GPU. `packing`:
+        samples are sequences of these."""
+        self._keys = partial(_keys, source) if packing is None else partial(sequence_keys, packing, source)
+        self._numbers_of = None
+        if isinstance(source, MixtureSource) and packing is None:  # a sequence may have documents of several sources
+            self._numbers_of = source.numbers_of
         self._shape = shape
         self._run = run
 
@@ -73,12 +86,15 @@ class BatchAssembler:
             kept = values if slots is None else [values[slot] for slot in slots]
             if spec.kind == "rendered":
                 batch[name] = _stack_rows(kept)
+            elif spec.kind == "starts":
+                batch[name] = _bounds_of(kept, spec.shape[0])
             elif spec.kind == "pad":
                 batch[name], batch[f"{name}_sizes"] = _padded(kept, shape.pad_value, work_item.take_bytes)
             else:
                 batch[name] = kept
         if shape.has_keys:
-            batch["__key__"] = self._keys(work_item.indices if slots is None else work_item.indices[slots])
+            kept_indices = work_item.indices if slots is None else work_item.indices[slots]
+            batch["__key__"] = self._keys(work_item.epoch, kept_indices)
         if self._numbers_of is not None:
             numbers = self._numbers_of(work_item.indices if slots is None else work_item.indices[slots])
             batch["__source__"] = Slots(numbers, numbers.shape, "int64").tensor
@@ -95,7 +111,7 @@ class BatchAssembler:
         failures.sort(key=lambda failure: (failure.slot, failure.sample))
         if failures and policy == "raise":
             raise failures[0].error
-        bad = {failure.slot for failure in failures} if policy == "skip" else set()
+        bad = {failure.slot for failure in failures if failure.slot >= 0} if policy == "skip" else set()
         if len(bad) == num_slots:
             first = failures[0].error
             raise StageError(
@@ -136,6 +152,16 @@ def _stack_rows(rows: list[GpuDecoded]) -> torch.Tensor:
         tensor = rows[group[0]].tensor.to(first.device)
         stacked[group] = tensor[[rows[place].row for place in group]]
     return stacked
+
+
+def _keys(source: Source, epoch: int, indices: NDArray[np.int64]) -> list[str]:
+    return source.keys(indices)
+
+
+def _bounds_of(starts: list[NDArray[np.int32]], length: int) -> torch.Tensor:
+    """The begins of the parts of sequences laid end to end, and the end of the last: int32 [parts + 1]."""
+    firsts = np.repeat(np.arange(0, len(starts) * length, length, dtype=np.int32), list(map(len, starts)))
+    return torch.from_numpy(np.append(np.concatenate(starts) + firsts, np.int32(len(starts) * length)))
 
 
 def _padded(

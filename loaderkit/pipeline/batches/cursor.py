@@ -39,7 +39,7 @@ class BatchCursor:
     ) -> None:
         """`on_seek` is called with (epoch, position) whenever the next batch does not follow the last one."""
         self._order = order
-        self._schedule = schedule
+        self._schedule = self._of_all = schedule  # that of the current epoch, and of any
         self._num_epochs = num_epochs
         self._shard = shard
         self._on_seek = on_seek
@@ -58,7 +58,7 @@ class BatchCursor:
 
     def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
         """The `next_position` after `seek(epoch, position)`."""
-        return self._schedule.next_position_after(epoch, position, self._shard.number)
+        return self._of_all.next_position_after(epoch, position, self._shard.number)
 
     def seek(self, epoch: int, position: int) -> None:
         """Continue at global `position` of `epoch`."""
@@ -87,6 +87,7 @@ class BatchCursor:
 
     def _enter(self, epoch: int, position: int) -> None:
         self._epoch, self._start, self._step, self._end = epoch, position, 0, position
+        self._schedule = self._of_all.of_epoch(epoch)
         self._num_steps = self._schedule.num_batches(position)
         self._block = None
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from loaderkit.errors import ConfigError, SourceError, StageError
+from loaderkit.pipeline.batches.plan import MakeChunk
 from loaderkit.sampling.permutation import Bijection
 from loaderkit.sources.base import Sample, Source
 from loaderkit.sources.iterable import Pass, Preview
@@ -25,6 +26,7 @@ def specs_of_first(
     *,
     num_tries: int,
     first: int = 0,
+    make_chunk: MakeChunk = SampleChunk,
 ) -> Mapping[str, FieldSpec]:
     """The fields of a batch, from the first readable sample of the canonical order after `run` has taken it through the stages.
 
@@ -39,7 +41,7 @@ def specs_of_first(
         indices = np.array([index], np.int64)
         work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices, end=index + 1)
         work_item.stream = None if stream is None else Preview(stream)
-        chunk = SampleChunk(work_item, 0, 1, indices)
+        chunk = make_chunk(work_item, 0, 1, indices)
         run(chunk)
         if stream is not None and stream.num_items is not None:
             break
@@ -78,13 +80,16 @@ def specs_of_all_parts(
     stream: Pass | None,
     *,
     num_tries: int,
+    make_chunk: MakeChunk = SampleChunk,
 ) -> Mapping[str, FieldSpec]:
     """`specs_of_first` of a mixture: of every source, in turn. Raises ConfigError if they differ, naming sources and fields."""
     first, *others = source.parts
-    specs = specs_of_first(first, run, specs_of, stream, num_tries=num_tries, first=first.first)
+    specs = specs_of_first(first, run, specs_of, stream, num_tries=num_tries, first=first.first, make_chunk=make_chunk)
     differences = []
     for part in others:
-        these = specs_of_first(part, run, specs_of, stream, num_tries=num_tries, first=part.first)
+        these = specs_of_first(
+            part, run, specs_of, stream, num_tries=num_tries, first=part.first, make_chunk=make_chunk
+        )
         for name in {**specs, **these}:
             said, expected = (_said(which.get(name)) for which in (these, specs))
             if said != expected:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loaderkit.engine.work import WorkItem
 from loaderkit.pipeline.batches.assembler import BatchAssembler
@@ -17,6 +19,9 @@ from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.memory import BatchMemory
 from loaderkit.sources.iterable import Pass
 from loaderkit.stages.base import BatchContext, BatchWork, FieldSpec, SampleChunk, image_names
+
+MakeChunk = Callable[[BatchWork, int, int, NDArray[np.int64]], SampleChunk]
+"""(batch, slots [lo, hi), indices of their samples) -> the work on them."""
 
 
 class BatchPlan:
@@ -32,9 +37,12 @@ class BatchPlan:
         find_specs: Callable[[Pass | None], Mapping[str, FieldSpec]],
         whole_chunks: bool = False,
         begin_pass: Callable[[int, int, int], Pass] | None = None,
+        make_chunk: MakeChunk = SampleChunk,
+        make_single: MakeChunk = SampleChunk,
     ) -> None:
         """`find_specs` gives the fields of a batch: see `specs_of_first`. `whole_chunks`: a batch is one chunk. `begin_pass`
-        begins to read, from (epoch, position, step) on, a source whose items come in order only."""
+        begins to read, from (epoch, position, step) on, a source whose items come in order only. `make_single` makes the chunk
+        of one sample of the source."""
         self._cursor = cursor
         self.memory = memory
         self._assembler = assembler
@@ -42,6 +50,8 @@ class BatchPlan:
         self._find_specs = find_specs
         self._whole_chunks = whole_chunks
         self._begin_pass = begin_pass
+        self._make_chunk = make_chunk
+        self.make_single = make_single
         self._begin = (0, 0)  # where the cursor was put last
         self._pass: Pass | None = None  # that of the newest batch
         self._previewed: Pass | None = None  # that whose first items have shown what a batch holds
@@ -107,12 +117,12 @@ class BatchPlan:
         for name in self._loose:
             work_item.values[name] = [None] * size
         if chunk_size >= size or self._whole_chunks:
-            work_item.chunks = [SampleChunk(work_item, 0, size, work_item.indices)]
+            work_item.chunks = [self._make_chunk(work_item, 0, size, work_item.indices)]
         else:
             num = -(-size // chunk_size)
             bounds = [size * number // num for number in range(num + 1)]
             for lo, hi in pairwise(bounds):
-                work_item.chunks.append(SampleChunk(work_item, lo, hi, work_item.indices[lo:hi]))
+                work_item.chunks.append(self._make_chunk(work_item, lo, hi, work_item.indices[lo:hi]))
         work_item.num_pending = len(work_item.chunks)
         return work_item
 

@@ -558,6 +558,33 @@ class KindMethods:
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """
 
+    def pack(
+        self,
+        length: int,
+        window: int = 20000,
+        split: Literal["long", "never"] = "long",
+        cost: Literal["attention", "none"] = "attention",
+        field: str = "tokens",
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Pack documents of unequal length into sequences of one length, the samples from here on; directly before `batch`.
+
+        Their fields: `input_ids`, `position_ids` (int32, from 0 in every piece), `document_ids` (int32, the number in the sequence,
+        -1 in the padding), each [B, length]; and `cu_seqlens`, int32, where pieces and paddings begin in all sequences of the batch
+        laid end to end, and last B x length.
+
+        length: tokens of a sequence, the padding included
+        window: documents, consecutive in the order, that are packed together
+        split: cut documents that are longer than `length` into pieces; never: they are an error
+        cost: neighbouring sequences, and so the ranks of a step, have about the same sum of squares of
+            pieces; none: a random order
+        field: of the documents' tokens: whole numbers, [n]; others are left out
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
     def batch(
         self,
         size: int,

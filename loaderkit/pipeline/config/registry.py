@@ -20,6 +20,7 @@ from loaderkit.stages.image import boxes, color, geometry
 from loaderkit.stages.image.decode import DECODE
 from loaderkit.stages.image.normalize import NORMALIZE
 from loaderkit.stages.read import READ
+from loaderkit.stages.sequence.pack import PACK
 from loaderkit.stages.transfer import TRANSFER
 
 SOURCES: Mapping[str, SourceKind] = MappingProxyType(
@@ -52,6 +53,7 @@ STAGES: Mapping[str, StageKind] = MappingProxyType(
         "random_erasing": color.RANDOM_ERASING,
         "call": CALL,
         "filter": FILTER,
+        "pack": PACK,
         "batch": BATCH,
         "normalize": NORMALIZE,
         "transfer": TRANSFER,

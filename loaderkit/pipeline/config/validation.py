@@ -87,6 +87,12 @@ def _check_one(
     _check_fields(source_kind, source, stages, add_error)
     check_neighbours(stages, problems, paths)
     for number, stage in enumerate(stages):
+        if STAGES[stage.kind].packs and source_kind.is_stream:
+            add_error(
+                number,
+                f"`{stage.kind}` plans by the lengths of all documents, and of an iterable they show only when it is read: use "
+                "another kind of source",
+            )
         if prefetch is not None and prefetch.executor == "thread" and getattr(stage.args, "seeded", False):
             add_error(
                 number,

@@ -1,0 +1,64 @@
+"""`loaderkit index --lengths`: the lengths of a pipeline's documents, by which `pack` is planned."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from loaderkit.cli import console
+from loaderkit.cli.experiments import progress
+from loaderkit.errors import ConfigError, ConnectorError
+
+
+def index_lengths(path: Path, as_json: bool) -> None:
+    """Take all documents through the stages before `pack`, once, and keep their lengths in the user's cache directory. Raises
+    LoaderkitError."""
+    import numpy as np
+
+    from loaderkit.pipeline.batches.packing import known_lengths, length_index, measure_lengths, pack_stage
+    from loaderkit.pipeline.config.parsing import load_yaml
+    from loaderkit.pipeline.execution_plan import compile_pipeline
+    from loaderkit.stages.sequence.pack import PackArgs
+
+    config = load_yaml(path)
+    stage = pack_stage(config)
+    if stage is None:
+        raise ConfigError(f"{path}: there is no `pack`, and only that needs lengths")
+    assert isinstance(stage.args, PackArgs)
+    number = config.stages.index(stage)
+    batch = next(one for one in config.stages if one.kind == "batch")
+    before = replace(
+        config, stages=(*config.stages[:number], replace(batch, args=batch.args.model_copy(update={"size": 1})))
+    )
+    plan = compile_pipeline(replace(before, output=None), rank=0, world_size=1)
+    with closing(plan):
+        index = length_index(config, plan.source)
+        lengths = known_lengths(config, plan.source)
+        is_known = lengths is not None
+        if lengths is None:
+            with progress("documents", len(plan.source)) as show:
+                parts = []
+                num_measured = 0
+                for part in measure_lengths(plan, stage.args.field):
+                    parts.append(part)
+                    num_measured += len(part)
+                    show(num_measured)
+            lengths = np.concatenate(parts)
+            try:
+                index.save(lengths)
+            except OSError as error:
+                raise ConnectorError(
+                    f"{index.path} cannot be written ({error.strerror}): make room, or set $LOADERKIT_CACHE_DIR"
+                ) from error
+    facts = {
+        "num_documents": len(lengths),
+        "num_tokens": int(lengths.sum()),
+        "longest": int(lengths.max()),
+        "index": None if is_known else str(index.path),
+    }
+    if as_json:
+        console.tell_json(facts)
+        return
+    kept = "known from the source, so nothing is kept" if is_known else f"kept in {index.path}"
+    console.tell(f"{len(lengths)} documents, {facts['num_tokens']} tokens, the longest {facts['longest']}: {kept}")

@@ -1,0 +1,222 @@
+"""From a pipeline with `pack` to its sequences: the lengths of all documents, the order of sequences, their work and names."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaderkit._internal.cgroups import num_cpus
+from loaderkit.errors import ConfigError, StageError
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.sampling.packing import PackedOrder, Pieces
+from loaderkit.sampling.schedule import UNKNOWN, SamplePermutation
+from loaderkit.sources.base import RecordSource, SequenceSource, Source
+from loaderkit.sources.formats.tar_index.store import default_cache_dir
+from loaderkit.sources.mixture import MixtureSource
+from loaderkit.sources.sequences.lengths import LengthIndex
+from loaderkit.stages.base import BatchWork, SampleChunk, StageConfig
+from loaderkit.stages.sequence.chunk import PackedChunk
+from loaderkit.stages.sequence.pack import PackArgs
+from loaderkit.stages.values import as_tensor
+
+if TYPE_CHECKING:
+    from loaderkit.pipeline.execution_plan import ExecutionPlan
+
+_CHUNK = 64
+logger = logging.getLogger("loaderkit")
+
+
+def pack_stage(config: PipelineConfig) -> StageConfig | None:
+    """The stage `pack`; None: there is none."""
+    return next((stage for stage in config.stages if isinstance(stage.args, PackArgs)), None)
+
+
+def packed_order(
+    config: PipelineConfig, source: Source, order: SamplePermutation, num_positions: int
+) -> PackedOrder | None:
+    """The sequences that `pack` makes of the samples at the positions of `order`; None without `pack`. Raises ConfigError if
+    the lengths of the documents are not known, or one is too long."""
+    stage = pack_stage(config)
+    if stage is None:
+        return None
+    args = stage.args
+    assert isinstance(args, PackArgs)
+    if num_positions >= UNKNOWN:
+        raise ConfigError(
+            f"stages.{stage.name}: packing is planned by epochs, and this mixture has no end: use another `stop` than "
+            "never, or `epochs` for its sources"
+        )
+    lengths = known_lengths(config, source)
+    if lengths is None:
+        lengths = length_index(config, source).load(len(source))
+    if lengths is None:
+        raise ConfigError(
+            f"stages.{stage.name}: packing is planned by the lengths of the documents, which are not known: run `loaderkit "
+            "index --lengths` with this pipeline once; it takes all documents through the stages before `pack` and keeps their "
+            "lengths"
+        )
+    _check_lengths(stage.name, args, source, lengths)
+    return PackedOrder(
+        order,
+        num_positions,
+        lengths,
+        length=args.length,
+        window=args.window,
+        seed=config.order.seed,
+        is_even=args.cost == "attention",
+    )
+
+
+def _check_lengths(name: str, args: PackArgs, source: Source, lengths: NDArray[np.int64]) -> None:
+    if not lengths.any():
+        raise ConfigError(f"stages.{name}: all {len(lengths)} documents are empty")
+    too_long = np.flatnonzero(lengths > args.length)
+    if args.split == "never" and len(too_long):
+        first = int(too_long[0])
+        raise ConfigError(
+            f"stages.{name}.split: {len(too_long)} of {len(lengths)} documents are longer than `length: {args.length}`, the "
+            f"first {source.key(first)!r} with {lengths[first]} tokens: set `split: long` to cut them, make `length` larger, "
+            "or leave them out of the source"
+        )
+
+
+def known_lengths(config: PipelineConfig, source: Source) -> NDArray[np.int64] | None:
+    """The lengths of the documents where the source knows them, as nothing but `read` comes before `pack`; else None."""
+    stage = pack_stage(config)
+    if stage is None or config.stages.index(stage) != 1:
+        return None
+    assert isinstance(stage.args, PackArgs)
+    if isinstance(source, MixtureSource):
+        if config.mixture is None or any(member.stages for member in config.mixture.members):
+            return None
+        lengths = [_lengths_in(part, stage.args.field) for part in source.parts]
+        known = [one for one in lengths if one is not None]
+        return np.concatenate(known) if len(known) == len(lengths) else None
+    return _lengths_in(source, stage.args.field)
+
+
+def _lengths_in(source: Source, field: str) -> NDArray[np.int64] | None:
+    if isinstance(source, SequenceSource) and source.sequences.field == field:
+        return source.lengths
+    if isinstance(source, RecordSource) and source.records.field == field:
+        length, *others = source.records.shape or (0, 0)
+        return None if others else np.full(len(source), length, np.int64)
+    return None
+
+
+def length_index(config: PipelineConfig, source: Source) -> LengthIndex:
+    """Where the lengths of these documents are kept."""
+    stage = pack_stage(config)
+    assert stage is not None
+    assert isinstance(stage.args, PackArgs)
+    parts: list[Any] = [config.source_kind, len(source), source.fingerprint(), stage.args.field, config.order.seed]
+    parts.append(config.source.model_dump(mode="python", include={"fields", "label", "field"}, exclude_none=True))
+    if config.mixture is not None:
+        parts += [[member.kind, [_said(own) for own in member.stages]] for member in config.mixture.members]
+    for before in config.stages[: config.stages.index(stage)]:
+        parts.append(_said(before))
+    return LengthIndex(default_cache_dir(), json.dumps(parts, sort_keys=True, default=_name_of))
+
+
+def _said(stage: StageConfig) -> list[Any]:
+    args = {name: value for name, value in stage.args if name not in ("workers", "timeout", "device")}
+    return [stage.kind, stage.name, args]
+
+
+def _name_of(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+# ---------------------------------------------------------------------------------------------------- measuring
+
+
+def measure_lengths(plan: ExecutionPlan, field: str) -> Iterator[NDArray[np.int64]]:
+    """Run all samples of a plan, whose stages are those before `pack` and `batch`, and yield their lengths in canonical order,
+    some at a time: 0 for those that are dropped, and, unless `on_bad_sample` is raise, for bad ones, which are warned about.
+    Raises StageError."""
+    begins = range(0, len(plan.source), _CHUNK)
+    stages = [stage for stage in plan.compiled.stages if stage.scope == "sample" and stage.kind != "batch"]
+    try:
+        with ThreadPoolExecutor(num_cpus(), thread_name_prefix="loaderkit-lengths") as pool:
+            try:
+                yield from pool.map(partial(_lengths_from, plan, stages, field), begins)
+            finally:
+                pool.shutdown(cancel_futures=True)  # an error is not to wait for all the others
+    finally:
+        for stage in plan.compiled.stages:
+            if stage.close is not None:
+                stage.close()
+
+
+def _lengths_from(plan: ExecutionPlan, stages: list[Any], field: str, begin: int) -> NDArray[np.int64]:
+    indices = np.arange(begin, min(begin + _CHUNK, len(plan.source)), dtype=np.int64)
+    work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices)
+    chunk = SampleChunk(work_item, 0, len(indices), indices)
+    for stage in stages:
+        stage.run(chunk)
+    if chunk.failures and plan.config.errors.on_bad_sample == "raise":
+        raise chunk.failures[min(chunk.failures)]
+    for error in chunk.failures.values():
+        logger.warning("bad sample, of length 0 in the index: %s", error)
+    lengths = np.zeros(len(indices), np.int64)
+    for row, sample in enumerate(chunk.samples):
+        if sample is not None:
+            lengths[row] = _length_of(sample, field, plan.source.key(int(indices[row])))
+    return lengths
+
+
+def _length_of(sample: dict[str, Any], field: str, key: str) -> int:
+    if field not in sample:
+        raise StageError(
+            f"pack: sample {key!r} has no field {field!r}, but {', '.join(sample)}: name the tokens' field in `field`",
+            stage="pack",
+            key=key,
+        )
+    try:
+        values = as_tensor(sample[field])
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise StageError(
+            f"pack: sample {key!r}: its field {field!r} is no tensor: {error}", stage="pack", key=key
+        ) from error
+    if values.ndim != 1:
+        raise StageError(
+            f"pack: sample {key!r}: its field {field!r} is {list(values.shape)}, not [n]", stage="pack", key=key
+        )
+    return len(values)
+
+
+# ---------------------------------------------------------------------------------------------------- the sequences' work
+
+
+def packed_chunk(
+    packing: PackedOrder, work_item: BatchWork, lo: int, hi: int, sequences: NDArray[np.int64]
+) -> PackedChunk:
+    """The work on slots [lo, hi) of a batch, which hold these sequences."""
+    return PackedChunk(work_item, lo, hi, sequences, packing.pieces(work_item.epoch, sequences))
+
+
+def document_chunk(
+    packing: PackedOrder, work_item: BatchWork, lo: int, hi: int, documents: NDArray[np.int64]
+) -> PackedChunk:
+    """The work on one slot that holds the beginning of one document, alone."""
+    length = np.minimum(packing.lengths_of(documents), packing.length)
+    zero = np.zeros(1, np.int64)
+    return PackedChunk(work_item, lo, hi, documents, Pieces(documents, zero, length, zero, np.array([0, 1])))
+
+
+def sequence_keys(packing: PackedOrder, source: Source, epoch: int, sequences: NDArray[np.int64]) -> list[str]:
+    """Of every sequence the keys of its documents; of a piece also which of its tokens: "4 17[8192:9000] 5"."""
+    samples, firsts, lengths, _, bounds = packing.pieces(epoch, sequences)
+    keys = source.keys(samples)
+    for row in np.flatnonzero(lengths < packing.lengths_of(samples)).tolist():
+        keys[row] += f"[{firsts[row]}:{firsts[row] + lengths[row]}]"
+    ends = bounds.tolist()
+    return [" ".join(keys[begin:end]) for begin, end in pairwise(ends)]

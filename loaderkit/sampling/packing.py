@@ -1,0 +1,243 @@
+"""Packing samples of unequal length into sequences of one length: which samples, or pieces of them, are in every sequence.
+
+    positions of an epoch ──windows──> samples ──lengths──> pieces ──best fit, decreasing──> bins ──by cost──> sequences
+
+A window is `window` consecutive positions of the epoch's order. Its samples are cut into pieces of at most `length`, and the
+pieces packed into bins. The bins of one window, or of a span of several where they have few, are put into an order. The
+sequences of an epoch are those of its spans, one behind another, so sequence p is a pure function of (seed, epoch, p), whatever
+the number of ranks. An epoch's plan is the number of bins of every span; what is in the bins of a span is computed when it is
+needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from loaderkit import native
+from loaderkit.sampling.permutation import Bijection
+from loaderkit.sampling.random import key_of
+from loaderkit.sampling.schedule import Int64, SamplePermutation
+
+_COUNTED_AT_ONCE = 400_000  # samples
+_KEPT_SPANS, _KEPT_EPOCHS, _KEPT_TAKEN = 4, 3, 16
+_SWEEP = 2048  # sequences
+_MOST_WINDOWS = 64  # of a span
+
+
+class Pieces(NamedTuple):
+    """What some sequences hold: `samples`, from number `firsts` on `lengths` of each, at the place `places` of its sequence:
+    int64 [pieces]. Those of sequence i are from bounds[i] to bounds[i + 1]: int64 [sequences + 1]."""
+
+    samples: Int64
+    firsts: Int64
+    lengths: Int64
+    places: Int64
+    bounds: Int64
+
+    def take(self, sequences: Int64) -> Pieces:
+        """The pieces of some of the sequences."""
+        counts = self.bounds[sequences + 1] - self.bounds[sequences]
+        bounds = np.concatenate(([0], np.cumsum(counts)))
+        rows = np.arange(bounds[-1]) + np.repeat(self.bounds[sequences] - bounds[:-1], counts)
+        return Pieces(self.samples[rows], self.firsts[rows], self.lengths[rows], self.places[rows], bounds)
+
+
+class PackedOrder:
+    """The sequences of every epoch. From any thread; in memory the lengths, 8 bytes a span and epoch, and some spans."""
+
+    def __init__(
+        self,
+        order: SamplePermutation,
+        num_positions: int,
+        lengths: Int64,
+        *,
+        length: int,
+        window: int,
+        seed: int,
+        is_even: bool,
+    ) -> None:
+        """`lengths`: of every sample, by its index (in a mixture modulo their number). `num_positions`: those of an
+        epoch of `order`. `is_even`: neighbouring sequences cost about the same in attention, so that ranks take as
+        long; else their order is random."""
+        self.length = length
+        self._lengths = lengths
+        self._order = order
+        self._num_positions = num_positions
+        self._window = window
+        self._seed = seed
+        self._is_even = is_even
+        num_bins = max(1.0, float(lengths.mean()) * window / length)  # of a window, about
+        num_windows = min(_MOST_WINDOWS, max(1, round(2 * _SWEEP / num_bins))) if is_even else 1
+        self._span = num_windows * window
+        self._starts: dict[int, Int64] = {}  # by epoch
+        self._spans: dict[tuple[int, int], Pieces] = {}
+        self._taken: dict[tuple[int, bytes], Pieces] = {}  # of `pieces`
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_starts": {}, "_spans": {}, "_taken": {}, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+    def num_samples(self, epoch: int) -> int:
+        """The number of sequences of an epoch."""
+        return int(self._starts_of(epoch)[-1])
+
+    def pieces(self, epoch: int, sequences: Int64) -> Pieces:
+        """What sequences of an epoch hold: int64 [n], each in [0, num_samples(epoch))."""
+        key = epoch, sequences.tobytes()
+        pieces = self._taken.get(key)  # those of a batch are asked for twice, for its tokens and for its keys
+        if pieces is None:
+            pieces = self._pieces(epoch, sequences)
+            with self._lock:
+                _keep(self._taken, key, pieces, _KEPT_TAKEN)
+        return pieces
+
+    def _pieces(self, epoch: int, sequences: Int64) -> Pieces:
+        starts = self._starts_of(epoch)
+        spans = np.searchsorted(starts, sequences, side="right") - 1
+        bounds = [0, *(np.flatnonzero(np.diff(spans)) + 1).tolist(), len(spans)]
+        parts = []
+        for begin, end in pairwise(bounds):
+            span = int(spans[begin])
+            parts.append(self._span_of(epoch, span).take(sequences[begin:end] - starts[span]))
+        if len(parts) == 1:
+            return parts[0]
+        samples, firsts, lengths, places, ends = map(np.concatenate, zip(*parts, strict=True))
+        firsts_of_parts = np.cumsum([0, *(len(part.samples) for part in parts)])[:-1]
+        ends += np.repeat(firsts_of_parts, [len(part.bounds) for part in parts])
+        inner = np.delete(ends, np.cumsum([len(part.bounds) for part in parts])[:-1])  # each begins where the last ends
+        return Pieces(samples, firsts, lengths, places, inner)
+
+    def lengths_of(self, samples: Int64) -> Int64:
+        """The lengths of some samples: int64 [n]."""
+        lengths: Int64 = self._lengths[samples % len(self._lengths)]
+        return lengths
+
+    def digest(self) -> str:
+        """16 hexadecimal digits of the lengths."""
+        return blake2b(np.ascontiguousarray(self._lengths).data, digest_size=8).hexdigest()
+
+    def _starts_of(self, epoch: int) -> Int64:
+        """The first sequence of every span and, last, the number of sequences: int64 [spans + 1]."""
+        with self._lock:
+            starts = self._starts.get(epoch)
+            if starts is None:
+                starts = self._count(epoch)
+                _keep(self._starts, epoch, starts, _KEPT_EPOCHS)
+            return starts
+
+    def _count(self, epoch: int) -> Int64:
+        counts = []
+        step = max(1, _COUNTED_AT_ONCE // self._span) * self._span
+        for begin in range(0, self._num_positions, step):
+            end = min(begin + step, self._num_positions)
+            whole, _, _, of_windows = self._packed(self._lengths_at(epoch, begin, end)[1])
+            of_windows += np.add.reduceat(whole, np.arange(0, end - begin, self._window))
+            counts.append(np.add.reduceat(of_windows, np.arange(0, len(of_windows), self._span // self._window)))
+        return np.concatenate(([0], np.cumsum(np.concatenate(counts)))).astype(np.int64)
+
+    def _packed(self, lengths: Int64) -> tuple[Int64, Int64, Int64, Int64]:
+        """Of windows of samples of these lengths: how many whole sequences each sample fills, the length of the rest, its bin
+        in the window, or -1; and the number of those bins of every window."""
+        whole, rest = np.divmod(lengths, self.length)
+        bounds = np.append(np.arange(0, len(lengths), self._window, dtype=np.int64), len(lengths))
+        bins, counts = np.empty(len(lengths), np.int64), np.empty(len(bounds) - 1, np.int64)
+        native.best_fit(rest, self.length, bounds, bins, counts)
+        return whole, rest, bins, counts
+
+    def _lengths_at(self, epoch: int, begin: int, end: int) -> tuple[Int64, Int64]:
+        """The samples at positions [begin, end), and their lengths."""
+        samples = self._order.indices(epoch, np.arange(begin, end, dtype=np.int64))
+        return samples, self.lengths_of(samples)
+
+    def _span_of(self, epoch: int, number: int) -> Pieces:
+        with self._lock:
+            pieces = self._spans.get((epoch, number))
+            if pieces is None:
+                pieces = self._pack(epoch, number)
+                _keep(self._spans, (epoch, number), pieces, _KEPT_SPANS)
+            return pieces
+
+    def _pack(self, epoch: int, number: int) -> Pieces:
+        begin = number * self._span
+        end = min(begin + self._span, self._num_positions)
+        samples, lengths = self._lengths_at(epoch, begin, end)
+        whole, rest, bins, counts = self._packed(lengths)
+        num_bins = int(counts.sum())
+        bins += np.repeat(np.cumsum(counts) - counts, self._window)[: end - begin]
+        cut = np.repeat(np.arange(end - begin), whole)  # the samples that fill bins, once a bin
+        last = np.flatnonzero(rest)
+        order = np.concatenate((last, cut))
+        firsts = np.concatenate((whole[last] * self.length, _numbers_in_runs(whole) * self.length))
+        pieces = np.concatenate((rest[last], np.full(len(cut), self.length)))
+        bins = np.concatenate((bins[last], num_bins + np.arange(len(cut))))
+        key = key_of("pack", self._seed, epoch, number)
+        places = (_even_order if self._is_even else _random_order)(bins, pieces, key)
+        by_sequence = np.lexsort((firsts, order, places[bins]))
+        bins, order, firsts, pieces = (
+            places[bins][by_sequence],
+            order[by_sequence],
+            firsts[by_sequence],
+            pieces[by_sequence],
+        )
+        bounds = np.concatenate(([0], np.cumsum(np.bincount(bins, minlength=len(places)))))
+        ends = np.cumsum(pieces)
+        begins = np.concatenate(([0], ends))[bounds[:-1]]
+        return Pieces(samples[order], firsts, pieces, ends - pieces - np.repeat(begins, np.diff(bounds)), bounds)
+
+
+def _keep(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    while len(kept) >= most:
+        del kept[next(iter(kept))]
+    kept[key] = value
+
+
+def _numbers_in_runs(counts: Int64) -> Int64:
+    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, and so on."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+
+
+BinOrder = Callable[[Int64, Int64, int], Int64]
+"""(bin of every piece, its length, key) -> the place of every bin: int64 [bins]."""
+
+
+def _shuffled(num: int, key: int) -> Int64:
+    return Bijection(num, key)(np.arange(num, dtype=np.int64)) if num else np.zeros(0, np.int64)
+
+
+def _random_order(bins: Int64, lengths: Int64, key: int) -> Int64:
+    return _shuffled(int(bins.max(initial=-1)) + 1, key)
+
+
+def _even_order(bins: Int64, lengths: Int64, key: int) -> Int64:
+    """Bins by cost, the sum of squares, in sweeps of about 2,048: one from the cheapest to the dearest, the next back, and so
+    on.
+
+    Neighbours cost about the same, at the turns and from one span to the next as well, so however many ranks take them in
+    turns, they take as long. Each sweep has bins of all costs, drawn by `key` from those that cost about the same.
+    """
+    costs = np.bincount(bins, weights=lengths.astype(np.float64) ** 2)
+    num = len(costs)
+    num_sweeps = 2 * max(1, round(num / (2 * _SWEEP)))
+    chance = _shuffled(num, key)
+    by_cost = np.lexsort((chance, costs))
+    numbers = np.arange(num)
+    group = numbers // num_sweeps
+    # Of the bins of a group each goes to another sweep.
+    dealt = np.lexsort((_shuffled(num, key + 1), group))
+    sweep = np.empty(num, np.int64)
+    sweep[dealt] = numbers % num_sweeps
+    ordered = by_cost[np.lexsort((np.where(sweep % 2, -numbers, numbers), sweep))]
+    places = np.empty(num, np.int64)
+    places[ordered] = numbers
+    return places

@@ -1,0 +1,1 @@
+"""Stages on sequences of tokens: packing documents into sequences of one length."""

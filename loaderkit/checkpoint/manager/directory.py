@@ -160,6 +160,12 @@ class RunDirectory:
             except ObjectNotFoundError:
                 return None
 
+    def has(self, name: str) -> bool:
+        """True if there is such a file in the directory, and it can be read."""
+        with suppress(ConnectorError):
+            return self.read(name) is not None
+        return False
+
     def put(self, name: str, data: bytes) -> None:
         """Write a small file into the directory, durably. Raises ConnectorError."""
         with self._opened() as target:

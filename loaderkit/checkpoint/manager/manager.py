@@ -90,7 +90,7 @@ class CheckpointManager:
         )
         self._copies = Copies(self.settings.copies, self._flush, self._board)
         self._saving: Saving | None = None
-        self._num_saves = self._num_restores = 0
+        self._num_saves = self._num_restores = self._num_asked = 0
         self._last_step: int | None = None
         self._last_s = monotonic()
         self._stats = {"num_saved": 0, "num_skipped": 0} | dict.fromkeys(_SECONDS, 0.0)
@@ -177,7 +177,8 @@ class CheckpointManager:
         is_busy = self._saving is not None and not self._saving.is_done
         if self._board is None:
             return is_busy
-        key = f"busy/{step}/{self._num_saves}"
+        key = f"busy/{self._num_asked}"
+        self._num_asked += 1  # what was said of a step before does not hold when it is tried again
         if self._board.rank == 0:
             self._board.post(key, b"1" if is_busy else b"0")
             return is_busy
@@ -286,8 +287,8 @@ class CheckpointManager:
         """Restore `state` in place from the newest whole checkpoint, or from that of `step`; the step. None: there is none.
 
         It may have been saved by any number of ranks. One that is damaged is passed over with a warning that says why, also if
-        that shows only while it is read: of a step in `local` for the same in `to`, then for the one before; with `step` the
-        last of them is an error. Raises CheckpointError, before anything is written, if names, shapes or dtypes do not fit.
+        that shows only while it is read: of a step in `local` for the same in `to`, then for the one before. If none is left,
+        that is an error. Raises CheckpointError, before anything is written, if names, shapes or dtypes do not fit.
         """
         self._check_open()
         number = None if step is None else _whole(step)

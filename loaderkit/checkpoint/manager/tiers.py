@@ -43,12 +43,13 @@ class Tiers:
         """Raises ConfigError if a directory cannot be written to, if the local one is another run's or the same as `to`, or
         if the ranks do not share it; PeerError on the other ranks."""
         self._keep, self._local, self._board = settings.keep, settings.local, board
+        self._copies, self._connectors = [copy.to for copy in settings.copies], connectors
         rules = [settings.keep, None if settings.local is None else settings.local.keep]
         with_metrics = any(keep is not None and keep.best is not None for keep in rules)
         self._far = RunDirectory(settings.to, connectors, with_metrics=with_metrics)
         self._near, self._uploads = self._far, None
         self._num_finished = 0
-        self._is_claimed = False
+        self._is_claimed = self._has_saved = False
         self._saving = threading.Lock()  # while something in `near` is being written or removed
         if settings.local is not None:
             self._near = RunDirectory(settings.local.path, connectors, with_metrics=with_metrics)
@@ -92,12 +93,26 @@ class Tiers:
     def committed(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is committed, on rank 0: upload it, and remove what is not to be kept any more."""
         self._near.note(step, metrics, time.time())
+        if not self._has_saved:
+            self._has_saved = True
+            self._warn_of_later(step)
         if self._uploads is None or self._local is None:
             self._far.retain(self._keep, lambda saved: {step})
             return
         self._uploads.add(step)
         with self._saving:
             self._retain_near(step)
+
+    def _warn_of_later(self, step: int) -> None:
+        later: list[int] = []
+        with suppress(ConnectorError):
+            later = [other for other in self._near.committed() if other > step]
+        if later:
+            logger.warning(
+                "step %d is saved, and %s has %d later ones, of an earlier run or from before a rewind: the next start "
+                "restores step %d, and `keep` counts them as the newest. Remove them, or save to another directory",
+                *(step, self._near, len(later), later[-1]),
+            )
 
     def _retain_unless_saving(self) -> None:
         if self._saving.acquire(blocking=False):  # else it is done once that save is committed
@@ -123,7 +138,7 @@ class Tiers:
         unless that was saved before the other.
 
         Those that are damaged are passed over, with a warning that says why. Raises ConnectorError for a failure of the store
-        `to`, and for `step` without a whole checkpoint what is wrong with it: CheckpointError, FormatError.
+        `to`, CheckpointError if there are checkpoints and none is whole, and for `step` what is wrong with it, FormatError too.
         """
         there = {directory.url: directory.generations() for directory in self._directories()}
         steps = sorted({number for found in there.values() for number in found}, reverse=True)
@@ -146,9 +161,14 @@ class Tiers:
                 else:
                     found = True
                     yield number, directory.url_of(number)
-        if step is not None and not found:
-            assert problem is not None
+        if found or problem is None:
+            return
+        if step is not None:
             raise problem
+        raise CheckpointError(
+            f"none of the {len(steps)} checkpoints in {' and '.join(there)} is whole, so nothing is restored; the newest: "
+            f"{problem}. To begin anew, remove them or save to another directory"
+        )
 
     def is_local(self, url: str) -> bool:
         """True for a checkpoint that is not where checkpoints last."""
@@ -222,20 +242,26 @@ class Tiers:
 
     @contextmanager
     def _checked(self) -> Iterator[str]:
-        """The directories can be written to; the name of a file in the local one, "" without. Raises ConfigError."""
-        is_local = self._near is not self._far
-        if is_local:
+        """The directories can be written to, and no two are the same; the name of a file in the local one, "" without.
+
+        Raises ConfigError.
+        """
+        if self._near is not self._far:
             self._check_claim()
-        with self._probed(self._far, "to") as there:
-            if not is_local:
-                yield ""
-                return
-            if there and self._near.read(there) is not None:
-                raise ConfigError(
-                    f"local: {self._near} is the same directory as {self._far}, which is `to`: leave it out"
-                )
-            with self._probed(self._near, "local") as name:
-                yield name
+        copies = [RunDirectory(url, self._connectors, with_metrics=False) for url in self._copies]
+        roles = [("to", self._far), *([("local", self._near)] if self._near is not self._far else [])]
+        names: dict[str, str] = {}
+        with ExitStack() as probes:
+            for copy in copies:
+                probes.callback(copy.close)
+            for key, directory in [*roles, *(("copies", copy) for copy in copies)]:
+                for other, name in names.items():
+                    if name and directory.has(name):
+                        raise ConfigError(
+                            f"{key}: {directory} is the same directory as that of {other!r}: give another"
+                        )
+                names[key if key != "copies" else str(directory)] = probes.enter_context(self._probed(directory, key))
+            yield names.get("local", "")
 
     @contextmanager
     def _probed(self, directory: RunDirectory, key: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, MutableMapping, Set
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence, Set
 from typing import Any, cast
 
 import numpy as np
@@ -27,7 +27,7 @@ _MAX_LEAVES = 100_000_000
 _NUM_LISTED = 8
 OWN_KEY = "loaderkit"
 """The key in a saved state for what is not the user's."""
-_NUMBER_TABLES = "number_tables"
+_NUMBER_TABLES, _EMPTY_TABLES = "number_tables", "empty_tables"
 _SIMPLE = {type(None), bool, int, float, complex, str, bytes, bytearray}
 _SEQUENCES = {list, tuple, set, frozenset, torch.Size}
 _TABLES = {dict, OrderedDict, defaultdict, Counter}
@@ -97,11 +97,21 @@ def number_tables(state: Any) -> list[str]:
 
 
 def with_number_tables(resolved: Any) -> dict[str, Any]:
-    """What a state to be saved has under OWN_KEY: its `number_tables`, so that ranks with the same ones save them once, and
-    others save their own. Raises ConfigError."""
-    tables = number_tables(resolved)
-    digest = hashlib.sha256("\n".join(tables).encode()).hexdigest()[:12]
-    return {_NUMBER_TABLES: {digest: tables}} if tables else {}
+    """What a state to be saved has under OWN_KEY: its `number_tables`, and the paths of its empty tables, which have no name;
+    so that ranks with the same ones save them once, and others save their own. Raises ConfigError."""
+    tables, empty = number_tables(resolved), _empty_tables(resolved)
+    return {key: {_digest(found): found} for key, found in ((_NUMBER_TABLES, tables), (_EMPTY_TABLES, empty)) if found}
+
+
+def _digest(found: list[Any]) -> str:
+    return hashlib.sha256("\n".join(map(str, found)).encode(errors="surrogatepass")).hexdigest()[:12]
+
+
+def _empty_tables(resolved: Any) -> list[tuple[str | int, ...]]:
+    """Their paths: text for a key of a table, a number for a place in a list."""
+    empty: list[Path] = []
+    flatten(resolved, lambda value: isinstance(value, torch.Tensor), _MAX_LEAVES, empty=empty)
+    return [tuple(int(key) if isinstance(key, Index) else str(key) for key in path) for path in empty]
 
 
 def _check_values(state: Any) -> None:
@@ -162,9 +172,13 @@ def restore_state(
     with OpenCheckpoint.open(url, connectors, "2GiB", "auto") as source:
         contents = source.contents
         known = (*contents.values, *contents.pickled)
-        names = [name for name in known if name.startswith(f"{OWN_KEY}.{_NUMBER_TABLES}.")]
-        numbered = {table for tables in source.plain_values(names).values() for table in tables}
-    targets = _Targets(contents, numbered)
+        said = [
+            [one for found in source.plain_values(names).values() for one in found]
+            for key in (_NUMBER_TABLES, _EMPTY_TABLES)
+            for names in [[name for name in known if name.startswith(f"{OWN_KEY}.{key}.")]]
+        ]
+    empty = [tuple(Index(key) if type(key) is int else key for key in path) for path in said[1]]
+    targets = _Targets(contents, set(said[0]), empty)
     for name, leaf in leaves_of(state).items():
         targets.add(name, leaf)
     targets.add_rest(state)
@@ -190,8 +204,9 @@ def _load_alone(flat: dict[str, Any], reader: StreamReader) -> None:
 class _Targets:
     """What is to be filled: `flat`, name -> tensor to be filled, or None for a plain value."""
 
-    def __init__(self, contents: Checkpoint, numbered: Set[str]) -> None:
-        """`numbered` are the names that `number_tables` gave."""
+    def __init__(self, contents: Checkpoint, numbered: Set[str], empty: Sequence[Path] = ()) -> None:
+        """`numbered` are the names that `number_tables` gave, `empty` the paths of empty tables."""
+        self._empty = empty
         self.flat: dict[str, Any] = {}
         self._contents = contents
         self._numbered = numbered
@@ -205,7 +220,7 @@ class _Targets:
     def add(self, name: str, leaf: Leaf) -> None:
         """Add a leaf of the state."""
         if is_stateful(leaf.value):
-            part = _Part(name, leaf, self._contents, self._numbered)
+            part = _Part(name, leaf, self._contents, self._numbered, _below(leaf.path, self._empty))
             self._objects.append(part)
             self._missing += part.missing
             self._problems += part.problems
@@ -237,7 +252,8 @@ class _Targets:
         container, depth = state, 0
         while depth < len(path) - 1 and (inner := _inner(container, path[depth])) is not None:
             container, depth = inner, depth + 1
-        is_open = isinstance(container, MutableMapping) or container == []
+        is_list = isinstance(path[depth], Index)
+        is_open = container == [] if is_list else isinstance(container, MutableMapping)
         if not is_open or _has(container, path[depth]):
             self._problems.append(f"only in the checkpoint: {full!r}")
             return
@@ -270,7 +286,8 @@ class _Targets:
         for name, leaf in self._plain:
             leaf.container[leaf.key] = self.flat[name]
         for place, (container, paths) in self._rest.items():
-            made = _like(None, _nested(paths, self.flat), ".".join(place), self._numbered)
+            empty = [path for path in _below(place, self._empty) if not _has(container, path[0])]
+            made = _like(None, _nested(paths, self.flat, empty), ".".join(place), self._numbered)
             if isinstance(container, list):
                 container.extend(made)
             else:
@@ -282,7 +299,8 @@ class _Targets:
 class _Part:
     """The part of an object: `flat` as in `_Targets`; what the object lacks is made anew."""
 
-    def __init__(self, name: str, leaf: Leaf, contents: Checkpoint, numbered: Set[str]) -> None:
+    def __init__(self, name: str, leaf: Leaf, contents: Checkpoint, numbered: Set[str], empty: Sequence[Path]) -> None:
+        self._empty = empty
         self.flat: dict[str, Any] = {}
         self._name = name
         self._numbered = {*numbered, f"{name}.state"} if isinstance(leaf.value, torch.optim.Optimizer) else numbered
@@ -337,21 +355,31 @@ class _Part:
 
     def load(self, flat: Mapping[str, Any]) -> None:
         """Give the object its part of what was read."""
-        table = _nested(self._paths, flat)
+        table = _nested(self._paths, flat, self._empty)
         if isinstance(self._object, torch.optim.Optimizer):
             table.setdefault("state", {})
         self._object.load_state_dict(_like(self._current, table, self._name, self._numbered))
 
 
-def _nested(paths: Mapping[str, Path], flat: Mapping[str, Any]) -> dict[Any, Any]:
-    """The values by their paths; also what becomes a list is a table here."""
+def _nested(paths: Mapping[str, Path], flat: Mapping[str, Any], empty: Iterable[Path]) -> dict[Any, Any]:
+    """The values by their paths, and empty tables; also what becomes a list is a table here."""
     table: dict[Any, Any] = {}
     for full, path in paths.items():
         inner = table
         for key in path[:-1]:
             inner = inner.setdefault(key, {})
         inner[path[-1]] = flat[full]
+    for path in empty:  # on one rank; another may have something there
+        inner = table
+        for key in path:
+            inner = inner.setdefault(key, {}) if isinstance(inner, dict) else {}
     return table
+
+
+def _below(place: Path, paths: Iterable[Path]) -> list[Path]:
+    """Those that go on from `place`, from there on."""
+    start = _texts(place)
+    return [path[len(start) :] for path in paths if len(path) > len(start) and _texts(path[: len(start)]) == start]
 
 
 def _like(current: Any, value: Any, name: str, numbered: Set[str]) -> Any:

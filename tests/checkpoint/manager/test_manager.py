@@ -151,6 +151,32 @@ class TestSaveAndRestore:
         assert "step-0000000003 is passed over" in caplog.text
         assert found["n"] == 1
 
+    def test_if_all_are_damaged_that_is_an_error(self, tmp_path: Path) -> None:
+        with loaderkit.CheckpointManager(tmp_path) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, state_of(step))
+        for step in (1, 2):
+            (tmp_path / f"step-000000000{step}" / "__0_0.distcp").unlink()
+        with (
+            loaderkit.CheckpointManager(tmp_path) as checkpoints,
+            pytest.raises(
+                CheckpointError, match=r"none of the 2 checkpoints in .* is whole.*the newest: .*step-0000000002"
+            ),
+        ):
+            checkpoints.restore(state_of(0))
+
+    def test_later_steps_of_an_earlier_run_are_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        with loaderkit.CheckpointManager(tmp_path, keep={"last": 2}) as checkpoints:
+            for step in (1, 2, 3):
+                checkpoints.save(step, state_of(step))
+        assert "later ones" not in caplog.text
+        with loaderkit.CheckpointManager(tmp_path, keep={"last": 2}) as checkpoints:
+            assert checkpoints.restore(state_of(0), step=2) == 2
+            checkpoints.save(2, state_of(2), force=True)
+        assert "step 2 is saved, and " in caplog.text
+        assert "has 1 later ones" in caplog.text
+        assert "the next start restores step 3" in caplog.text
+
     def test_wrong_use(self, tmp_path: Path) -> None:
         checkpoints = loaderkit.CheckpointManager(tmp_path)
         with pytest.raises(ConfigError, match="'x' holds an object of pathlib"):

@@ -359,6 +359,11 @@ class TestLocalDirectory:
             loaderkit.CheckpointManager(tmp_path / "a", local=local)
         assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["step-0000000001", "step-0000000002"]
 
+    def test_so_is_that_of_a_copy(self, tmp_path: Path) -> None:
+        copies = [{"to": f"file://{tmp_path}/a", "dtype": "bfloat16"}]
+        with pytest.raises(ConfigError, match=r"copies: .* is the same directory as that of 'to'"):
+            loaderkit.CheckpointManager(tmp_path / "a", copies=copies)
+
     def test_a_directory_that_was_the_only_one_becomes_the_local_one(self, tmp_path: Path) -> None:
         with loaderkit.CheckpointManager(tmp_path / "a") as checkpoints:
             checkpoints.save(1, state_of(1))

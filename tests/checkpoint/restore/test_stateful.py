@@ -230,3 +230,47 @@ def test_what_could_not_be_restored_is_refused_when_it_is_saved() -> None:
         "m": {1: {}, -2: 3},
     }
     assert number_tables(state) == ["m"]
+
+
+class Holder:
+    """An object whose state is any table."""
+
+    def __init__(self, table: dict[Any, Any]) -> None:
+        self.table = table
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.table
+
+    def load_state_dict(self, table: dict[Any, Any]) -> None:
+        self.table = table
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"groups": [{}, {"m": 1}]},
+        {"groups": [None, {}, {"m": 1}, {}]},
+        {"groups": [{}]},
+        {"by": {0: {}, 1: {"m": 2}, 2: {"deep": {}}}},
+        {"a": {}, "b": [[], {}, ()]},
+        {},
+    ],
+)
+def test_empty_tables_come_back(table: dict[Any, Any], tmp_path: Path) -> None:
+    """Nothing in a list takes the place of an empty table before it."""
+    resolved = {"object": table, "plain": table, "n": 1}
+    save_dcp(resolved | {OWN_KEY: with_number_tables(resolved)}, tmp_path / "step")
+    for fresh in (Holder({}), Holder(table)):
+        state = {"object": fresh, "plain": {}, "n": 0}
+        restore_state(str(tmp_path / "step"), state, timeout_s=60.0)
+        assert fresh.table == table
+
+
+@pytest.mark.parametrize(("saved", "here"), [({"1": 1, "0": 2}, []), ([{"a": 1}], {})])
+def test_a_table_is_no_list(saved: Any, here: Any, tmp_path: Path) -> None:
+    save_dcp({"x": saved, "n": 1}, tmp_path / "step")
+    state = {"x": here, "n": 0}
+    with pytest.raises(CheckpointError, match="only in the checkpoint: 'x"):
+        restore_state(str(tmp_path / "step"), state, timeout_s=60.0)
+    assert state == {"x": here, "n": 0}
+    assert not here

@@ -26,7 +26,7 @@ _kernels: Any = _load("loaderkit.native._kernels")
 _jpeg: Any = _load("loaderkit.native._jpeg")
 
 HAS_KERNELS: bool = _kernels is not None
-"""False if there was no compiler; then `StateClock`, `gil_wait`, `read_hashed` and `resample` are missing."""
+"""False if there was no compiler; then `StateClock`, `gil_wait`, `hash_blocks`, `read_hashed` and `resample` are missing."""
 HAS_JPEG: bool = _jpeg is not None
 """False if libjpeg-turbo's headers were missing; then JPEGs are decoded whole, and `decode_pieces` is missing."""
 CAN_RESAMPLE: bool = HAS_KERNELS and _kernels.resample([])
@@ -64,6 +64,8 @@ twins in `fallback` take all, and any number of channels."""
 # These have no fallback: see the constants above.
 StateClock: Any = getattr(_kernels, "StateClock", None)
 gil_wait: Any = getattr(_kernels, "gil_wait", None)
+# None also on a CPU without carry-less multiplication.
+hash_blocks: Any = None if crc32 is fallback.crc32 else getattr(_kernels, "hash_blocks", None)
 read_hashed: Any = getattr(_kernels, "read_hashed", None)
 resample: Any = getattr(_kernels, "resample", None)
 decode_pieces: Any = getattr(_jpeg, "decode", None)

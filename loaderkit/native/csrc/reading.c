@@ -180,7 +180,6 @@ static PyObject *read_from(PyObject *path, char *to, Py_ssize_t length, const in
     return result;
 }
 
-typedef uint64_t (*Hash)(const void *data, size_t length);
 
 /* Fill `to`, and hash every block while it lies in the CPU's cache; as pread_all. Past the page cache as many blocks are read at once as
  * make a step, else one. What the hashes took is added to `took_ns`. */

@@ -7,7 +7,7 @@ import logging
 from types import FrameType
 from typing import NoReturn
 
-from loaderkit.errors import SourceError, StageError
+from loaderkit.errors import ConfigError, SourceError, StageError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.sampling.schedule import BatchSampler
 
@@ -44,6 +44,19 @@ class EmptyBatches:
                 f"how many batches an epoch has shows when it ends, as {self._filters} may leave nothing of some, so there is "
                 "no length: iterate to the end and count what is delivered, or leave out `on_empty_batch: skip`"
             )
+
+    def check_number(self, number: int) -> None:
+        """Raise ConfigError if `number` batches of an epoch, which a loop has had, do not tell where it stopped."""
+        if number and self._are_skipped:
+            raise ConfigError(
+                f"where a loop stopped after {number} batches is not known, as {self._filters} may have skipped some: continue "
+                "with load_state_dict instead, or leave out `on_empty_batch: skip`"
+            )
+
+    def say(self, schedule: BatchSampler) -> str:
+        """How many batches an epoch has, and a space; "" if that is not known."""
+        most = "at most " if self._are_skipped else ""
+        return f"{most}{schedule.num_batches()} " if schedule.knows_length else ""
 
     def note_state(self, caller: FrameType) -> None:
         """Log, once, if a state within an epoch is asked for by who has a batch that it has not trained yet."""

@@ -270,9 +270,7 @@ class Loader:
         here, source = self._or_next_epoch(self._epoch, self._position), self._plan.source
         if here[1]:
             self._empty_batches.note_state(sys._getframe(1))
-        own: tuple[Any, ...] | None = None
-        if isinstance(source, IterableSource):
-            own = (source.saved.state,) if source.saved is not None and source.saved[:2] == here else ()
+        own = source.state_at(*here) if isinstance(source, IterableSource) else None
         return State(*here, self._plan.config.order.seed, self._fingerprint, own).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -357,11 +355,7 @@ class Loader:
 
     def _rest_from(self, number: int) -> Iterator[Any]:
         """The next epoch without the first `number` batches, which are not read."""
-        if number and self._plan.config.skips_empty_batches:
-            raise ConfigError(
-                f"where a loop stopped after {number} batches is not known, as {self._plan.config.filters} may have skipped "
-                "some: continue with load_state_dict instead, or leave out `on_empty_batch: skip`"
-            )
+        self._empty_batches.check_number(number)
         self._take_ranks()
         epoch = self._next[0]
         self._next = (epoch, self._plan.schedule.of_epoch(epoch).position_after(0, number))
@@ -421,13 +415,10 @@ class Loader:
     def __repr__(self) -> str:
         schedule = self._schedule
         ranks = f"on rank {schedule.rank} of {schedule.world_size}" if self._has_ranks else "rank not taken yet"
-        most = "at most " if self._plan.config.skips_empty_batches else ""
-        num_batches = f"{most}{schedule.num_batches()} " if self._has_ranks and schedule.knows_length else ""
+        num_batches = self._empty_batches.say(schedule) if self._has_ranks else ""
         samples = f"{schedule.num_samples} samples" if schedule.knows_length else "any number of samples"
-        return (
-            f"<Loader {self._plan.config.name!r}: {samples}, {num_batches}batches of {schedule.batch_size}, {ranks}, "
-            f"epoch {self._epoch}>"
-        )
+        batches = f"{num_batches}batches of {schedule.batch_size}"
+        return f"<Loader {self._plan.config.name!r}: {samples}, {batches}, {ranks}, epoch {self._epoch}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -134,6 +134,11 @@ class IterableSource(DatasetSource):
                 "without split_dataset_by_node or a DistributedSampler"
             )
 
+    def state_at(self, epoch: int, position: int) -> tuple[Any, ...]:
+        """The iterable's own state there, in a tuple, which is empty without one."""
+        saved = self.saved
+        return (saved.state,) if saved is not None and saved[:2] == (epoch, position) else ()
+
     def resume(self, epoch: int, position: int, own_state: tuple[Any, ...] | None) -> None:
         """Begin the next pass there, by the iterable's own state if `own_state` holds one."""
         self.saved = SourceState(epoch, position, own_state[0]) if own_state else None

@@ -35,6 +35,7 @@ from loaderkit.engine.torch_threads import ONE_AT_A_TIME, new_thread_default_kep
 from loaderkit.errors import LoaderkitError
 
 _CPU = torch.device("cpu")
+_BLOCKS_AT_ONCE = 4  # copied and hashed while in the CPU's cache
 
 
 @dataclass
@@ -240,20 +241,26 @@ def _hash_fixed(part: _Part, item: TensorItem, start: int) -> SaveTimes:
     """Hash a part that is a range of a tensor, from `start` on, which stays as it is until it is written."""
     begin_s = time.perf_counter()
     assert item.data.fixed is not None
-    step, num_bytes = part.file.block_bytes, part.end - part.begin
-    first, address = part.begin // step, address_of_hash()
-    data = item.data.fixed[start : start + num_bytes].data
-    if native.hash_blocks is not None and address is not None:
-        # In one call: each end of a call takes the GIL, for which a training loop then waits.
-        hashes, crc = native.hash_blocks(data, step, address)
-        part.file.hashes[first : first + len(hashes) // 8] = np.frombuffer(hashes, np.uint64)
-        item.crc.add(start, num_bytes, crc)
-        return SaveTimes(hashing_s=time.perf_counter() - begin_s)
-    for at in range(0, num_bytes, step):
-        block = data[at : at + step]
-        part.file.hashes[first + at // step] = xxhash.xxh3_64_intdigest(block)
-        item.crc.add(start + at, len(block), native.crc32(block))
+    num_bytes = part.end - part.begin
+    crc = _hash_blocks(part.file, part.begin, item.data.fixed[start : start + num_bytes].data)
+    item.crc.add(start, num_bytes, crc)
     return SaveTimes(hashing_s=time.perf_counter() - begin_s)
+
+
+def _hash_blocks(file: _OpenFile, start: int, data: memoryview) -> int:
+    """Note the hashes of whole blocks of a file, from `start` on; the CRC-32 of all of them.
+
+    In one call: each end of a call takes the GIL, for which a training loop then waits.
+    """
+    step = file.block_bytes
+    first, address = start // step, address_of_hash()
+    if native.hash_blocks is not None and address is not None:
+        hashes, crc = native.hash_blocks(data, step, address)
+        file.hashes[first : first + len(hashes) // 8] = np.frombuffer(hashes, np.uint64)
+        return int(crc)
+    for at in range(0, len(data), step):
+        file.hashes[first + at // step] = xxhash.xxh3_64_intdigest(data[at : at + step])
+    return native.crc32(data)
 
 
 class _Filler:
@@ -269,17 +276,24 @@ class _Filler:
 
     def fill(self) -> None:
         """Copy and hash everything but `late`."""
-        begin, end, step = self._part.begin, self._part.end, self._file.block_bytes
+        begin, end, step = self._part.begin, self._part.end, _BLOCKS_AT_ONCE * self._file.block_bytes
         for start in range(begin, end, step):
-            block = self._memory[start - begin : start - begin + step]
+            blocks = self._memory[start - begin : start - begin + step]
             num_late, done = len(self.late), 0
-            for piece in self._file.plan.pieces(start, start + len(block)):
-                block[done : piece.at] = 0
+            for piece in self._file.plan.pieces(start, start + len(blocks)):
+                blocks[done : piece.at] = 0
                 done = piece.at + piece.hi - piece.lo
                 self._place(piece._replace(at=piece.at + start - begin))
-            block[done:] = 0
+            blocks[done:] = 0
             if len(self.late) == num_late:
-                self._hash(start, block)
+                self._hash(start, blocks)
+                continue
+            late = self._late_blocks(self.late[num_late:])
+            for number in range(
+                (start - begin) // self._file.block_bytes, -(-(start - begin + len(blocks)) // self._file.block_bytes)
+            ):
+                if number not in late:
+                    self._hash_block(number)
 
     def can_finish(self) -> bool:
         """True if the checksums are there that `late` needs."""
@@ -289,15 +303,20 @@ class _Filler:
         """Fill `late`, and hash those blocks."""
         for piece in self.late:
             self._place(piece)
-        step = self._file.block_bytes
-        for number in sorted(
-            {at // step for piece in self.late for at in (piece.at, piece.at + piece.hi - piece.lo - 1)}
-        ):
-            self._hash(self._part.begin + number * step, self._memory[number * step : (number + 1) * step])
+        for number in sorted(self._late_blocks(self.late)):
+            self._hash_block(number)
 
-    def _hash(self, start: int, block: NDArray[np.uint8]) -> None:
+    def _late_blocks(self, late: Sequence[Piece]) -> set[int]:
+        """The numbers, in the part, of the blocks that have some of these pieces, which are shorter than a block."""
+        return {at // self._file.block_bytes for piece in late for at in (piece.at, piece.at + piece.hi - piece.lo - 1)}
+
+    def _hash_block(self, number: int) -> None:
+        step = self._file.block_bytes
+        self._hash(self._part.begin + number * step, self._memory[number * step : (number + 1) * step])
+
+    def _hash(self, start: int, blocks: NDArray[np.uint8]) -> None:
         begin_s = time.perf_counter()
-        self._file.hashes[start // self._file.block_bytes] = xxhash.xxh3_64_intdigest(block.data)  # releases the GIL
+        _hash_blocks(self._file, start, blocks.data)
         self.times.hashing_s += time.perf_counter() - begin_s
 
     def _place(self, piece: Piece) -> None:

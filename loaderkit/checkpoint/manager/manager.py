@@ -76,6 +76,8 @@ class CheckpointManager:
             copies=copies,
             notice=notice,
         )
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+            raise ConfigError(f"timeout_s {timeout_s!r}: expected a number of seconds above 0")
         self._process_group, self._timeout_s = process_group, timeout_s
         self._connectors = dict(connectors or {})
         is_apart = self.settings.flush == "process"
@@ -158,6 +160,8 @@ class CheckpointManager:
         """
         self._check_open()
         number, numbers = _whole(step), _numbers(metrics or {})
+        if self._saving is not None and self._saving.step == number and self._saving.error is not None:
+            self._wait()  # raises it: that step is not there
         if not force and not self.should_save(number):
             return None
         if self._is_skipped(number, force or self.reached_preemption(number)):

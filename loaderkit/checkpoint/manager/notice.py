@@ -30,12 +30,15 @@ class SignalNotice:
                 "`notice` out"
             )
         self._noted: int | None = None
-        self._previous: dict[int, Any] = {}
-        for name in names:
-            number = signal.Signals[name]
-            self._previous[number] = signal.signal(number, self._note)
+        self._numbers = {signal.Signals[name].value for name in names}
+        for number in self._numbers:
+            if signal.getsignal(number) is not _note:
+                previous = signal.signal(number, _note)
+                _PREVIOUS[number] = signal.SIG_DFL if previous is None else previous
+            _NOTICES.setdefault(number, []).append(self)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int) -> None:
+        """A signal came."""
         self._noted = number
 
     @property
@@ -44,12 +47,21 @@ class SignalNotice:
         return None if self._noted is None else signal.Signals(self._noted).name
 
     def close(self) -> None:
-        """Put the previous handlers back, unless others were set since. Idempotent."""
-        for number, previous in self._previous.items():
-            # A bound method is made anew each time, and equal to itself.
-            if signal.getsignal(number) == self._note:
-                signal.signal(number, signal.SIG_DFL if previous is None else previous)
-        self._previous.clear()
+        """Put the previous handlers back, unless others were set since, or other notices note the signals. Idempotent."""
+        for number in self._numbers:
+            _NOTICES[number].remove(self)
+            if not _NOTICES[number] and signal.getsignal(number) is _note:
+                signal.signal(number, _PREVIOUS.pop(number))
+        self._numbers = set()
+
+
+_NOTICES: dict[int, list[SignalNotice]] = {}  # by signal: those that note it
+_PREVIOUS: dict[int, Any] = {}  # the handlers before the first of them
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    for notice in _NOTICES[number]:
+        notice.note(number)
 
 
 class StepAgreement:

@@ -403,7 +403,7 @@ def _like(current: Any, value: Any, name: str, numbered: Set[str]) -> Any:
         table |= {
             key: {} for key, item in current.items() if isinstance(item, Mapping) and not item and key not in table
         }
-    return table
+    return Counter(table) if type(current) is Counter else table
 
 
 def _inner(container: Any, key: Any) -> Any:

@@ -213,6 +213,11 @@ class TestSaveAndRestore:
 
 
 class TestBeginning:
+    @pytest.mark.parametrize("timeout_s", ["5", 0, -1.0, True, float("nan")])
+    def test_a_timeout_that_is_none(self, timeout_s: Any, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"timeout_s .*: expected a number of seconds above 0"):
+            loaderkit.CheckpointManager(tmp_path, timeout_s=timeout_s)
+
     def test_a_store_that_is_only_read_is_refused_at_once(self) -> None:
         with pytest.raises(ConfigError, match=r"to: checkpoints cannot be saved to https.*only reads"):
             loaderkit.CheckpointManager("https://example.com/a")
@@ -341,7 +346,14 @@ class TestFailure:
             assert saving is not None
             assert saving.is_committed
             assert checkpoints.save(1, state_of(1)) is None  # it is there
-        assert names(tmp_path) == ["step-0000000001"]
+            store.error = ConnectorError("no space")
+            failed = checkpoints.save(2, state_of(2))
+            assert failed is not None
+            with pytest.raises(ConnectorError):
+                failed.wait()
+            with pytest.raises(ConnectorError):  # and not None, as if it were there
+                checkpoints.save(2, state_of(2))
+        assert "step-0000000002" not in names(tmp_path)
 
     def test_an_error_of_the_loop_is_not_hidden(self, store: Store, caplog: pytest.LogCaptureFixture) -> None:
         store.error = ConnectorError("No space left on device")

@@ -35,6 +35,18 @@ class TestSignals:
         finally:
             signal.signal(signal.SIGUSR1, before)
 
+    def test_several_note_the_same_signal_and_end_in_any_order(self) -> None:
+        before = signal.getsignal(signal.SIGUSR1)
+        first, second = SignalNotice(["SIGUSR1"]), SignalNotice(["SIGUSR1", "SIGUSR2"])
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert first.name == second.name == "SIGUSR1"
+        first.close()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert (first.name, second.name) == ("SIGUSR1", "SIGUSR2")
+        assert signal.getsignal(signal.SIGUSR1) != before
+        second.close()
+        assert signal.getsignal(signal.SIGUSR1) == before
+
     def test_other_threads_cannot(self) -> None:
         errors: list[Exception] = []
 

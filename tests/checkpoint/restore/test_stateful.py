@@ -274,3 +274,15 @@ def test_a_table_is_no_list(saved: Any, here: Any, tmp_path: Path) -> None:
         restore_state(str(tmp_path / "step"), state, timeout_s=60.0)
     assert state == {"x": here, "n": 0}
     assert not here
+
+
+def test_a_scheduler_s_milestones_stay_countable(tmp_path: Path) -> None:
+    """`MultiStepLR` puts what it gets in the place of its Counter, whose `elements` it calls later."""
+    schedulers = [
+        torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), [2, 2, 4])
+        for _ in range(2)
+    ]
+    save_dcp(resolved_state({"s": schedulers[0]}), tmp_path / "step")
+    restore_state(str(tmp_path / "step"), {"s": schedulers[1]}, timeout_s=60.0)
+    assert schedulers[1].milestones == Counter([2, 2, 4])
+    assert type(schedulers[1].milestones) is Counter

@@ -96,12 +96,23 @@ class Tiers:
         if not self._has_saved:
             self._has_saved = True
             self._warn_of_later(step)
+            self._warn_of_metrics(metrics)
         if self._uploads is None or self._local is None:
             self._far.retain(self._keep, lambda saved: {step})
             return
         self._uploads.add(step)
         with self._saving:
             self._retain_near(step)
+
+    def _warn_of_metrics(self, metrics: Mapping[str, float]) -> None:
+        for keep in (self._keep, None if self._local is None else self._local.keep):
+            if keep is not None and keep.best is not None and keep.best.metric not in metrics:
+                given = ", ".join(sorted(metrics)) or "none"
+                logger.warning(
+                    "keep.best: the first save has no metric %r (given: %s); without it none is the best",
+                    keep.best.metric,
+                    given,
+                )
 
     def _warn_of_later(self, step: int) -> None:
         later: list[int] = []

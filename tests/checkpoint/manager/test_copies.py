@@ -74,7 +74,8 @@ def test_it_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError, match="no complete checkpoint"):
         latest(tmp_path / "export")
     with loaderkit.CheckpointManager(tmp_path / "export") as checkpoints, caplog.at_level(logging.WARNING):
-        assert checkpoints.restore(state) is None
+        with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* is an export in bfloat16"):
+            checkpoints.restore(state)  # and no start from the beginning
         with pytest.raises(CheckpointError, match="is an export in bfloat16"):
             checkpoints.restore(state, step=2)
     assert state["model"]["w"].tolist() == torch.full((3,), 1 / 3).tolist()  # type: ignore[index]
@@ -170,9 +171,10 @@ def test_shards_of_several_ranks(tmp_path: Path) -> None:
 
 
 def test_one_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / STEP).write_text("in the way")
     copies = [
-        {"to": str(tmp_path / "file"), "dtype": "bfloat16"},
+        {"to": str(tmp_path / "other"), "dtype": "bfloat16"},
         {"to": str(tmp_path / "export"), "dtype": "bfloat16", "keys": ["modle.*"]},
     ]
     with caplog.at_level(logging.WARNING):

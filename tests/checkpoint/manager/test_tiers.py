@@ -364,6 +364,26 @@ class TestLocalDirectory:
         with pytest.raises(ConfigError, match=r"copies: .* is the same directory as that of 'to'"):
             loaderkit.CheckpointManager(tmp_path / "a", copies=copies)
 
+    def test_a_copy_never_takes_the_place_of_a_checkpoint(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        state = {"model": {"x": torch.randn(100)}}
+        with loaderkit.CheckpointManager(tmp_path / "a", format="safetensors") as checkpoints:
+            checkpoints.save(1, state)
+        copies = [{"to": str(tmp_path / "a"), "dtype": "bfloat16"}]
+        with loaderkit.CheckpointManager(
+            tmp_path / "b", copies=copies, keep={"best": {"metric": "los"}}
+        ) as checkpoints:
+            for step in (1, 2, 2):
+                checkpoints.save(step, state, force=True, metrics={"loss": 1.0})
+        assert "step-0000000001 is a checkpoint, no export" in caplog.text
+        assert "no metric 'los' (given: loss)" in caplog.text
+        found = {"model": {"x": torch.zeros(100)}}
+        with loaderkit.CheckpointManager(tmp_path / "a") as checkpoints:
+            assert checkpoints.restore(found) == 1
+            assert checkpoints.all_steps() == [1, 2]
+        assert torch.equal(found["model"]["x"], state["model"]["x"])
+
     def test_a_directory_that_was_the_only_one_becomes_the_local_one(self, tmp_path: Path) -> None:
         with loaderkit.CheckpointManager(tmp_path / "a") as checkpoints:
             checkpoints.save(1, state_of(1))

@@ -55,9 +55,10 @@ def mortal(store: Connector, kind: str, clock: Clock) -> Mortal:
     return Mortal(store, clock, renames=kind not in ("memory-in-place", "memory-safetensors"))
 
 
-def die(near: Connector, far: Connector, kind: str, step: int, number: int) -> None:
-    """Save `number` as a step; the upload dies when the clock of `far` stops."""
+def die(near: Connector, far: Mortal, kind: str, step: int, number: int, clock: Clock | None = None) -> None:
+    """Save `number` as a step; the upload dies when the clock stops, which `far` gets once the manager has tried it."""
     checkpoints = manager_of(near, far, kind)
+    far.clock = clock or Clock()
     with suppress(DeadError):
         checkpoints.save(step, state_of(number), force=True)
     with suppress(DeadError):
@@ -82,7 +83,7 @@ def test_dead_at_any_operation(kind: str, again: bool, is_before: bool, operatio
             die(near, mortal(far, kind, Clock()), kind, step, step)
         step = 2 if again else 3
         clock = Clock(operation, is_before=is_before)
-        die(near, mortal(far, kind, clock), kind, step, 7)
+        die(near, mortal(far, kind, Clock()), kind, step, 7, clock)
         if isinstance(far, DroppingConnector):
             far.cut(rng if operation % 2 else None)
         steps = steps_in(far)
@@ -112,7 +113,7 @@ def test_no_upload_has_more_operations(kind: str, again: bool) -> None:
         near = MemoryConnector()
         for step in (1, 2, 3, 3 if again else 4):
             clock = Clock()
-            die(near, mortal(far, kind, clock), kind, step, step)
+            die(near, mortal(far, kind, Clock()), kind, step, step, clock)
             assert 5 < len(clock.names) < MOST_OPERATIONS, clock.names
 
 

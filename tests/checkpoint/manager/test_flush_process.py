@@ -175,9 +175,9 @@ class TestDeaths:
         flag = tmp_path / "flag"
         with loaderkit.CheckpointManager(tmp_path / "run") as checkpoints:
             checkpoints.save(1, state_of(1))
-        flag.touch()
         store = Mortal(FileConnector(tmp_path / "run"), Killing(operation, flag, is_before=is_before))
         with manager_of(tmp_path, connectors={"store": store}) as checkpoints:
+            flag.touch()  # from here on: this process has tried the store
             checkpoints.save(2, state_of(2))
             message = message_of(checkpoints.wait_until_finished)
             is_alive = flag.exists()

@@ -127,10 +127,11 @@ def save_kept(rank: int, num_ranks: int, folder: Path, seed: int) -> None:
     begin(rank, num_ranks, folder, "managing")
     state = state_of(seed, num_ranks)
     posted: dict[int, list[str]] = {}
+    step = 0  # what is posted when the manager is made
     post = Board.post
 
     def counted(board: Board, key: str, data: bytes = b"") -> None:
-        posted[step].append(key.partition("/")[2])
+        posted.setdefault(step, []).append(key.partition("/")[2])
         post(board, key, data)
 
     counting: Any = Board

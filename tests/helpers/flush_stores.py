@@ -99,8 +99,16 @@ def manager_of(folder: Path, **settings: Any) -> loaderkit.CheckpointManager:
 
 
 def children() -> list[int]:
-    """The processes that this one has started and that have not ended."""
-    return [int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+    """The processes that write checkpoints for this one and have not ended; other tests' servers are no such ones."""
+    found = [int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+    return [pid for pid in found if "loaderkit.checkpoint.flush" in _command(pid)]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:  # it has ended
+        return ""
 
 
 def main(folder: Path) -> None:

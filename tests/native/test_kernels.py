@@ -45,6 +45,7 @@ pictures = st.builds(view, st.integers(0, 99), st.integers(1, 40), st.integers(1
 def test_every_kernel_is_offered() -> None:
     assert set(TWINS) == {
         *(
+            "best_fit",
             "crc32",
             "cut",
             "delayed",
@@ -52,6 +53,7 @@ def test_every_kernel_is_offered() -> None:
             "group_names",
             "interleave",
             "is_cut",
+            "mark_documents",
             "members",
             "permute",
             "read_many",

@@ -58,11 +58,14 @@ def test_the_report_on_a_loop_that_saves(tmp_path: Path) -> None:
 
 
 def test_a_failed_save_is_in_the_report(tmp_path: Path) -> None:
-    checkpoints = loaderkit.CheckpointManager(tmp_path / "run")
+    run = tmp_path / "run"
+    checkpoints = loaderkit.CheckpointManager(run)
     with loaderkit.build(values(12)) as loader, loader.profile() as recording:
         for _ in loader:
             pass
-        (tmp_path / "run").write_text("a file where the directory would be")
+        if run.exists():
+            run.rmdir()
+        run.write_text("a file where the directory would be")
         checkpoints.save(1, {"x": torch.ones(3)})
         with pytest.raises(ConnectorError):
             checkpoints.wait_until_finished()

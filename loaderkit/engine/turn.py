@@ -6,7 +6,7 @@ import threading
 
 
 class Turn:
-    """Taken by one worker at a time, in the order of the chunks' numbers: whoever overtook others would read their items, too,
+    """Taken by one worker at a time, in the order of the chunks' numbers: one that overtook others would read their items, too,
     and they would wait for its own."""
 
     def __init__(self) -> None:
@@ -14,7 +14,7 @@ class Turn:
         self._next = 0  # the number of the chunk whose turn it is
         self._done: set[int] = set()  # numbers from there on that need no turn any more
         self._waiting: dict[int, threading.Lock] = {}
-        self.is_closed = False  # True: whoever gets the turn is to do nothing with it
+        self.is_closed = False  # True: the worker that gets the turn is to do nothing with it
 
     def take(self, number: int) -> threading.Lock | None:
         """Take the turn for that chunk; else what to wait for, by acquiring it: then it is taken."""

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from loaderkit._internal.save_log import SAVES, SaveRecord
 from loaderkit.checkpoint.manager.layout import LayoutPlanner
+from loaderkit.checkpoint.planning.held import check_alike
 from loaderkit.checkpoint.ranks.board import Board
 from loaderkit.checkpoint.save.dcp_writer import Share, StreamWriter
 from loaderkit.errors import CheckpointError
@@ -224,7 +225,9 @@ class _JointSave:
         local = self.writer.prepare_local_plan(self.planner.create_local_plan(), is_alone=False)
         self._post(f"plan/{self.board.rank}", local)
         if self.board.rank == 0:
-            plans, metadata = self.planner.create_global_plan(self._collected("plan", "a checkpoint is planned"))
+            local_plans = self._collected("plan", "a checkpoint is planned")
+            check_alike(local_plans)
+            plans, metadata = self.planner.create_global_plan(local_plans)
             number = uuid.uuid4().hex
             for rank, plan in enumerate(self.writer.prepare_global_plan(plans)):
                 self._post(f"share/{rank}", (number, plan))

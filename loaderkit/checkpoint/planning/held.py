@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from loaderkit.checkpoint.planning.boxes import Box, boxes_in
 from loaderkit.checkpoint.planning.division import Block, divide
+from loaderkit.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,23 @@ class Held(NamedTuple):
         if isinstance(plan, DescribedPlan):
             return cls(plan.items, plan.tied, plan.uncut)
         return cls(plan.items, tuple(range(len(plan.items))), frozenset())
+
+
+def check_alike(plans: Sequence[SavePlan]) -> None:
+    """Raise CheckpointError if a tensor's shape or dtype differs by rank: parts of each would be saved."""
+    known: dict[str, tuple[int, str]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.tensor_data is None:
+                continue
+            name, data = item.index.fqn, item.tensor_data
+            is_here = f"{data.properties.dtype} of shape {list(data.size)}"
+            first, is_there = known.setdefault(name, (rank, is_here))
+            if is_here != is_there:
+                raise CheckpointError(
+                    f"{name!r} is {is_there} on rank {first}, and {is_here} on rank {rank}, so nothing is saved: tensors of "
+                    "one name are one tensor. Give what each rank has of its own a name with the rank in it"
+                )
 
 
 class Part(NamedTuple):

@@ -210,6 +210,23 @@ def test_ranks_that_save_different_steps(is_kept: bool, tmp_path: Path) -> None:
         assert not [path.name for path in tmp_path.iterdir() if path.name in ("a", "b")]
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("other", [torch.ones(101), torch.ones(100, dtype=torch.float64)])
+def test_a_tensor_that_differs_by_rank(other: torch.Tensor, is_kept: bool, tmp_path: Path) -> None:
+    """Parts of each rank's would be no tensor that anybody had."""
+    with job(tmp_path, 2) as ranks:
+        if is_kept:
+            assert ranks.save([whole(1), whole(1)]) == [None, None]
+        errors = ranks.save([whole(1), whole(1) | {"bias": other}])
+        assert isinstance(errors[0], CheckpointError)
+        assert isinstance(errors[1], PeerError)
+        said = f"'bias' is torch.float32 of shape [100] on rank 0, and {other.dtype} of shape [{len(other)}] on rank 1"
+        assert said in str(errors[0])
+        assert not ranks.last.exists()
+        assert ranks.save([whole(2), whole(2)]) == [None, None]
+        assert_restored(ranks.last, [whole(2)])
+
+
 SHAPES = st.lists(st.integers(0, 60), max_size=3)
 KINDS = st.sampled_from(["plain", "transposed", "strided", "tied"])
 

@@ -5,7 +5,6 @@ offer ──> coordinator: lay_out ──> work of each rank ──> its files (
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 from loaderkit.checkpoint.formats.blockwise import ABSMAX
@@ -224,12 +224,15 @@ def _resolved(
         name = item.index.fqn
         if rule is not None and not (rule.has(name) if item.tensor_data else name in _IN_EXPORTS):
             continue
-        value = planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
-            assert isinstance(value, io.BytesIO)
-            value.seek(0)
-            values[name] = encode(name, torch.load(value, weights_only=False))  # which the planner has just pickled
+            if not isinstance(planner, DefaultSavePlanner):
+                raise ConfigError(
+                    f"the planner {type(planner).__name__} gives plain values as pickles only, and format safetensors has "
+                    "none: use a DefaultSavePlanner, or format dcp"
+                )
+            values[name] = encode(name, planner.lookup_object(item.index))
             continue
+        value = planner.resolve_data(item)
         tensor = plain_tensor(value)
         if tensor is None:
             raise _not_plain(name, value)

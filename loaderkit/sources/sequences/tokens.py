@@ -212,6 +212,14 @@ def _documents_by_end(connector: Connector, args: TokensArgs, info: ObjectInfo, 
     if info.size == first_byte:
         raise SourceError(f"{name} has no tokens")
     ends = load_document_ends(connector, info, default_cache_dir(), first_byte=first_byte, dtype=dtype, end=args.end)
+    if len(ends) == 1:
+        last = bytearray(dtype.itemsize)
+        connector.read_into(args.key, info.size - dtype.itemsize, memoryview(last), etag=info.etag)
+        if np.frombuffer(last, dtype)[0] != args.end:
+            raise SourceError(
+                f"{name} has no token {args.end}, which `end` says ends a document: all of it would be one document. Is `end` "
+                "or `dtype` wrong? Windows of one long text are read by kind: array"
+            )
     lengths = np.diff(ends, prepend=0)
     return Documents(dtype, first_byte + (ends - lengths) * dtype.itemsize, lengths)
 

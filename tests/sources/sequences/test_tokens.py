@@ -130,7 +130,12 @@ def test_documents_end_behind_the_token(tokens: list[int], end: int) -> None:
         if token == end:
             wanted.append([])
     wanted = [document for document in wanted if document]
-    source = source_of({"x.raw": np.array(tokens, "<u2").tobytes()}, "x.raw", dtype="uint16", end=end)
+    file = {"x.raw": np.array(tokens, "<u2").tobytes()}
+    if end not in tokens:
+        with pytest.raises(SourceError, match=f"has no token {end}, which `end` says ends a document"):
+            source_of(file, "x.raw", dtype="uint16", end=end)
+        return
+    source = source_of(file, "x.raw", dtype="uint16", end=end)
     lengths, starts = source.lengths.tolist(), source.starts.tolist()
     assert [tokens[at // 2 : at // 2 + length] for at, length in zip(starts, lengths, strict=True)] == wanted
 

@@ -69,7 +69,8 @@ class ThreadFlush:
     def write(self, state: dict[str, Any], url: str, key: str, rule: ExportRule | None = None) -> dict[str, Any]:
         if rule is not None:
             writer = ExportWriter(url, rule, **self._settings)
-            write_checkpoint(writer, url, state, self._board, key=key, kept=KeptPlan())
+            kept = KeptPlan(unlike=self._plan.unlike)  # which has been said of the checkpoint itself
+            write_checkpoint(writer, url, state, self._board, key=key, kept=kept)
             return writer.report
         write_checkpoint(self._writer, url, state, self._board, key=key, kept=self._plan)
         return self._writer.stats or {}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.planner import WriteItem
 
 from loaderkit.checkpoint.planning.held import DescribedPlan
-from loaderkit.checkpoint.save.tensor_bytes import identity_of, plain_tensor
+from loaderkit.checkpoint.save.tensor_bytes import identity_of, plain_tensor, sample_of
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor
@@ -24,6 +25,7 @@ class LayoutPlanner(DefaultSavePlanner):
         plan = super().create_local_plan()
         tied: list[int] = []
         uncut: set[int] = set()
+        samples: list[bytes] = []
         first: dict[Any, int] = {}
         for number, item in enumerate(plan.items):
             tensor = None if item.tensor_data is None else plain_tensor(self.resolve_data(item))
@@ -33,7 +35,19 @@ class LayoutPlanner(DefaultSavePlanner):
                 tied.append(number)
             else:
                 tied.append(first.setdefault(identity_of(tensor), number))
-        return DescribedPlan(plan.items, planner_data=plan.planner_data, tied=tuple(tied), uncut=frozenset(uncut))
+            samples.append(b"" if tensor is None else sample_of(tensor))
+        return DescribedPlan(
+            plan.items,
+            planner_data=plan.planner_data,
+            tied=tuple(tied),
+            uncut=frozenset(uncut),
+            samples=tuple(samples),
+        )
+
+    def sampled(self, items: Iterable[WriteItem]) -> bytes:
+        """A digest of the samples of all the tensors that `items` are of."""
+        tensors = (plain_tensor(self.resolve_data(item)) for item in items)
+        return hashlib.sha256(b"".join(sample_of(tensor) for tensor in tensors if tensor is not None)).digest()
 
     def digest(self) -> str:
         """Equal for states that give the same local plan on this rank: same names, shapes, types, placements, tied tensors.

@@ -94,6 +94,7 @@ class CheckpointManager:
         self._saving: Saving | None = None
         self._num_saves = self._num_restores = self._num_asked = 0
         self._last_step: int | None = None
+        self._chosen: int | None = None  # the step that `restore` was told to take, until a save after it
         self._last_s = monotonic()
         self._stats = {"num_saved": 0, "num_skipped": 0} | dict.fromkeys(_SECONDS, 0.0)
         self._last_stats: dict[str, Any] | None = None
@@ -156,10 +157,13 @@ class CheckpointManager:
         is committed. `metrics` are numbers for `keep.best`, which may be NumPy's or tensors of one element. Raises what the
         previous save met; its checkpoint is then not there, and those before it stand. Raises what an upload has met, on rank
         0: this step is being saved all the same, and the upload is tried again. Raises ConfigError for a state that could not
-        be restored.
+        be restored, and after `restore(state, step=)` if there are later steps than this one: the next start would take them.
         """
         self._check_open()
         number, numbers = _whole(step), _numbers(metrics or {})
+        if self._chosen is not None:
+            self._tiers.check_rewound(self._chosen, number)
+            self._chosen = None
         if self._saving is not None and self._saving.step == number and self._saving.error is not None:
             self._wait()  # raises it: that step is not there
         if not force and not self.should_save(number):
@@ -308,6 +312,7 @@ class CheckpointManager:
         chosen = restore_newest(self._tiers, number, restore, board=self._board, key=key, connectors=self._connectors)
         if chosen is not None:
             self._last_step = chosen
+            self._chosen = number
         return chosen
 
     def latest_step(self) -> int | None:

@@ -6,7 +6,7 @@ not as before    rank 0: begins, a place ──> results, or "not as before" ─
 
 An arrow is a message on the board. The plan of a save is kept for the next ones, in which each rank posts its results and
 nothing else. One whose state is laid out otherwise than it was, or that has another plan, writes nothing and says so; then what
-the others have written is left behind, and all agree on a plan anew.
+the others have written is left behind, and all agree on a plan anew. So they do if what several ranks hold does not look alike.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from loaderkit._internal.save_log import SAVES, SaveRecord
 from loaderkit.checkpoint.manager.layout import LayoutPlanner
-from loaderkit.checkpoint.planning.held import check_alike
+from loaderkit.checkpoint.planning.division import Ranks
+from loaderkit.checkpoint.planning.held import check_alike, shared, without_unlike
 from loaderkit.checkpoint.ranks.board import Board
 from loaderkit.checkpoint.save.dcp_writer import Share, StreamWriter
 from loaderkit.errors import CheckpointError
@@ -114,6 +115,8 @@ class KeptPlan:
     local: SavePlan | None = None
     own: SavePlan | None = None  # what the coordinator has answered
     metadata: Metadata | None = None  # the coordinator's
+    shared: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # items of `local` that other ranks hold, too
+    unlike: Sequence[str] = ()  # at the coordinator: names of what ranks hold with different values
 
 
 class _Place(NamedTuple):
@@ -206,14 +209,18 @@ class _JointSave:
         if local is not None and own is not None and is_same and digest == self.kept.digest:
             token = self.writer.prepare_local_plan(local, is_alone=False).storage_data.token
             share = own.storage_data._replace(placement=placed.placement, token=token)
-            results = self._results(replace(own, storage_data=share))
+            looks = {
+                ranks: self.planner.sampled(local.items[number] for number in numbers)
+                for ranks, numbers in self.kept.shared.items()
+            }
+            results = self._results(replace(own, storage_data=share)), looks
         self._post(f"written/{self.board.rank}", results)
         if self.board.rank > 0:
             return bool(self._received("outcome", "a checkpoint is committed") == _COMMITTED)
         written = self._collected("written", "a checkpoint is written")
-        holds = self.kept.metadata is not None and None not in written
+        holds = self.kept.metadata is not None and None not in written and _look_alike([looks for _, looks in written])
         if self.kept.metadata is not None and holds:
-            self.writer.finish(self.kept.metadata, written)
+            self.writer.finish(self.kept.metadata, [results for results, _ in written])
         else:
             self.writer.reset(self.writer.checkpoint_id)  # what is written is cleared as the next attempt begins
         self._post("outcome", _COMMITTED if holds else _AGAIN)
@@ -227,18 +234,39 @@ class _JointSave:
         if self.board.rank == 0:
             local_plans = self._collected("plan", "a checkpoint is planned")
             check_alike(local_plans)
+            local_plans = self._without_unlike(local_plans)
+            groups = shared([plan.storage_data.held for plan in local_plans])
             plans, metadata = self.planner.create_global_plan(local_plans)
             number = uuid.uuid4().hex
             for rank, plan in enumerate(self.writer.prepare_global_plan(plans)):
-                self._post(f"share/{rank}", (number, plan))
-        number, own = self._received(f"share/{self.board.rank}", "a checkpoint is planned")
+                self._post(f"share/{rank}", (number, plan, groups[rank]))
+        number, own, group = self._received(f"share/{self.board.rank}", "a checkpoint is planned")
         self._post(f"written-anew/{self.board.rank}", self._results(own))
         if metadata is not None:
             self.writer.finish(metadata, self._collected("written-anew", "a checkpoint is written"))
             self._post("committed", _COMMITTED)
         self._received("committed", "a checkpoint is committed")
         if self.writer.format == "dcp":  # another's files have names and connections of one save
-            vars(self.kept).update(number=number, digest=digest, local=local, own=own, metadata=metadata)
+            vars(self.kept).update(number=number, digest=digest, local=local, own=own, metadata=metadata, shared=group)
+
+    def _without_unlike(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        """The plans, where only the lowest rank has what ranks hold with different values: parts of two would be saved."""
+        held, names = without_unlike([plan.storage_data.held for plan in plans])
+        if names and names != self.kept.unlike:
+            logger.warning(
+                "%d tensors, such as %r, have other values on some ranks than on others: those of the lowest rank are saved, "
+                "for all. Give what each rank has of its own a name with the rank in it",
+                *(len(names), names[0]),
+            )
+        self.kept.unlike = names
+        return [
+            replace(
+                plan,
+                items=[item for number, item in enumerate(plan.items) if number not in one.left_out],
+                storage_data=plan.storage_data._replace(held=one),
+            )
+            for plan, one in zip(plans, held, strict=True)
+        ]
 
     def _results(self, plan: SavePlan) -> list[WriteResult]:
         results: list[WriteResult] = self.writer.write_data(self.planner.finish_plan(plan), self.planner).wait()
@@ -257,6 +285,12 @@ class _JointSave:
         """The messages of all ranks."""
         messages = self.board.collect(f"{self.key}/{name}", about=self.key, doing=doing)
         return [pickle.loads(message) for message in messages]  # noqa: S301
+
+
+def _look_alike(by_rank: Sequence[Mapping[Ranks, bytes]]) -> bool:
+    """True if the ranks of each group hold what has the same samples."""
+    known: dict[Ranks, bytes] = {}
+    return all(known.setdefault(ranks, digest) == digest for looks in by_rank for ranks, digest in looks.items())
 
 
 def wait_for_others(board: Board, key: str) -> None:

@@ -48,7 +48,7 @@ class Tiers:
         with_metrics = any(keep is not None and keep.best is not None for keep in rules)
         self._far = RunDirectory(settings.to, connectors, with_metrics=with_metrics)
         self._near, self._uploads = self._far, None
-        self._num_finished = 0
+        self._num_finished = self._num_rewound = 0
         self._is_claimed = self._has_saved = False
         self._saving = threading.Lock()  # while something in `near` is being written or removed
         if settings.local is not None:
@@ -90,6 +90,31 @@ class Tiers:
                 self._is_claimed = True
             yield
 
+    def check_rewound(self, chosen: int, step: int) -> None:
+        """Raise ConfigError on every rank if there are later steps than `step`: a job that went back to `chosen` would save
+        beside them, and the next start would take them."""
+        board, key = self._board, f"rewound-{self._num_rewound}"
+        self._num_rewound += 1
+        if board is not None and board.rank > 0:
+            later = [int(one) for one in board.wait_for(key, 0, about=key, doing=_DOING).split()]
+        else:
+            try:
+                later = [other for other in self.steps() if other > step]
+            except BaseException as error:
+                if board is not None:
+                    board.fail(key, error)
+                raise
+            if board is not None:
+                board.post(key, b" ".join(b"%d" % other for other in later))
+        if later:
+            names = ", ".join(step_name(other) for other in later[:3]) + (", ..." if len(later) > 3 else "")
+            where = " and ".join(map(str, self._directories()))
+            raise ConfigError(
+                f"step {step} is not saved: step {chosen} was restored by number, and {where} has {len(later)} later steps "
+                f"({names}): the next start would go on from step {later[-1]} and not from what is saved now. Remove them, or "
+                "save to another directory"
+            )
+
     def committed(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is committed, on rank 0: upload it, and remove what is not to be kept any more."""
         self._near.note(step, metrics, time.time())
@@ -120,7 +145,7 @@ class Tiers:
             later = [other for other in self._near.committed() if other > step]
         if later:
             logger.warning(
-                "step %d is saved, and %s has %d later ones, of an earlier run or from before a rewind: the next start "
+                "step %d is saved, and %s has %d later ones, of an earlier run: the next start "
                 "restores step %d, and `keep` counts them as the newest. Remove them, or save to another directory",
                 *(step, self._near, len(later), later[-1]),
             )
@@ -281,7 +306,10 @@ class Tiers:
             try:
                 name = probes.enter_context(directory.probed())
             except (ConfigError, AccessDeniedError, ObjectNotFoundError) as error:
-                raise ConfigError(f"{key}: checkpoints cannot be saved to {directory}: {error}") from error
+                raise ConfigError(
+                    f"{key}: checkpoints cannot be saved to {directory}: {error}. A job that only reads checkpoints needs no "
+                    "manager: loaderkit.restore(loaderkit.checkpoint.latest(url), nested=True)"
+                ) from error
             except ConnectorError as error:
                 logger.warning("%s cannot be written to now, and saving will fail if that lasts: %s", directory, error)
                 name = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,26 +18,41 @@ from loaderkit.errors import CheckpointError
 
 @dataclass(frozen=True)
 class DescribedPlan(SavePlan):
-    """A local plan that says what its items do not: which lie in the same memory, and which cannot be cut."""
+    """A local plan that says what its items do not: which lie in the same memory, which cannot be cut, and what is in them."""
 
     tied: tuple[int, ...] = ()
     """By item the number of the first one in the same memory."""
     uncut: frozenset[int] = frozenset()
+    samples: tuple[bytes, ...] = ()
+    """By item some of what the tensor holds (`sample_of`); b"": not known."""
+
+
+_Key = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class Held(NamedTuple):
-    """The items of a rank's local plan, with `tied` and `uncut` as in DescribedPlan."""
+    """The items of a rank's local plan, with `tied`, `uncut` and `samples` as in DescribedPlan. `left_out` are the numbers of
+    those that a lower rank holds with other values."""
 
     items: list[WriteItem]
     tied: tuple[int, ...]
     uncut: frozenset[int]
+    samples: tuple[bytes, ...]
+    left_out: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, plan: SavePlan) -> Held:
         """What a local plan says; nothing is taken for tied unless it is a DescribedPlan."""
         if isinstance(plan, DescribedPlan):
-            return cls(plan.items, plan.tied, plan.uncut)
-        return cls(plan.items, tuple(range(len(plan.items))), frozenset())
+            return cls(plan.items, plan.tied, plan.uncut, plan.samples)
+        return cls(plan.items, tuple(range(len(plan.items))), frozenset(), ())
+
+    def holds(self) -> Iterator[tuple[int, _Key]]:
+        """The number and key of each tensor that it has and is not left out."""
+        for number, item in enumerate(self.items):
+            key = _key(item)
+            if key is not None and number not in self.left_out:
+                yield number, key
 
 
 def check_alike(plans: Sequence[SavePlan]) -> None:
@@ -57,14 +72,41 @@ def check_alike(plans: Sequence[SavePlan]) -> None:
                 )
 
 
+def without_unlike(held: Sequence[Held]) -> tuple[list[Held], list[str]]:
+    """What the ranks hold, where samples differ on the lowest rank only, as one tensor is that of one rank; and the names."""
+    known: dict[_Key, set[bytes]] = {}
+    for one in held:
+        for number, key in one.holds():
+            known.setdefault(key, set()).add(one.samples[number])
+    unlike = {key for key, samples in known.items() if len(samples) > 1}
+    seen: set[_Key] = set()
+    kept = []
+    for one in held:
+        mine = {number: key for number, key in one.holds() if key in unlike}
+        kept.append(one._replace(left_out=frozenset(number for number, key in mine.items() if key in seen)))
+        seen.update(mine.values())
+    return kept, sorted({key[0] for key in unlike})
+
+
+def shared(held: Sequence[Held]) -> list[dict[tuple[int, ...], list[int]]]:
+    """By rank, for each group of ranks that it is in: the numbers of the tensors that these ranks hold, in the same order."""
+    numbers: dict[_Key, dict[int, int]] = {}
+    for rank, one in enumerate(held):
+        for number, key in one.holds():
+            numbers.setdefault(key, {}).setdefault(rank, number)
+    groups: list[dict[tuple[int, ...], list[int]]] = [{} for _ in held]
+    for by_rank in numbers.values():
+        if len(by_rank) > 1:
+            for rank, number in by_rank.items():
+                groups[rank].setdefault(tuple(by_rank), []).append(number)
+    return groups
+
+
 class Part(NamedTuple):
     """What a rank writes of item `number` of its local plan: the box of the item's own tensor, or all of it."""
 
     number: int
     box: Box | None
-
-
-_Key = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def divided(held: Sequence[Held], chosen: Sequence[Sequence[WriteItem]]) -> list[list[Part]] | None:
@@ -75,10 +117,9 @@ def divided(held: Sequence[Held], chosen: Sequence[Sequence[WriteItem]]) -> list
     """
     wanted = [key for items in chosen for key in map(_key, items) if key is not None]
     holders: dict[_Key, dict[int, int]] = {key: {} for key in wanted}
-    for rank, (items, _, _) in enumerate(held):
-        for number, item in enumerate(items):
-            key = _key(item)
-            if key is not None and key in holders:
+    for rank, one in enumerate(held):
+        for number, key in one.holds():
+            if key in holders:
                 holders[key].setdefault(rank, number)
     if not all(holders.values()):
         return None

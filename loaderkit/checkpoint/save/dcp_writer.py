@@ -134,7 +134,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         self._connectors = connectors
         self._save_id = uuid.uuid4().hex
         self._token = ""
-        self._held = Held([], (), frozenset())
+        self._held = Held([], (), frozenset(), ())
         self._target: SaveTarget | None = None
         self._running: _Running | None = None
         self._buffers = PartBuffers()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,11 +172,34 @@ class TestSaveAndRestore:
                 checkpoints.save(step, state_of(step))
         assert "later ones" not in caplog.text
         with loaderkit.CheckpointManager(tmp_path, keep={"last": 2}) as checkpoints:
-            assert checkpoints.restore(state_of(0), step=2) == 2
-            checkpoints.save(2, state_of(2), force=True)
+            checkpoints.save(2, state_of(2))
         assert "step 2 is saved, and " in caplog.text
         assert "has 1 later ones" in caplog.text
         assert "the next start restores step 3" in caplog.text
+
+    def test_after_going_back_later_steps_are_refused_until_they_are_gone(self, tmp_path: Path) -> None:
+        """Each call says so, due or not, as the first one comes a step after the start and not hours later."""
+        with loaderkit.CheckpointManager(tmp_path, every=2) as checkpoints:
+            for step in range(1, 7):
+                checkpoints.save(step, state_of(step))
+        with loaderkit.CheckpointManager(tmp_path, every=2) as checkpoints:
+            assert checkpoints.restore(state_of(0), step=2) == 2
+            for step in (3, 4, 3):
+                with pytest.raises(
+                    ConfigError, match=rf"step {step} is not saved: step 2 was restored .* step 6 and not"
+                ):
+                    checkpoints.save(step, state_of(step))
+            for step in (4, 6):
+                shutil.rmtree(tmp_path / f"step-000000000{step}")
+            for step in range(3, 9):
+                checkpoints.save(step, state_of(step))
+        with loaderkit.CheckpointManager(tmp_path) as checkpoints:
+            assert checkpoints.restore(state_of(0), step=6) == 6
+            assert checkpoints.restore(state_of(0)) == 8
+            checkpoints.save(7, state_of(7))  # whoever took the newest is not asked
+            assert checkpoints.restore(state_of(0), step=6) == 6
+            checkpoints.save(9, state_of(9))  # and that is the newest now
+            assert checkpoints.restore(state_of(0)) == 9
 
     def test_wrong_use(self, tmp_path: Path) -> None:
         checkpoints = loaderkit.CheckpointManager(tmp_path)

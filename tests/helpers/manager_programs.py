@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import loaderkit
 from loaderkit.checkpoint import RngState
+from loaderkit.checkpoint.ranks.group import default_store
 from loaderkit.connectors.base import writes_of
 from loaderkit.connectors.file import FileConnector
 from loaderkit.errors import CheckpointError, ConfigError, ConnectorError
@@ -243,3 +245,66 @@ def local_of_its_own(rank: int, num_ranks: int, folder: Path) -> None:
         message = str(error)
     (folder / f"refused-{rank}.json").write_text(json.dumps(message))
     dist.destroy_process_group()
+
+
+class Waiting(FileConnector):
+    """Files that are not written before `gate` is set."""
+
+    def __init__(self, root: Path, gate: threading.Event) -> None:
+        super().__init__(root)
+        self.gate = gate
+
+    def writes(self) -> Any:
+        self.gate.wait(60.0)
+        return super().writes()
+
+
+def skip_when_busy(rank: int, num_ranks: int, folder: Path) -> None:
+    """Save three steps; the next one is asked for while each is being written, too, which all leave out."""
+    rank_programs.begin(rank, num_ranks, folder, "store")
+    gate = threading.Event()
+    gate.set()
+    store = Waiting(folder / "run", gate)
+    state = training_state(rank, num_ranks, sharded=True)
+    found: list[Any] = []
+    with loaderkit.CheckpointManager(
+        "store://", when_busy="skip", connectors={"store": store}, timeout_s=60.0
+    ) as checkpoints:
+        checkpoints.save(0, state, force=True, wait=True)
+        for step in (1, 2, 3):
+            if rank == 0 or step != 2:  # rank 0 decides
+                gate.clear()
+            saving = checkpoints.save(step, state)
+            assert saving is not None
+            found.append(checkpoints.save(step + 1, state) is None)
+            dist.barrier()
+            gate.set()
+            saving.wait()
+            dist.barrier()
+            found.append(default_store().num_keys())
+            dist.barrier()
+        found.append(checkpoints.stats()["num_skipped"])
+    (folder / f"skipped-{rank}.json").write_text(json.dumps([found, checkpoints.all_steps()]))
+    dist.destroy_process_group()
+
+
+def leave_by_an_error(rank: int, num_ranks: int, folder: Path, victim: int, flush: str, local: bool) -> None:
+    """The victim raises in the block after step 1, and the other saves step 2: it hears of that without waiting."""
+    begin = rank_programs.begin_by_address if flush == "process" else rank_programs.begin
+    begin(rank, num_ranks, folder, "store")
+    run = folder / "run"
+    state = training_state(rank, num_ranks, sharded=True)
+    message = ""
+    try:
+        with loaderkit.CheckpointManager(
+            run / "to", local=run / "local" if local else None, flush=flush, timeout_s=1e6
+        ) as checkpoints:
+            checkpoints.save(1, state)
+            if rank == victim:
+                raise ZeroDivisionError("the loss is nan")
+            checkpoints.save(2, state)
+    except (CheckpointError, ZeroDivisionError) as error:
+        message = f"{type(error).__name__}: {error}"
+    said = [message, sorted(path.name for path in (run / "to").glob("step-*"))]
+    (folder / f"left-{rank}.json").write_text(json.dumps(said))
+    os._exit(0)

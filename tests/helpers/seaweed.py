@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -27,18 +28,27 @@ def find_weed() -> str | None:
 
 
 def free_port() -> int:
-    """A port that nothing listens on, and neither on it + 10000, where SeaweedFS puts its gRPC."""
+    """A port that nothing listens on, and neither on it + 10000, where SeaweedFS puts its gRPC; this process's until it ends.
+
+    Other processes of tests that ask get others, also before the server listens: the kernel lets one process at a time have a
+    name. Both ports are below those that the kernel gives to whoever connects.
+    """
     while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port: int = one.getsockname()[1]
-            if port > 50000:
-                continue
-            try:
-                other.bind(("127.0.0.1", port + 10000))
-            except OSError:
-                continue
-            return port
+        port = random.SystemRandom().randrange(12000, 22000)
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0loaderkit-tests-port-{port}")
+            for number in (port, port + 10000):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", number))
+        except OSError:
+            name.close()
+            continue
+        _RESERVED.append(name)
+        return port
+
+
+_RESERVED: list[socket.socket] = []  # they hold the names
 
 
 class Seaweed:

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from types import TracebackType
 from typing import Any, SupportsIndex
@@ -93,6 +94,7 @@ class CheckpointManager:
         self._copies = Copies(self.settings.copies, self._flush, self._board)
         self._saving: Saving | None = None
         self._num_saves = self._num_restores = self._num_asked = 0
+        self._answers: list[str] = []  # keys of what rank 0 has said since the last save began
         self._last_step: int | None = None
         self._chosen: int | None = None  # the step that `restore` was told to take, until a save after it
         self._last_s = monotonic()
@@ -189,6 +191,7 @@ class CheckpointManager:
         self._num_asked += 1  # what was said of a step before does not hold when it is tried again
         if self._board.rank == 0:
             self._board.post(key, b"1" if is_busy else b"0")
+            self._answers.append(key)
             return is_busy
         return self._board.wait_for(key, 0, about=key, doing="the ranks agree on whether to skip a save") == b"1"
 
@@ -205,7 +208,8 @@ class CheckpointManager:
         staging_s = time.perf_counter() - begin_s
         self._stats["staging_s"] += staging_s
         SAVES.pauses.staging_s += staging_s
-        board, states, asked = self._board, [copy], self._due.messages()
+        board, states, asked = self._board, [copy], [*self._due.messages(), *self._answers]
+        self._answers = []
         del copy
 
         def work(saving: Saving) -> None:
@@ -341,14 +345,14 @@ class CheckpointManager:
         for _, failure in self._end():
             raise failure
 
-    def _end(self) -> list[tuple[str, Exception]]:
-        """Close; what was not done, and why."""
+    def _end(self, cause: BaseException | None = None) -> list[tuple[str, Exception]]:
+        """Close; what was not done, and why. `cause`: what this rank has met, with which the others cannot go on."""
         if self._closed:
             return []
         self._closed = True
         failures = []
         try:
-            for what, end in (("saved", self._end_saving), ("uploaded", self._end_uploads)):
+            for what, end in (("saved", self._end_saving), ("uploaded", partial(self._end_uploads, cause))):
                 try:
                     end()
                 except Exception as failure:
@@ -366,9 +370,15 @@ class CheckpointManager:
             for key in (f"save-{self._num_saves - 1}", *self._copies.keys):
                 wait_for_others(self._board, key)
 
-    def _end_uploads(self) -> None:
+    def _end_uploads(self, cause: BaseException | None) -> None:
+        if cause is not None and self._board is not None:
+            if self._saving is None:  # an interrupted wait leaves the last save to its thread
+                self._board.leave("the block of its CheckpointManager", cause)
+            if self._board.rank > 0:
+                return
         self._tiers.finish()
-        if self._board is not None and self._board.rank == 0 and (key := self._tiers.last_key) is not None:
+        key = self._tiers.last_key
+        if cause is None and self._board is not None and self._board.rank == 0 and key is not None:
             wait_for_others(self._board, key)
 
     def __enter__(self) -> CheckpointManager:
@@ -377,7 +387,9 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for what, failure in self._end():
+        # sys.exit() in the block is an orderly end, too.
+        cause = None if isinstance(error, SystemExit) and error.code in (None, 0) else error
+        for what, failure in self._end(cause):
             if error is None:
                 raise failure
             logger.warning("the last checkpoint was not %s: %s", what, failure)  # the error of the block says more

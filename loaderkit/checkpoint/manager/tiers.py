@@ -229,7 +229,7 @@ class Tiers:
         if self._uploads is None:
             assert board is not None
             board.wait_for(key, 0, about=key, doing="rank 0 uploads checkpoints")
-            board.post(f"{key}/seen/{board.rank}")
+            board.count(f"{key}/seen")
         elif board is None:
             self._uploads.finish()
         else:
@@ -240,7 +240,7 @@ class Tiers:
                 board.fail(key, error)
                 raise
             board.post(key)
-            board.post(f"{key}/seen/{board.rank}")
+            board.count(f"{key}/seen")
 
     @property
     def last_key(self) -> str | None:

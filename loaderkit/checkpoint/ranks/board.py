@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ if dist.is_available():
 _FIRST_POLL_S = 0.0005
 _MAX_POLL_S = 0.02
 _BEAT_S = 5.0  # between two signs of life
-_FAILED = "failed"
+_FAILED, _LEFT = "failed", "left"
 
 
 class Board:
@@ -110,15 +110,21 @@ class Board:
 
     def fail(self, key: str, error: BaseException) -> None:
         """Tell those who wait for messages about `key` that this rank failed."""
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         with suppress(RuntimeError):
-            self._store.compare_set(f"{key}/{_FAILED}", "", f"{self.rank}\n{reason}")
+            self._store.compare_set(f"{key}/{_FAILED}", "", f"{self.rank}\n{_reason(error)}")
+
+    def leave(self, what: str, error: BaseException) -> None:
+        """Tell all ranks that this one has left `what`, and posts nothing any more: who waits for it, now or later, waits no
+        longer."""
+        with suppress(RuntimeError):
+            self.post(f"{_LEFT}/{self.rank}", f"has left {what} by {_reason(error)}".encode(errors="replace"))
+            self.post(_LEFT)
 
     def collect(self, key: str, *, about: str = "", doing: str, timeout_s: float | None = None) -> list[bytes]:
         """The messages `{key}/{rank}` of all ranks; waits for them, at most `timeout_s` instead of the board's.
 
         Failures and signs of life are looked for below `about`, default `key`. Raises PeerError that names the ranks that
-        failed, or that did not come within the timeout and gave no sign of life; `doing` says what for.
+        failed or left, or that did not come within the timeout and gave no sign of life; `doing` says what for.
         """
         return self._wait({rank: f"{key}/{rank}" for rank in range(len(self))}, about or key, doing, timeout_s)
 
@@ -142,6 +148,7 @@ class Board:
                 if self.has(f"{about}/{_FAILED}"):
                     number, _, reason = self.read(f"{about}/{_FAILED}").decode().partition("\n")
                     raise self._blame([int(number)], f"failed: {reason}", doing)
+                self._check_left(missing, doing)
                 if time.monotonic() - looked_s > min(_BEAT_S, timeout_s / 8):
                     looked_s = time.monotonic()
                     if self._beats(about, rank := next(iter(missing)), beats):
@@ -159,6 +166,15 @@ class Board:
                 ranks=(0,),
             ) from error
 
+    def _check_left(self, missing: Mapping[int, str], doing: str) -> None:
+        """Raise PeerError if a rank has left without its message."""
+        if not self.has(_LEFT):
+            return
+        for rank, key in missing.items():
+            # In this order: a rank posts what it has to say before it leaves.
+            if self.has(left := f"{_LEFT}/{rank}") and not self.has(key):
+                raise self._blame([rank], self.read(left).decode(), doing)
+
     def _beats(self, about: str, rank: int, beats: dict[int, bytes]) -> bool:
         """True if a rank has given a sign of life since the last look."""
         key = f"{about}/alive/{rank}"
@@ -171,6 +187,10 @@ class Board:
         ranks = tuple(self.global_ranks[number] for number in numbers)
         listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
         return PeerError(f"rank{'s' if len(ranks) > 1 else ''} {listed} {reason} (while {doing})", ranks=ranks)
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 class BoardAddress(NamedTuple):

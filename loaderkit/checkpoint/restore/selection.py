@@ -12,6 +12,7 @@ import torch
 from loaderkit.checkpoint.contents import Checkpoint
 from loaderkit.checkpoint.names import Leaf, flatten
 from loaderkit.checkpoint.restore.requests import identity
+from loaderkit.checkpoint.restore.wrappers import wrapper_hint
 from loaderkit.errors import CheckpointError, ConfigError
 
 _NUM_LISTED = 8
@@ -111,6 +112,7 @@ def _compare_names(checkpoint: Checkpoint, leaves: Mapping[str, Leaf], chosen: S
     lines = [f"{checkpoint.name} does not have the names that are to be filled; nothing was read or written."]
     if missing:
         lines.append(f"  missing in the checkpoint ({len(missing)}): {_listed(missing)}")
+        lines += [f"  {hint}" for hint in [wrapper_hint(missing, chosen)] if hint]
     if unexpected:
         lines.append(
             f"  only in the checkpoint ({len(unexpected)}): {_listed(unexpected)}; strict=False leaves them out"

@@ -20,6 +20,7 @@ from loaderkit.checkpoint.contents import Checkpoint, TensorEntry
 from loaderkit.checkpoint.names import Index, Leaf, Path, flatten
 from loaderkit.checkpoint.restore.dcp_reader import StreamReader
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
+from loaderkit.checkpoint.restore.wrappers import wrapper_hint
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, ConfigError
 
@@ -275,6 +276,7 @@ class _Targets:
         lines = [f"  {item}" for item in self._problems[:_NUM_LISTED]]
         if self._missing:
             lines.append(f"  missing in the checkpoint ({len(self._missing)}): {_listed(self._missing)}")
+            lines += [f"  {hint}" for hint in [wrapper_hint(self._missing, self._names)] if hint]
         if lines:
             raise StateMismatchError(
                 f"{self._contents.name} does not fit the state; nothing was written:\n" + "\n".join(lines),

@@ -115,3 +115,25 @@ def test_processes_of_ranks_write_what_threads_do(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "process").iterdir()) == [*steps_of, "step-0000000004"]
     assert rank_programs.run_ranks(manager_programs.flush_without_address, 2, tmp_path) == [0, 0]
     assert all("a FileStore has no address" in message for message in said(tmp_path, "refused", 2))
+
+
+def test_all_ranks_skip_a_save_and_save_it_when_it_is_tried_again(tmp_path: Path) -> None:
+    assert rank_programs.run_ranks(manager_programs.skip_when_busy, 2, tmp_path) == [0, 0]
+    for found, steps in said(tmp_path, "skipped", 2):
+        assert found[0:6:2] == [True] * 3
+        assert len(set(found[1:6:2])) == 1  # what was said of the steps before is not on the board any more
+        assert found[6] == 3
+        assert steps == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("victim", "flush", "local"), [(0, "thread", False), (1, "thread", True), (1, "process", False)]
+)
+def test_a_rank_that_leaves_by_an_error_is_named_at_once(victim: int, flush: str, local: bool, tmp_path: Path) -> None:
+    """The others would wait for 11 days, and it for them: `timeout_s`."""
+    assert rank_programs.run_ranks(manager_programs.leave_by_an_error, 2, tmp_path, victim, flush, local) == [0, 0]
+    found = said(tmp_path, "left", 2)
+    assert found[victim][0] == "ZeroDivisionError: the loss is nan"
+    reason = "has left the block of its CheckpointManager by ZeroDivisionError: the loss is nan"
+    assert found[1 - victim][0].startswith(f"PeerError: rank {victim} {reason} (while a checkpoint is ")
+    assert found[1 - victim][1] == ["step-0000000001"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoint_states import same, save_dcp
 
+import loaderkit
 from loaderkit.checkpoint.restore.stateful import (
     OWN_KEY,
     number_tables,
@@ -206,6 +207,66 @@ class TestWhatDoesNotFit:
         assert "nothing was written" in str(caught.value)
         assert not x.any()
         assert equal(before, dict(model.state_dict()))
+
+    @pytest.mark.parametrize(
+        ("saved", "here", "said"),
+        [
+            (
+                "_orig_mod",
+                "",
+                r"'m.0.bias' is 'm._orig_mod.0.bias' in the checkpoint: it was saved wrapped by torch.compile",
+            ),
+            (
+                "",
+                "_orig_mod",
+                r"wrapped by torch.compile, and where .* was not: put the module in it, model._orig_mod, into",
+            ),
+            (
+                "module",
+                "",
+                r"saved wrapped by DistributedDataParallel, .* save the module in it, model.module, whose names",
+            ),
+            ("", "module", r"'m.module.0.bias' is 'm.0.bias' in .* wrapped by DistributedDataParallel, and where"),
+            (
+                "",
+                "module._orig_mod",
+                r"by DistributedDataParallel and torch.compile, .* put .*, model.module._orig_mod, into",
+            ),
+            (
+                "_orig_mod",
+                "module",
+                r"wrapped by DistributedDataParallel, .*; and it was saved wrapped by torch.compile",
+            ),
+        ],
+    )
+    @pytest.mark.parametrize("is_table", [False, True])
+    def test_names_with_what_a_wrapper_adds(
+        self, saved: str, here: str, said: str, is_table: bool, tmp_path: Path
+    ) -> None:
+        """As a module, and as the table of its tensors."""
+
+        def made(names: str) -> torch.nn.Module:
+            module: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(3, 2))
+            for name in reversed(names.split(".") if names else []):
+                outer = torch.nn.Module()
+                outer.add_module(name, module)
+                module = outer
+            return module
+
+        save_dcp({"m": made(saved).state_dict()}, tmp_path / "wrapped")
+        state: Any = {"m": made(here).state_dict() if is_table else made(here)}
+        with pytest.raises(CheckpointError, match=said):
+            restore_state(str(tmp_path / "wrapped"), state, timeout_s=60.0)
+        if is_table:
+            with pytest.raises(CheckpointError, match=said):
+                loaderkit.restore(tmp_path / "wrapped", state, strict=False)
+
+    def test_what_wrappers_really_add(self, tmp_path: Path) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+        compiled: Any = torch.compile(model)
+        save_dcp({"m": compiled.state_dict()}, tmp_path / "compiled")
+        with pytest.raises(CheckpointError, match=r"saved wrapped by torch.compile"):
+            restore_state(str(tmp_path / "compiled"), {"m": model}, timeout_s=60.0)
 
     def test_what_only_the_checkpoint_has_is_left_out(self, url: str) -> None:
         x = torch.zeros(3)

@@ -70,7 +70,8 @@ def described(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConf
 
 def open_plan(pipeline: Path, assignments: Sequence[str] | None, *, on_this_thread: bool = False) -> ExecutionPlan:
     """What the pipeline is to run, its source listed; nothing runs yet. Raises LoaderkitError."""
-    from loaderkit.pipeline.execution_plan import compile_pipeline, ranks_now
+    from loaderkit.pipeline.execution_plan import compile_pipeline
+    from loaderkit.pipeline.ranks.place import ranks_now
 
     # `call` and `kind: dataset` name modules. A console script does not look for them where it was started, as
     # `python -m` does; last in line, so that no file lying there hides an installed package.

@@ -7,8 +7,6 @@ config ──compile_pipeline──> ExecutionPlan ──make_executor──> Ex
 from __future__ import annotations
 
 import json
-import operator
-import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,8 +15,6 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
-
-import torch
 
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.connectors.base import Connector
@@ -32,6 +28,7 @@ from loaderkit.pipeline.config.mixture import MixtureArgs
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.inline_rule import why_inline
+from loaderkit.pipeline.ranks.place import Place, given_place, ranks_now
 from loaderkit.sampling.mixture import MixedOrder, MixedSource, Mixture
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.random import key_of
@@ -196,25 +193,25 @@ def compile_pipeline(
     *,
     rank: int | None = None,
     world_size: int | None = None,
+    place: Place | None = None,
     connectors: Mapping[str, Connector] | None = None,
     slowdown: Slowdown | None = None,
 ) -> ExecutionPlan:
     """Open and list the source, and compile the stages; no thread is started. `slowdown` slows one stage down. Without
-    `rank` and `world_size` the plan is for those of now, as a guess. Raises LoaderkitError."""
+    `rank` and `world_size`, or a `place`, the plan is for those of now, as a guess. Raises LoaderkitError."""
     kind = config.kind
     if kind.gives == "tensors":
         raise ConfigError(
             f"{config.name}: its source is a checkpoint, which has tensors and no samples: iterate over loaderkit.build(), or "
             "use loaderkit run, check, explain or restore"
         )
-    has_given_ranks = rank is not None or world_size is not None
-    if has_given_ranks:
-        rank, world_size = _checked(rank, world_size)
-    else:
+    place = place or given_place(rank, world_size)
+    has_given_ranks = place is not None
+    if place is None:
         try:
-            rank, world_size = ranks_now()
+            place = Place(*ranks_now())
         except ConfigError:  # a process group may be initialised before they are needed
-            rank, world_size = 0, 1
+            place = Place(0, 1)
     given = connectors or {}
     with ExitStack() as opened:  # closed if anything below raises
         begin_s = time.perf_counter()
@@ -233,7 +230,13 @@ def compile_pipeline(
         packing = packed_order(config, source, _order_of(config, source, mixture), num_samples)
         num_samples = num_samples if packing is None else packing.num_samples(0)
         sampler = BatchSampler(
-            num_samples, rank, world_size, batch.size, batch.drop_last, wraps=not kind.is_stream, sizes=packing
+            num_samples,
+            place.rank,
+            place.world_size,
+            batch.size,
+            batch.drop_last,
+            wraps=not kind.is_stream,
+            sizes=packing,
         )
         schedule = _checked_schedule(sampler, config)
         inline_reason = why_inline(config, source, connector)
@@ -301,48 +304,6 @@ def _mixture_of(args: MixtureArgs, source: Source) -> Mixture:
         for member, part in zip(args.members, source.parts, strict=True)
     ]
     return Mixture(sources, args.changes, args.mix.stop)
-
-
-def ranks_now() -> tuple[int, int]:
-    """(rank, world size) of torch.distributed, else of RANK and WORLD_SIZE, else (0, 1). Raises ConfigError."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if (rank is None) != (world_size is None) and world_size != "1":
-        is_set, is_not = ("WORLD_SIZE", "RANK") if rank is None else ("RANK", "WORLD_SIZE")
-        raise ConfigError(
-            f"{is_set}={os.environ[is_set]} is set and {is_not} is not, and torch.distributed is not initialised, so this "
-            f"process's share of the samples is not known: call init_process_group first, set {is_not}, or pass rank= and "
-            "world_size= to build()"
-        )
-    try:
-        return _checked(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
-    except ValueError:
-        raise ConfigError(
-            f"the environment's RANK={rank!r}, WORLD_SIZE={world_size!r} are not a rank and its world size: correct them, or "
-            "pass rank= and world_size= to build()"
-        ) from None
-
-
-def other_ranks(before: tuple[int, int], now: tuple[int, int]) -> ConfigError:
-    """The error of a loader that is another rank, or of another world size, than it was."""
-    return ConfigError(
-        f"this loader is rank {before[0]} of {before[1]} since it first iterated or gave its length, and this process is rank "
-        f"{now[0]} of {now[1]} now: samples would be repeated or left out. Call init_process_group before, or pass rank= and "
-        "world_size= to build()"
-    )
-
-
-def _checked(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    if rank is None or world_size is None:
-        raise ConfigError("give both rank and world_size, or neither")
-    try:
-        rank, world_size = operator.index(rank), operator.index(world_size)
-    except TypeError:
-        raise ConfigError(f"rank {rank!r} and world_size {world_size!r} must be whole numbers") from None
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} is not in [0, world_size = {world_size})")
-    return rank, world_size
 
 
 def _checked_schedule(schedule: BatchSampler, config: PipelineConfig) -> BatchSampler:

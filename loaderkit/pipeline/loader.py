@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,14 +21,17 @@ from loaderkit.pipeline.config.builder import Pipeline, to_config
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.empty_batches import EmptyBatches
-from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline, other_ranks, ranks_now
+from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
 from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle
+from loaderkit.pipeline.ranks.place import given_place, other_ranks, ranks_now
 from loaderkit.sampling.mixture import with_later_changes
 from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.state import State
 from loaderkit.sources.iterable import IterableSource
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from loaderkit.profile.recording import Profile, ProfiledLoader
 
 
@@ -37,30 +40,31 @@ def build(
     *,
     rank: int | None = None,
     world_size: int | None = None,
+    mesh: DeviceMesh | None = None,
+    data_dims: str | Sequence[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
     connectors: Mapping[str, Connector] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Loader:
     """A loader for a pipeline: the path of a YAML file, a dict of the same layout, or a `Pipeline`.
 
-    `rank` and `world_size` default to torch.distributed's, then to the environment's RANK and WORLD_SIZE, then to 0 and 1. They
-    are taken when the loader first iterates or gives its length, so the process group may be initialised after `build`; a
-    later iteration as another rank raises ConfigError.
+    `rank` and `world_size` default to torch.distributed's, then to the environment's RANK and WORLD_SIZE, then to 0 and 1,
+    taken when the loader first iterates or gives its length: the process group may be initialised after `build`. With a `mesh`
+    they are those of its dimensions `data_dims`, default ("dp_replicate", "dp_shard"), in row-major order; ranks that differ
+    in other dimensions alone get the same batches.
     `overrides` replaces single values by dotted key ("stages.batch.size"); paths among them are relative to the working
     directory. `connectors` gives a connector for a URL scheme, such as {"memory": MemoryConnector(...)}.
 
-    With `source.kind: checkpoint` it yields (name, tensor) instead of batches, has `values` and `stats`, and no epochs: see
-    `loaderkit.pipeline.tensor_loader.TensorLoader`.
-
-    The source is listed here, so that `num_samples` and `classes` are known; no thread runs before `start()` or the first
-    `next()`. Raises ConfigError, SourceError, ConnectorError, FormatError.
+    With `source.kind: checkpoint` it is a `TensorLoader`, which yields (name, tensor). The source is listed here, so that
+    `num_samples` and `classes` are known; no thread runs before `start()` or the first `next()`. Raises ConfigError,
+    SourceError, ConnectorError, FormatError.
     """
-    config = to_config(pipeline, overrides)
+    config, place = to_config(pipeline, overrides), given_place(rank, world_size, mesh, data_dims)
     if isinstance(config.source, CheckpointArgs):
         from loaderkit.pipeline.tensor_loader import TensorLoader  # the one case that has no batches
 
         return cast(Loader, TensorLoader(config, connectors or {}, clock))
-    plan = compile_pipeline(config, rank=rank, world_size=world_size, connectors=connectors)
+    plan = compile_pipeline(config, place=place, connectors=connectors)
     try:
         return Loader(plan, clock)
     except BaseException:
@@ -170,8 +174,9 @@ class Loader:
                 steps.on_end()
             raise
         if steps is not None:
-            # A GPU's memory may be short, and costs nothing to drop.
-            steps.on_batch(batch if self._stream is None else ())
+            steps.on_batch(
+                batch if self._stream is None else ()
+            )  # a GPU's memory may be short, and costs nothing to drop
         return batch, num_left - num_empty - 1
 
     def _deliver(self) -> Any:
@@ -184,20 +189,16 @@ class Loader:
             self._bad_samples.note(delivery)
             if delivery.error is not None:
                 raise delivery.error
-            batch = None
-            if delivery.is_end:
-                batch = _END
-            elif delivery.is_empty:
+            batch = _END if delivery.is_end else None
+            if delivery.is_empty and not delivery.is_end:
                 self._empty_batches.warn(self._epoch, self._position)
-            else:
+            elif not delivery.is_empty:
                 if self._stream is not None:
                     self._stream.hand_over(delivery.result)
                 batch = self._output(delivery.result)
-        except Exception as error:
-            executors.stop(join_s=0.5 if isinstance(error, (StallTimeout, WorkerDiedError)) else 10.0)
-            raise
-        except BaseException:  # Ctrl-C: do not wait long for a stage that hangs
-            executors.stop(join_s=1.0)
+        except BaseException as error:  # after Ctrl-C, too, a stage that hangs is not waited for
+            hangs = not isinstance(error, Exception) or isinstance(error, (StallTimeout, WorkerDiedError))
+            executors.stop(join_s=1.0 if hangs else 10.0)
             raise
         if batch is _END:
             self._position = self._plan.schedule.of_epoch(self._epoch).num_samples
@@ -282,8 +283,8 @@ class Loader:
         self._executors.check_open()
         given = State.from_dict(dict(state) if isinstance(state, Mapping) else state)
         restored = with_later_changes(given, self._fingerprint)
-        seed, num_samples = self._plan.config.order.seed, self._plan.schedule.of_epoch(restored.epoch).num_samples
-        restored.check(seed=seed, fingerprint=self._fingerprint, num_samples=num_samples)
+        num_samples = self._plan.schedule.of_epoch(restored.epoch).num_samples
+        restored.check(seed=self._plan.config.order.seed, fingerprint=self._fingerprint, num_samples=num_samples)
         self._iteration += 1
         self._epoch, self._position = self._next = here = self._or_next_epoch(restored.epoch, restored.position)
         source = self._plan.source
@@ -416,7 +417,7 @@ class Loader:
         schedule = self._schedule
         ranks = f"on rank {schedule.rank} of {schedule.world_size}" if self._has_ranks else "rank not taken yet"
         num_batches = self._empty_batches.say(schedule) if self._has_ranks else ""
-        samples = f"{schedule.num_samples} samples" if schedule.knows_length else "any number of samples"
+        samples = f"{schedule.num_samples if schedule.knows_length else 'any number of'} samples"
         batches = f"{num_batches}batches of {schedule.batch_size}"
         return f"<Loader {self._plan.config.name!r}: {samples}, {batches}, {ranks}, epoch {self._epoch}>"
 

@@ -18,9 +18,10 @@ ARGUMENTS = {  # a program that is not here fails: give it small work to do
     "train_from_s3.py": ["s3://examples/shards", "--endpoint", "ENDPOINT", "--cache", "cache", "--batch-size", "20"],
     "restore.py": ["--steps", "6", "--check"],
     "restore_fsdp.py": ["--steps", "3"],
+    "train_gpt.py": ["--steps", "3", "--speeches", "60"],
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node"]
-LAUNCHED = {"restore_fsdp.py": [*TORCHRUN, "2"]}  # by what, if not by python alone
+LAUNCHED = {name: [*TORCHRUN, "2"] for name in ("restore_fsdp.py", "train_gpt.py")}  # by what, if not by python alone
 
 
 def run(program: Path, arguments: list[str], folder: Path, launcher: list[str] | None = None) -> str:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,26 @@ _PATIENCE_S = 120.0
 
 
 def run_ranks(
-    function: Callable[..., None], num_ranks: int, *args: Any, patience_s: float = _PATIENCE_S
+    function: Callable[..., None],
+    num_ranks: int,
+    *args: Any,
+    patience_s: float = _PATIENCE_S,
+    die_together: bool = False,
 ) -> list[int | None]:
-    """Run `function(rank, num_ranks, *args)` in as many processes; their exit codes."""
+    """Run `function(rank, num_ranks, *args)` in as many processes; their exit codes. With `die_together` the first that fails
+    takes the others with it, as torchrun does."""
     context = _forkserver()
     processes = [context.Process(target=function, args=(rank, num_ranks, *args)) for rank in range(num_ranks)]
     try:
         for process in processes:
             process.start()
         deadline_s = time.monotonic() + patience_s
+        running = list(processes)
+        while die_together and running and not any(process.exitcode for process in processes):
+            connection.wait([process.sentinel for process in running], max(0.0, deadline_s - time.monotonic()))
+            running = [process for process in running if process.is_alive()]
+        for process in running if die_together else []:
+            process.kill()
         for process in processes:
             process.join(max(0.0, deadline_s - time.monotonic()))
         return [process.exitcode for process in processes]

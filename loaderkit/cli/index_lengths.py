@@ -17,6 +17,7 @@ def index_lengths(path: Path, as_json: bool) -> None:
     import numpy as np
 
     from loaderkit.pipeline.batches.packing import known_lengths, length_index, measure_lengths, pack_stage
+    from loaderkit.pipeline.config.mixture import mixture_args
     from loaderkit.pipeline.config.parsing import load_yaml
     from loaderkit.pipeline.execution_plan import compile_pipeline
     from loaderkit.stages.sequence.pack import PackArgs
@@ -31,6 +32,9 @@ def index_lengths(path: Path, as_json: bool) -> None:
     before = replace(
         config, stages=(*config.stages[:number], replace(batch, args=batch.args.model_copy(update={"size": 1})))
     )
+    if config.mixture is not None:  # by tokens it would need the lengths that are looked for
+        mix = config.mixture.mix.model_copy(update={"by": "sample"})
+        before = replace(before, source=mixture_args(config.mixture.members, mix))
     plan = compile_pipeline(replace(before, output=None), rank=0, world_size=1)
     with closing(plan):
         index = length_index(config, plan.source)

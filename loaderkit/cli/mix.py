@@ -13,16 +13,17 @@ if TYPE_CHECKING:
 
 def explain_mix(plan: ExecutionPlan, as_json: bool) -> None:
     """Tell the course of an epoch, segment by segment. Raises ConfigError for a single source."""
-    from loaderkit.sampling.mixture import source_counts
+    from loaderkit.sampling.token_mixture import TokenMixture
 
     if plan.mixture is None:
         raise ConfigError(f"explain --mix: {plan.config.name} has one `source`, and nothing to mix: list `sources`")
-    num_samples = plan.schedule.num_samples if plan.schedule.knows_length else None
+    segments = plan.mixture.explained()
     explained = {
         "pipeline": plan.config.name,
-        "num_samples": num_samples,
+        "by": "tokens" if isinstance(plan.mixture, TokenMixture) else "sample",
+        "num_samples": segments[-1]["end"],
         "sources": {source.name: source.num_samples for source in plan.mixture.sources},
-        "segments": source_counts(plan.mixture),
+        "segments": segments,
     }
     if as_json:
         console.tell_json(explained)
@@ -36,6 +37,7 @@ def _tell(explained: dict[str, Any]) -> None:
         f"{explained['pipeline']}: an epoch {'has no end' if num_samples is None else f'of {num_samples} samples'}"
     )
     width = max(map(len, explained["sources"]))
+    of_tokens = " of the tokens" if explained["by"] == "tokens" else ""
     for segment in explained["segments"]:
         until = "on" if segment["end"] is None else f"to {segment['end']}"
         console.tell(f"positions {segment['begin']} {until}")
@@ -43,6 +45,7 @@ def _tell(explained: dict[str, Any]) -> None:
             counted = ""
             if row["num_samples"] is not None:
                 passes = f"{row['num_passes']:.2f} passes over {explained['sources'][name]} by then"
-                counted = f"  {row['num_samples']} samples, {passes}"
+                tokens = f"{row['num_tokens']} tokens in " if "num_tokens" in row else ""
+                counted = f"  {tokens}{row['num_samples']} samples, {passes}"
             used_up = ", used up" if name == segment["used_up"] else ""
-            console.tell(f"  {name:<{width}}  {100 * row['share']:7.3f} %{counted}{used_up}")
+            console.tell(f"  {name:<{width}}  {100 * row['share']:7.3f} %{of_tokens}{counted}{used_up}")

@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,38 @@ def interleave(lags: Int64s, weights: Int64s, sources: Int64s, places: Int64s) -
         since = counts[number] * total - begins[number]
         heappush(waiting, (max(turn + 1, since // shares[number]), number))
     lags += len(sources) * weights - total * np.array(counts, np.int64)
+
+
+def interleave_lengths(  # noqa: PLR0917 - as in C
+    lags: Int64s, weights: Int64s, lengths: Int64s, nexts: Int64s, ends: Int64s, rows: Int64s
+) -> int:
+    """`interleave` with turns of unequal length; see `sampling.token_mixture`. Source m has the turns of the lengths
+    [nexts[m], ends[m]). Fills `rows` with the numbers of the lengths that come next, until it is full or a source has no length
+    left, and returns how many; leaves `lags` and `nexts` as they are then."""
+    shares, sizes, places, last = weights.tolist(), lengths.tolist(), nexts.tolist(), ends.tolist()
+    total, common = sum(shares), lcm(*shares)
+    behind = lags.tolist()  # at the first turn: source m is behind[m] + now * shares[m] - total * its tokens
+    ready: list[tuple[int, int]] = []  # (when a turn should have ended, source), in 1 / common of a token
+    waiting = [(-(behind[number] // share), number) for number, share in enumerate(shares)]
+    heapify(waiting)  # (the first token at which it may have a turn, source)
+    now, num_turns = 0, 0
+    while num_turns < len(rows):
+        while waiting and waiting[0][0] <= now:
+            number = heappop(waiting)[1]
+            due = total * sizes[places[number]] - behind[number]
+            heappush(ready, (due * (common // shares[number]), number))
+        number = heappop(ready)[1]
+        rows[num_turns] = places[number]
+        now += sizes[places[number]]
+        behind[number] -= total * sizes[places[number]]
+        places[number] += 1
+        num_turns += 1
+        if places[number] == last[number]:
+            break
+        heappush(waiting, (-(behind[number] // shares[number]), number))
+    lags[:] = [lag + now * share for lag, share in zip(behind, shares, strict=True)]
+    nexts[:] = places
+    return num_turns
 
 
 # 8 rounds are enough for large sets, but leave permutations of 5 elements visibly uneven (chi-square 28 standard

@@ -294,4 +294,4 @@ def _choice(plan: ExecutionPlan, part: Source) -> Chosen:
     """What a forecast of one source reads of the mixture."""
     assert isinstance(part, Part)
     assert plan.mixture is not None
-    return Chosen(plan.mixture.spans(part.name), part.is_own)
+    return Chosen(partial(plan.mixture.spans, part.name), part.is_own)

@@ -16,24 +16,36 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import SourceArgs, StoreArgs
 from loaderkit.connectors.factory import open_connector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError, SourceError
-from loaderkit.pipeline.batches.packing import packed_order
+from loaderkit.pipeline.batches.packing import mixture_lengths, packed_order
 from loaderkit.pipeline.compiler import CompiledStages, compile_stages
 from loaderkit.pipeline.config.mixture import MixtureArgs
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.inline_rule import why_inline
 from loaderkit.pipeline.ranks.place import Place, given_place, ranks_now
-from loaderkit.sampling.mixture import MixedOrder, MixedSource, Mixture
+from loaderkit.sampling.mix_rules import MixedSource
+from loaderkit.sampling.mixture import MixedOrder, Mixture
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.random import key_of
-from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
+from loaderkit.sampling.schedule import (
+    BatchSampler,
+    BlockOrder,
+    EpochSizes,
+    GlobalOrder,
+    SamplePermutation,
+    SequentialOrder,
+)
 from loaderkit.sampling.shard import WHOLE, Shard
+from loaderkit.sampling.token_mixture import TokenMixture
 from loaderkit.sources.base import Source, SourceKind, shortened
 from loaderkit.sources.mixture import MixtureSource, Part, part_of
 from loaderkit.stages.base import StageConfig
@@ -67,7 +79,7 @@ class ExecutionPlan:
     shard: Shard = WHOLE  # of this worker process
     packing: PackedOrder | None = None  # the sequences that `pack` makes of the samples
     has_given_ranks: bool = True  # False: the schedule's rank and world size are a guess, see `Loader`
-    mixture: Mixture | None = None  # the course of an epoch of several sources
+    mixture: Mixture | TokenMixture | None = None  # the course of an epoch of several sources
     part_connectors: tuple[OwnedConnector, ...] = ()  # those of several sources
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,6 +118,11 @@ class ExecutionPlan:
         stages = self.compiled.stages
         return [] if self.compiled.device is None else stages[[stage.kind for stage in stages].index("transfer") :]
 
+    def positions_before(self, epoch: int, position: int) -> int:
+        """The first position of an epoch's samples that what comes before `position` does not depend on; with `pack` samples
+        are in windows."""
+        return position if self.packing is None else self.packing.positions_before(epoch, position)
+
     def order(self) -> SamplePermutation:
         """The order of the samples, with `pack` of the sequences; for one thread."""
         return _order_of(self.config, self.source, self.mixture) if self.packing is None else SequentialOrder()
@@ -124,8 +141,9 @@ class ExecutionPlan:
         if config.order.shuffle == "block":
             block = config.order.block
             values["order"] = f"block of {block.block} bytes, window {block.window}, lanes {block.lanes}"
-        if self.packing is not None:
-            values["lengths"] = self.packing.digest()
+        planned = self.mixture if isinstance(self.mixture, TokenMixture) else self.packing
+        if planned is not None:
+            values["lengths"] = planned.digest()
         if source.classes is not None:
             values["classes"] = shortened(source.classes)
         if named:
@@ -168,14 +186,16 @@ class ExecutionPlan:
                 connector.close()
 
 
-def _order_of(config: PipelineConfig, source: Source, mixture: Mixture | None) -> SamplePermutation:
+def _order_of(config: PipelineConfig, source: Source, mixture: Mixture | TokenMixture | None) -> SamplePermutation:
     """The order of a source's samples; for one thread."""
-    seed = config.order.seed
     if mixture is None:
-        return _order_of_one(config, source, seed)
+        return _order_of_one(config, source, config.order.seed)
     assert isinstance(source, MixtureSource)
-    orders = [_order_of_one(config, part, key_of("source", seed, part.name)) for part in source.parts]
-    return MixedOrder(copy(mixture), orders)
+    return mixture if isinstance(mixture, TokenMixture) else MixedOrder(copy(mixture), _orders_of(config, source))
+
+
+def _orders_of(config: PipelineConfig, source: MixtureSource) -> list[SamplePermutation]:
+    return [_order_of_one(config, part, key_of("source", config.order.seed, part.name)) for part in source.parts]
 
 
 def _order_of_one(config: PipelineConfig, source: Source, seed: int) -> SamplePermutation:
@@ -215,19 +235,25 @@ def compile_pipeline(
     given = connectors or {}
     with ExitStack() as opened:  # closed if anything below raises
         begin_s = time.perf_counter()
-        mixture: Mixture | None = None
+        mixture: Mixture | TokenMixture | None = None
         parts: tuple[OwnedConnector, ...] = ()
         connector, owns_connector = None, False
+        lengths: NDArray[np.int64] | None = None
+        sizes: EpochSizes | None = None
         if config.mixture is None:
             source, (connector, owns_connector) = _open(kind, config.source, given, opened)
             num_samples = len(source)
         else:
             source, parts = _open_mixture(config.mixture, given, opened)
-            mixture = _mixture_of(config.mixture, source)
-            num_samples = mixture.num_samples
+            if config.mixture.mix.by == "tokens":
+                lengths = mixture_lengths(config, source)
+            mixture = _mixture_of(config, config.mixture, source, lengths)
+            sizes = mixture if isinstance(mixture, TokenMixture) else None
+            num_samples = mixture.num_samples if isinstance(mixture, Mixture) else mixture.num_samples(0)
         list_s = time.perf_counter() - begin_s
         batch = config.batch
-        packing = packed_order(config, source, _order_of(config, source, mixture), num_samples)
+        order = _order_of(config, source, mixture)
+        packing = packed_order(config, source, order, num_samples, lengths=lengths, sizes=sizes)
         num_samples = num_samples if packing is None else packing.num_samples(0)
         sampler = BatchSampler(
             num_samples,
@@ -236,7 +262,7 @@ def compile_pipeline(
             batch.size,
             batch.drop_last,
             wraps=not kind.is_stream,
-            sizes=packing,
+            sizes=packing or sizes,
         )
         schedule = _checked_schedule(sampler, config)
         inline_reason = why_inline(config, source, connector)
@@ -297,13 +323,17 @@ def _open_mixture(
     return MixtureSource(parts, describe, share_labels=not changes_labels), tuple(connectors)
 
 
-def _mixture_of(args: MixtureArgs, source: Source) -> Mixture:
-    assert isinstance(source, MixtureSource)
+def _mixture_of(
+    config: PipelineConfig, args: MixtureArgs, source: MixtureSource, lengths: NDArray[np.int64] | None
+) -> Mixture | TokenMixture:
+    """The course of an epoch; `lengths` are those of all samples, if weights are shares of tokens. Raises ConfigError."""
     sources = [
         MixedSource(member.name, len(part), args.num_passes(member))
         for member, part in zip(args.members, source.parts, strict=True)
     ]
-    return Mixture(sources, args.changes, args.mix.stop)
+    if lengths is None:
+        return Mixture(sources, args.changes, args.mix.stop)
+    return TokenMixture(sources, args.changes, args.mix.stop, orders=_orders_of(config, source), lengths=lengths)
 
 
 def _checked_schedule(schedule: BatchSampler, config: PipelineConfig) -> BatchSampler:

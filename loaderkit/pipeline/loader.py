@@ -24,7 +24,7 @@ from loaderkit.pipeline.empty_batches import EmptyBatches
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
 from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle
 from loaderkit.pipeline.ranks.place import given_place, other_ranks, ranks_now
-from loaderkit.sampling.mixture import with_later_changes
+from loaderkit.sampling.mix_rules import with_later_changes
 from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.state import State
 from loaderkit.sources.iterable import IterableSource
@@ -110,9 +110,9 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch on this rank, also in a resumed one; with `pack` of the current one. Raises
-        TypeError where it is not known before the end: of an iterable without `length`, and with `filter: {on_empty_batch:
-        skip}`."""
+        """The number of batches of a whole epoch on this rank, also in a resumed one; with `pack`, or mixed by tokens, of the
+        current one. Raises TypeError where it is not known before the end: of an iterable without `length`, and with `filter:
+        {on_empty_batch: skip}`."""
         self._take_ranks()
         self._empty_batches.check_length()
         return self._schedule.num_batches()
@@ -237,8 +237,7 @@ class Loader:
 
     @property
     def num_samples(self) -> int:
-        """The number of samples of the data set, over all ranks; of a mixture, those of an epoch; with `pack`, the number of
-        sequences of the current epoch."""
+        """The samples of an epoch, over all ranks, with `pack` sequences. With it, or mixed by tokens, of the current epoch."""
         self._plan.schedule.check_length()
         return self._schedule.num_samples
 
@@ -282,7 +281,7 @@ class Loader:
         """
         self._executors.check_open()
         given = State.from_dict(dict(state) if isinstance(state, Mapping) else state)
-        restored = with_later_changes(given, self._fingerprint)
+        restored = with_later_changes(given, self._fingerprint, self._plan.positions_before)
         num_samples = self._plan.schedule.of_epoch(restored.epoch).num_samples
         restored.check(seed=self._plan.config.order.seed, fingerprint=self._fingerprint, num_samples=num_samples)
         self._iteration += 1
@@ -414,7 +413,7 @@ class Loader:
         return Pipeline.of(self._executors.settings.written_to(self._plan.config)).to_yaml()
 
     def __repr__(self) -> str:
-        schedule = self._schedule
+        schedule = self._plan.schedule.of_epoch(self._epoch)
         ranks = f"on rank {schedule.rank} of {schedule.world_size}" if self._has_ranks else "rank not taken yet"
         num_batches = self._empty_batches.say(schedule) if self._has_ranks else ""
         samples = f"{schedule.num_samples if schedule.knows_length else 'any number of'} samples"

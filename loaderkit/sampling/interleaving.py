@@ -24,22 +24,24 @@ from loaderkit import native
 
 Int64 = NDArray[np.int64]
 LEAST_SHARE = 1e-6  # a walk takes 1 / share turns
-_MOST_TOTAL = 1 << 60
+MOST_TOTAL = 1 << 60
 _LONGEST_PERIOD = 1 << 20  # 6 MiB
 _BLOCK = 1 << 16
 
 
-def whole_weights(weights: Sequence[Fraction]) -> list[int]:
-    """Whole numbers in the proportions of `weights` (none negative, one above 0), with a sum of at most 2**60.
+def whole_weights(weights: Sequence[Fraction], most_total: int = MOST_TOTAL) -> list[int]:
+    """Whole numbers in the proportions of `weights` (none negative, one above 0), with a sum of at most `most_total`.
 
-    They are exact for decimals of up to 17 digits; others are rounded to 2**-60 of the sum, a millionth of a sample at position
-    10**12.
+    With 2**60 they are exact for decimals of up to 17 digits; others are rounded to 2**-60 of the sum, a millionth of a sample
+    at position 10**12.
     """
     scale = lcm(*(weight.denominator for weight in weights))
     numbers = [int(weight * scale) for weight in weights]
-    if sum(numbers) > _MOST_TOTAL:
+    common = gcd(*numbers)
+    numbers = [number // common for number in numbers]
+    if sum(numbers) > most_total:
         total = sum(numbers)
-        numbers = [round(Fraction(number, total) * (_MOST_TOTAL - len(numbers))) for number in numbers]
+        numbers = [round(Fraction(number, total) * (most_total - len(numbers))) for number in numbers]
     common = gcd(*numbers)
     return [number // common for number in numbers]
 

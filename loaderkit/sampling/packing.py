@@ -22,7 +22,7 @@ import numpy as np
 from loaderkit import native
 from loaderkit.sampling.permutation import Bijection
 from loaderkit.sampling.random import key_of
-from loaderkit.sampling.schedule import Int64, SamplePermutation
+from loaderkit.sampling.schedule import EpochSizes, Int64, SamplePermutation
 
 _COUNTED_AT_ONCE = 400_000  # samples
 _KEPT_SPANS, _KEPT_EPOCHS, _KEPT_TAKEN = 4, 3, 16
@@ -61,14 +61,16 @@ class PackedOrder:
         window: int,
         seed: int,
         is_even: bool,
+        sizes: EpochSizes | None = None,
     ) -> None:
-        """`lengths`: of every sample, by its index (in a mixture modulo their number). `num_positions`: those of an
-        epoch of `order`. `is_even`: neighbouring sequences cost about the same in attention, so that ranks take as
-        long; else their order is random."""
+        """`lengths`: of every sample, by its index (in a mixture modulo their number). `num_positions`: those of an epoch of
+        `order`, with `sizes` of the first. `is_even`: neighbouring sequences cost about the same in attention, so that ranks
+        take as long; else their order is random."""
         self.length = length
         self._lengths = lengths
         self._order = order
         self._num_positions = num_positions
+        self._sizes = sizes
         self._window = window
         self._seed = seed
         self._is_even = is_even
@@ -90,6 +92,11 @@ class PackedOrder:
     def num_samples(self, epoch: int) -> int:
         """The number of sequences of an epoch."""
         return int(self._starts_of(epoch)[-1])
+
+    def positions_before(self, epoch: int, sequence: int) -> int:
+        """The first position of `order` that no sequence before `sequence` depends on."""
+        num_spans = int(np.searchsorted(self._starts_of(epoch), sequence, side="left"))
+        return min(num_spans * self._span, self._positions_of(epoch))
 
     def pieces(self, epoch: int, sequences: Int64) -> Pieces:
         """What sequences of an epoch hold: int64 [n], each in [0, num_samples(epoch))."""
@@ -135,11 +142,15 @@ class PackedOrder:
                 _keep(self._starts, epoch, starts, _KEPT_EPOCHS)
             return starts
 
+    def _positions_of(self, epoch: int) -> int:
+        return self._num_positions if self._sizes is None else self._sizes.num_samples(epoch)
+
     def _count(self, epoch: int) -> Int64:
         counts = []
         step = max(1, _COUNTED_AT_ONCE // self._span) * self._span
-        for begin in range(0, self._num_positions, step):
-            end = min(begin + step, self._num_positions)
+        num_positions = self._positions_of(epoch)
+        for begin in range(0, num_positions, step):
+            end = min(begin + step, num_positions)
             whole, _, _, of_windows = self._packed(self._lengths_at(epoch, begin, end)[1])
             of_windows += np.add.reduceat(whole, np.arange(0, end - begin, self._window))
             counts.append(np.add.reduceat(of_windows, np.arange(0, len(of_windows), self._span // self._window)))
@@ -169,7 +180,7 @@ class PackedOrder:
 
     def _pack(self, epoch: int, number: int) -> Pieces:
         begin = number * self._span
-        end = min(begin + self._span, self._num_positions)
+        end = min(begin + self._span, self._positions_of(epoch))
         samples, lengths = self._lengths_at(epoch, begin, end)
         whole, rest, bins, counts = self._packed(lengths)
         num_bins = int(counts.sum())

@@ -29,10 +29,10 @@ _MOST_BYTES = 8 << 20
 
 
 class Chosen(NamedTuple):
-    """Of a mixture, the samples of one source: the positions [begin, end) of an epoch among which they are, and which of the
+    """Of a mixture, the samples of one source: by epoch the positions [begin, end) among which they are, and which of the
     indices there are its own."""
 
-    spans: Sequence[tuple[int, int]]
+    spans: Callable[[int], Sequence[tuple[int, int]]]
     is_own: Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 
 
@@ -80,16 +80,17 @@ class Forecast:
             schedule = self._schedule.of_epoch(epoch)
             if schedule.num_batches() == 0:
                 return
+            spans = () if self._chosen is None or self._packing is not None else self._chosen.spans(epoch)
             for group in self._positions(schedule, position):
                 positions = self._mine(group, num_batches)
                 num_batches += -(-len(group) // schedule.batch_size)
                 if self._packing is not None:
                     yield from self._of_sequences(epoch, positions % schedule.num_samples, num_samples)
-                elif self._has_samples_in(group):
+                elif self._has_samples_in(spans, group, schedule.num_samples):
                     indices = self._order.indices(epoch, positions % schedule.num_samples)
                     yield from self._of_samples(epoch, positions, indices, num_samples)
-                elif not schedule.knows_length and self._are_over(int(group[0])):
-                    return
+                elif not schedule.knows_length and all(end <= group[0] for _, end in spans):
+                    return  # it has no more
                 num_samples += len(positions)
             self._emitted = None
             epoch, position = epoch + 1, 0
@@ -104,15 +105,11 @@ class Forecast:
         for first in range(0, num_batches, step):
             yield schedule.positions(start, first, min(step, num_batches - first))
 
-    def _has_samples_in(self, positions: NDArray[np.int64]) -> bool:
+    def _has_samples_in(self, spans: Sequence[tuple[int, int]], positions: NDArray[np.int64], num_samples: int) -> bool:
         """False if none of these positions can be of the chosen source."""
-        if self._chosen is None or positions[-1] >= self._schedule.num_samples:  # those wrap
+        if self._chosen is None or positions[-1] >= num_samples:  # those wrap
             return True
-        return any(begin <= positions[-1] and positions[0] < end for begin, end in self._chosen.spans)
-
-    def _are_over(self, position: int) -> bool:
-        """True if from this position on no sample of an epoch is of the chosen source."""
-        return self._chosen is not None and all(end <= position for _, end in self._chosen.spans)
+        return any(begin <= positions[-1] and positions[0] < end for begin, end in spans)
 
     def _mine(self, positions: NDArray[np.int64], num_before: int) -> NDArray[np.int64]:
         """The positions in this process's batches; `num_before` batches came before them."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
@@ -38,3 +40,8 @@ def random_documents(rng: np.random.Generator, num: int, mean: float, dtype: str
     for document in documents:
         document[-1] = end
     return documents
+
+
+def tokenized(sample: dict[str, Any]) -> dict[str, Any]:
+    """The bytes of a text, as tokens."""
+    return {"tokens": torch.from_numpy(np.frombuffer(sample["text"], np.uint8).copy())}

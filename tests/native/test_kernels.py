@@ -52,6 +52,7 @@ def test_every_kernel_is_offered() -> None:
             "gather_ranges",
             "group_names",
             "interleave",
+            "interleave_lengths",
             "is_cut",
             "mark_documents",
             "members",

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from loaderkit.errors import ConfigError
 from loaderkit.sampling.interleaving import Interleaving, whole_weights
-from loaderkit.sampling.mixture import MixedOrder, MixedSource, Mixture, WeightChange, same_until
+from loaderkit.sampling.mix_rules import MixedSource, WeightChange, same_until
+from loaderkit.sampling.mixture import MixedOrder, Mixture
 from loaderkit.sampling.schedule import UNKNOWN, BatchSampler, GlobalOrder
 
 Stop = Literal["first", "all", "never"]

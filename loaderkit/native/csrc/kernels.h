@@ -13,6 +13,7 @@
  *     resample([(target, pixels, part, antialias), ...])     bilinear, where the CPU has AVX2
  *     permute(values, sizes, a, b, keys)                     keyed bijections, four times as fast as NumPy
  *     interleave(lags, weights, sources, places)             which source has the next turns
+ *     interleave_lengths(lags, weights, lengths, nexts, ends, rows) -> number of turns   the same, of unequal length
  *     best_fit(sizes, capacity, bounds, bins, counts)        packs documents into bins, window by window
  *     mark_documents(lengths, firsts, length, ...)           positions and documents of the tokens of bins
  *     members(indices, offsets, num_members, ...)            the ranges of the members of samples in tars
@@ -72,6 +73,7 @@ PyObject *crc32(PyObject *self, PyObject *arg);
 PyObject *hash_blocks(PyObject *self, PyObject *args);
 PyObject *permute(PyObject *self, PyObject *args);
 PyObject *interleave(PyObject *self, PyObject *args);
+PyObject *interleave_lengths(PyObject *self, PyObject *args);
 PyObject *best_fit(PyObject *self, PyObject *args);
 PyObject *mark_documents(PyObject *self, PyObject *args);
 PyObject *members(PyObject *self, PyObject *args);

@@ -16,6 +16,8 @@ static PyMethodDef methods[] = {
     {"write_planes", write_planes, METH_VARARGS, "write_planes(slots, slot, pixels)"},
     {"permute", permute, METH_VARARGS, "permute(values, sizes, a, b, keys): positions become their images, in place"},
     {"interleave", interleave, METH_VARARGS, "interleave(lags, weights, sources, places): whose turn it is, and which of its own"},
+    {"interleave_lengths", interleave_lengths, METH_VARARGS,
+     "interleave_lengths(lags, weights, lengths, nexts, ends, rows) -> number of turns: whose turn it is, if they differ in length"},
     {"best_fit", best_fit, METH_VARARGS, "best_fit(sizes, capacity, bounds, bins, counts): bins of sizes, window by window"},
     {"mark_documents", mark_documents, METH_VARARGS, "mark_documents(lengths, firsts, length, positions, documents, tokens)"},
     {"texts", texts, METH_VARARGS, "texts(data, ends, places) -> list of str"},

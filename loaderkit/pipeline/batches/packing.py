@@ -17,7 +17,7 @@ from loaderkit._internal.cgroups import num_cpus
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.sampling.packing import PackedOrder, Pieces
-from loaderkit.sampling.schedule import UNKNOWN, SamplePermutation
+from loaderkit.sampling.schedule import UNKNOWN, EpochSizes, SamplePermutation
 from loaderkit.sources.base import RecordSource, SequenceSource, Source
 from loaderkit.sources.formats.tar_index.store import default_cache_dir
 from loaderkit.sources.mixture import MixtureSource
@@ -39,11 +39,46 @@ def pack_stage(config: PipelineConfig) -> StageConfig | None:
     return next((stage for stage in config.stages if isinstance(stage.args, PackArgs)), None)
 
 
+def mixture_lengths(config: PipelineConfig, source: MixtureSource) -> NDArray[np.int64]:
+    """The lengths of all samples, of which the sources of a mixture have shares: those that `pack` is planned by, or else those
+    in the sources. Raises ConfigError if they are not known."""
+    stage = pack_stage(config)
+    if stage is not None:
+        lengths = known_lengths(config, source)
+        lengths = length_index(config, source).load(len(source)) if lengths is None else lengths
+        if lengths is None:
+            raise ConfigError(f"mix.by: tokens: {_unknown(stage)}")
+        return lengths
+    known = {part.name: _lengths_in(part, None) for part in source.parts}
+    if missing := [name for name, own in known.items() if own is None]:
+        raise ConfigError(
+            f"mix.by: tokens: how many tokens a sample of {', '.join(missing)} has is not known: kind: tokens and windows of "
+            "an array know it, and for other sources, with `pack` behind the tokenizer, `loaderkit index --lengths` finds it "
+            "out; else mix by sample"
+        )
+    return np.concatenate([own for own in known.values() if own is not None])
+
+
+def _unknown(stage: StageConfig) -> str:
+    return (
+        f"stages.{stage.name}: packing is planned by the lengths of the documents, which are not known: run `loaderkit "
+        "index --lengths` with this pipeline once; it takes all documents through the stages before `pack` and keeps their "
+        "lengths"
+    )
+
+
 def packed_order(
-    config: PipelineConfig, source: Source, order: SamplePermutation, num_positions: int
+    config: PipelineConfig,
+    source: Source,
+    order: SamplePermutation,
+    num_positions: int,
+    *,
+    lengths: NDArray[np.int64] | None = None,
+    sizes: EpochSizes | None = None,
 ) -> PackedOrder | None:
-    """The sequences that `pack` makes of the samples at the positions of `order`; None without `pack`. Raises ConfigError if
-    the lengths of the documents are not known, or one is too long."""
+    """The sequences that `pack` makes of the samples at the positions of `order`; None without `pack`. `lengths`, if they were
+    loaded before. `sizes`, if epochs differ. Raises ConfigError if the lengths of the documents are not known, or one is too
+    long."""
     stage = pack_stage(config)
     if stage is None:
         return None
@@ -54,15 +89,12 @@ def packed_order(
             f"stages.{stage.name}: packing is planned by epochs, and this mixture has no end: use another `stop` than "
             "never, or `epochs` for its sources"
         )
-    lengths = known_lengths(config, source)
+    if lengths is None:
+        lengths = known_lengths(config, source)
     if lengths is None:
         lengths = length_index(config, source).load(len(source))
     if lengths is None:
-        raise ConfigError(
-            f"stages.{stage.name}: packing is planned by the lengths of the documents, which are not known: run `loaderkit "
-            "index --lengths` with this pipeline once; it takes all documents through the stages before `pack` and keeps their "
-            "lengths"
-        )
+        raise ConfigError(_unknown(stage))
     _check_lengths(stage.name, args, source, lengths)
     return PackedOrder(
         order,
@@ -72,6 +104,7 @@ def packed_order(
         window=args.window,
         seed=config.order.seed,
         is_even=args.cost == "attention",
+        sizes=sizes,
     )
 
 
@@ -103,10 +136,11 @@ def known_lengths(config: PipelineConfig, source: Source) -> NDArray[np.int64] |
     return _lengths_in(source, stage.args.field)
 
 
-def _lengths_in(source: Source, field: str) -> NDArray[np.int64] | None:
-    if isinstance(source, SequenceSource) and source.sequences.field == field:
+def _lengths_in(source: Source, field: str | None) -> NDArray[np.int64] | None:
+    """The lengths of a field, or of the one that the source has; None: it does not know them."""
+    if isinstance(source, SequenceSource) and source.sequences.field == (field or source.sequences.field):
         return source.lengths
-    if isinstance(source, RecordSource) and source.records.field == field:
+    if isinstance(source, RecordSource) and source.records.field == (field or source.records.field):
         length, *others = source.records.shape or (0, 0)
         return None if others else np.full(len(source), length, np.int64)
     return None

@@ -38,6 +38,7 @@ class Pipeline(KindMethods):
         sources: Mapping[str, Pipeline],
         weights: Mapping[str, float] | None = None,
         *,
+        by: Literal["sample", "tokens"] = "sample",
         stop: Literal["first", "all", "never"] = "first",
         epochs: Mapping[str, int] | None = None,
         repeat: Sequence[str] = (),
@@ -46,9 +47,9 @@ class Pipeline(KindMethods):
         """Several sources as one, by name: what `Pipeline.files(...)` and the like begin, with their stages, which are then for
         that source alone, and without `read`.
 
-        `weights` are the shares, equal by default, and `changes` other ones from positions of the epoch on. An epoch `stop`s
-        when the first source is used up, or all are, or never. A source is used up after its `epochs` passes (1), those in
-        `repeat` never.
+        `weights` are the shares of samples or of tokens, equal by default, and `changes` other ones from positions of the epoch
+        on, counted in samples. An epoch `stop`s when the first source is used up, or all are, or never. A source is used up
+        after its `epochs` passes (1), those in `repeat` never.
         """
         entries = []
         for name, pipeline in sources.items():
@@ -68,7 +69,7 @@ class Pipeline(KindMethods):
                 raise ConfigError(f"mix: {what} names {unknown[0]!r}; {nearest(unknown[0], sources)}")
         if missing := [entry["name"] for entry in entries if entry["weight"] is None]:
             raise ConfigError(f"mix: weights names not every source: {', '.join(missing)} is missing; 0 for none yet")
-        mix = {"stop": stop, "changes": [{"at": at, "weights": dict(later)} for at, later in changes]}
+        mix = {"by": by, "stop": stop, "changes": [{"at": at, "weights": dict(later)} for at, later in changes]}
         return cls({"sources": entries, "mix": mix, "stages": []})
 
     @classmethod

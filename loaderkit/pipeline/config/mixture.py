@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_
 from loaderkit._internal.config.settings import Model, as_tuple
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.pipeline.config.registry import SOURCES
-from loaderkit.sampling.mixture import WeightChange
+from loaderkit.sampling.mix_rules import WeightChange
 from loaderkit.sources.base import SourceKind
 from loaderkit.stages.base import StageConfig
 
@@ -42,7 +42,9 @@ class MixedArgs(Model):
 class ChangeArgs(Model):
     """Other weights from a position of the epoch on."""
 
-    at: PositiveInt = Field(description="the position, in samples over all ranks")
+    at: PositiveInt = Field(
+        description="the position, in samples over all ranks, also with `by: tokens`; with `pack` these are documents"
+    )
     weights: dict[str, Weight] = Field(description="name -> weight, of all sources")
 
 
@@ -56,7 +58,10 @@ def _ascending(value: tuple[ChangeArgs, ...]) -> tuple[ChangeArgs, ...]:
 class MixArgs(Model):
     """How `sources` take turns: the position alone says whose sample it is."""
 
-    by: Literal["sample"] = Field("sample", description="what weights are shares of")
+    by: Literal["sample", "tokens"] = Field(
+        "sample",
+        description="what weights are shares of; tokens: those of each sample, whose number must be known before it is read",
+    )
     stop: Literal["first", "all", "never"] = Field(
         "first",
         description="an epoch ends when one source is used up; when all are, the rest taking over the share of those that went "

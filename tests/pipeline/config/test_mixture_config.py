@@ -18,7 +18,7 @@ MIXED = """\
 sources:
   - {name: web, kind: files, url: data, weight: 0.7, stages: [decode, call: {function: "config_cases:double", name: aug}]}
   - {name: code, kind: dataset, object: "config_cases:Letters", weight: 0.3, epochs: 2}
-mix: {stop: all, changes: [{at: 100, weights: {web: 1, code: 0}}]}
+mix: {by: tokens, stop: all, changes: [{at: 100, weights: {web: 1, code: 0}}]}
 stages: [read, batch: {size: 4}]
 """
 
@@ -48,6 +48,7 @@ def test_the_builder_describes_the_same(path: Path) -> None:
     mixed = Pipeline.mix(
         {"web": web, "code": code},
         {"web": 0.7, "code": 0.3},
+        by="tokens",
         stop="all",
         epochs={"code": 2},
         changes=[(100, {"web": 1, "code": 0})],
@@ -88,7 +89,7 @@ LETTERS: dict[str, Any] = {"kind": "dataset", "object": "config_cases:Letters"}
         ({"sources": [{"name": "a", "kind": "checkpoint", "url": "x"}]}, "kind: checkpoint cannot be mixed"),
         ({"sources": [{"name": "a", **LETTERS, "repeat": True, "epochs": 2}]}, "`repeat: true` has no end"),
         ({"sources": [{"name": "a", **LETTERS, "epochs": 2}], "mix": {"stop": "never"}}, "remove `epochs`"),
-        ({"mix": {"by": "tokens"}}, "mix.by"),
+        ({"mix": {"by": "bytes"}}, "mix.by"),
         ({"mix": {"changes": [{"at": 5, "weights": {"a": 1.0}}]}}, "give the weight of every source, .*: b is missing"),
         ({"mix": {"changes": [{"at": 5, "weights": {"a": 1.0, "b": 1.0, "c": 1.0}}]}}, "no source is called 'c'"),
         ({"mix": {"changes": [{"at": n, "weights": {"a": 1.0, "b": 1.0}} for n in (5, 5)]}}, "ascending positions"),
@@ -155,7 +156,7 @@ def test_a_lambda_cannot_be_written() -> None:
 
 def test_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = MIXED.replace("kind: files, url: data", 'kind: dataset, object: "config_cases:Letters", args: {num: 70}')
-    (tmp_path / "mixed.yaml").write_text(text.replace("decode, ", ""))
+    (tmp_path / "mixed.yaml").write_text(text.replace("decode, ", "").replace("by: tokens, ", ""))
     assert main(["explain", "--mix", str(tmp_path / "mixed.yaml")]) == 0
     told = capsys.readouterr().out
     assert "mixed: an epoch of 80 samples" in told

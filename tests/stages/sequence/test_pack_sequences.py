@@ -374,3 +374,14 @@ def test_a_mixture_without_end_is_not_packed(path: Path) -> None:
     mixed["mix"] = {"stop": "never"}
     with pytest.raises(ConfigError, match="this mixture has no end"):
         loaderkit.build(mixed)
+
+
+def test_what_a_loader_says_of_itself_is_of_one_epoch(path: Path) -> None:
+    """Epochs have other numbers of sequences; behind the last batch it still is that epoch."""
+    with loaderkit.build(described(path, size=1, window=7)) as loader:
+        sizes = []
+        for epoch in range(4):
+            sizes.append(loader.num_samples)
+            assert sum(1 for _ in loader) == sizes[-1]
+            assert f": {sizes[-1]} samples, {sizes[-1]} batches of 1, on rank 0 of 1, epoch {epoch}>" in repr(loader)
+        assert len(set(sizes)) > 1

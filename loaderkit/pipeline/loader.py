@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -273,17 +273,17 @@ class Loader:
         own = source.state_at(*here) if isinstance(source, IterableSource) else None
         return State(*here, self._plan.config.order.seed, self._fingerprint, own).to_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly behind the batch after which `state` was taken, also with another number of ranks or workers.
+    def load_state_dict(self, state: Mapping[str, Any], *, accept: Collection[str] = ()) -> None:
+        """Continue exactly behind the batch after which `state` was taken, also with another number of ranks or workers; after
+        the last one of an epoch that is the next epoch. Raises StateError if it belongs to another data set or pipeline.
 
-        With a state from after the last batch of an epoch that is the next epoch. Raises StateError if it belongs to another
-        data set or pipeline.
-        """
+        `accept`: what may differ, by the names in that error ("seed", "mix", "stages", ...). The loader then goes on at that
+        position of its own order, with a warning: some samples of the epoch may come twice or not at all."""
         self._executors.check_open()
         given = State.from_dict(dict(state) if isinstance(state, Mapping) else state)
         restored = with_later_changes(given, self._fingerprint, self._plan.positions_before)
-        num_samples = self._plan.schedule.of_epoch(restored.epoch).num_samples
-        restored.check(seed=self._plan.config.order.seed, fingerprint=self._fingerprint, num_samples=num_samples)
+        seed, num_samples = self._plan.config.order.seed, self._plan.schedule.of_epoch(restored.epoch).num_samples
+        restored.check(seed=seed, fingerprint=self._fingerprint, num_samples=num_samples, accept=accept)
         self._iteration += 1
         self._epoch, self._position = self._next = here = self._or_next_epoch(restored.epoch, restored.position)
         source = self._plan.source

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from loaderkit._internal.text import short_repr
-from loaderkit.errors import StateError
+from loaderkit.errors import ConfigError, StateError
 
 STATE_VERSION = 1
+logger = logging.getLogger("loaderkit")
 
 
 @dataclass(frozen=True)
@@ -62,24 +65,82 @@ class State:
             data["epoch"], data["position"], data["seed"], fingerprint, None if source is None else tuple(source)
         )
 
-    def check(self, *, seed: int, fingerprint: dict[str, str], num_samples: int) -> None:
-        """Raise `StateError` naming what differs, if this state belongs to another data set or pipeline."""
-        differences = [
-            f"{part}: the state has {before}, this loader {now}"
+    def check(
+        self, *, seed: int, fingerprint: dict[str, str], num_samples: int, accept: Collection[str] | str = ()
+    ) -> None:
+        """Raise `StateError` naming what differs, if this state belongs to another data set or pipeline, unless all of it is in
+        `accept`; that is warned about. Raises ConfigError for a name in `accept` that no part has."""
+        accept = {accept} if isinstance(accept, str) else set(accept)
+        _check_names(accept, {*self.fingerprint, *fingerprint})
+        parts = {
+            part: _apart(part, self.fingerprint.get(part, "nothing"), fingerprint.get(part, "nothing"))
             for part in sorted({*self.fingerprint, *fingerprint})
             if (part != "classes" or part in self.fingerprint)  # once states had them in the digest of `data` alone
-            for before, now in [_apart(part, self.fingerprint.get(part, "nothing"), fingerprint.get(part, "nothing"))]
-            if before != now
-        ]
+        }
+        differences = {part: pair for part, pair in parts.items() if pair[0] != pair[1]}
         if self.seed != seed:
-            differences.append(f"seed: the state has {short_repr(self.seed)}, this loader {seed}")
-        if not differences and self.position > num_samples:
-            differences.append(f"position: the state has {self.position}, the data set only {num_samples} samples")
+            differences["seed"] = short_repr(self.seed), str(seed)
+        refused = {part: pair for part, pair in differences.items() if not _is_accepted(part, accept)}
+        if not refused and self.position > num_samples:
+            differences["position"] = str(self.position), f"only {num_samples} samples"
+            refused = {} if "position" in accept else {"position": differences["position"]}
+        if refused:
+            raise StateError(self._refusal(refused, differences))
         if differences:
-            raise StateError(
-                "this state belongs to another data set or pipeline, and resuming from it would repeat or skip samples; "
-                "it differs in " + "; ".join(differences)
+            logger.warning(
+                "resuming from a state that differs in %s, as accepted: training goes on at position %d of epoch %d of this "
+                "loader's own order%s",
+                ", ".join(differences),
+                self.position,
+                self.epoch,
+                ", so samples of the epoch may come twice or not at all" if _moves_samples(differences) else "",
             )
+
+    def _refusal(self, refused: dict[str, tuple[str, str]], differences: dict[str, tuple[str, str]]) -> str:
+        effect = (
+            "this state belongs to another data set or pipeline, and resuming from it would repeat or skip samples"
+            if _moves_samples(refused)
+            else "this state belongs to another pipeline: resuming from it, the right samples would come, made in another way"
+        )
+        said = "; ".join(
+            f"{part}: the state has {before}, {'the data set' if part == 'position' else 'this loader'} {now}"
+            for part, (before, now) in refused.items()
+        )
+        hint = ""
+        if set(refused) == {"mix"} and not self.epoch:
+            hint = (
+                " Other weights from here on need no acceptance: leave those of the sources as they were, and add them to "
+                "`mix.changes`, at a position that has not come yet."
+            )
+        return (
+            f"{effect}; it differs in {said}.{hint} To go on nevertheless, at position {self.position} of epoch {self.epoch} "
+            f"of this loader's own order: load_state_dict(state, accept={sorted(differences)})"
+        )
+
+
+_PARTS = ("classes", "data", "fields", "lengths", "mix", "order", "position", "seed", "sources", "stages")
+
+
+def _check_names(accept: Collection[str], parts: Collection[str]) -> None:
+    known = {*_PARTS, *parts}
+    for name in accept:
+        if name not in known and not (isinstance(name, str) and name.startswith("stages.")):
+            raise ConfigError(
+                f"load_state_dict: accept names {short_repr(name)}, which no state has: {', '.join(sorted(known))}"
+            )
+
+
+def _is_accepted(part: str, accept: Collection[str]) -> bool:
+    return part in accept or (part.startswith("stages.") and "stages" in accept)
+
+
+def _moves_samples(differences: dict[str, tuple[str, str]]) -> bool:
+    """False if only what is made of the samples differs, and not which comes when."""
+    return any(
+        part not in ("classes", "fields", "stages")
+        and (not part.startswith("stages.") or any(value.startswith(("pack ", "batch ")) for value in pair))
+        for part, pair in differences.items()
+    )
 
 
 def _apart(part: str, before: str, now: str) -> tuple[str, str]:

@@ -208,6 +208,26 @@ class TestStates:
         with loaderkit.build(changed(19)) as loader, pytest.raises(StateError, match="mix: the state has"):
             loader.load_state_dict(state)
 
+    @pytest.mark.parametrize(("part", "other"), [("mix", {}), ("seed", {"order": {"seed": 5}})])
+    def test_what_is_not_exact_may_be_accepted(self, part: str, other: dict[str, Any]) -> None:
+        """Training goes on at the same place of the other order, at another world size, too."""
+        web, code = counted(90, weight=0.7, name="web"), counted(90, 1000, weight=0.3, name="code")
+        with loaderkit.build(numbers(web, code), rank=0, world_size=1) as loader:
+            xs(loader, 5)
+            state = json.loads(json.dumps(loader.state_dict()))
+        if part == "mix":
+            web["weight"] = 0.4
+        with loaderkit.build(numbers(web, code, batch=1, **other), rank=0, world_size=1) as loader:
+            own = xs(loader)
+        for rank in range(2):
+            with loaderkit.build(numbers(web, code, batch=1, **other), rank=rank, world_size=2) as loader:
+                with pytest.raises(StateError, match=rf"accept=\['{part}'\]"):
+                    loader.load_state_dict(state)
+                assert xs(loader, 1) == [own[rank]], "what was refused has changed nothing"
+                loader.load_state_dict(state, accept=[part])
+                assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (0, 20)
+                assert xs(loader, 10) == own[20 + rank : 40 + rank : 2]
+
 
 class TestErrors:
     def test_fields_that_differ_name_the_sources(self) -> None:

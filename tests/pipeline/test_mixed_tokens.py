@@ -220,6 +220,15 @@ class TestResume:
             loader.load_state_dict(state)
 
 
+def test_a_state_of_twenty_sources_is_small(folder: Path) -> None:
+    pipeline = described(folder, pack={}, stop="all", changes=[])
+    entry = pipeline["sources"][0]
+    pipeline["sources"] = [{**entry, "name": f"source-{number:02}", "weight": 1 + number / 7} for number in range(20)]
+    with loaderkit.build(pipeline) as loader:
+        documents_of(loader, 3)
+        assert len(json.dumps(loader.state_dict())) < 1024
+
+
 class TestLengths:
     def test_a_length_index_tells_them(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Tokenized by stages of their own, and mixed by what comes out."""

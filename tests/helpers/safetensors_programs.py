@@ -120,6 +120,27 @@ def train(rank: int, num_ranks: int, folder: Path, name: str, how: str, port: in
     dist.destroy_process_group()
 
 
+def replicated(seed: int) -> dict[str, Any]:
+    """A model whose largest tensor is nearly what a quarter of the ranks has to write, with two names for it, and moments."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [60_000, *torch.randint(1, 9000, (60,), generator=generator).tolist()]
+    model = {f"w{number}": torch.randn(size, 2, generator=generator) for number, size in enumerate(sizes)}
+    moments = {name: {"exp_avg": tensor + 1, "step": torch.tensor(3.0)} for name, tensor in model.items()}
+    return {"model": model | {"tied": model["w0"]}, "optimizer": moments}
+
+
+def save_replicated(rank: int, num_ranks: int, folder: Path, seed: int) -> None:
+    """What all ranks hold, and what a rank needs of the others to write its files."""
+    begin(rank, num_ranks, folder, f"store-{seed}")
+    layout.MIN_FILE_BYTES = 1
+    with loaderkit.CheckpointManager(folder / "run", format="safetensors", timeout_s=60.0) as checkpoints:
+        checkpoints.save(seed, replicated(seed), wait=True)
+        files = checkpoints.stats()["last"]["ranks"]
+    sizes = {rank: sum(file["num_bytes"] for file in files[rank].values()) for rank in files}
+    (folder / f"replicated-{seed}-{rank}.json").write_text(json.dumps(sizes))
+    dist.destroy_process_group()
+
+
 def save_tied(rank: int, num_ranks: int, folder: Path) -> None:
     """Two names of one tensor, whole on all ranks and sharded; and a third tensor of the same shape."""
     begin(rank, num_ranks, folder, "tied")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 from rank_programs import run_ranks
 from safetensors.torch import load_file
 from seaweed import free_port
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import loaderkit
 from loaderkit.checkpoint import latest
+from loaderkit.checkpoint.save.safetensors import layout
+from loaderkit.checkpoint.save.safetensors.layout import Offer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -65,6 +69,44 @@ def test_training_goes_on_to_the_last_bit(how: str, tmp_path: Path) -> None:
         )
         assert found["losses"] == {step: loss for step, loss in expected["losses"].items() if int(step) > 3}
         assert found["next"] == expected["next"]
+
+
+def test_what_all_ranks_hold_is_written_evenly(tmp_path: Path, rng: random.Random) -> None:
+    seed = rng.randrange(1000)
+    assert run_ranks(programs.save_replicated, 4, tmp_path, seed) == [0] * 4
+    sizes = json.loads((tmp_path / f"replicated-{seed}-0.json").read_text())
+    assert len(sizes) == 4
+    assert max(sizes.values()) <= 1.02 * min(sizes.values())
+    found = loaderkit.restore(tmp_path / "run" / f"step-{seed:010}", verify=True)
+    wanted = programs.replicated(seed)
+    for name, tensor in wanted["model"].items():
+        assert torch.equal(found[f"model.{name}"], tensor)
+    for name, moments in wanted["optimizer"].items():
+        assert torch.equal(found[f"optimizer.{name}.exp_avg"], moments["exp_avg"])
+
+
+def test_whole_tensors_go_to_ranks_that_have_them(rng: random.Random) -> None:
+    """Each byte of a state of random sizes is written by a rank that holds it, and each writes about as much."""
+    for _ in range(20):
+        num_ranks = rng.randint(2, 5)
+        sizes = [int(10 ** rng.uniform(4, 7)) for _ in range(rng.randint(60, 100))] + [1000] * 40
+        state = {"model": {f"w{n}": torch.empty(size, device="meta") for n, size in enumerate(sizes)}}
+        planners = [DefaultSavePlanner() for _ in range(num_ranks)]
+        for rank, planner in enumerate(planners):
+            planner.set_up_planner(state, is_coordinator=rank == 0)
+        plans, _ = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+        offer = Offer(None, {f"model.w{number}": number for number in range(len(sizes))})
+        made = layout.lay_out(plans, [offer] * num_ranks, 0)
+        loads = [0] * num_ranks
+        for file in made.files:
+            for tensor in file.tensors:
+                (chunk,) = tensor.chunks
+                assert chunk.rank == file.writer
+                assert made.given[chunk.rank][chunk.number] == (tensor.name, (0,))
+                loads[file.writer] += tensor.num_bytes
+        assert sum(loads) == 4 * sum(sizes)
+        if len(made.files) == num_ranks and max(sizes) * num_ranks < 0.9 * sum(sizes):
+            assert max(loads) <= 1.02 * min(loads)
 
 
 def test_tied_tensors_of_all_ranks_are_written_once(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
     plans of all ranks ──> tensors, each a list of chunks and the ranks that have them ──> parts of the state ──> files
 
 A part of the state (what stands under one key of it) has files of its own, with its own names. A tensor that one rank has whole
-goes into a file of that rank; a sharded one where the least is written, and its chunks are brought there.
+goes into a file of that rank; others, the largest first, where the least is written: one that several ranks have whole is then
+that rank's own, and the chunks of a sharded one are brought there.
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ class Chunk(NamedTuple):
 
 
 class LaidTensor(NamedTuple):
-    """A tensor: its name in the state and in the file, and where its elements are. `made_of`: dtype and shape of those, if what
-    is stored is made of them."""
+    """A tensor: its name in the state and in the file, where its elements are, and the ranks that have all of them. `made_of`:
+    dtype and shape of those, if what is stored is made of them."""
 
     name: str
     key: str
     dtype: torch.dtype
     shape: Shape
     chunks: tuple[Chunk, ...]
+    holders: frozenset[int] = frozenset()
     made_of: tuple[torch.dtype, Shape] | None = None
 
     @property
@@ -110,7 +112,7 @@ def lay_out(
     paths: dict[str, tuple[Any, ...]] = {}
     for plan in reversed(plans):
         paths.update(plan.planner_data or {})
-    tensors, given = _tensors(plans, rule)
+    tensors, given = _tensors(plans, offers, rule)
     same = _same(tensors, offers)
     parts: dict[str, list[LaidTensor]] = {}
     top: list[LaidTensor] = []
@@ -122,18 +124,21 @@ def lay_out(
         while own in parts or (parts and own == "model"):
             own = "tensors" if own == "model" else f"{own}_"
         parts[own] = top
-    files: list[LaidFile] = []
+    found: dict[str, list[LaidFile]] = {}
     loads = [0] * len(plans)
-    for part, listed in parts.items():
+    # The largest part last: it levels what those have left that have fewer files than there are ranks.
+    for part, listed in sorted(parts.items(), key=lambda item: sum(tensor.num_bytes for tensor in item[1])):
         prefix = "" if listed is top else f"{part}."
-        files += _files_of(part, prefix, listed, same, loads=loads, generation=generation, rule=rule)
+        made = _files_of(part, prefix, listed, same, loads=loads, generation=generation, rule=rule)
+        found[part] = [_given_by_holders(file, given) for file in made]
+    files = [file for part in parts for file in found[part]]
     if len({file.name for file in files}) < len(files):
         raise ConfigError(f"state: two of its parts would have files of the same name ({', '.join(parts)}): rename one")
     return Layout(tuple(files), tuple(tuple(chunks) for chunks in given), paths)
 
 
 def _tensors(
-    plans: Sequence[SavePlan], rule: ExportRule | None
+    plans: Sequence[SavePlan], offers: Sequence[Offer], rule: ExportRule | None
 ) -> tuple[dict[str, LaidTensor], list[list[tuple[str, Shape]]]]:
     """The tensors by name, in the order of the plans, and the chunks that each rank gives."""
     tensors: dict[str, LaidTensor] = {}
@@ -153,7 +158,10 @@ def _tensors(
                 tensors[name] = known._replace(chunks=(*known.chunks, chunk))
     if rule is not None:
         check_rule(rule, [*tensors], [item.index.fqn for plan in plans for item in plan.items if item.tensor_data])
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():
+        if len(tensor.chunks) == 1:
+            holders = {rank for rank, offer in enumerate(offers) if name in offer.memory}
+            tensors[name] = tensor._replace(holders=frozenset({tensor.chunks[0].rank} | holders))
         covered = sum(prod(chunk.sizes) for chunk in tensor.chunks)
         if covered != prod(tensor.shape):
             raise CheckpointError(
@@ -231,8 +239,20 @@ def _converted(tensors: Sequence[LaidTensor], rule: ExportRule) -> list[LaidTens
     return stored
 
 
+def _given_by_holders(file: LaidFile, given: list[list[tuple[str, Shape]]]) -> LaidFile:
+    """The same file; what its writer has itself comes from there, and is added to the chunks it gives."""
+    tensors = []
+    for tensor in file.tensors:
+        if file.writer in tensor.holders and tensor.chunks[0].rank != file.writer:
+            (chunk,), own = tensor.chunks, given[file.writer]
+            tensor = tensor._replace(chunks=(chunk._replace(rank=file.writer, number=len(own)),))  # noqa: PLW2901
+            own.append(given[chunk.rank][chunk.number])
+        tensors.append(tensor)
+    return file._replace(tensors=tuple(tensors))
+
+
 def _dealt(tensors: Sequence[LaidTensor], loads: list[int]) -> list[tuple[int, list[LaidTensor]]]:
-    """(the rank that writes it, its tensors) for each file, the tensors in their order."""
+    """(the rank that writes it, its tensors) for each file, the tensors in their order; `loads` grow by what each writes."""
     total, num_ranks = sum(tensor.num_bytes for tensor in tensors), len(loads)
     num_files = max(1, ceil(total / MAX_FILE_BYTES), min(num_ranks, total // MIN_FILE_BYTES))
     order = sorted(range(num_ranks), key=lambda rank: loads[rank])
@@ -240,16 +260,14 @@ def _dealt(tensors: Sequence[LaidTensor], loads: list[int]) -> list[tuple[int, l
     sizes, most = [0] * num_files, _BALANCE * total / num_files
     chosen: dict[str, int] = {}
     for tensor in sorted(tensors, key=lambda tensor: -tensor.num_bytes):
-        holders = {chunk.rank for chunk in tensor.chunks}
-        near = [n for n in range(num_files) if holders == {writers[n]} and sizes[n] + tensor.num_bytes <= most]
-        best = min(near or range(num_files), key=lambda n: sizes[n])
+        near = [n for n in range(num_files) if tensor.holders == {writers[n]} and sizes[n] + tensor.num_bytes <= most]
+        best = min(near or range(num_files), key=lambda n: (loads[writers[n]], sizes[n]))
         sizes[best] += tensor.num_bytes
+        loads[writers[best]] += tensor.num_bytes
         chosen[tensor.name] = best
     bins: list[tuple[int, list[LaidTensor]]] = [(writer, []) for writer in writers]
     for tensor in tensors:
         bins[chosen[tensor.name]][1].append(tensor)
-    for writer, size in zip(writers, sizes, strict=True):
-        loads[writer] += size
     return [item for item in bins if item[1]]
 
 

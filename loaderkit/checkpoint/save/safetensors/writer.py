@@ -6,14 +6,14 @@ offer ──> coordinator: lay_out ──> work of each rank ──> its files (
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from loaderkit.checkpoint.formats.blockwise import ABSMAX
 from loaderkit.checkpoint.formats.plain_json import encode
@@ -120,6 +120,7 @@ class SafetensorsSave:
         self._client: PieceClient | None = None
         self._layout: Layout | None = None
         self._rule = rule
+        self._held = plan.items if isinstance(plan, DescribedPlan) else []
         self.report: dict[str, Any] = {}  # on the coordinator, of an export: its size and error
         self.offer = Offer(None if self._server is None else self._server.address, _memory_of(plan))
 
@@ -154,9 +155,10 @@ class SafetensorsSave:
     def _write(
         self, work: RankWork, plan: SavePlan, planner: SavePlanner, client: PieceClient, save: SaveFiles
     ) -> tuple[list[SavedFile], dict[str, Any]]:
-        values, own = _resolved(plan, planner, self._rule)
-        wait_for_queued({source.device for source in own.values()})
-        given = [own[chunk] for chunk in work.given]
+        values = _values_of(plan, planner, self._rule)
+        # The plan has each tensor on one rank only; what others write of it that have it is among what they hold.
+        given = _given([*self._held, *plan.items], work.given, planner)
+        wait_for_queued({source.device for source in given})
         if self._server is not None:
             self._server.serve(given)
         client.connect()
@@ -214,31 +216,35 @@ class SafetensorsSave:
             self._server.close(reason)
 
 
-def _resolved(
-    plan: SavePlan, planner: SavePlanner, rule: ExportRule | None
-) -> tuple[dict[str, Any], dict[tuple[str, Shape], TensorBytes]]:
-    """What the planner gives: plain values by name, and tensors by name and place."""
+def _values_of(plan: SavePlan, planner: SavePlanner, rule: ExportRule | None) -> dict[str, Any]:
+    """The plain values of a plan by name."""
     values: dict[str, Any] = {}
-    own: dict[tuple[str, Shape], TensorBytes] = {}
     for item in plan.items:
         name = item.index.fqn
-        if rule is not None and not (rule.has(name) if item.tensor_data else name in _IN_EXPORTS):
+        if item.type != WriteItemType.BYTE_IO or (rule is not None and name not in _IN_EXPORTS):
             continue
-        if item.type == WriteItemType.BYTE_IO:
-            if not isinstance(planner, DefaultSavePlanner):
-                raise ConfigError(
-                    f"the planner {type(planner).__name__} gives plain values as pickles only, and format safetensors has "
-                    "none: use a DefaultSavePlanner, or format dcp"
-                )
-            values[name] = encode(name, planner.lookup_object(item.index))
-            continue
-        value = planner.resolve_data(item)
+        if not isinstance(planner, DefaultSavePlanner):
+            raise ConfigError(
+                f"the planner {type(planner).__name__} gives plain values as pickles only, and format safetensors has none: "
+                "use a DefaultSavePlanner, or format dcp"
+            )
+        values[name] = encode(name, planner.lookup_object(item.index))
+    return values
+
+
+def _given(items: Iterable[WriteItem], chunks: Iterable[tuple[str, Shape]], planner: SavePlanner) -> list[TensorBytes]:
+    """The chunks, (name, offsets), that this rank gives."""
+    known = {
+        (item.index.fqn, tuple(item.tensor_data.chunk.offsets)): item for item in items if item.tensor_data is not None
+    }
+    given = []
+    for name, offsets in chunks:
+        value = planner.resolve_data(known[name, offsets])
         tensor = plain_tensor(value)
         if tensor is None:
             raise _not_plain(name, value)
-        assert item.tensor_data is not None
-        own[name, tuple(item.tensor_data.chunk.offsets)] = TensorBytes(tensor)
-    return values, own
+        given.append(TensorBytes(tensor))
+    return given
 
 
 def _not_plain(name: str, value: Any) -> ConfigError:

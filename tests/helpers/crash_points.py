@@ -19,8 +19,9 @@ from crashing import DeadError, names_in
 from fault_proxy import Fault, FaultProxy, Request
 from fsspec.implementations.memory import MemoryFileSystem
 from seaweed import Seaweed
-from simulated_disk import Disk
+from simulated_disk import Disk, SharedDisk, SharedFiles
 
+from loaderkit.checkpoint.discovery.description import Format
 from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import RetryArgs, S3Args
@@ -30,7 +31,12 @@ from loaderkit.connectors.layers.retry import RetryConnector
 from loaderkit.connectors.s3 import S3Connector
 
 BUCKET = "crashes"
-_FILES = re.compile(r"step-(\d+)/(\.metadata|loaderkit-manifest\.json|__\d+_\d+\.distcp)")
+_FILES = re.compile(
+    r"step-(?P<step>\d+)/(?P<kind>\.metadata|loaderkit-state\.json|loaderkit-manifest\.json"
+    r"|__\d+_(?P<dcp>\d+)(?P<distcp>\.distcp)|model(-\d+-of-\d+)?(\.(?P<whole>\d+))?(?P<safetensors>\.safetensors)"
+    r"|model\.safetensors(?P<index>\.index\.json))"
+)
+_KINDS = ({".metadata", ".distcp"}, {"loaderkit-state.json", ".safetensors"})
 _POLICY = RetryPolicy(total_s=2.0, max_attempts=3, first_wait_s=0.001)
 
 
@@ -40,11 +46,13 @@ class Point(NamedTuple):
     store: str
     fault: str
     again: bool  # it replaces a checkpoint
-    writer: str
+    writer: str  # a manager, one with `flush: process`, or a StreamWriter
+    format: Format
     share: float
 
     def __str__(self) -> str:
-        return f"{self.store}-{self.fault}-{'again' if self.again else 'new'}-{self.writer}-{self.share:.4f}"
+        again = "again" if self.again else "new"
+        return f"{self.store}-{self.fault}-{again}-{self.writer}-{self.format}-{self.share:.4f}"
 
 
 NUM_POINTS = {
@@ -59,23 +67,34 @@ NUM_POINTS = {
 
 
 def points() -> list[Point]:
-    """900 of them: of each kind, evenly over all calls of the four sorts of saves."""
+    """900 of them: of each kind, evenly over all calls of the sorts of saves. A third are of safetensors; where what happens to
+    a process can be arranged from another, an eighth are of managers whose process writes."""
     found = []
     for (store, fault), num in NUM_POINTS.items():
         for number in range(num):
             again, writer = bool(number % 2), "stream" if number % 4 > 1 else "manager"
-            found.append(Point(store, fault, again, writer, (number + 0.5) / num))
+            if writer == "manager" and number // 4 % 4 == 3 and store != "fsspec" and not fault.startswith("power"):
+                writer = "process"
+            is_dcp = number // 4 % 3 != 1
+            found.append(Point(store, fault, again, writer, "dcp" if is_dcp else "safetensors", (number + 0.5) / num))
     return found
 
 
 def steps_in(names: list[str]) -> list[int]:
-    """The steps of checkpoints. Fails if there is a part of one, or anything else."""
+    """The steps of checkpoints. Fails if there is a part of one, a file of an earlier save of it, or anything else."""
     found: dict[int, set[str]] = {}
     for name in names:
         match = _FILES.fullmatch(name)
         assert match is not None, names
-        found.setdefault(int(match[1]), set()).add(re.sub(r"\d+", "", match[2]))
-    assert all(len(kinds) == 3 for kinds in found.values()), names
+        found.setdefault(int(match["step"]), set()).add(match["kind"])
+    for step, there in found.items():
+        matches = [_FILES.fullmatch(f"step-{step}/{name}") for name in there]
+        kinds = {m["distcp"] or m["safetensors"] or m["index"] or m["kind"] for m in matches if m}
+        saves = {int(m["dcp"] or m["whole"] or 0) for m in matches if m and (m["distcp"] or m["safetensors"])}
+        assert len(saves) == 1, names
+        assert kinds - {".index.json"} - {"loaderkit-manifest.json"} in _KINDS, names
+        assert "loaderkit-manifest.json" in kinds, names
+        assert (".index.json" in kinds) <= ("loaderkit-state.json" in kinds), names
     return sorted(found)
 
 
@@ -105,21 +124,26 @@ class World:
 class DiskWorld(World):
     _ERRORS: ClassVar = {"full": errno.ENOSPC, "EIO": errno.EIO}
 
-    def __init__(self, root: Path, *, renames: bool) -> None:
-        self.disk = Disk(root, renames=renames)
+    def __init__(self, root: Path, *, renames: bool, is_shared: bool) -> None:
         self._files = FileConnector(root)
-        self.connector = RetryConnector(self._files, _POLICY)
+        if is_shared:
+            shared = SharedDisk(root, root.with_name("state"), os.getpid(), renames=renames)
+            self.disk: Disk = shared
+            self.connector = RetryConnector(SharedFiles(shared), _POLICY)
+        else:
+            self.disk = Disk(root, renames=renames)
+            self.connector = RetryConnector(self._files, _POLICY)
 
     def arm(self, fault: str, last: int | None) -> None:
         self.disk.fail(last, self._ERRORS.get(fault.removesuffix(" once")), is_lasting="once" not in fault)
 
     @property
     def num_calls(self) -> int:
-        return len(self.disk.calls)
+        return self.disk.num_calls
 
     def settle(self, fault: str, rng: random.Random) -> None:
         super().settle(fault, rng)
-        self.disk.is_dead = False
+        self.disk.revive()
         if fault.startswith("power"):
             self.disk.cut(rng if "some" in fault else None)
         for path in self.disk.root.glob(".*.tmp"):  # of a marker; the next save comes an hour later
@@ -230,8 +254,8 @@ class S3World(World):
 
 
 @contextmanager
-def made_world(store: str, server: Seaweed | None) -> Iterator[World]:
-    """A store of that kind; `server` is asked for one that is a bucket."""
+def made_world(store: str, server: Seaweed | None, *, is_shared: bool = False) -> Iterator[World]:
+    """A store of that kind; `server` is asked for one that is a bucket. `is_shared`: other processes write to it, too."""
     if store == "fsspec":
         world: World = FsspecWorld()
         yield world
@@ -246,6 +270,6 @@ def made_world(store: str, server: Seaweed | None) -> Iterator[World]:
     else:
         with tempfile.TemporaryDirectory() as folder:
             (root := Path(folder, "files")).mkdir()
-            world = DiskWorld(root, renames=store == "file")
+            world = DiskWorld(root, renames=store == "file", is_shared=is_shared)
             with world.disk.mounted():
                 yield world

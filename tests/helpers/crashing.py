@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import loaderkit
 from loaderkit.checkpoint import StreamWriter
+from loaderkit.checkpoint.discovery.description import Format
 from loaderkit.connectors.base import Connector, ConnectorLayer, ObjectInfo, ObjectWriter, Writes, writes_of
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
@@ -143,8 +144,9 @@ def state_of(number: int) -> dict[str, Any]:
     return {"model": tensors, "step": number, "names": [f"{number}"] * number}
 
 
-def save_to(store: Connector, name: str, number: int) -> None:
-    save(state_of(number), storage_writer=StreamWriter(f"given://{name}", connectors={"given": store}), no_dist=True)
+def save_to(store: Connector, name: str, number: int, format: Format = "dcp") -> None:  # noqa: A002 (as of StreamWriter)
+    writer = StreamWriter(f"given://{name}", format=format, connectors={"given": store})
+    save(state_of(number), storage_writer=writer, no_dist=True)
 
 
 def number_in(store: Connector, name: str, *, verify: Any = "auto") -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,30 +20,41 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import loaderkit
+from loaderkit.checkpoint.save.safetensors import layout
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import RetryArgs, S3Args
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.errors import LoaderkitError
 
-_PATIENCE_S = 2.0
-
 
 class Killing(Clock):
-    """Calls `kill` at the operation after which a share of the operations of the save before are done."""
+    """Kills processes, and this one, at an operation. What the file `orders` says changes before each save: a number, and
+    after which share of the operations of the save before. Whatever process it is sent to counts its own."""
 
-    def __init__(self, kill: Callable[[], None]) -> None:
+    def __init__(self, orders: Path, victims: Sequence[int]) -> None:
         super().__init__()
-        self._kill = kill
+        self._settings = orders, victims
+        self._reading = threading.Lock()
+        self._said = ""
         self._at: int | None = None
+        layout.MIN_FILE_BYTES = 1  # so that every rank writes a file, also as safetensors
 
-    def arm(self, share: float) -> None:
-        self._at = int(share * len(self.names))
-        self.names.clear()
+    def __reduce__(self) -> Any:
+        return Killing, self._settings
 
     def run(self, name: str, operation: Callable[[], Any]) -> Any:
+        orders, victims = self._settings
+        with self._reading:
+            said = orders.read_text()
+            if said != self._said:
+                share = said.partition(" ")[2]
+                self._said, self._at = said, int(float(share) * len(self.names)) if share else None
+                self.names.clear()
         if len(self.names) == self._at:
-            self._kill()
+            for number in (*victims, os.getpid()):
+                with suppress(ProcessLookupError):  # it has ended: rank 0 alone removes old checkpoints
+                    os.kill(number, signal.SIGKILL)
         return super().run(name, operation)
 
 
@@ -77,33 +89,31 @@ def save_and_be_killed(
     kills_all: bool,
     again: bool,
     share: float,
+    settings: dict[str, Any],
 ) -> None:
     """Save up to step 2, and then 2 again or 3, in which `victim` kills itself, or all, at its operation."""
     # This process is a copy of one that began before the test.
     os.environ |= {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
-    rank_programs.begin(rank, num_ranks, folder, "store")
+    is_apart = settings["flush"] == "process"
+    (rank_programs.begin_by_address if is_apart else rank_programs.begin)(rank, num_ranks, folder, "store")
     numbers: list[Any] = [None] * num_ranks
     dist.all_gather_object(numbers, os.getpid())
-
-    def kill() -> None:
-        # Itself last, and at once: no operation comes after it.
-        others = [number for number in numbers if number != os.getpid()] if kills_all else []
-        for number in (*others, os.getpid()):
-            with suppress(ProcessLookupError):  # it has ended: rank 0 alone removes old checkpoints
-                os.kill(number, signal.SIGKILL)
-
-    clock = Killing(kill)
-    store = Mortal(store_of(kind, where), clock)
+    # Itself last, and at once: no operation comes after it. With it ends the process that writes for it.
+    others = [number for number in numbers if number != os.getpid()] if kills_all else []
+    orders = folder / f"orders-{rank}"
+    orders.write_text("")
+    store = Mortal(store_of(kind, where), Killing(orders, [*others, os.getpid()]))
+    patience_s = 300.0 if is_apart else 2.0  # one process may start long after the other
     checkpoints = loaderkit.CheckpointManager(
-        "given://", keep={"last": 2}, timeout_s=_PATIENCE_S, connectors={"given": store}
+        "given://", keep={"last": 2}, timeout_s=patience_s, connectors={"given": store}, **settings
     )
     # The last of them as that in which it happens.
-    for step in (1, 2, 2) if again else (0, 1, 2):
-        clock.names.clear()
+    for number, step in enumerate((1, 2, 2) if again else (0, 1, 2)):
+        orders.write_text(f"{number}")
         checkpoints.save(step, state_of(step), force=True, wait=True)
         dist.barrier()
     if rank == victim:
-        clock.arm(share)
+        orders.write_text(f"{number + 1} {share}")
     with suppress(LoaderkitError):
         checkpoints.save(2 if again else 3, state_of(3), force=True)
         checkpoints.close()

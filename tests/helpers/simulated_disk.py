@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import io
+import json
 import os
 import random
 import secrets
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from crashing import DeadError
 
 from loaderkit.connectors import file_writes
+from loaderkit.connectors.file import FileConnector
 
 _PART_BYTES = 32 << 10  # so that small files have several parts
 # Those that take room on the disk.
@@ -87,9 +91,13 @@ class Disk:
         self.calls, self._last, self._error, self._is_lasting = [], last, error, is_lasting
 
     @property
-    def has_failed(self) -> bool:
-        """True if it came to that call."""
-        return self._last is not None and len(self.calls) > self._last
+    def num_calls(self) -> int:
+        """Calls since `fail`."""
+        return len(self.calls)
+
+    def revive(self) -> None:
+        """The disk of a process that has died is another's."""
+        self.is_dead = False
 
     def run(self, name: str, operation: Callable[[], Any], half: Callable[[], Any] = int) -> Any:
         """Count a call and do it. `half` does a part of it, for a process that dies in it."""
@@ -179,6 +187,81 @@ def _restored(folder: _Folder, path: Path, rng: random.Random | None) -> _Folder
         new.now[name] = _File(content)
     new.sync()
     return new
+
+
+class SharedDisk(Disk):
+    """A disk to which several processes write, whose state is in the file `state`. Only calls of processes other than `owner`
+    count, and fail or kill the process. What is durable is not known of it."""
+
+    def __init__(self, root: Path, state: Path, owner: int, *, renames: bool = True) -> None:
+        super().__init__(root, renames=renames)
+        self.state, self.owner = state, owner
+        if not state.exists():
+            state.write_text(json.dumps([0, None, None, False, False]))
+
+    @contextmanager
+    def _shared(self) -> Iterator[None]:
+        """With its state, while no other process is in such a block."""
+        with open(self.state, "r+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            num_calls, self._last, self._error, self._is_lasting, self.is_dead = json.loads(file.read())
+            self.calls = [""] * num_calls
+            try:
+                yield
+            finally:
+                file.seek(0)
+                file.truncate()
+                json.dump([len(self.calls), self._last, self._error, self._is_lasting, self.is_dead], file)
+
+    def fail(self, last: int | None, error: int | None = None, *, is_lasting: bool = False) -> None:
+        with self._lock, self._shared():
+            super().fail(last, error, is_lasting=is_lasting)
+
+    @property
+    def num_calls(self) -> int:
+        with self._lock, self._shared():
+            return len(self.calls)
+
+    def revive(self) -> None:
+        with self._lock, self._shared():
+            super().revive()
+
+    def run(self, name: str, operation: Callable[[], Any], half: Callable[[], Any] = int) -> Any:
+        if os.getpid() == self.owner:
+            return operation()
+        try:
+            with self._lock, self._shared():
+                return super().run(name, operation, half)
+        except DeadError:
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise
+
+    def node(self, path: str) -> None:
+        """Not known."""
+
+    def change(self, path: str, node: _File | _Folder | None, old: str | None = None) -> None:
+        """Not noted."""
+
+
+class SharedFiles(FileConnector):
+    """The files of such a disk. Where it is sent to, all files are written to the disk from then on."""
+
+    def __init__(self, disk: SharedDisk) -> None:
+        super().__init__(disk.root)
+        self._disk = disk
+
+    def __reduce__(self) -> Any:
+        return _sent, (self._disk.root, self._disk.state, self._disk.owner, self._disk.renames)
+
+
+def _sent(root: Path, state: Path, owner: int, renames: bool) -> SharedFiles:
+    disk = SharedDisk(root, state, owner, renames=renames)
+    if os.getpid() != owner:
+        _MOUNTED.enter_context(disk.mounted())
+    return SharedFiles(disk)
+
+
+_MOUNTED = ExitStack()  # until the process ends
 
 
 class _System:

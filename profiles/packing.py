@@ -1,4 +1,4 @@
-"""Packing documents: time and memory of a plan, padding, how even ranks are, and tokens a second against windows of an array.
+"""Packing documents: time and memory of a plan, padding, and how even ranks are.
 
 python -m profiles.packing [--out profiles/results] [--grain PYTHON]      PYTHON: of an environment with grain, measured beside
 """
@@ -6,20 +6,17 @@ python -m profiles.packing [--out profiles/results] [--grain PYTHON]      PYTHON
 from __future__ import annotations
 
 import argparse
-import struct
 import subprocess
 import tempfile
 import time
 import tracemalloc
 from bisect import bisect_left, insort
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-import loaderkit
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.schedule import GlobalOrder
 from profiles.record import record
@@ -110,66 +107,12 @@ def evenness() -> dict[str, dict[str, float]]:
     return rows
 
 
-def write_index(path: Path, lengths: NDArray[np.int64], dtype: str) -> None:
-    """Megatron's .idx of documents one behind another."""
-    starts = (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize
-    bounds = np.arange(len(lengths) + 1)
-    code = {"uint16": 8, "int32": 4}[dtype]
-    header = struct.pack("<9sQBQQ", b"MMIDIDX", 1, code, len(lengths), len(bounds))
-    path.write_bytes(header + lengths.astype("<i4").tobytes() + starts.tobytes() + bounds.tobytes())
-
-
-def speed(dtype: str, size: int, rounds: int) -> dict[str, Any]:
-    """Tokens a second, and a second of CPU time, of an epoch, packed and as windows of the same file, in turns, inline.
-
-    A token that is packed comes with its position and its document, 8 bytes; one in a window with nothing.
-    """
-    lengths = lognormal(30_000, 6.5)
-    with tempfile.TemporaryDirectory() as folder:
-        np.ones(lengths.sum(), dtype).tofile(f"{folder}/x.bin")
-        write_index(Path(folder, "x.idx"), lengths, dtype)
-        batch = {"batch": {"size": size}}
-        pipelines: dict[str, dict[str, Any]] = {
-            "windows": {
-                "source": {"kind": "array", "url": f"{folder}/x.bin", "dtype": dtype, "window": LENGTH},
-                "stages": ["read", batch],
-            },
-            "pack": {
-                "source": {"kind": "tokens", "url": f"{folder}/x.bin"},
-                "stages": ["read", {"pack": {"length": LENGTH, "window": WINDOW}}, batch],
-            },
-        }
-        rates: dict[str, list[float]] = {name: [] for name in pipelines}
-        cpu_rates: dict[str, list[float]] = {name: [] for name in pipelines}
-        num = int(lengths.sum()) // LENGTH // size - 20
-        for _ in range(rounds):
-            for name, pipeline in pipelines.items():
-                with loaderkit.build({**pipeline, "prefetch": {"executor": "inline"}}) as loader:
-                    batches = iter(loader)
-                    for _ in range(10):
-                        next(batches)
-                    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-                    for _ in range(num):
-                        next(batches)
-                    num_tokens = num * size * LENGTH
-                    rates[name].append(num_tokens / (time.perf_counter() - begin_s))
-                    cpu_rates[name].append(num_tokens / (time.process_time() - begin_cpu_s))
-    ratio, cpu_ratio = (
-        median(one / other for one, other in zip(some["pack"], some["windows"], strict=True))
-        for some in (rates, cpu_rates)
-    )
-    found = {"tokens_per_s": rates, "tokens_per_cpu_s": cpu_rates, "ratio": ratio, "cpu_ratio": cpu_ratio}
-    return {"dtype": dtype, "size": size, **found}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--grain", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     found: dict[str, Any] = {"plan": plan(), "padding_percent": padding(given.grain), "most_over_mean": evenness()}
-    found["speed"] = [speed(dtype, size, given.rounds) for dtype, size in (("uint16", 16), ("int32", 16))]
     for name, value in found.items():
         print(name, value)
     record(given.out, "packing", **found)

@@ -88,6 +88,22 @@ class GatherInto(Protocol):
     ) -> None: ...
 
 
+class ScatterInto(Protocol):
+    """Reads the ranges [starts[i], starts[i] + lengths[i]) of one object to offsets[i] of `buffer`, int64 [n] all three, or
+    raises as `read_into` does."""
+
+    def __call__(
+        self,
+        key: str,
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        buffer: memoryview,
+        *,
+        etag: str | None = None,
+    ) -> None: ...
+
+
 class ReadHashed(Protocol):
     """Reads as `read_into` does (`direct`: as `read_direct`) and hashes every `block_bytes` while they lie in the CPU's cache.
 
@@ -116,6 +132,7 @@ class BulkReads:
     gather_into: GatherInto | None = None
     read_direct: ReadInto | None = None  # past the page cache
     read_hashed: ReadHashed | None = None
+    scatter_into: ScatterInto | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ class FileConnector(BulkConnector):
         """All faster reads; none for a subclass that overrides `read_into` (to decrypt or count), as they would bypass it."""
         if type(self).read_into is not FileConnector.read_into:
             return BulkReads()
-        return BulkReads(self.read_many, self.gather_into, self.read_direct, self.read_hashed)
+        return BulkReads(self.read_many, self.gather_into, self.read_direct, self.read_hashed, self.scatter_into)
 
     def read_direct(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """`read_into` past the page cache (O_DIRECT); through it without the C module or O_DIRECT."""
@@ -146,6 +146,30 @@ class FileConnector(BulkConnector):
             if start < 0:
                 raise self._before_the_start(key, start)
             raise self._cut_short(key, num_read_here, length, start, status)
+
+    def scatter_into(
+        self,
+        key: str,
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        buffer: memoryview,
+        *,
+        etag: str | None = None,
+    ) -> None:
+        """`gather_into` of ranges that differ in length: range i goes to offsets[i] of `buffer`. All int64 [n]."""
+        try:
+            num_read, *status = native.scatter_ranges(self._path(key), starts, lengths, offsets, buffer)
+        except (OSError, ValueError) as error:
+            raise self._translated(key, error) from error
+        self._check_status(key, status, etag)
+        if num_read < lengths.sum():
+            ends = np.cumsum(lengths)
+            index = int(np.searchsorted(ends, num_read, side="right"))
+            start, length = int(starts[index]), int(lengths[index])
+            if start < 0:
+                raise self._before_the_start(key, start)
+            raise self._cut_short(key, num_read - int(ends[index]) + length, length, start, status)
 
     def read_many(self, ranges: Ranges, offsets: Sequence[int], buffer: memoryview) -> Mapping[int, ConnectorError]:
         """Read every range to its offset in `buffer`; see `ReadMany`.

@@ -10,7 +10,7 @@ import os
 import stat
 import zlib
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from math import lcm
@@ -32,12 +32,19 @@ Status = tuple[int, int, int, int]
 
 def read_range(path: str, start: int, buffer: memoryview, direct: bool) -> Status:
     """Open, stat, read, close; only a regular file is read. `direct` (past the page cache) is ignored here."""
-    return _read(path, [start], len(buffer), buffer)
+    return _read(path, [start], [buffer])
 
 
 def gather_ranges(path: str, starts: Int64s, length: int, buffer: memoryview) -> Status:
     """`read_range` of several ranges of `length` bytes, concatenated in `buffer`, up to the first short one."""
-    return _read(path, starts.tolist(), length, buffer)
+    parts = (buffer[begin : begin + length] for begin in range(0, len(starts) * length, length))
+    return _read(path, starts.tolist(), parts)
+
+
+def scatter_ranges(path: str, starts: Int64s, lengths: Int64s, offsets: Int64s, buffer: memoryview) -> Status:
+    """`gather_ranges` of ranges that differ in length: range i goes to offsets[i] of the buffer."""
+    places = zip(offsets.tolist(), (offsets + lengths).tolist(), strict=True)
+    return _read(path, starts.tolist(), (buffer[begin:end] for begin, end in places))
 
 
 def read_many(  # noqa: PLR0917 - as in C
@@ -53,16 +60,16 @@ def read_many(  # noqa: PLR0917 - as in C
     return range(len(keys))
 
 
-def _read(path: str, starts: list[int], length: int, buffer: memoryview) -> Status:
+def _read(path: str, starts: list[int], parts: Iterable[memoryview]) -> Status:
     # O_NONBLOCK: opening a named pipe would wait for a writer.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
         num_read = 0
-        for number, start in enumerate(starts if stat.S_ISREG(status.st_mode) else ()):
-            num_read_here = _pread_all(fd, start, buffer[number * length : (number + 1) * length])
+        for start, part in zip(starts, parts, strict=True) if stat.S_ISREG(status.st_mode) else ():
+            num_read_here = _pread_all(fd, start, part)
             num_read += num_read_here
-            if num_read_here < length:
+            if num_read_here < len(part):
                 break
     finally:
         os.close(fd)
@@ -348,17 +355,52 @@ def best_fit(sizes: Int64s, capacity: int, bounds: Int64s, bins: Int64s, counts:
 
 
 def mark_documents(  # noqa: PLR0917 - as in C
-    lengths: Int64s, firsts: Int64s, length: int, positions: memoryview, documents: memoryview, tokens: memoryview
+    lengths: Int64s,
+    firsts: Int64s,
+    length: int,
+    positions: NDArray[Any],
+    documents: NDArray[Any],
+    tokens: NDArray[Any],
+    begin: int,
+    starts: NDArray[np.int32],
+    ends: Int64s,
 ) -> None:
-    """Fills int32 [bins, length] of the place of every token in its document and of its document's number in the bin, -1 behind
-    the last, where `tokens` are set to 0. The documents of bin b are those from firsts[b] to firsts[b + 1]."""
-    num_bins = len(firsts) - 1
-    place, document = (np.frombuffer(memory, np.int32).reshape(num_bins, length) for memory in (positions, documents))
-    values = np.frombuffer(tokens, np.uint8).reshape(num_bins, length, -1)
-    for number, (first, end) in enumerate(pairwise(firsts.tolist())):
-        ends = np.cumsum(lengths[first:end])
-        begins = np.concatenate(([0], ends))
-        document[number] = np.searchsorted(ends, np.arange(length), side="right")
-        place[number] = np.arange(length) - begins[document[number]]
-        document[number, begins[-1] :] = -1
-        values[number, begins[-1] :] = 0
+    """Fills int32 [bins, length] of the place of every token in its document, and of its document's number in the bin, -1
+    behind the last, where `tokens` are set to 0; a field of no bytes is not wanted. The documents of bin b are those from
+    firsts[b] to firsts[b + 1]. `starts`, int32 [documents + bins], gets where documents and paddings begin when the bins lie
+    end to end, the first at `begin`; ends[b] where those of bin b end."""
+    wanted = positions, documents
+    places, end = np.arange(length), 0
+    for number, (first, behind) in enumerate(pairwise(firsts.tolist())):
+        begins = np.concatenate(([0], np.cumsum(lengths[first:behind])))
+        document = np.searchsorted(begins[1:], places, side="right")
+        used = begins[-1]
+        for field, marks in zip(wanted, (places - begins[document], document), strict=True):
+            field[number : number + 1] = marks
+        documents[number : number + 1, used:] = -1
+        tokens[number, used:] = 0
+        begins = begins if used < length else begins[:-1]
+        starts[end : end + len(begins)] = begins + (begin + number * length)
+        end += len(begins)
+        ends[number] = end
+
+
+def take_pieces(  # noqa: PLR0917 - as in C
+    samples: Int64s,
+    firsts: Int64s,
+    lengths: Int64s,
+    places: Int64s,
+    bounds: Int64s,
+    sequences: Int64s,
+    length: int,
+) -> Any:
+    """The pieces of some sequences, those of sequence i from bounds[i] to bounds[i + 1]; `places` are those in sequences that
+    lie end to end. Returns the bytes of int64: the same four columns of the pieces taken, and their bounds."""
+    counts = bounds[sequences + 1] - bounds[sequences]
+    ends = np.concatenate(([0], np.cumsum(counts)))
+    slots = np.repeat(np.arange(len(sequences)), counts)
+    rows = np.arange(ends[-1]) + (bounds[sequences] - ends[:-1])[slots]
+    moved = places[rows] + (slots - sequences[slots]) * length
+    return bytearray(
+        np.concatenate([samples[rows], firsts[rows], lengths[rows], moved, ends]).astype(np.int64).tobytes()
+    )

@@ -133,6 +133,7 @@ def compile_stages(plan: ExecutionPlan) -> CompiledStages:
         in_slots=None if lowering is not None else _stage_in_slots(config, stream),
         is_seeded=any(getattr(stage.args, "seeded", False) for stage in config.all_stages),
         packing=plan.packing,
+        output=config.output,
     )
     stages = _compile(context, lowering, partial(_compile_parts, plan, ahead))
     if plan.slowdown is not None:

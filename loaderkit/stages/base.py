@@ -171,10 +171,9 @@ class FieldGroup(NamedTuple):
 
 
 class Starts(NamedTuple):
-    """Where the parts of a sequence of `length` begin: int32 [parts]. A batch has one tensor with those of all its sequences
-    laid end to end, and the end of the last: int32 [all parts + 1]."""
+    """The field of the begins of the parts of sequences of `length`. A slot has those of its sequence, counted from the batch's
+    first number: int32 [parts]. A batch has one tensor of all, and the end of the last: int32 [all parts + 1]."""
 
-    starts: NDArray[np.int32]
     length: int
 
 

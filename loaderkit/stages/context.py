@@ -51,6 +51,7 @@ class CompileContext:
     early_stream: Stream | None  # the same, for stages before `transfer` that have tensors on a GPU
     in_slots: StageConfig | None  # the stage after `batch` that writes slots chunk by chunk
     packing: PackedOrder | None = None  # the sequences that `pack` makes
+    output: tuple[str, ...] | None = None  # the fields that the loop gets; None: all
     sample_runs: list[Callable[[SampleChunk], Any]] = field(default_factory=list)  # the stages before `batch`, compiled
     mixed: str | None = None  # the name of the source, if it is one of several: stages get its rows of chunks
     is_seeded: bool = False  # a stage, also one of another source, seeds the global generators
@@ -81,6 +82,11 @@ class CompileContext:
     def annotations(self) -> Annotations:
         """The fields that `decode` names as boxes and keypoints."""
         return annotations_of(self.stages, self.kinds)
+
+    def is_needed(self, name: str) -> bool:
+        """True if the loop gets this field of a batch, or a user's function that may read it."""
+        behind = self.stages[self._batch_index + 1 :]
+        return self.output is None or name in self.output or any(self.kind_of(one).runs_user_code for one in behind)
 
     def keys(self, stage: StageConfig) -> StageKeys:
         """The key of its random numbers in each epoch."""

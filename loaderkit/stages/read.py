@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loaderkit import native
 from loaderkit._internal.forks import ending_forks
@@ -43,8 +44,10 @@ Fetch = Callable[[SampleChunk, int, FieldRange], Any]
 """Reads one field of the sample at a row of a chunk by itself; None if it must be read with the others."""
 
 _ALIGNMENT = 64
+_Int64 = NDArray[np.int64]
 _Names = tuple[tuple[str, str], ...]
-_Values = tuple[list[Any], Mapping[int, Exception]]
+_Errors = Mapping[int, Exception]
+_Values = tuple[list[Any], _Errors]
 """The values read, one per range, and the errors by index of the range."""
 
 
@@ -292,13 +295,32 @@ def _numbers(sequences: Sequences, data: memoryview, extension: str, *, as_array
 def read_pieces(
     source: SequenceSource, connector: Connector, failed: SampleErrors, length: int
 ) -> Callable[[SampleChunk], int]:
-    """A chunk stage that reads the pieces of packed sequences to where they belong in their slots; it returns the number of
-    bytes read."""
+    """A chunk stage that reads the pieces of packed sequences to where they belong in their slots, by one call if the connector
+    can; it returns the number of bytes read."""
     _, dtype, is_swapped, item_bytes = source.sequences
     bulk = bulk_of(connector)
+    scatter = None if bulk.scatter_into is None else ending_forks(bulk.scatter_into)
     read_many = None if bulk.read_many is None else ending_forks(bulk.read_many)
     read_into = ending_forks(connector.read_into)
     key, _, etag = source.file
+
+    def read(chunk: SampleChunk, starts: _Int64, lengths: _Int64, offsets: _Int64, view: memoryview) -> _Errors:
+        if scatter is None:
+            return read_singly(chunk, starts, lengths, offsets, view)
+        try:
+            scatter(key, starts, lengths, offsets, view, etag=etag)
+        except STORE_FAILURES as error:  # the pieces one by one would take as long to fail alike
+            return dict.fromkeys(range(len(starts)), error)
+        except Exception:  # one by one they show which of them are bad
+            return read_singly(chunk, starts, lengths, offsets, view)
+        return {}
+
+    def read_singly(chunk: SampleChunk, starts: _Int64, lengths: _Int64, offsets: _Int64, view: memoryview) -> _Errors:
+        num, places = len(starts), offsets.tolist()
+        ranges = Ranges([key] * num, starts.tolist(), lengths.tolist(), [etag] * num)
+        if read_many is not None:
+            return read_many(ranges, places, view)
+        return _read_each(read_into, chunk, ranges, owners=list(range(num)), offsets=places, view=view)
 
     def run(chunk: SampleChunk) -> int:
         assert isinstance(chunk, PackedChunk)
@@ -308,21 +330,15 @@ def read_pieces(
         else:
             assert slots.array is not None
             tokens = slots.array[chunk.lo : chunk.hi]
-        num_bytes = (pieces.lengths * item_bytes).tolist()
-        starts = (source.starts[pieces.samples] + pieces.firsts * item_bytes).tolist()
-        offsets = ((chunk.slots * length + pieces.places) * item_bytes).tolist()
-        ranges = Ranges([key] * len(starts), starts, num_bytes, [etag] * len(starts))
-        view = tokens.reshape(-1).view(np.uint8).data
         chunk.current, chunk.tokens = None, tokens
-        if read_many is None:
-            errors = _read_each(read_into, chunk, ranges, owners=list(range(len(starts))), offsets=offsets, view=view)
-        else:
-            errors = read_many(ranges, offsets, view)
+        lengths = pieces.lengths * item_bytes
+        starts = source.starts.take(pieces.samples) + pieces.firsts * item_bytes
+        errors = read(chunk, starts, lengths, pieces.places * item_bytes, tokens.data.cast("B"))
         if is_swapped:
             tokens.byteswap(inplace=True)
-        total: int = sum(num_bytes)
-        bad_bytes = _mark_failed(chunk, ranges, list(range(len(starts))), errors, failed) if errors else 0
-        return total - bad_bytes
+        for row in sorted(errors):
+            failed(chunk, row, errors[row])
+        return int(lengths.sum()) - sum(int(lengths[row]) for row in errors)
 
     return run
 

@@ -233,6 +233,39 @@ class TestGathering:
         with pytest.raises(ValueError, match="do not fill a buffer of 5"):
             FileConnector(tmp_path).gather_into("x", np.zeros(2, np.int64), 3, memoryview(bytearray(5)))
 
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(ranges=st.lists(st.tuples(st.integers(-1, 60), st.integers(0, 30), st.integers(0, 4)), max_size=20))
+    def test_scattered_ranges_are_read_as_one_by_one(self, tmp_path: Path, ranges: list[tuple[int, int, int]]) -> None:
+        """(start, length, gap behind it in the buffer) of each; some begin before the file, some end behind it."""
+        data = bytes(range(70))
+        (tmp_path / "x").write_bytes(data)
+        connector = FileConnector(tmp_path)
+        starts, lengths, gaps = np.array(ranges, np.int64).reshape(-1, 3).T.copy()
+        offsets = np.cumsum(lengths + gaps) - lengths
+        found, wanted = (bytearray(b"." * int((lengths + gaps).sum())) for _ in range(2))
+        message = ""
+        for start, length, offset in zip(starts.tolist(), lengths.tolist(), offsets.tolist(), strict=True):
+            try:
+                connector.read_into("x", start, memoryview(wanted)[offset : offset + length])
+            except ConnectorError as error:
+                if length:
+                    message = str(error)
+                    break
+        etag = connector.stat("x").etag
+        if message:
+            with pytest.raises(ShortReadError, match=re.escape(message)):
+                connector.scatter_into("x", starts, lengths, offsets, memoryview(found), etag=etag)
+        else:
+            connector.scatter_into("x", starts, lengths, offsets, memoryview(found), etag=etag)
+            assert found == wanted
+
+    def test_scattered_ranges_of_no_such_file(self, tmp_path: Path) -> None:
+        (tmp_path / "x").write_bytes(b"0123456789")
+        zero = np.zeros(1, np.int64)
+        for key, etag, kind in (("x", "other", ObjectChangedError), ("y", None, ObjectNotFoundError)):
+            with pytest.raises(kind):
+                FileConnector(tmp_path).scatter_into(key, zero, zero + 4, zero, memoryview(bytearray(4)), etag=etag)
+
 
 def _alter(path: Path, change: str) -> None:
     if change in ("gone", "a directory"):
@@ -273,6 +306,11 @@ def test_the_c_module_refuses_what_does_not_fit(tmp_path: Path) -> None:
     ]:
         with pytest.raises((ValueError, BufferError)):
             gather(path, starts, length, bytearray(room))
+    for start, size, offset in ((0, 4, 1), (0, 5, 0), (0, -1, 0), (0, 1, -1), (0, 2**62, 2**62)):
+        with pytest.raises(IndexError):
+            native.scatter_ranges(
+                path, np.array([start]), np.array([size]), np.array([offset]), memoryview(bytearray(4))
+            )
 
 
 def test_errors_leave_no_descriptor_open(tmp_path: Path) -> None:

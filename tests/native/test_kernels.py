@@ -60,7 +60,7 @@ def test_every_kernel_is_offered() -> None:
             "read_many",
             "read_range",
         ),
-        *("tar_run", "texts", "write_normalized", "write_planes"),
+        *("scatter_ranges", "take_pieces", "tar_run", "texts", "write_normalized", "write_planes"),
     }
 
 

@@ -31,15 +31,41 @@ def test_best_fit_is_the_same_without_the_c_module(rng: random.Random) -> None:
 def test_marks_are_the_same_without_the_c_module(rng: random.Random) -> None:
     draw = np.random.default_rng(rng.randrange(2**32))
     for dtype in (np.uint8, np.uint16, np.int32, np.int64):
-        length = 40
-        lengths = draw.integers(0, 9, 23)
-        bounds = np.array([0, 4, 4, 9, 14, 18, 23])
-        results = []
-        for module in (native, fallback):
-            fields = [np.full((6, length), 7, kind) for kind in (np.int32, np.int32, dtype)]
-            module.mark_documents(lengths, bounds, length, *(field.reshape(-1).view(np.uint8).data for field in fields))
-            results.append([field.tolist() for field in fields])
-        assert results[0] == results[1]
+        for length in (40, 37, 1000):
+            lengths = draw.integers(0, length // 5 + 1, 23)
+            lengths[2] = length - lengths[:2].sum() - lengths[3]  # the first bin is full
+            bounds = np.array([0, 4, 4, 9, 14, 18, 23])
+            is_wanted = draw.random(2) < 0.7
+            results = []
+            for module in (native, fallback):
+                places, numbers = (np.full((6 * wanted, length), 7, np.int32) for wanted in is_wanted)
+                tokens, starts, ends = np.full((6, length), 7, dtype), np.zeros(23 + 6, np.int32), np.zeros(6, np.int64)
+                module.mark_documents(lengths, bounds, length, places, numbers, tokens, 3 * length, starts, ends)
+                results.append([array.tolist() for array in (places, numbers, tokens, starts[: ends[-1]], ends)])
+            assert results[0] == results[1]
+
+
+def test_marks_are_what_they_say() -> None:
+    places, numbers, tokens = (np.full((2, 5), 7, np.int32) for _ in range(3))
+    starts, ends = np.zeros(5, np.int32), np.zeros(2, np.int64)
+    native.mark_documents(np.array([2, 3, 1]), np.array([0, 2, 3]), 5, places, numbers, tokens, 10, starts, ends)
+    assert places.tolist() == [[0, 1, 0, 1, 2], [0, 0, 1, 2, 3]]
+    assert numbers.tolist() == [[0, 0, 1, 1, 1], [0, -1, -1, -1, -1]]
+    assert tokens.tolist() == [[7] * 5, [7, 0, 0, 0, 0]]
+    assert (starts[:4].tolist(), ends.tolist()) == ([10, 12, 15, 16], [2, 4])
+
+
+def test_pieces_are_taken_as_without_the_c_module(rng: random.Random) -> None:
+    draw = np.random.default_rng(rng.randrange(2**32))
+    samples, firsts, lengths, places = draw.integers(0, 100, (4, 50))
+    bounds = np.concatenate(([0], np.sort(draw.integers(0, 51, 9)), [50]))
+    for num in (0, 1, 7, 30):
+        wanted = draw.integers(0, 10, num)
+        taken = [
+            np.frombuffer(module.take_pieces(samples, firsts, lengths, places, bounds, wanted, 5), np.int64)
+            for module in (native, fallback)
+        ]
+        assert taken[0].tolist() == taken[1].tolist()
 
 
 @pytest.mark.skipif(not native.HAS_KERNELS, reason="there is no C module")
@@ -53,7 +79,28 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="capacity"):
             native.best_fit(np.array(sizes), capacity, np.array(bounds), *out)
-    field = np.zeros((1, 4), np.int32).reshape(-1).view(np.uint8).data
-    for lengths, firsts in (([3, 2], [0, 2]), ([-1], [0, 1]), ([1], [0, 2])):
+    field, starts, ends = np.zeros((1, 4), np.int32), np.zeros(4, np.int32), np.zeros(1, np.int64)
+    for lengths, firsts in (
+        ([3, 2], [0, 2]),
+        ([-1], [0, 1]),
+        ([1], [0, 2]),
+        ([5], [0, 1]),
+        ([3, 2**62, 2**62], [0, 3]),
+    ):
         with pytest.raises(ValueError, match="documents"):
-            native.mark_documents(np.array(lengths), np.array(firsts), 4, field, field, field)
+            native.mark_documents(np.array(lengths), np.array(firsts), 4, field, field, field, 0, starts, ends)
+    one = np.array([1]), np.array([0, 1])
+    for begin, few, more in (
+        (0, starts[:1], ends),
+        (2**31 - 4, starts, ends),
+        (-1, starts, ends),
+        (0, starts, ends[:0]),
+    ):
+        with pytest.raises(ValueError, match="documents"):
+            native.mark_documents(*one, 4, field, field, field, begin, few, more)
+    two = np.array([1, 2])
+    for bounds, wanted in (([0, 2], [1]), ([0, 2], [-1]), ([0, 3], [0]), ([2, 0], [0]), ([-1, 2], [0])):
+        with pytest.raises(IndexError, match="among those given"):
+            native.take_pieces(two, two, two, two, np.array(bounds), np.array(wanted), 5)
+    with pytest.raises(IndexError, match="among those given"):
+        native.take_pieces(two, two, two[:1], two, np.array([0, 2]), np.array([0]), 5)

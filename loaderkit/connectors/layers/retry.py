@@ -115,6 +115,7 @@ class RetryConnector(ConnectorLayer):
             gather_into=inner.gather_into and self._retried(inner.gather_into),
             read_direct=inner.read_direct and self._retried(inner.read_direct),
             read_hashed=inner.read_hashed and self._retried(inner.read_hashed),
+            scatter_into=inner.scatter_into and self._retried(inner.scatter_into),
         )
 
     def _retried(self, read: Callable[..., T]) -> Callable[..., T]:

@@ -8,6 +8,7 @@
  *     tar_run(data, offset, end, size)                       the plain members in a part of a tar
  *     group_names(names, num)                                the samples that members form
  *     gather_ranges(path, starts, length, buffer)            open, fstat, a pread for every run of adjacent ranges, close
+ *     scatter_ranges(path, starts, lengths, offsets, buffer) the same for ranges that differ in length, each to its offset
  *     write_normalized(slots, first, images, scale, shift)   float32 planes, value * scale + shift; None is left out
  *     write_planes(slots, slot, pixels)                      uint8 planes
  *     resample([(target, pixels, part, antialias), ...])     bilinear, where the CPU has AVX2
@@ -15,7 +16,8 @@
  *     interleave(lags, weights, sources, places)             which source has the next turns
  *     interleave_lengths(lags, weights, lengths, nexts, ends, rows) -> number of turns   the same, of unequal length
  *     best_fit(sizes, capacity, bounds, bins, counts)        packs documents into bins, window by window
- *     mark_documents(lengths, firsts, length, ...)           positions and documents of the tokens of bins
+ *     mark_documents(lengths, firsts, length, ...)           positions and documents of the tokens of bins, and where these begin
+ *     take_pieces(samples, firsts, lengths, places, ...)     the pieces of some sequences
  *     members(indices, offsets, num_members, ...)            the ranges of the members of samples in tars
  *     texts(data, ends, places)                              some of the texts of a packed table
  *     crc32(data)                                            the checksum of zip archives, where the CPU has PCLMULQDQ
@@ -64,6 +66,7 @@ PyObject *cut(PyObject *self, PyObject *args);
 PyObject *read_range(PyObject *self, PyObject *args);
 PyObject *read_hashed(PyObject *self, PyObject *args);
 PyObject *gather_ranges(PyObject *self, PyObject *args);
+PyObject *scatter_ranges(PyObject *self, PyObject *args);
 PyObject *tar_run(PyObject *self, PyObject *args);
 PyObject *group_names(PyObject *self, PyObject *args);
 PyObject *resample(PyObject *self, PyObject *list);
@@ -76,6 +79,7 @@ PyObject *interleave(PyObject *self, PyObject *args);
 PyObject *interleave_lengths(PyObject *self, PyObject *args);
 PyObject *best_fit(PyObject *self, PyObject *args);
 PyObject *mark_documents(PyObject *self, PyObject *args);
+PyObject *take_pieces(PyObject *self, PyObject *args);
 PyObject *members(PyObject *self, PyObject *args);
 PyObject *texts(PyObject *self, PyObject *args);
 PyObject *delayed(PyObject *self, PyObject *args);

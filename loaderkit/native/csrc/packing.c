@@ -5,7 +5,7 @@
 #define WORD 64
 #define MOST_LEVELS 6
 #define RADIX_BITS 11
-#define MOST_MARKED (1 << 19) /* tokens, with the GIL held */
+#define MOST_MARKED (1 << 16) /* tokens, with the GIL held: 8 bytes each take 20 us */
 
 /* The spaces, 0 to the capacity, that some open bin has left: bit s of level 0, and of each level above it the words that are
  * not 0. */
@@ -175,55 +175,115 @@ PyObject *best_fit(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* mark_documents(lengths, firsts, length, positions, documents, tokens): fills int32 [bins, length] of the place of every token
- * in its document and of its document's number in the bin, -1 behind the last, where `tokens` are set to 0. The documents of
- * bin b are those from firsts[b] to firsts[b + 1]. */
+/* Fills the places of the tokens of one document, and its number, where they are wanted. */
+static inline __attribute__((always_inline)) void mark_any(int32_t *positions, int32_t *documents, int32_t count, int32_t number) {
+    for (int32_t k = 0; positions != NULL && k < count; k++) {
+        positions[k] = k;
+    }
+    for (int32_t k = 0; documents != NULL && k < count; k++) {
+        documents[k] = number;
+    }
+}
+
+#ifdef HAVE_AVX2
+/* The same lines, with stores of 32 bytes. */
+__attribute__((target("avx2"))) static void mark_avx2(int32_t *positions, int32_t *documents, int32_t count, int32_t number) {
+    mark_any(positions, documents, count, number);
+}
+#endif
+
+static void mark(int32_t *positions, int32_t *documents, int32_t count, int32_t number, int wide) {
+#ifdef HAVE_AVX2
+    if (wide) {
+        mark_avx2(positions, documents, count, number);
+        return;
+    }
+#endif
+    (void)wide;
+    mark_any(positions, documents, count, number);
+}
+
+/* The fields of some bins; see `mark_documents`. */
+typedef struct {
+    Py_ssize_t length, item, begin;
+    int32_t *positions, *documents, *starts;
+    char *tokens;
+} Marks;
+
+/* Marks the documents of bin `bin`, which have these lengths. `num`: the number of starts before; returns it with this bin's. */
+static int64_t mark_bin(const Marks *marks, Py_ssize_t bin, const int64_t *lengths, int64_t count, int64_t num, int wide) {
+    const Py_ssize_t first = bin * marks->length;
+    Py_ssize_t at = 0;
+    for (int64_t i = 0; i <= count; i++) {
+        const int is_padding = i == count;
+        const Py_ssize_t size = is_padding ? marks->length - at : lengths[i];
+        if (is_padding && size == 0) {
+            break;
+        }
+        marks->starts[num++] = (int32_t)(marks->begin + first + at);
+        mark(marks->positions == NULL ? NULL : marks->positions + first + at,
+             marks->documents == NULL ? NULL : marks->documents + first + at, (int32_t)size, is_padding ? -1 : (int32_t)i, wide);
+        if (is_padding) {
+            memset(marks->tokens + (first + at) * marks->item, 0, (size_t)(size * marks->item));
+        }
+        at += size;
+    }
+    return num;
+}
+
+/* mark_documents(lengths, firsts, length, positions, documents, tokens, begin, starts, ends): fills int32 [bins, length] of the place of
+ * every token in its document, and of its document's number in the bin, -1 behind the last, where `tokens` are set to 0; a field
+ * of no bytes is not wanted. The documents of bin b are those from firsts[b] to firsts[b + 1]. `starts`, int32 [documents + bins],
+ * gets where documents and paddings begin when the bins lie end to end, the first at `begin`; ends[b] where those of bin b end. */
 PyObject *mark_documents(PyObject *self, PyObject *args) {
-    PyObject *objects[2];
-    Py_buffer columns[2], fields[3];
-    Py_ssize_t length, step;
+    PyObject *objects[3];
+    Py_buffer columns[3], fields[4];
+    Py_ssize_t length, begin, step;
     int num_open = 0, is_done = 0;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OOnw*w*w*", &objects[0], &objects[1], &length, &fields[0], &fields[1], &fields[2])) {
+    if (!PyArg_ParseTuple(args, "OOnw*w*w*nw*O", &objects[0], &objects[1], &length, &fields[0], &fields[1], &fields[2], &begin,
+                          &fields[3], &objects[2])) {
         return NULL;
     }
-    while (num_open < 2 && get_column(objects[num_open], &columns[num_open], -1, 0, &step) == 0) {
+    while (num_open < 3 && get_column(objects[num_open], &columns[num_open], -1, num_open < 2 ? 0 : PyBUF_WRITABLE, &step) == 0) {
         num_open++;
     }
-    if (num_open == 2) {
+    if (num_open == 3) {
         const int64_t *lengths = columns[0].buf, *firsts = columns[1].buf;
+        int64_t *ends = columns[2].buf;
         const Py_ssize_t num_bins = columns[1].len / 8 - 1;
-        int fits = length >= 1 && num_bins >= 1 && fields[0].len == fields[1].len && fields[0].len / 4 == num_bins * length &&
-                   fields[2].len % (num_bins * length) == 0 && firsts[0] >= 0 && firsts[num_bins] <= columns[0].len / 8;
+        int fits = length >= 1 && begin >= 0 && num_bins >= 1 && num_bins <= INT32_MAX && length <= (INT32_MAX - begin) / num_bins &&
+                   fields[2].len % (num_bins * length) == 0 &&
+                   columns[2].len / 8 == num_bins && firsts[0] >= 0 && firsts[num_bins] <= columns[0].len / 8 &&
+                   fields[3].len / 4 >= firsts[num_bins] - firsts[0] + num_bins;
+        for (int k = 0; fits && k < 2; k++) {
+            fits = fields[k].len == 0 || fields[k].len / 4 == num_bins * length;
+        }
         for (Py_ssize_t b = 0; fits && b < num_bins; b++) {
             int64_t used = 0;
             fits = firsts[b] <= firsts[b + 1];
             for (int64_t i = firsts[b]; fits && i < firsts[b + 1]; i++) {
-                fits = lengths[i] >= 0 && (used += lengths[i]) <= length;
+                fits = lengths[i] >= 0 && lengths[i] <= length - used;
+                used += lengths[i];
             }
         }
         if (!fits) {
             PyErr_SetString(PyExc_ValueError, "the documents must fit their bins, and the fields be [bins, length]");
         } else {
-            const Py_ssize_t item = fields[2].len / (num_bins * length);
-            /* 64 KB a bin of 8,192: 4 us, less than it takes to get the GIL back. */
+            const Marks marks = {
+                .length = length,
+                .begin = begin,
+                .item = fields[2].len / (num_bins * length),
+                .positions = fields[0].len ? fields[0].buf : NULL,
+                .documents = fields[1].len ? fields[1].buf : NULL,
+                .starts = fields[3].buf,
+                .tokens = fields[2].buf,
+            };
+            const int wide = have_avx2();
             PyThreadState *state = num_bins * length > MOST_MARKED ? PyEval_SaveThread() : NULL;
+            int64_t end = 0;
             for (Py_ssize_t b = 0; b < num_bins; b++) {
-                int32_t *position = (int32_t *)fields[0].buf + b * length, *document = (int32_t *)fields[1].buf + b * length;
-                Py_ssize_t at = 0;
-                for (int64_t i = firsts[b]; i <= firsts[b + 1]; i++) {
-                    const int is_padding = i == firsts[b + 1];
-                    const int32_t count = (int32_t)(is_padding ? length - at : lengths[i]);
-                    const int32_t number = is_padding ? -1 : (int32_t)(i - firsts[b]);
-                    for (int32_t k = 0; k < count; k++) {
-                        position[at + k] = k;
-                        document[at + k] = number;
-                    }
-                    if (is_padding) {
-                        memset((char *)fields[2].buf + (b * length + at) * item, 0, (size_t)(count * item));
-                    }
-                    at += count;
-                }
+                ends[b] = end = mark_bin(&marks, b, lengths + firsts[b], firsts[b + 1] - firsts[b], end, wide);
             }
             if (state != NULL) {
                 PyEval_RestoreThread(state);
@@ -234,11 +294,66 @@ PyObject *mark_documents(PyObject *self, PyObject *args) {
     while (num_open-- > 0) {
         PyBuffer_Release(&columns[num_open]);
     }
-    for (int k = 0; k < 3; k++) {
+    for (int k = 0; k < 4; k++) {
         PyBuffer_Release(&fields[k]);
     }
     if (!is_done) {
         return NULL;
     }
     Py_RETURN_NONE;
+}
+
+/* take_pieces(samples, firsts, lengths, places, bounds, sequences, length): the pieces of some sequences, those of sequence i from
+ * bounds[i] to bounds[i + 1]; `places` are those in sequences that lie end to end. Returns the bytes of int64: the same four columns
+ * of the pieces taken, and their bounds. */
+PyObject *take_pieces(PyObject *self, PyObject *args) {
+    PyObject *objects[6], *result = NULL;
+    Py_buffer views[6];
+    Py_ssize_t step;
+    long long length;
+    int num_open = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OOOOOOL", &objects[0], &objects[1], &objects[2], &objects[3], &objects[4], &objects[5], &length)) {
+        return NULL;
+    }
+    while (num_open < 6 && get_column(objects[num_open], &views[num_open], -1, 0, &step) == 0) {
+        num_open++;
+    }
+    if (num_open == 6) {
+        const int64_t *bounds = views[4].buf, *sequences = views[5].buf;
+        const Py_ssize_t num_pieces = views[0].len / 8, num_sequences = views[4].len / 8 - 1, count = views[5].len / 8;
+        Py_ssize_t total = 0;
+        int fits = views[1].len == views[0].len && views[2].len == views[0].len && views[3].len == views[0].len;
+        for (Py_ssize_t i = 0; fits && i < count; i++) {
+            fits = sequences[i] >= 0 && sequences[i] < num_sequences;
+            if (fits) {
+                const int64_t begin = bounds[sequences[i]], end = bounds[sequences[i] + 1];
+                fits = begin >= 0 && begin <= end && end <= num_pieces && end - begin <= PY_SSIZE_T_MAX / 64 - total;
+                total += fits ? end - begin : 0;
+            }
+        }
+        if (!fits) {
+            PyErr_SetString(PyExc_IndexError, "sequences and their pieces must be among those given");
+        } else if ((result = PyByteArray_FromStringAndSize(NULL, (4 * total + count + 1) * 8)) != NULL) {
+            int64_t *to = (int64_t *)PyByteArray_AS_STRING(result), *places = to + 3 * total, *ends = to + 4 * total;
+            Py_ssize_t at = 0;
+            ends[0] = 0;
+            for (Py_ssize_t i = 0; i < count; i++) {
+                const int64_t begin = bounds[sequences[i]], here = bounds[sequences[i] + 1] - begin;
+                const uint64_t moved = (uint64_t)(i - sequences[i]) * (uint64_t)length;
+                for (int k = 0; k < 3; k++) {
+                    memcpy(to + k * total + at, (const int64_t *)views[k].buf + begin, (size_t)here * 8);
+                }
+                for (int64_t j = 0; j < here; j++) {
+                    places[at + j] = (int64_t)((uint64_t)((const int64_t *)views[3].buf)[begin + j] + moved);
+                }
+                at += here;
+                ends[i + 1] = at;
+            }
+        }
+    }
+    while (num_open-- > 0) {
+        PyBuffer_Release(&views[num_open]);
+    }
+    return result;
 }

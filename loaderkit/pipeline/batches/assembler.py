@@ -87,7 +87,7 @@ class BatchAssembler:
             if spec.kind == "rendered":
                 batch[name] = _stack_rows(kept)
             elif spec.kind == "starts":
-                batch[name] = _bounds_of(kept, spec.shape[0])
+                batch[name] = _bounds_of(kept, spec.shape[0], slots)
             elif spec.kind == "pad":
                 batch[name], batch[f"{name}_sizes"] = _padded(kept, shape.pad_value, work_item.take_bytes)
             else:
@@ -158,10 +158,13 @@ def _keys(source: Source, epoch: int, indices: NDArray[np.int64]) -> list[str]:
     return source.keys(indices)
 
 
-def _bounds_of(starts: list[NDArray[np.int32]], length: int) -> torch.Tensor:
-    """The begins of the parts of sequences laid end to end, and the end of the last: int32 [parts + 1]."""
-    firsts = np.repeat(np.arange(0, len(starts) * length, length, dtype=np.int32), list(map(len, starts)))
-    return torch.from_numpy(np.append(np.concatenate(starts) + firsts, np.int32(len(starts) * length)))
+def _bounds_of(starts: list[NDArray[np.int32]], length: int, slots: NDArray[np.int64] | None) -> torch.Tensor:
+    """The begins of the parts of sequences laid end to end, and the end of the last: int32 [parts + 1]. `slots`: those of the
+    sequences, if some are left out."""
+    if slots is not None:
+        before = (slots - np.arange(len(slots))) * length  # the length of those left out
+        starts = [begins - num for begins, num in zip(starts, before.astype(np.int32), strict=True)]
+    return torch.from_numpy(np.concatenate([*starts, np.array([len(starts) * length], np.int32)]))
 
 
 def _padded(

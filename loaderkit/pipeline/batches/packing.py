@@ -248,9 +248,10 @@ def document_chunk(
 
 def sequence_keys(packing: PackedOrder, source: Source, epoch: int, sequences: NDArray[np.int64]) -> list[str]:
     """Of every sequence the keys of its documents; of a piece also which of its tokens: "4 17[8192:9000] 5"."""
-    samples, firsts, lengths, _, bounds = packing.pieces(epoch, sequences)
+    pieces = packing.pieces(epoch, sequences)
+    samples, firsts, lengths = pieces.samples, pieces.firsts, pieces.lengths
     keys = source.keys(samples)
-    for row in np.flatnonzero(lengths < packing.lengths_of(samples)).tolist():
+    for row in (lengths < packing.lengths_of(samples)).nonzero()[0].tolist():
         keys[row] += f"[{firsts[row]}:{firsts[row] + lengths[row]}]"
-    ends = bounds.tolist()
+    ends = pieces.bounds.tolist()
     return [" ".join(keys[begin:end]) for begin, end in pairwise(ends)]

@@ -33,11 +33,6 @@ class PackedChunk(SampleChunk):
     def position_of(self, row: int) -> int:
         return int(self.work_item.positions[self.slot_of(row)])
 
-    @property
-    def slots(self) -> NDArray[np.int64]:
-        """The slot of every piece, counted from `lo`: int64 [pieces]."""
-        return np.repeat(np.arange(len(self)), np.diff(self.pieces.bounds))
-
     def end_pieces(self) -> None:
         """From now on the rows are the slots, which are written."""
         self.indices, self.samples = self.sequences, [None] * len(self)

@@ -10,6 +10,7 @@ comes directly before it and the source has `Sequences`, their tokens are there 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -69,54 +70,59 @@ class _Packer:
         self._policy = context.on_bad_sample
         self._seed = context.seed
         self._run_before = context.run_before_pack
+        self._made = [name for name in FIELDS if name == FIELDS[0] or context.is_needed(name)]
 
     def run(self, chunk: SampleChunk) -> None:
         """Write the chunk's slots, or, for the layout of a batch, make its sample."""
         assert isinstance(chunk, PackedChunk)
+        arrays = self._fill(chunk)
         if not chunk.work_item.specs:
-            self._fill(chunk)
             if not chunk.failures:
-                chunk.samples = [self._sample_of(chunk)]
+                chunk.samples = [self._sample_of(arrays)]
             return
-        self._fill(chunk)
         if chunk.failures:
             self._settle(chunk)
         chunk.end_pieces()
 
-    def _fill(self, chunk: PackedChunk) -> None:
-        """Put the tokens of good documents in their places, and mark them. Others fail."""
-        fields = chunk.work_item.fields
+    def _fill(self, chunk: PackedChunk) -> list[NDArray[Any]]:
+        """Put the tokens of good documents in their places, and mark them. Others fail. Returns the chunk's arrays."""
         lo, hi, length, pieces = chunk.lo, chunk.hi, self._args.length, chunk.pieces
         chunk.current = None
-        if chunk.work_item.specs:
-            arrays = [fields[name].array for name in FIELDS[:3]]
-            tokens, positions, documents = (array[lo:hi] for array in arrays if array is not None)
-        else:
-            positions, documents = np.empty((len(chunk), length), np.int32), np.empty((len(chunk), length), np.int32)
-            tokens = np.zeros((len(chunk), length), self._dtype_of(chunk))
+        arrays = [self._array(chunk, name) for name in FIELDS[:3]]
+        tokens, positions, documents = arrays
         if chunk.tokens is None:
             self._copy(chunk, tokens)
-        else:
-            tokens = chunk.tokens
-        native.mark_documents(pieces.lengths, pieces.bounds, length, *map(_memory, (positions, documents, tokens)))
+        starts, ends = np.empty(len(pieces.lengths) + hi - lo, np.int32), np.empty(hi - lo, np.int64)
+        native.mark_documents(
+            pieces.lengths, pieces.bounds, length, positions, documents, tokens, lo * length, starts, ends
+        )
         for row in chunk.failures:
-            slot, place = chunk.slot_of(row) - lo, int(pieces.places[row])
-            hole = slice(place, place + int(pieces.lengths[row]))
-            tokens[slot, hole], documents[slot, hole] = 0, -1
-        starts, ends = _starts_of(chunk, length)
-        if chunk.work_item.specs:
-            values = chunk.work_item.values[FIELDS[3]]
-            for slot in range(len(chunk)):
-                values[lo + slot] = starts[ends[slot] : ends[slot + 1]]
-        else:
-            chunk.columns = dict(
-                zip(FIELDS, ([tokens], [positions], [documents], [Starts(starts, length)]), strict=True)
-            )
+            hole = slice(pieces.places[row], pieces.places[row] + pieces.lengths[row])
+            tokens.reshape(-1)[hole], documents.reshape(-1)[hole] = 0, -1
+        values = chunk.work_item.values.get(FIELDS[3])
+        if values is not None:
+            bounds = [0, *ends.tolist()]
+            values[lo:hi] = [starts[begin:end] for begin, end in pairwise(bounds)]
+        return arrays
 
-    def _sample_of(self, chunk: PackedChunk) -> dict[str, Any]:
-        assert chunk.columns is not None
-        columns, chunk.columns = chunk.columns, None
-        return {name: values[0] if name == FIELDS[3] else values[0][0] for name, values in columns.items()}
+    def _array(self, chunk: PackedChunk, name: str) -> NDArray[Any]:
+        """The chunk's slots of a field, [hi - lo, length], or [0, length] if it is not made; for the layout new ones."""
+        num, length = len(chunk), self._args.length
+        if name not in self._made:
+            return np.empty((0, length), np.int32)
+        if name == FIELDS[0] and chunk.tokens is not None:
+            return chunk.tokens
+        if chunk.work_item.specs:
+            array = chunk.work_item.fields[name].array
+            assert array is not None
+            return array[chunk.lo : chunk.hi]
+        return np.zeros((num, length), self._dtype_of(chunk) if name == FIELDS[0] else np.int32)
+
+    def _sample_of(self, arrays: list[NDArray[Any]]) -> dict[str, Any]:
+        sample: dict[str, Any] = {name: array[0] for name, array in zip(FIELDS, arrays, strict=False) if len(array)}
+        if FIELDS[3] in self._made:
+            sample[FIELDS[3]] = Starts(self._args.length)
+        return sample
 
     def _dtype_of(self, chunk: PackedChunk) -> np.dtype[Any]:
         """Of the documents' tokens, for the layout; int64 if there are none, which is told then."""
@@ -128,10 +134,9 @@ class _Packer:
             return np.dtype(np.int64)
 
     def _copy(self, chunk: PackedChunk, tokens: NDArray[Any]) -> None:
-        pieces = chunk.pieces
-        slots = chunk.slots.tolist()
-        rows = zip(pieces.firsts.tolist(), pieces.lengths.tolist(), pieces.places.tolist(), slots, strict=True)
-        for row, (first, length, place, slot) in enumerate(rows):
+        pieces, flat = chunk.pieces, tokens.reshape(-1)
+        rows = zip(pieces.firsts.tolist(), pieces.lengths.tolist(), pieces.places.tolist(), strict=True)
+        for row, (first, length, place) in enumerate(rows):
             if row in chunk.failures:
                 continue
             chunk.current = row
@@ -140,7 +145,7 @@ class _Packer:
             except Exception as error:
                 self._failed(chunk, row, error)
                 continue
-            tokens[slot, place : place + length] = values[first : first + length]
+            flat[place : place + length] = values[first : first + length]
         chunk.current = None
 
     def _tokens_of(self, chunk: PackedChunk, row: int, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -217,29 +222,6 @@ class _Packer:
             epoch=chunk.epoch,
             position=int(work_item.positions[slot]),
         ) from error.__cause__
-
-
-def _memory(array: NDArray[Any]) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
-
-
-def _starts_of(chunk: PackedChunk, length: int) -> tuple[NDArray[np.int32], list[int]]:
-    """Where pieces and paddings begin in their slots: int32 [both]; of every slot the first of them, and their number last."""
-    pieces = chunk.pieces
-    bounds = pieces.bounds
-    counts = np.diff(bounds)
-    used = np.zeros(len(counts), np.int64)
-    filled = np.flatnonzero(counts)
-    last = bounds[filled + 1] - 1
-    used[filled] = pieces.places[last] + pieces.lengths[last]
-    is_padded = used < length
-    ends = np.concatenate(([0], np.cumsum(counts + is_padded)))
-    starts = np.empty(ends[-1], np.int32)
-    is_padding = np.zeros(len(starts), np.bool_)
-    is_padding[ends[1:][is_padded] - 1] = True
-    starts[~is_padding] = pieces.places
-    starts[is_padding] = used[is_padded]
-    return starts, ends.tolist()
 
 
 def _check(stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError) -> None:

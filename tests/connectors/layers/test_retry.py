@@ -106,6 +106,7 @@ class TestConnector:
         connector = RetryConnector(FileConnector(tmp_path), RetryPolicy())
         assert bulk_of(connector).read_many is not None
         assert bulk_of(connector).gather_into is not None
+        assert bulk_of(connector).scatter_into is not None
         assert bulk_of(RetryConnector(FileConnector(tmp_path), RetryPolicy(), 5.0)).read_many is None
         assert bulk_of(RetryConnector(MemoryConnector(), RetryPolicy())).read_many is None
         again = pickle.loads(pickle.dumps(connector))

@@ -17,6 +17,7 @@ from token_files import random_documents, write_megatron
 import loaderkit
 from loaderkit.cli import main
 from loaderkit.connectors.base import ConnectorTraits
+from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, LoaderkitError, StageError, StateError
 
@@ -124,6 +125,43 @@ def test_the_same_by_other_stages_and_by_connectors_without_bulk_reads(
     with loaderkit.build(tmp_path / "p.yaml") as loader:
         seen.append([batch["input_ids"].tolist() for batch in loader])
     assert seen[0] == seen[1] == seen[2]
+
+
+def test_the_documents_of_a_batch_are_read_by_one_call(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    scatter = FileConnector.scatter_into
+
+    def counted(self: FileConnector, key: str, starts: Any, *others: Any, etag: str | None = None) -> None:
+        calls.append(len(starts))
+        scatter(self, key, starts, *others, etag=etag)
+
+    monkeypatch.setattr(FileConnector, "scatter_into", counted)
+    with loaderkit.build(described(path, size=4)) as loader:
+        batch = next(iter(loader))
+    assert calls == [1, sum(len(key.split(" ")) for key in batch["__key__"])]  # the first document shows the layout
+
+
+@pytest.mark.parametrize("executor", ["inline", "process"])
+def test_fields_that_output_leaves_out_are_not_made(path: Path, executor: str) -> None:
+    with loaderkit.build(described(path)) as loader:
+        wanted = list(loader)
+    for names in (["input_ids", "cu_seqlens"], ["document_ids"], ["position_ids", "input_ids", "__key__"]):
+        with loaderkit.build({**described(path, executor=executor), "output": names}) as loader:
+            batches = list(loader)
+            batch_bytes = loader.stats().memory["batch_bytes"]
+        for batch, whole in zip(batches, wanted, strict=True):
+            for name, value in zip(names, batch, strict=True):
+                assert value == whole[name] if name == "__key__" else torch.equal(value, whole[name])
+        num_fields = len({"position_ids", "document_ids"} & {*names})
+        assert batch_bytes == 3 * LENGTH * (2 + 4 * num_fields)
+    behind = described(path)
+    behind["stages"].append({"call": {"function": needs_all}})
+    with loaderkit.build({**behind, "output": ["input_ids"]}) as loader:
+        assert torch.equal(next(iter(loader))[0], wanted[0]["input_ids"])
+
+
+def needs_all(batch: dict[str, Any]) -> None:
+    assert {"input_ids", "position_ids", "document_ids", "cu_seqlens"} <= {*batch}
 
 
 def same(sample: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@
     ├── StageError             a stage failed on a sample or a batch; the cause is chained
     │   └── TooManyBadSamplesError   `errors.max_bad_samples` was passed
     ├── StallTimeout           no batch within `prefetch.timeout`, and `on_timeout: raise` was asked for (also a TimeoutError)
-    ├── WorkerDiedError        the process that loads (`executor: process`) ended by itself, or could not start
+    ├── WorkerDiedError        the process that loads (`executor: process`) ended by itself once too often, or could not start
     ├── RemoteError            stands for an exception of that process which cannot be pickled
     ├── StateError             a saved state belongs to another pipeline or data set
     └── ClosedError            a closed loader, or one carried across a fork, was used
@@ -33,6 +33,7 @@ so that they may cross a process boundary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
@@ -222,14 +223,16 @@ class StallTimeout(LoaderkitError, TimeoutError):  # noqa: N818 - its name in th
 
 
 class WorkerDiedError(LoaderkitError, RuntimeError):
-    """The process that loads was killed, crashed, left by itself or could not be started.
+    """The process that loads was killed, crashed, left by itself or could not be started, and was not started again.
 
-    `exit_code` is its own, or minus the signal's number; None if there is none, or it is not known.
+    `exit_code` is its own, or minus the signal's number; None if there is none, or it is not known. `samples` are the keys of
+    the batch that it made, as far as they are known.
     """
 
-    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
+    def __init__(self, message: str, *, exit_code: int | None = None, samples: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.samples = tuple(samples)
 
 
 class RemoteError(LoaderkitError):

@@ -15,6 +15,7 @@ _MEMORY_FILES = (  # limit, use, and in memory.stat the cached pages of files; v
     ("memory.max", "memory.current", "{}_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_{}_file"),
 )
+_OOM_FILES = ("memory.events", "memory.oom_control")  # versions 2 and 1
 
 
 def cgroup_folders(controller: str, root: Path = _ROOT) -> Iterator[Path]:
@@ -105,6 +106,19 @@ def free_memory(root: Path = _ROOT) -> tuple[int | None, str]:
             limits[f"this process's cgroup ({folder})"] = left
     tightest = min(limits, key=limits.__getitem__)
     return limits[tightest], tightest
+
+
+def oom_kills(root: Path = _ROOT) -> int | None:
+    """How many processes of this one's cgroup the kernel has killed because memory was short; outside of a cgroup those of the
+    machine. None if the kernel does not tell."""
+    files = [folder / name for folder in cgroup_folders("memory", root) for name in _OOM_FILES]
+    for file in (*files, root / "proc/vmstat"):
+        try:
+            counters = dict(line.split() for line in file.read_text().splitlines())
+            return int(counters["oom_kill"])
+        except (OSError, KeyError, ValueError):  # no such file at this level, or an older kernel
+            continue
+    return None
 
 
 def _free_in(folder: Path) -> int | None:

@@ -14,13 +14,17 @@ from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.process.executor import ProcessEngine
 from loaderkit.engine.process.messages import pack
 from loaderkit.engine.process.worker_process import WorkerSpec
+from loaderkit.engine.restarts import Restarts
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.errors import ConfigError
+from loaderkit.pipeline.batches.cursor import BatchCursor
+from loaderkit.pipeline.batches.packing import sequence_keys
 from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.engine_factory import make_worker_engine
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.sampling.shard import Shard
+from loaderkit.sources.iterable import IterableSource
 
 
 def make_process_engine(plan: ExecutionPlan) -> ProcessEngine:
@@ -42,7 +46,28 @@ def make_process_engine(plan: ExecutionPlan) -> ProcessEngine:
         schedule=plan.schedule,
         timeout_s=prefetch.timeout,
         raises=prefetch.on_timeout == "raise",
+        restarts=restarts_of(plan),
     )
+
+
+def restarts_of(plan: ExecutionPlan) -> Restarts:
+    """How often workers of this plan that died may be started again."""
+    impossible = ""
+    if isinstance(plan.source, IterableSource):
+        impossible = "prefetch.restarts does not apply: an iterable gives its items once, so no batch can be made again"
+    return Restarts(plan.config.prefetch.restarts, keys_at=partial(_keys_at, plan), impossible=impossible)
+
+
+def _keys_at(plan: ExecutionPlan, epoch: int, position: int) -> list[str]:
+    """The `__key__` of the batch that begins at `position`, as far as bad samples have not changed it."""
+    cursor = BatchCursor(plan.order(), plan.schedule)
+    cursor.seek(epoch, position)
+    work_item = cursor.next()
+    if work_item is None:
+        return []
+    if plan.packing is not None:
+        return sequence_keys(plan.packing, plan.source, work_item.epoch, work_item.indices)
+    return plan.source.keys(work_item.indices)
 
 
 def worker_engine(ahead: ExecutionPlan) -> Callable[[Callable[[int], Bytes], Shard], ThreadEngine]:

@@ -37,11 +37,11 @@ class VerdictPart(Part):
     """What limits the loop, and the one change to make."""
 
     stage: str | None = Field(
-        description="the stage to blame, or start, memory, wakeup, release; null: training is the limit"
+        description="the stage to blame, or start, memory, wakeup, worker restart, release; null: training is the limit"
     )
     kind: str = Field(
         description="training, computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting, memory, depth, "
-        "start, wakeup, quota or unknown"
+        "start, wakeup, restart, quota or unknown"
     )
     percent: float = Field(description="of the time lost to it; for null: of the time not lost to loading")
     confidence: float = Field(description="from 0 to 1")
@@ -57,7 +57,8 @@ class StallPart(Part):
     total_s: float
     percent: float = Field(description="of wall_s")
     by_stage: dict[str, float] = Field(
-        description="seconds by stage, or start (the loader's first batch), memory, wakeup, release; the longest first"
+        description="seconds by stage, or start (the loader's first batch), memory, wakeup, worker restart, release; the "
+        "longest first"
     )
     after_start_percent: float | None = Field(
         None, description="the same of the time from the first batch on; null: only one batch, or it came before"

@@ -306,10 +306,11 @@ class TestCtrlC:
                 ("volumes", 8),
                 ("restore", 8),
                 ("process", 120),
+                ("death", 40),
             ),
             *(
                 pytest.param(life, 1, marks=pytest.mark.prove)
-                for life in (*EXECUTORS, "records", "pictures", "volumes", "restore")
+                for life in (*EXECUTORS, "death", "records", "pictures", "volumes", "restore")
             ),
         ],
     )

@@ -3,8 +3,9 @@ where anything was left of it.
 
     python everywhere.py LIFE PART NUM_PARTS
 
-LIFE is an executor, `records` (of which the loop makes batches itself), `pictures` (made inline from JPEGs, with a cache),
-`volumes` (made inline, of unequal shape), or `restore` (of a checkpoint).
+LIFE is an executor, `death` (of a process that loads: the places where another one takes its), `records` (of which the loop
+makes batches itself), `pictures` (made inline from JPEGs, with a cache), `volumes` (made inline, of unequal shape), or
+`restore` (of a checkpoint).
 
 The interpreter looks after calls, at the beginning of functions, and where loops begin anew. So SIGINT is noted right before
 one of those is executed, by a trace function that is none of Python's: one of those would find the signal itself.
@@ -18,6 +19,7 @@ import dis
 import faulthandler
 import gc
 import io
+import os
 import signal
 import sys
 import tarfile
@@ -165,6 +167,16 @@ def load(pipeline: loaderkit.Pipeline, overrides: dict[str, Any]) -> None:
                 break
 
 
+def load_past_a_death() -> None:
+    with loaderkit.build(numbers(400), overrides=EXECUTORS["process"]) as loader:
+        for number, _ in enumerate(loader):
+            if number == 2:
+                for pid in loader.stats().tuning.pids or ():
+                    os.kill(pid, signal.SIGKILL)
+            if number == 10:
+                break
+
+
 def live_with(trace: Any, live: Callable[[], None]) -> bool:
     """One life; whether it was interrupted, which it is once at most."""
     was_interrupted = False
@@ -207,11 +219,16 @@ def interrupt(place: Place, live: Callable[[], None]) -> tuple[bool, str]:
     return was_interrupted, f"it took {took_s:.1f} s"
 
 
-def main(live: Callable[[], None], part: int, num_parts: int) -> None:
-    live()  # what is loaded once and for all
+def places_of(live: Callable[[], None]) -> set[Place]:
     finder = Finder()
     live_with(finder, live)
-    places = sorted(finder.places, key=str)[part::num_parts]
+    return set(finder.places)
+
+
+def main(live: Callable[[], None], part: int, num_parts: int, known: Callable[[], None] | None = None) -> None:
+    """`known`: a life whose places are left out."""
+    live()  # what is loaded once and for all
+    places = sorted(places_of(live) - (set() if known is None else places_of(known)), key=str)[part::num_parts]
     gc.collect()
     gc.freeze()  # so that looking for garbage is quick
     before = all_resources()
@@ -236,11 +253,13 @@ def main(live: Callable[[], None], part: int, num_parts: int) -> None:
 
 with tempfile.TemporaryDirectory() as name:
     fill(Path(name))
-    lives = {
+    lives: dict[str, Callable[[], None]] = {
         "pictures": partial(load_pictures, Path(name)),
         "volumes": partial(load_volumes, Path(name)),
         "restore": partial(restore, Path(name)),
         "records": partial(load_records, Path(name)),
+        "death": load_past_a_death,
         **{executor: partial(load, numbers(400), overrides) for executor, overrides in EXECUTORS.items()},
     }
-    main(lives[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3]))
+    known = lives["process"] if sys.argv[1] == "death" else None
+    main(lives[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3]), known)

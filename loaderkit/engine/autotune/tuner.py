@@ -20,7 +20,7 @@ from statistics import mean, median, stdev
 from typing import NamedTuple
 
 from loaderkit.engine.autotune.tuned_setting import Decision, Move, TunedSetting
-from loaderkit.engine.metrics.stalls import MEMORY, WAKEUP
+from loaderkit.engine.metrics.stalls import MEMORY, RESTART, WAKEUP
 from loaderkit.engine.metrics.stats import Stats
 
 _STALLED = 0.03  # share of the time waiting above which a change is worth a trial
@@ -150,9 +150,12 @@ class Tuner:
         return move
 
     def _says_nothing(self, before: Stats, now: Stats) -> bool:
-        """True if the time since `before` cannot be judged: an error, no batch yet, or a change just now."""
+        """True if the time since `before` cannot be judged: an error, no batch yet, a change just now, or a death."""
         # After an error the engine gets the same sizes again, those on trial included.
-        return before.run != now.run or now.num_batches == 0 or now.now_s < self._settles_until_s
+        if before.run != now.run or now.num_batches == 0 or now.now_s < self._settles_until_s:
+            return True
+        is_restarting = now.waits_s.get(RESTART, 0.0) > before.waits_s.get(RESTART, 0.0)
+        return is_restarting or now.num_restarts != before.num_restarts
 
     def _restart(self, now: Stats) -> None:
         self._begin = self._before = now

@@ -25,7 +25,7 @@ from loaderkit.engine.metrics.interval import (
     are_slow_together,
 )
 from loaderkit.engine.metrics.snapshot import ALWAYS
-from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, START, WAKEUP
+from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, RESTART, START, WAKEUP
 
 _BUSY = 0.75  # share of their time; workers that are busy for more are the limit
 _CROWDED = 0.25  # share of the busy time ready to run while no CPU was free
@@ -43,11 +43,11 @@ _NATIVE = 0.2  # share of the CPU time in threads that Python did not start; poo
 class Verdict(NamedTuple):
     """What limits the loop.
 
-    `stage` is what the loop waited for longest: a stage's name, or `start`, `memory`, `wakeup` or `release`; None: training is
-    the limit.
+    `stage` is what the loop waited for longest: a stage's name, or `start`, `memory`, `wakeup`, `worker restart` or `release`;
+    None: training is the limit.
     `percent` of the interval's wall time were lost to it (for None: not lost to loading). `confidence` is from 0 to 1. `kind`
     says in one word how it limits: training, computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting,
-    memory, depth, start, wakeup, quota, unknown.
+    memory, depth, start, wakeup, restart, quota, unknown.
     """
 
     stage: str | None
@@ -107,6 +107,19 @@ def wakeup(interval: Interval) -> Verdict:
     if interval.is_short_of_cpus:
         change = f"{words.more_cpus(interval)}; or {change}"
     return _without_stage(interval, WAKEUP, evidence, change, sure=0.8)
+
+
+def restart(interval: Interval) -> Verdict:
+    """Worker processes died, and the loop waited for those in their place."""
+    num = interval.stats.num_restarts
+    times = f"{num} worker process{'es' if num != 1 else ''} died and {'were' if num != 1 else 'was'} started again"
+    change = (
+        "end the deaths: the log says how each process ended (out of memory: a smaller prefetch.memory, fewer workers); more "
+        "prefetch.batches hide the time that a restart takes"
+    )
+    return _without_stage(
+        interval, RESTART, f"{words.waited(interval, RESTART)}; {times}", change, sure=0.95, kind="restart"
+    )
 
 
 def release(interval: Interval) -> Verdict:

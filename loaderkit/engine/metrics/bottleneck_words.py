@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from loaderkit._internal.units import format_bytes, say_bytes, say_seconds
 from loaderkit.engine.metrics.interval import HARMLESS, Interval, StageFacts, more_of
-from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, START, WAKEUP
+from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, RESTART, START, WAKEUP
 
 _OTHERS = 0.2  # CPUs; other programs that use more are named
 _DISK = 0.5  # share of the bytes read from the page cache; less is worth telling
@@ -30,6 +30,7 @@ _WITHOUT_A_STAGE: Mapping[str, str] = {
     START: "Starting up is the limit: the first batch",
     MEMORY: "Memory is the limit: no room for more batches ahead",
     WAKEUP: "Waking up the loop is the limit: its batch was there",
+    RESTART: "Restarting worker processes is the limit: they die",
     RELEASE: "Releasing batches is the limit: their memory goes back to the system",
 }
 

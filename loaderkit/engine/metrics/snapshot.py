@@ -110,6 +110,7 @@ class Snapshot:
     copies: dict[str, float] = field(default_factory=dict)  # to a GPU: num_bytes and copy_s
     num_bad: dict[str, int] = field(default_factory=dict)  # bad samples of those batches, by mixed source
     paused_s: float = 0.0  # not in wall_s, but in the counters of workers and CPUs: the loop did something else
+    num_restarts: int = 0  # of worker processes that had died
     started_s: float = 0.0  # of the waits for `start`, those in which workers ran: of a report's first batch
 
     @property
@@ -164,6 +165,7 @@ class Snapshot:
             num_batches=self.num_batches - earlier.num_batches,
             num_samples=self.num_samples - earlier.num_samples,
             num_dropped=self.num_dropped - earlier.num_dropped,
+            num_restarts=self.num_restarts - earlier.num_restarts,
             waits_s=_rise(earlier.waits_s, self.waits_s),
             stages=[stage.minus(before) for stage, before in zip(self.stages, earlier.stages, strict=True)],
             host=self.host.minus(earlier.host),
@@ -218,6 +220,7 @@ class Snapshot:
             "num_batches": self.num_batches,
             "num_samples": self.num_samples,
             "num_dropped": self.num_dropped,
+            "num_restarts": self.num_restarts,
             "stall": {
                 "total_s": total_s,
                 "percent": min(100.0, 100.0 * total_s / wall_s) if self.wall_s > 0 else 0.0,
@@ -334,6 +337,33 @@ def merged(snapshots: Sequence[AnySnapshot]) -> AnySnapshot:
             for stage in {stage: None for snapshot in snapshots for stage in snapshot.trials}
         },
     )
+
+
+def as_past(snapshot: AnySnapshot) -> AnySnapshot:
+    """The counters of a process that has ended, to be merged into those of the process in its place: without its state."""
+    memory = {name: value if name in ("slab_bytes", "batch_bytes") else 0 for name, value in snapshot.memory.items()}
+    return replace(
+        snapshot,
+        waits_s={},
+        stages=[_past_row(row) for row in snapshot.stages],
+        num_ready=0,
+        num_open=0,
+        memory=memory,
+        host=replace(snapshot.host, rss_bytes=0, rss_peak_bytes=0, swapped_bytes=0),
+        trials={},
+        store={name: 0 if name in _LEVELS else value for name, value in snapshot.store.items()},
+    )
+
+
+def rows_with_past(rows: Sequence[StageStats], past: Sequence[StageStats]) -> list[StageStats]:
+    """The rows of stages with the counters of earlier ones, where there are any."""
+    if not past:
+        return list(rows)
+    return [_sum((row, _past_row(before))) for row, before in zip(rows, past, strict=True)]
+
+
+def _past_row(row: StageStats) -> StageStats:
+    return replace(row, workers=0, num_queued=0)
 
 
 def _sum(rows: Sequence[StageStats]) -> StageStats:

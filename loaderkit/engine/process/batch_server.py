@@ -35,7 +35,7 @@ class BatchSender:
     """Sends batches from the thread that calls `run`; every other public method is called by the control thread.
 
     `spec` holds (a function that makes the engine from an allocator and a shard, the shard, the trainer's number of
-    torch threads). The arena is free from `begin` on; batches start at (`epoch`, `position`).
+    torch threads). The arena is free from `begin` on; batches start at (`epoch`, `position`), after `generation` seeks.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class BatchSender:
         keep_pages: bool,
         epoch: int,
         position: int,
+        generation: int,
     ) -> None:
         self._outbox = outbox
         self._arena = SharedArena(io.FileIO(descriptor, "r+"))
@@ -56,7 +57,7 @@ class BatchSender:
         torch.set_num_threads(num_torch_threads)
         self._engine = make_engine(self._allocator, self._shard)
         self._lock = threading.Lock()
-        self._generation = 0  # the number of seeks so far
+        self._generation = generation  # the number of seeks so far
         self._held: dict[int, tuple[Any, list[Block]]] = {}  # the memory of batches that the trainer has not released
         self._number = 0
         self._num_underway = 0  # sent, and not taken yet

@@ -12,7 +12,6 @@ import logging
 import os
 import pickle
 import select
-import signal
 import socket
 import sys
 import threading
@@ -22,62 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from loaderkit._internal.child_process import ChildProcess, how_it_ended
+from loaderkit._internal.cgroups import oom_kills
+from loaderkit._internal.child_process import ChildProcess
 from loaderkit._internal.descriptors import FIRST_FREE
 from loaderkit.engine.process import worker_main
+from loaderkit.engine.process.exit_reason import exit_reason
 from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
-from loaderkit.errors import ConfigError, WorkerDiedError
-
-_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP}
-
-
-def exit_reason(
-    pid: int, exit_code: int | None, *, has_ended: bool = True, is_early: bool = False, reason: str = ""
-) -> WorkerDiedError:
-    """The error that says how a worker process ended, the likely cause and the fix.
-
-    `exit_code` is None if it is not known; `is_early`: the process ended before it was ready.
-    """
-    what = how_it_ended(exit_code)
-    if exit_code is None and has_ended:
-        fix = (
-            "unless another program killed it, the system was out of memory (see dmesg), or a library crashed or exited "
-            "(see its stderr)"
-        )
-    elif exit_code is None:
-        what, fix = "does not answer and was killed", "look for a stage that blocks the whole interpreter"
-    elif exit_code >= 0:
-        if is_early:
-            fix = (
-                f"see its stderr; {sys.executable} must be able to import there what it imports here, or "
-                "use prefetch.executor: thread"
-            )
-        else:
-            fix = "a stage or a data set ended it (os._exit, or a library that exits); see its output"
-    elif -exit_code == signal.SIGKILL:
-        fix = (
-            "unless another program did, the system was out of memory (see dmesg): make prefetch.memory, "
-            "prefetch.concurrency or the data set's own memory smaller"
-        )
-    elif -exit_code not in _CRASHES:
-        fix = (
-            "another program, a stage or a data set sent that signal: see its output and the log of the job's scheduler"
-        )
-    elif is_early:
-        fix = "a C library crashed while it was imported; its stack is on stderr"
-    else:
-        fix = (
-            "a C library crashed, probably on one sample; its stack is on stderr: reproduce it with "
-            "prefetch.concurrency: 1, or leave that sample out"
-        )
-    if is_early:
-        what = f"could not start: it {what} before it was ready" + (f" ({reason})" if reason else "")
-    return WorkerDiedError(
-        f"the process that loads (pid {pid}) {what}: {fix}. The loader's state is unharmed: iterating again starts "
-        "another one, with the next epoch; load_state_dict continues where this one stopped",
-        exit_code=exit_code,
-    )
-
+from loaderkit.engine.restarts import Death
+from loaderkit.errors import ConfigError
 
 _MESSAGE_BYTES = 2**18  # a socket's default buffer holds less
 _PATIENCE_S = 1.0  # the longest wait for an answer that should come at once
@@ -100,6 +51,7 @@ class WorkerConnection:
         self._num_unanswered = 0
         self._is_closed = False
         self._has_heard = False
+        self._oom_kills = oom_kills()  # before it was started
         self._reason = ""  # why it could not start, if it sent that
         with ExitStack() as ours, ExitStack() as theirs:
             self._outbox, theirs_out = _pair(ours, theirs)
@@ -205,13 +157,19 @@ class WorkerConnection:
 
     # -------------------------------------------------------------------------------------------------- ending
 
-    def death(self) -> WorkerDiedError:
-        """The error for a process that has ended by itself."""
-        if not self._child.wait(_PATIENCE_S):
+    def death(self) -> Death:
+        """How the process has ended by itself; one that has only closed its sockets is killed."""
+        has_ended = self._child.wait(_PATIENCE_S)
+        if not has_ended:
             self.kill()
             self._child.wait(_PATIENCE_S)
         return exit_reason(
-            self.pid, self._child.exit_code, has_ended=self.has_ended, is_early=not self._has_heard, reason=self._reason
+            self.pid,
+            self._child.exit_code if has_ended else None,
+            has_ended=has_ended,
+            is_early=not self._has_heard,
+            reason=self._reason,
+            num_oom_kills=_rise(self._oom_kills, oom_kills()),
         )
 
     @property
@@ -291,3 +249,7 @@ def _wait(end: socket.socket, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(end, select.POLLIN)
     return bool(poll.poll(max(0.0, timeout_s) * 1000))
+
+
+def _rise(before: int | None, now: int | None) -> int | None:
+    return None if before is None or now is None else now - before

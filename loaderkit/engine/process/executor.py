@@ -5,12 +5,17 @@
     ...                            ┘
 
 No thread of this process works on batches, except for stages that must run here: those on CUDA tensors.
+
+A worker that dies is replaced inside `next()`: which batches are its own is arithmetic, so another process makes them again
+from its first unfinished one on. Until it has made all that the dead one may have had in work it makes one at a time, so that
+if it dies as well, it is known of which batch.
 """
 
 from __future__ import annotations
 
 import _thread
 import errno
+import logging
 import os
 import resource
 import threading
@@ -28,13 +33,16 @@ from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.process import messages
 from loaderkit.engine.process.receiver import ReceivedBatch
 from loaderkit.engine.process.worker_process import WorkerProcess, WorkerSpec
+from loaderkit.engine.restarts import Restarts
 from loaderkit.engine.watchdog import Patience
 from loaderkit.errors import ClosedError, ConfigError, WorkerDiedError
+from loaderkit.sampling.dealing import BatchDealing
 from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.shard import Shard
 
 _JOIN_S = 10.0
 _LOOK_S = 1.0  # between checks of the processes that are not awaited
+logger = logging.getLogger("loaderkit")
 
 
 class ProcessEngine:
@@ -48,20 +56,23 @@ class ProcessEngine:
         schedule: BatchSampler,
         timeout_s: float,
         raises: bool = False,
+        restarts: Restarts | None = None,
     ) -> None:
+        """`restarts` says which processes that died are replaced; without it none is."""
         self._spec = spec
         self.processes = tuple(WorkerProcess(spec, Shard(number, num_processes)) for number in range(num_processes))
-        self._schedule = schedule
+        self._restarts = restarts or Restarts()
+        self._dealing = BatchDealing(schedule, num_processes)
         self._timeout_s = timeout_s
         self._raises = raises
         self._is_started = False
         self._generation = 0  # the number of seeks so far
-        self._next_position = (0, 0)  # (epoch, position) of the next batch
-        self._turn = 0  # the worker process that makes the next batch
+        self._is_recorded = False  # the workers are traced
         self._failure: BaseException | None = None
         self._is_closed = False
         self._has_ended = False
         self._closing = threading.RLock()  # the collector may close it within a close
+        self._sizing = threading.RLock()  # held while sizes change, and while a process that gets them is replaced
         self._pid = os.getpid()
         self._workers = {row.name: num_processes * row.workers for row in spec.rows}
         self._depth = (spec.num_batches, spec.memory_bytes)
@@ -69,6 +80,7 @@ class ProcessEngine:
         self._num_delivered = 0
         self._num_samples = 0
         self._num_dropped = 0
+        self._restarting: list[tuple[float, float]] = []  # when processes were replaced during the consumer's wait
         self._first_wait_s: float | None = None
         self._cpu_watch = CpuWatch()
 
@@ -82,7 +94,7 @@ class ProcessEngine:
         self._is_started = True
         try:
             for process in self.processes:
-                process.start(self._next_position)
+                process.start(self._dealing.next_position)
         except (OSError, RuntimeError) as error:
             # Without the traceback: its frames would hold the arena open for as long as the error is kept.
             self._failure = _not_started(error)
@@ -101,30 +113,42 @@ class ProcessEngine:
             names = [row.name for row in self._spec.rows]
             why = "runs in the trainer's process, by one thread" if self._spec.trainer_stages else "does not exist"
             raise ConfigError(f"stage {stage!r} {why} and cannot be resized; {', '.join(names)} can")
-        self._order("resize", (stage, num_workers), (stage, self._workers[stage]))
-        self._workers.update(dict.fromkeys(pool, num_workers))
+        with self._sizing:
+            self._order("resize", (stage, num_workers), (stage, self._workers[stage]))
+            self._workers.update(dict.fromkeys(pool, num_workers))
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         """Set how far all processes together read ahead. Raises ConfigError if the memory holds not even one batch."""
         self._check_usable()
-        self._order("set_depth", (num_batches, memory_bytes), self._depth)
-        self._depth = (num_batches or self._depth[0], memory_bytes or self._depth[1])
+        with self._sizing:
+            self._order("set_depth", (num_batches, memory_bytes), self._depth)
+            self._depth = (num_batches or self._depth[0], memory_bytes or self._depth[1])
 
     def _order(self, name: str, sizes: tuple[Any, ...], before: tuple[Any, ...]) -> None:
         """Send an order to all processes. If one refuses it, undo it in the others and raise that error."""
         for number, process in enumerate(self.processes):
-            refused = process.order(name, *sizes)
+            refused = process.order(name, *self._sizes_of(process, name, sizes))
             if refused is not None:
                 for other in self.processes[:number]:
-                    other.order(name, *before)
+                    other.order(name, *self._sizes_of(other, name, before))
                 raise refused
+
+    def _sizes_of(self, process: WorkerProcess, name: str, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The same, but no more than one batch for a process that is cautious."""
+        if name != "set_depth" or not process.num_cautious or sizes[0] is None:
+            return sizes
+        return (len(self.processes), *sizes[1:])
 
     def seek(self, epoch: int, position: int) -> None:
         """Continue at another position, unless the next batch begins there."""
         self._check_usable()
-        if (epoch, position) == self._next_position:
+        if (epoch, position) == self._dealing.next_position:
             return
-        self._next_position, self._turn = (epoch, position), 0
+        try:
+            self._replace_dead()  # as long as it is known what they made
+        except Exception as error:
+            self._failure = self._failure or error
+        self._dealing.seek(epoch, position)
         if self._is_started:
             self._generation += 1
             for process in self.processes:
@@ -142,43 +166,48 @@ class ProcessEngine:
             self._first_wait_s = begin
             self._cpu_watch.begin()
         self._waits.begin(begin)
+        self._restarting = []
+        process = self.processes[self._dealing.turn]
         try:
             self.start()
             if self._failure is not None:
                 raise self._failure
-            batch = self._take()
+            batch = self._take(process)
             end = time.perf_counter()
         except BaseException:
             self._waits.begin(None)  # only waits that end in a batch count
             raise
-        self._charge(batch, begin, end)
+        self._charge(batch, begin, end, is_after_restart=process.num_cautious > 0)
+        self._count_taken(process)
         if batch.error is None and not batch.is_end:
             self._num_delivered += not batch.is_empty
             self._num_samples += len(batch) - batch.num_dropped
             self._num_dropped += batch.num_dropped
-        self._next_position = self._schedule.next_position_after(batch.epoch, batch.end, 0)
-        self._turn = (self._turn + 1) % len(self.processes)
+        self._dealing.delivered(batch.epoch, batch.end)
         return batch
 
-    def _take(self) -> messages.Delivered:
-        process = self.processes[self._turn]
+    def _take(self, process: WorkerProcess) -> messages.Delivered:
         try:
-            arrived = process.take(self._generation, 0.0)
-            if arrived is None:
-                arrived = self._wait_for(process)
-        except EOFError:
-            if self._is_closed:
-                raise ClosedError("the loader was closed while a batch was awaited") from None
-            self._failure = next((one for one in self.processes if one.has_ended), process).death()
-            raise self._failure from None
+            while True:
+                self._replace_dead()
+                try:
+                    arrived = process.take(self._generation, 0.0) or self._wait_for(process)
+                    has_died = False
+                except EOFError:
+                    arrived, has_died = None, True
+                if arrived is not None:
+                    process.taken()
+                    return arrived.batch
+                if has_died:  # its end may not be known yet
+                    self._replace(process)
+        except ClosedError:
+            raise
         except Exception as error:
             self._failure = error
             raise
-        process.taken()
-        return arrived.batch
 
-    def _wait_for(self, process: WorkerProcess) -> ReceivedBatch:
-        """Wait for the process's next batch. Raises EOFError if a process has ended."""
+    def _wait_for(self, process: WorkerProcess) -> ReceivedBatch | None:
+        """Wait for the process's next batch; None if another process has died. Raises EOFError if this one has."""
         process.give_back()  # only before a wait, since `taken` sends the same: a message wakes the worker process, 0.1 ms
         patience = Patience(self._timeout_s, self._raises)
         while True:
@@ -187,29 +216,101 @@ class ProcessEngine:
                 arrived = process.take(self._generation, min(left_s, _LOOK_S))
                 if arrived is not None:
                     return arrived
-                if any(other.has_ended for other in self.processes if other is not process):
-                    raise EOFError
+                for other in self.processes:
+                    if other.failure is not None:
+                        raise other.failure
+                    if other.has_died and other is not process:
+                        return None
                 left_s -= _LOOK_S
             patience.ends(process.report)
 
-    def _charge(self, batch: messages.Delivered, begin: float, end: float) -> None:
+    def _charge(self, batch: messages.Delivered, begin: float, end: float, *, is_after_restart: bool) -> None:
+        """Charge the wait [begin, end) for `batch`, which was made by a process that has just taken another one's place, or
+        not."""
         first_s = batch.segments[0].since_s if batch.segments else batch.done_s
         segments = [
             stalls.WaitSegment(begin, first_s, stalls.START),
             *batch.segments,
             stalls.WaitSegment(batch.done_s, end, stalls.WAKEUP),
         ]
-        causes = stalls.charge(segments, begin, end)
+        causes: dict[str, float] = {}
+        since = begin
+        for replaced_s, until_s in (*self._restarting, (end, end)):
+            for cause, seconds in stalls.charge(segments, since, replaced_s).items():
+                causes[cause] = causes.get(cause, 0.0) + seconds
+            if until_s > replaced_s:
+                causes[stalls.RESTART] = causes.get(stalls.RESTART, 0.0) + until_s - replaced_s
+            since = until_s
+        if is_after_restart:
+            causes = _start_as_restart(causes)
         self._waits.end(causes)
         if self._waits.handoffs is not None:
             self._waits.handoffs.append(Handoff(begin, end, batch.epoch, batch.end, len(batch), causes))
+
+    # ------------------------------------------------------------------------------------------------------- deaths
+
+    def _replace_dead(self) -> None:
+        for process in self.processes:
+            if process.has_died:
+                self._replace(process)
+
+    def _replace(self, process: WorkerProcess) -> None:
+        """Start another process in the place of one that has died, if that may be; else note why not as its failure. Nothing
+        happens while what it has finished still goes through the trainer's stages."""
+        begin = time.perf_counter()
+        with self._closing, self._sizing:
+            self._check_open()
+            num_finished = process.drain(self._generation)
+            if num_finished is None:
+                return
+            number, death = process.number, process.death()
+            place = self._dealing.unfinished(number, num_finished)
+            process.failure = self._restarts.refuse(death, place)
+            if process.failure is not None:
+                return
+            process.release()
+            process.num_cautious = num_finished + Shard(number, len(self.processes)).num_batches(self._depth[0])
+            try:
+                process.start(self._dealing.base(number, num_finished), self._generation, self._orders())
+            except (OSError, RuntimeError) as error:
+                raise _not_started(error) from error.with_traceback(None)
+            try:
+                self._check_open()
+            except ClosedError:  # by a signal's handler meanwhile, which did not see the new process
+                process.close(0.0)
+                raise
+        self._restarting.append((begin, time.perf_counter()))
+        logger.warning("%s", self._restarts.describe(death, place, f"Another one (pid {process.pid})"))
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the loader was closed while a batch was awaited")
+
+    def _orders(self) -> list[tuple[Any, ...]]:
+        """What a process has to be told that takes another one's place: the present sizes, but one batch at a time."""
+        orders: list[tuple[Any, ...]] = [("set_depth", len(self.processes), self._depth[1])]
+        orders += [("resize", pool[0], self._workers[pool[0]]) for pool in self._spec.pools]
+        return [*orders, ("record",)] if self._is_recorded else orders
+
+    def _count_taken(self, process: WorkerProcess) -> None:
+        """Let a process read ahead once it has made all that may have ended the one before it."""
+        if not process.num_cautious:
+            return
+        process.num_cautious -= 1
+        if not process.num_cautious:
+            with self._sizing:
+                refused = process.order("set_depth", *self._depth)
+            if refused is not None:
+                logger.warning(
+                    "the process that loads (pid %s) reads no more than a batch ahead: %s", process.pid, refused
+                )
 
     # ------------------------------------------------------------------------------------------------- any thread
 
     def stats(self, tuning: Tuning, run: int) -> Stats:
         """The counters of all processes together up to now; a process that does not answer counts with its last ones."""
         # One moment for all: each process answers once it has its GIL, at another time.
-        turn, num_batches, num_samples = self._turn, self._num_delivered, self._num_samples
+        turn, num_batches, num_samples = self._dealing.turn, self._num_delivered, self._num_samples
         num_dropped = self._num_dropped
         waits_s, since_s, now = self._waits.read(time.perf_counter)
         may_ask = not self._is_closed and os.getpid() == self._pid
@@ -223,6 +324,8 @@ class ProcessEngine:
             waited, so_far_s = stats.waits_s, sum(stats.waits_s.values())
             if so_far_s <= 0:
                 waited, so_far_s = {stalls.START: 1.0}, 1.0
+            if self.processes[turn].num_cautious:
+                waited = _start_as_restart(waited)
             for cause, seconds in waited.items():
                 waits_s[cause] = waits_s.get(cause, 0.0) + seconds * (now - since_s) / so_far_s
         return replace(
@@ -233,6 +336,7 @@ class ProcessEngine:
             num_batches=num_batches,
             num_samples=num_samples,
             num_dropped=num_dropped,
+            num_restarts=self._restarts.num,
             waits_s=waits_s,
             memory={
                 **stats.memory,
@@ -246,11 +350,13 @@ class ProcessEngine:
     def record(self) -> None:
         """Start a trace of workers and loop."""
         self._waits.record(num_entries(1))
+        self._is_recorded = True
         for process in self.processes:
             process.record()
 
     def recorded(self) -> Trace:
-        """The trace since `record`; ends it."""
+        """The trace since `record`; ends it. What a process did that has died is missing."""
+        self._is_recorded = False
         may_ask = not self._is_closed and os.getpid() == self._pid
         lanes = [lane for process in self.processes for lane in process.recorded()] if may_ask else []
         return Trace(lanes, self._waits.recorded())
@@ -288,6 +394,15 @@ class ProcessEngine:
                 "the loader was made before a fork and used after it, where its process answers only to the parent: build "
                 "one in each process"
             )
+
+
+def _start_as_restart(causes: dict[str, float]) -> dict[str, float]:
+    """The causes of a wait for a process that was started in another one's place."""
+    causes = dict(causes)
+    seconds = causes.pop(stalls.START, 0.0)
+    if seconds:
+        causes[stalls.RESTART] = causes.get(stalls.RESTART, 0.0) + seconds
+    return causes
 
 
 def _not_started(error: OSError | RuntimeError) -> WorkerDiedError:

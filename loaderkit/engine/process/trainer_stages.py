@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 
 from loaderkit.engine import watchdog
 from loaderkit.engine.metrics import stalls
-from loaderkit.engine.metrics.snapshot import StageStats, add_worker_time
+from loaderkit.engine.metrics.snapshot import StageStats, add_worker_time, rows_with_past
 from loaderkit.engine.metrics.trace import WHOLE, Lane, finished_lane, new_entries, num_entries
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
 from loaderkit.engine.process.receiver import ReceivedBatch, Receiver
@@ -32,16 +32,22 @@ class TrainerStages:
         self._stages = stages
         self._clock = clock
         self._states = WorkerStates(len(stages))
-        self._worker_clock: WorkerClock | None = None
+        # The clock of the thread, if there is one, and the rows of those before it: one value, for readers in other threads.
+        self._account: tuple[WorkerClock | None, list[StageStats]] = (None, [])
         self._name = ""  # of the thread's current or last batch
         self._is_recorded = False
 
     def follow(self, receiver: Receiver) -> TrainerInbox:
         """Start the thread that takes from `receiver`."""
-        self._worker_clock = WorkerClock(self._states, self._clock, first_state=self._states.starved)
+        worker_clock = WorkerClock(self._states, self._clock, first_state=self._states.starved)
+        self._account = (worker_clock, self._account[1])
         if self._is_recorded:
             self.record()
-        return TrainerInbox(receiver, self, self._worker_clock)
+        return TrainerInbox(receiver, self, worker_clock)
+
+    @property
+    def _worker_clock(self) -> WorkerClock | None:
+        return self._account[0]
 
     def report(self, thread: threading.Thread) -> watchdog.HangReport | None:
         """The stage and batch that `thread` works on, and its stack; None if it is in no stage."""
@@ -56,17 +62,23 @@ class TrainerStages:
         )
 
     def rows(self, now: float) -> list[StageStats]:
-        """The thread's time by stage."""
+        """The thread's time by stage, with that of threads before it."""
         rows = [StageStats(stage.name, 1, kind=stage.kind) for stage in self._stages]
-        if self._worker_clock is not None:
-            add_worker_time(rows, (rows[0], rows[-1]), [self._worker_clock], self._states, now)
-        return rows
+        worker_clock, past = self._account
+        if worker_clock is not None:
+            add_worker_time(rows, (rows[0], rows[-1]), [worker_clock], self._states, now)
+        return rows_with_past(rows, past)
+
+    def end(self) -> None:
+        """Note that the thread has ended; `follow` may start another one."""
+        self._account = (None, self.rows(self._clock()))
 
     def record(self) -> None:
         """Start a trace of the thread."""
         self._is_recorded = True
-        if self._worker_clock is not None:
-            self._worker_clock.trace = new_entries(num_entries(1), self._clock(), self._worker_clock.open_state)
+        worker_clock = self._worker_clock
+        if worker_clock is not None:
+            worker_clock.trace = new_entries(num_entries(1), self._clock(), worker_clock.open_state)
 
     def recorded(self) -> list[Lane]:
         """The trace since `record`; ends it."""

@@ -1,8 +1,11 @@
-"""One worker process from the trainer's side: its memory, its commands and its batches.
+"""One worker process from the trainer's side: its memory, its commands and its batches; and the next one, when it has died.
 
 connection ──messages──> receiver ──> (trainer stages, with a GPU) ──> take()
   ^                                                                      │
   └── taken: one batch has left the budget; released: no longer referenced ──┘
+
+A process that takes the place of a dead one has an arena, sockets and a keeper thread of its own. What the dead one had
+finished is delivered first.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import logging
 import pickle
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +22,7 @@ from typing import Any
 
 import torch
 
-from loaderkit.engine.metrics.snapshot import StageStats
+from loaderkit.engine.metrics.snapshot import StageStats, as_past, merged
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import Lane, joined
 from loaderkit.engine.process import messages
@@ -27,11 +31,13 @@ from loaderkit.engine.process.leases import LeaseTable
 from loaderkit.engine.process.receiver import Inbox, ReceivedBatch, Receiver, relay
 from loaderkit.engine.process.shared_memory import Allocator, SharedArena
 from loaderkit.engine.process.trainer_stages import TrainerStages
+from loaderkit.engine.restarts import Death
 from loaderkit.engine.watchdog import HangReport
 from loaderkit.engine.work import Stage
-from loaderkit.errors import ConfigError, WorkerDiedError
+from loaderkit.errors import ConfigError
 from loaderkit.sampling.shard import Shard
 
+_PATIENCE_S = 1.0  # for threads of a process that has ended
 logger = logging.getLogger("loaderkit")
 
 
@@ -51,9 +57,20 @@ class WorkerSpec:
     pinned_for: torch.device | None = None  # to which the late stages copy
 
 
+class _Counters:
+    """The last answer of a process, and the counters of those whose place it has taken."""
+
+    def __init__(self, latest: Stats, past: Stats | None = None) -> None:
+        self.latest = latest
+        self._past = past
+
+    def total(self) -> Stats:
+        return self.latest if self._past is None else merged([self.latest, self._past])
+
+
 class WorkerProcess:
-    """A worker process, from before its start until its end. All methods belong to the consumer's thread, but for `tell`,
-    `order`, `stats`, `begin_closing` and `close`."""
+    """A worker process, from before its start until its end, and those that take its place. All methods belong to the
+    consumer's thread, but for `tell`, `order`, `stats`, `begin_closing` and `close`."""
 
     def __init__(self, spec: WorkerSpec, shard: Shard) -> None:
         self._spec = spec
@@ -63,23 +80,39 @@ class WorkerProcess:
         self._inbox: Inbox | None = None
         self._lease_table: LeaseTable | None = None
         self._skimmed: ReceivedBatch | None = None  # the batch that `skim` has received
+        self._finished: deque[ReceivedBatch] = deque()  # by a process that has died
+        self._took_finished = False  # the last batch taken was one of those
+        self.failure: BaseException | None = (
+            None  # of a process that has ended and has no successor; comes behind those
+        )
+        self.num_cautious = 0  # batches to be taken until it may read ahead again, since its predecessor died
         self._telling = threading.Lock()
         self._early: list[tuple[Any, ...]] = []  # commands for the process, until it is started
         self._has_told_early = False
-        self._latest = Stats.empty(spec.rows, shard.num_bytes(spec.memory_bytes))  # its last answer
+        self._counters = _Counters(self._no_counters())
 
-    def start(self, next_position: tuple[int, int]) -> None:
-        """Start the process and send its spec; it imports modules meanwhile. Raises OSError, RuntimeError, ConfigError; after
-        an error `close` releases what was started."""
+    def _no_counters(self) -> Stats:
+        return Stats.empty(self._spec.rows, self._shard.num_bytes(self._spec.memory_bytes))
+
+    @property
+    def number(self) -> int:
+        """It makes every batch whose turn is this."""
+        return self._shard.number
+
+    def start(
+        self, next_position: tuple[int, int], generation: int = 0, orders: Sequence[tuple[Any, ...]] = ()
+    ) -> None:
+        """Start the process and send its spec and `orders`; it imports modules meanwhile. `generation` is the number of seeks
+        so far. Raises OSError, RuntimeError, ConfigError; after an error `close` releases what was started."""
         arena = SharedArena.create(self._shard.of)
         try:
             allocator = Allocator(arena)
             connection = self.connection = WorkerConnection(arena, allocator, self._spec.preload)
-            self._send_spec(connection, arena, allocator, next_position)
+            self._send_spec(connection, arena, allocator, next_position, generation)
         finally:
             arena.release_descriptor()
         with self._telling:
-            for order in self._early:
+            for order in (*orders, *self._early):
                 connection.tell(*order)
             self._early.clear()
             self._has_told_early = True
@@ -88,7 +121,12 @@ class WorkerProcess:
             self._inbox = receiver if self._trainer_stages is None else self._trainer_stages.follow(receiver)
 
     def _send_spec(
-        self, connection: WorkerConnection, arena: SharedArena, allocator: Allocator, next_position: tuple[int, int]
+        self,
+        connection: WorkerConnection,
+        arena: SharedArena,
+        allocator: Allocator,
+        next_position: tuple[int, int],
+        generation: int,
     ) -> None:
         spec = (self._spec.make_engine, self._shard, torch.get_num_threads())
         packed, _ = messages.post(spec, arena, allocator)
@@ -99,6 +137,7 @@ class WorkerProcess:
             "keep_pages": self._spec.pinned_for is not None,
             "epoch": epoch,
             "position": position,
+            "generation": generation,
             "log_level": logger.getEffectiveLevel(),
         }
         connection.tell("spec", pickle.dumps(settings, 5))
@@ -140,7 +179,18 @@ class WorkerProcess:
     # ------------------------------------------------------------------------------------------------- its batches
 
     def take(self, generation: int, timeout_s: float) -> ReceivedBatch | None:
-        """The next batch; see `Inbox`. Raises EOFError once the process has ended or is closed."""
+        """The next batch; see `Inbox`. Raises EOFError once the process has ended or is closed, and its `failure`."""
+        while self._finished:
+            finished = self._finished.popleft()
+            if finished.generation == generation:
+                self._took_finished = True
+                return finished
+            del finished  # made before the last seek
+        if self.failure is not None:
+            raise self.failure
+        return self._take(generation, timeout_s)
+
+    def _take(self, generation: int, timeout_s: float) -> ReceivedBatch | None:
         skimmed, self._skimmed = self._skimmed, None
         inbox = self._inbox  # another thread's `close` may set it to None
         if inbox is None:
@@ -154,18 +204,49 @@ class WorkerProcess:
 
     def skim(self, generation: int) -> None:
         """Drop batches sent before the last seek, so that the process continues before its next batch is due."""
+        self._finished.clear()
         with suppress(EOFError):
-            self._skimmed = self.take(generation, 0.0)
+            self._skimmed = self._take(generation, 0.0)
 
     def taken(self) -> None:
         """See `Inbox`."""
-        if (inbox := self._inbox) is not None:
+        if self._took_finished:
+            self._took_finished = False  # its process is not there any more
+        elif (inbox := self._inbox) is not None:
             inbox.taken()
 
     def give_back(self) -> None:
         """See `Inbox`."""
         if (inbox := self._inbox) is not None:
             inbox.give_back()
+
+    # ----------------------------------------------------------------------------------------- its death, its successor
+
+    @property
+    def has_died(self) -> bool:
+        """True if it has ended, and nothing is decided about it yet."""
+        return self.has_ended and self.failure is None
+
+    def drain(self, generation: int) -> int | None:
+        """Receive what a process that has ended had finished, and return how many batches that are; None if it still goes
+        through the trainer's stages."""
+        try:
+            while (finished := self._take(generation, 0.0)) is not None:
+                self._finished.append(finished)
+        except EOFError:
+            return len(self._finished)
+        except Exception as error:
+            self.failure = error
+        return None
+
+    def release(self) -> None:
+        """Free what a process that has ended leaves, but for batches that are referenced. Commands are queued until `start`."""
+        with self._telling:
+            self._has_told_early = False
+        self._release(_PATIENCE_S)
+        self._counters = _Counters(self._no_counters(), as_past(self._counters.total()))
+        if self._trainer_stages is not None:
+            self._trainer_stages.end()
 
     # --------------------------------------------------------------------------------------------------- reports
 
@@ -191,8 +272,10 @@ class WorkerProcess:
 
     def stats(self, waiting_since_s: float | None, at_s: float, *, may_ask: bool) -> Stats:
         """Its counters up to `at_s`, or its last ones if it does not answer. `waits_s` is the consumer's open wait for it."""
+        counters = self._counters
         answer: Stats | None = self._ask("stats", waiting_since_s, at_s) if may_ask else None
-        self._latest = stats = answer or replace(self._latest, waits_s={})
+        counters.latest = answer or replace(counters.latest, waits_s={})
+        stats = counters.total()
         trainer_rows = [] if self._trainer_stages is None else self._trainer_stages.rows(time.perf_counter())
         return replace(stats, stages=[*stats.stages, *trainer_rows])
 
@@ -201,8 +284,8 @@ class WorkerProcess:
         """True if it was started and has ended."""
         return self.connection is not None and self.connection.has_ended
 
-    def death(self) -> WorkerDiedError:
-        """The error for its end, when it has ended by itself."""
+    def death(self) -> Death:
+        """How it has ended by itself."""
         assert self.connection is not None
         return self.connection.death()
 
@@ -216,6 +299,11 @@ class WorkerProcess:
     def close(self, join_s: float) -> None:
         """End the process, by force after `join_s`; delivered batches stay valid."""
         self.begin_closing(join_s)  # again, since Ctrl-C may have interrupted the first call
+        self._release(join_s)
+        self._finished.clear()
+        self.failure = None
+
+    def _release(self, join_s: float) -> None:
         for message in self.connection.close(join_s) if self.connection is not None else ():
             if isinstance(message, messages.LogMessage):
                 relay(message)

@@ -651,6 +651,7 @@ class KindMethods:
         concurrency: int | Literal["auto"] = "auto",
         executor: Literal["inline", "thread", "process"] = "thread",
         processes: int = 1,
+        restarts: int = 3,
         timeout: float | str = 60.0,
         on_timeout: Literal["warn", "raise"] = "warn",
     ) -> Self:
@@ -663,6 +664,9 @@ class KindMethods:
         executor: threads here; inline: none, next() does the work; process: threads of another process
         processes: how many, with `executor: process`; they share `batches`, `memory` and all workers out
             evenly
+        restarts: with `executor: process`: how often, in all, one that died is started again, and its
+            batches are made again; one death more, or a second one at the same batch, raises
+            WorkerDiedError; 0: the first does
         timeout: a wait this long is reported with the stage, the sample and stacks; first at a quarter of
             it
         on_timeout: after `timeout`: keep waiting, or raise StallTimeout (not with `executor: inline`)

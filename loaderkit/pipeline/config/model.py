@@ -66,6 +66,11 @@ class PrefetchArgs(Model):
     processes: PositiveInt = Field(
         1, description="how many, with `executor: process`; they share `batches`, `memory` and all workers out evenly"
     )
+    restarts: NonNegativeInt = Field(
+        3,
+        description="with `executor: process`: how often, in all, one that died is started again, and its batches are made "
+        "again; one death more, or a second one at the same batch, raises WorkerDiedError; 0: the first does",
+    )
     timeout: Duration = Field(
         60.0, description="a wait this long is reported with the stage, the sample and stacks; first at a quarter of it"
     )

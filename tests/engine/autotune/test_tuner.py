@@ -138,6 +138,28 @@ class TestChange:
         assert simulation.tuner.decisions[0].kept is False
         assert simulation.workers.value <= 2
 
+    def test_a_death_is_not_the_trials_fault(self) -> None:
+        """The time until another process loads is in no window, so the trial is judged by the rest."""
+        simulation = Simulation(Workload(lambda workers, _: min(workers, 64) / 0.05, noise=0.02))
+        while simulation.look() is None:
+            pass
+        simulation.run(0.5)
+        work, simulation.workload = simulation.workload, Workload(lambda workers, _: 1e-9)
+        simulation.stats = replace(simulation.stats, num_restarts=1)
+        for _ in range(12):
+            simulation.pass_time()
+            waited_s = simulation.stats.now_s
+            simulation.stats.waits_s["worker restart"] = waited_s
+            assert simulation.tuner.look(simulation.stats) is None
+        simulation.workload = work
+        for _ in range(12):
+            simulation.pass_time()
+            simulation.stats.waits_s["worker restart"] = waited_s
+            simulation.tuner.look(simulation.stats)
+        first = simulation.tuner.decisions[0]
+        assert first.kept is True
+        assert first.effect.startswith(("+29", "+30", "+31"))
+
 
 class TestPauses:
     """The loop stays away for a validation, a checkpoint, a compiler: that is no sign of anything."""

@@ -108,6 +108,12 @@ class TestWithoutAStage:
         found = stats({"wakeup": 4.0, "read": 1.0}, [row("read", 19, 18)]).verdict()
         assert (found.stage, found.kind, found.percent) == ("wakeup", "wakeup", 40.0)
 
+    def test_processes_that_die(self) -> None:
+        seen = replace(stats({"worker restart": 4.0, "read": 1.0}, [row("read", 19, 18)]), num_restarts=2)
+        found = seen.verdict()
+        assert (found.stage, found.kind, found.percent) == ("worker restart", "restart", 40.0)
+        assert "2 worker processes died and were started again" in found.evidence
+
     @pytest.mark.parametrize(("quota_cpus", "throttled_s"), [(0.5, None), (0.5, 6.0), (None, 6.0)])
     def test_a_loop_that_a_quota_holds_back(self, quota_cpus: float | None, throttled_s: float | None) -> None:
         seen = stats({"wakeup": 4.0, "read": 1.0}, [row("read", 19, 4, delayed_s=14)])
@@ -407,7 +413,7 @@ class TestOfAStage:
 
 
 @given(
-    st.dictionaries(st.sampled_from(["start", "memory", "wakeup", *KINDS]), st.floats(0, 20)),
+    st.dictionaries(st.sampled_from(["start", "memory", "wakeup", "worker restart", *KINDS]), st.floats(0, 20)),
     st.lists(st.tuples(*[st.one_of(st.just(0.0), st.floats(0, 20))] * 6), min_size=len(KINDS), max_size=len(KINDS)),
     st.one_of(st.just(0.0), st.floats(1e-9, 20)),  # as clocks count
     st.builds(

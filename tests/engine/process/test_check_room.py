@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from loaderkit import Pipeline
+from loaderkit._internal.cgroups import oom_kills
 from loaderkit.engine.process.shared_memory import Allocator, SharedArena, check_room
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.batches.plan import BatchPlan
@@ -112,3 +113,20 @@ def test_of_all_processes_and_of_what_comes_later(tmp_path: Path, monkeypatch: p
 
 def test_where_nothing_is_known_nothing_is_refused(tmp_path: Path) -> None:
     check_room(100, 2**40, root=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        ("0::/job\n", {"job/memory.events": "low 0\noom 7\noom_kill 5\n", "memory.events": "oom_kill 9\n"}, 5),
+        ("0::/job\n", {"memory.events": "oom_kill 9\n"}, 9),
+        ("4:memory:/job\n", {"memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"}, 3),
+        ("0::/\n", {}, 11),
+        ("4:memory:/job\n", {"memory/job/memory.oom_control": "oom_kill_disable 0\n"}, 11),
+    ],
+)
+def test_how_many_the_kernel_has_killed(cgroup: str, files: dict[str, str], expected: int, tmp_path: Path) -> None:
+    root = lay_out(tmp_path, cgroup, files)
+    assert oom_kills(root) in (None, expected)
+    (root / "proc/vmstat").write_text("nr_free_pages 1\noom_kill 11\n")
+    assert oom_kills(root) == expected

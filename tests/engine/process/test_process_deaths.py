@@ -24,12 +24,15 @@ from loaderkit import Pipeline
 from loaderkit._internal.child_process import MEANT_FOR_THE_PARENT
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.process import worker_main
-from loaderkit.engine.process.connection import exit_reason
+from loaderkit.engine.process.exit_reason import exit_reason
 from loaderkit.errors import WorkerDiedError
 
 pytestmark = pytest.mark.matrix(1)
 
 # ------------------------------------------------------------------------------------------------ deaths
+
+LAST: dict[str, Any] = {"prefetch.restarts": 0}
+"""Another process is not started; with one see `test_restarts.py`."""
 
 
 def die(sample: dict[str, Any], how: str) -> None:
@@ -41,10 +44,10 @@ def die(sample: dict[str, Any], how: str) -> None:
 
 class TestDeaths:
     @pytest.mark.parametrize(
-        ("how", "says"), [("SIGKILL", "out of memory"), ("SIGSEGV", "crashed"), ("leave", "code 3")]
+        ("how", "says"), [("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "crashed"), ("leave", "code 3")]
     )
     def test_of_the_process_that_loads(self, how: str, says: str) -> None:
-        loader = build(Pipeline.dataset(Numbers()).shuffle("none").read().call(die, args={"how": how}).batch(8))
+        loader = build(Pipeline.dataset(Numbers()).shuffle("none").read().call(die, args={"how": how}).batch(8), **LAST)
         keys = []
         with pytest.raises(WorkerDiedError, match=says) as caught:
             for batch in loader:
@@ -58,7 +61,7 @@ class TestDeaths:
         loader.close()
 
     def test_from_outside_and_going_on(self) -> None:
-        with build(numbers(), **{"prefetch.batches": 2}) as loader:
+        with build(numbers(), **LAST, **{"prefetch.batches": 2}) as loader:
             stream = iter(loader)
             kept = next(stream)
             os.kill(pid_of(loader), signal.SIGKILL)
@@ -74,7 +77,7 @@ class TestDeaths:
         """With SIGCHLD ignored the exit code is lost, but not the death."""
         told = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         try:
-            with build(numbers(640)) as loader:
+            with build(numbers(640), **LAST) as loader:
                 stream = iter(loader)
                 keys = next(stream)["__key__"]
                 os.kill(pid_of(loader), signal.SIGKILL)
@@ -136,14 +139,19 @@ class TestDeaths:
 
     @pytest.mark.parametrize("code", [0, 7, -11, -9, -64, None])
     def test_every_death_is_described(self, code: int | None) -> None:
-        error = exit_reason(123, code)
+        error = exit_reason(123, code).error()
         assert error.exit_code == code
         assert "pid 123" in str(error)
-        assert (
-            exit_reason(123, None, has_ended=False)
-            .args[0]
-            .startswith("the process that loads (pid 123) does not answer")
-        )
+        silent = str(exit_reason(123, None, has_ended=False).error())
+        assert silent.startswith("the process that loads (pid 123) does not answer")
+
+    @pytest.mark.parametrize(
+        ("num_kills", "says"), [(None, "the system was out of memory"), (0, "counts no kill"), (2, "counts a kill")]
+    )
+    def test_the_kernels_count_tells_who_killed_it(self, num_kills: int | None, says: str) -> None:
+        error = exit_reason(123, -signal.SIGKILL, num_oom_kills=num_kills).error()
+        assert says in str(error)
+        assert ("out of memory" in str(error)) == (num_kills != 0)
 
 
 @contextmanager

@@ -352,7 +352,7 @@ def is_for_call(stats: Stats) -> bool:
 class TestDeaths:
     @pytest.mark.parametrize("number", [0, 1])
     def test_of_either(self, number: int) -> None:
-        with two(numbers(100_000)) as loader:
+        with two(numbers(100_000), **{"prefetch.restarts": 0}) as loader:
             stream = iter(loader)
             kept = [next(stream) for _ in range(4)]
             pids = pids_of(loader)
@@ -369,7 +369,8 @@ class TestDeaths:
         assert kept[3]["filling"][0].tolist() == [24] * 1000
 
     def test_of_the_one_that_is_not_awaited(self) -> None:
-        with two(Pipeline.dataset(Numbers()).shuffle("none").read().call(hang_at_8).batch(8)) as loader:
+        hanging = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang_at_8).batch(8)
+        with two(hanging, **{"prefetch.restarts": 0}) as loader:
             stream = iter(loader)
             next(stream)
             first, second = pids_of(loader)

@@ -19,6 +19,7 @@ import loaderkit
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.process.executor import ProcessEngine
 from loaderkit.engine.process.worker_process import WorkerSpec
+from loaderkit.engine.restarts import Restarts
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ClosedError, StallTimeout, WorkerDiedError
 from loaderkit.pipeline.execution_plan import compile_pipeline
@@ -100,6 +101,29 @@ class TestTrainerStages:
         with pytest.raises(WorkerDiedError):
             for _ in range(8):
                 engine.next()
+        engine.close()
+
+    def test_a_process_in_the_place_of_another(self, num_processes: int) -> None:
+        """What the dead one had finished goes through the stages, too, and their time is counted on."""
+        seen: list[int] = []
+
+        def late(batch: dict[str, Any], context: BatchContext) -> None:
+            seen.append(context.first_position)
+            scale(batch)
+
+        engine = engine_with(late, num_processes, restarts=Restarts(1))
+        batches = [engine.next() for _ in range(2)]
+        before = engine.stats(Tuning(), 0)
+        assert before.tuning.pids is not None
+        os.kill(before.tuning.pids[-1], signal.SIGKILL)
+        batches += [engine.next() for _ in range(6)]
+        after = engine.stats(Tuning(), 0)
+        assert after.num_restarts == 1
+        assert [batch.result["x"][0].item() for batch in batches] == list(range(0, 64, 8))
+        assert all(torch.equal(b.result["scaled"], b.result["filling"] * 2.0) for b in batches)
+        assert sorted(seen) == list(range(0, 64, 8))  # each once
+        assert after.stages[-1].num_items == 64
+        assert after.stages[-1].workers == num_processes
         engine.close()
 
 

@@ -71,8 +71,8 @@ def describe_wait(
             since, state = chunk.marks[-1]
             where = stage_names[state] if state >= 0 else "a queue"
             keys = " to ".join(map(repr, _keys_at(chunk, key_of)))
-            lines.append(f"  slots {chunk.lo} to {chunk.hi}: in {where} for {now_s - since:.1f} s, at sample {keys}")
-        lines += [f"  slots {c.lo} to {c.hi}: taken by no worker yet" for c in work_item.chunks if not c.marks]
+            lines.append(f"  {chunk}: in {where} for {now_s - since:.1f} s, at sample {keys}")
+        lines += [f"  {chunk}: taken by no worker yet" for chunk in work_item.chunks if not chunk.marks]
         if inside:
             last = min(inside, key=lambda chunk: len(chunk.marks))
             state = last.marks[-1][1]

@@ -94,6 +94,10 @@ class Chunk:
     def __len__(self) -> int:
         return self.hi - self.lo
 
+    def __str__(self) -> str:
+        """Its name in messages."""
+        return f"slots {self.lo} to {self.hi}"
+
     def index_of(self, row: int) -> int:
         """The plan's index of the item at `row` of the chunk."""
         return self.lo + row

@@ -10,6 +10,7 @@ from functools import partial
 
 from loaderkit import native
 from loaderkit._internal.cgroups import num_cpus
+from loaderkit.connectors.base import traits_of
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.inline import InlineEngine
 from loaderkit.engine.metrics.tuning import Tuning
@@ -105,6 +106,7 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
         find_specs=_find_specs(plan, make_single),
         make_chunk=make_chunk,
         make_single=make_single,
+        sources_of=plan.source.numbers_of if isinstance(plan.source, MixtureSource) and packing is None else None,
         whole_chunks=compiled.lowering is not None,
         begin_pass=partial(Pass, plan.source, schedule=schedule, shard=shard)
         if isinstance(plan.source, IterableSource)
@@ -117,7 +119,14 @@ def _find_specs(plan: ExecutionPlan, make_single: MakeChunk) -> Callable[[Pass |
     run, specs_of = plan.compiled.context.run_before_batch, plan.compiled.specs_of
     num_tries = 16 + plan.config.errors.max_bad_samples
     if isinstance(plan.source, MixtureSource):
-        return partial(specs_of_all_parts, plan.source, run, specs_of, num_tries=num_tries, make_chunk=make_single)
+        # With one worker the user's functions are called by one thread.
+        at_once = [
+            part.name
+            for part, connector in zip(plan.source.parts, plan.connectors, strict=True)
+            if plan.num_workers > 1 and connector is not None and traits_of(connector).is_remote
+        ]
+        find = partial(specs_of_all_parts, num_tries=num_tries, make_chunk=make_single, at_once=at_once)
+        return partial(find, plan.source, run, specs_of)
     return partial(specs_of_first, plan.source, run, specs_of, num_tries=num_tries, make_chunk=make_single)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -27,7 +28,7 @@ from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError, SourceError
 from loaderkit.pipeline.batches.packing import mixture_lengths, packed_order
 from loaderkit.pipeline.compiler import CompiledStages, compile_stages
-from loaderkit.pipeline.config.mixture import MixtureArgs
+from loaderkit.pipeline.config.mixture import MixedSourceConfig, MixtureArgs
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.inline_rule import why_inline
@@ -50,6 +51,8 @@ from loaderkit.sources.base import Source, SourceKind, shortened
 from loaderkit.sources.mixture import MixtureSource, Part, part_of
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.slowed import Slowdown
+
+_MOST_AT_ONCE = 32  # sources
 
 
 class OwnedConnector(NamedTuple):
@@ -303,15 +306,22 @@ def _open(
 def _open_mixture(
     args: MixtureArgs, given: Mapping[str, Connector], opened: ExitStack
 ) -> tuple[MixtureSource, tuple[OwnedConnector, ...]]:
-    """The sources of a mixture, listed one after another."""
-    sources, connectors = [], []
-    for member in args.members:
+    """The sources of a mixture, listed one after another; those in other places than the file system side by side."""
+
+    def open_one(member: MixedSourceConfig) -> tuple[Source, OwnedConnector]:
         try:
-            source, connector = _open(SOURCES[member.kind], member.args, given, opened)
+            return _open(SOURCES[member.kind], member.args, given, opened)
         except (ConfigError, SourceError) as error:
             raise type(error)(f"sources.{member.name}: {error}") from error
-        sources.append(source)
-        connectors.append(connector)
+
+    elsewhere = [member for member in args.members if _is_elsewhere(member)]
+    with ThreadPoolExecutor(max(1, min(len(elsewhere), _MOST_AT_ONCE)), "loaderkit-open") as pool:
+        try:
+            begun = {member.name: pool.submit(open_one, member) for member in elsewhere}
+            both = [begun[one.name].result() if one.name in begun else open_one(one) for one in args.members]
+        finally:
+            pool.shutdown(cancel_futures=True)  # what was opened is closed behind it
+    sources, connectors = zip(*both, strict=True)
     total, first = sum(map(len, sources)), 0
     parts: list[Part] = []
     for member, source in zip(args.members, sources, strict=True):
@@ -321,6 +331,12 @@ def _open_mixture(
     describe = [str if one.connector is None else one.connector.describe for one in connectors]
     changes_labels = any(STAGES[stage.kind].runs_user_code for member in args.members for stage in member.stages)
     return MixtureSource(parts, describe, share_labels=not changes_labels), tuple(connectors)
+
+
+def _is_elsewhere(member: MixedSourceConfig) -> bool:
+    root = SOURCES[member.kind].root
+    scheme, separator, _ = "".partition("://") if root is None else root(member.args).partition("://")
+    return bool(separator) and scheme != "file"
 
 
 def _mixture_of(

@@ -300,7 +300,7 @@ class SampleChunk(Chunk):
 
     def position_of(self, row: int) -> int:
         """The global position of the sample at `row`."""
-        return int(self.work_item.positions[self.lo + row])
+        return int(self.work_item.positions[self.slot_of(row)])
 
     def index_of(self, row: int) -> int:
         return int(self.indices[row])
@@ -308,6 +308,15 @@ class SampleChunk(Chunk):
     def slot_of(self, row: int) -> int:
         """The slot that the sample at `row` is for."""
         return self.lo + row
+
+    @property
+    def where(self) -> slice | list[int]:
+        """The slots of all rows, to index memory with."""
+        return slice(self.lo, self.hi)
+
+    def in_slots(self, values: list[Any]) -> tuple[int, list[Any]]:
+        """Of values by row: the first slot, and the values of the slots from it on; None where a slot is another chunk's."""
+        return self.lo, values
 
     def let_go(self) -> None:
         self.samples, self.columns, self.parts = [], None, None

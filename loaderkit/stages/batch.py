@@ -139,9 +139,14 @@ def _write_column(values: list[Any], name: str, spec: FieldSpec, chunk: SampleCh
         are_images = {*map(type, values)} == {Image}
         return are_images and {image.pixels.shape for image in values} == {(height, width, channels)}
     if spec.kind == "slab":
-        return _write_together(values, spec, chunk.work_item.fields[name], chunk.lo)
+        return _write_together(values, spec, chunk.work_item.fields[name], chunk.where)
     if spec.kind == "list" and {*map(type, values)} == {bytes}:
-        chunk.work_item.values[name][chunk.lo : chunk.hi] = values
+        stored, where = chunk.work_item.values[name], chunk.where
+        if isinstance(where, slice):
+            stored[where] = values
+        else:
+            for slot, value in zip(where, values, strict=True):
+                stored[slot] = value
         return True
     return False
 
@@ -154,7 +159,7 @@ def _store_values(
     for row, sample in enumerate(chunk.samples):
         if sample is not None:
             try:
-                values[chunk.lo + row] = _owned(sample[name], name, spec, chunk.work_item.take_bytes)
+                values[chunk.slot_of(row)] = _owned(sample[name], name, spec, chunk.work_item.take_bytes)
             except Exception as error:
                 failed(chunk, row, error)
 
@@ -185,7 +190,7 @@ def _write_each(
     for row, sample in enumerate(chunk.samples):
         if sample is not None:
             try:
-                _write_value(sample[name], name, spec, slots, chunk.lo + row)
+                _write_value(sample[name], name, spec, slots, chunk.slot_of(row))
             except Exception as error:
                 failed(chunk, row, error)
 
@@ -228,7 +233,7 @@ def _write_tensor(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: in
 _SMALL_BYTES = 4096
 
 
-def _write_together(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) -> bool:
+def _write_together(values: list[Any], spec: FieldSpec, slots: Slots, where: slice | list[int]) -> bool:
     """Write numbers, small tensors or small arrays of one type at once, in a tenth of the time of one assignment per slot.
 
     False if they do not fit: they are then written one by one, to find the misfit.
@@ -240,39 +245,42 @@ def _write_together(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) -
     if write is None or {*map(type, values)} != {kind}:
         return False
     try:
-        return write(values, spec, slots, lo)
+        return write(values, spec, slots, where)
     except (OverflowError, RuntimeError, TypeError, ValueError):
         return False
 
 
-def _write_tensors(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) -> bool:
+def _write_tensors(values: list[Any], spec: FieldSpec, slots: Slots, where: slice | list[int]) -> bool:
     tensor = slots.tensor
     fits: bool = values[0].shape == spec.shape and all_have_dtype(values, slots.tensor.dtype)
     if fits:
-        is_whole = len(values) == tensor.shape[0]  # torch's len() is written in Python and takes 2 us, a slice 1
-        torch.stack(values, out=tensor if is_whole else tensor[lo : lo + len(values)])
+        if isinstance(where, slice):
+            is_whole = len(values) == tensor.shape[0]  # torch's len() is written in Python and takes 2 us, a slice 1
+            torch.stack(values, out=tensor if is_whole else tensor[where])
+        else:
+            tensor[where] = torch.stack(values)
     return fits
 
 
-def _write_arrays(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) -> bool:
+def _write_arrays(values: list[Any], spec: FieldSpec, slots: Slots, where: slice | list[int]) -> bool:
     array = slots.array
     if array is None or values[0].shape != spec.shape or not all_have_dtype(values, array.dtype):
         return False
     if values[0].nbytes > _SMALL_BYTES:
         return False
-    array[lo : lo + len(values)] = values
+    array[where] = values
     return True
 
 
-def _write_numbers(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) -> bool:
+def _write_numbers(values: list[Any], spec: FieldSpec, slots: Slots, where: slice | list[int]) -> bool:
     fits = not spec.shape and spec.dtype == NUMBER_DTYPES[type(values[0])]
     if fits:
         assert slots.array is not None
-        slots.array[lo : lo + len(values)] = values  # NumPy, as torch's operations take tenths of a ms after a decoder
+        slots.array[where] = values  # NumPy, as torch's operations take tenths of a ms after a decoder
     return fits
 
 
-_WRITERS: dict[type, Callable[[list[Any], FieldSpec, Slots, int], bool]] = {
+_WRITERS: dict[type, Callable[[list[Any], FieldSpec, Slots, slice | list[int]], bool]] = {
     np.ndarray: _write_arrays,
     int: _write_numbers,
     float: _write_numbers,
@@ -339,7 +347,7 @@ def _gather(failed: FailureNamer, context: CompileContext) -> Callable[[SampleCh
         if chunk.failures:
             chunk.work_item.failures.extend(failures_of(chunk))
         if chunk.dropped:
-            chunk.work_item.dropped.extend([chunk.lo + row for row in chunk.dropped])
+            chunk.work_item.dropped.extend(map(chunk.slot_of, chunk.dropped))
 
     def failures_of(chunk: SampleChunk) -> list[SampleFailure]:
         if context.on_bad_sample != "raise":
@@ -347,7 +355,7 @@ def _gather(failed: FailureNamer, context: CompileContext) -> Callable[[SampleCh
         if context.on_bad_sample == "replace":
             return replace_failed(chunk, fill, context.source, context.seed, failed)
         return [
-            SampleFailure(chunk.lo + row, int(chunk.indices[row]), error.position, error)
+            SampleFailure(chunk.slot_of(row), int(chunk.indices[row]), error.position, error)
             for row, error in chunk.failures.items()
         ]
 

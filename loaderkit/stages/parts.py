@@ -9,9 +9,40 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from loaderkit.engine.work import Stage
 from loaderkit.sources.mixture import MixtureSource
-from loaderkit.stages.base import SampleChunk
+from loaderkit.stages.base import BatchWork, SampleChunk
+
+
+class MixedChunk(SampleChunk):
+    """The samples of slots that lie apart, so that it has few sources: each costs a read of its own, 15 us and more."""
+
+    __slots__ = ("slot_numbers",)
+
+    def __init__(self, work_item: BatchWork, lo: int, hi: int, slots: NDArray[np.int64]) -> None:
+        """Rows [lo, hi) of a batch whose slots are taken in another order, and the `slots` of these: int64 [hi - lo]."""
+        super().__init__(work_item, lo, hi, work_item.indices[slots])
+        self.slot_numbers: list[int] = slots.tolist()
+
+    def __str__(self) -> str:
+        return f"slots {', '.join(map(str, self.slot_numbers))}"
+
+    def slot_of(self, row: int) -> int:
+        return self.slot_numbers[row]
+
+    @property
+    def where(self) -> list[int]:
+        return self.slot_numbers
+
+    def in_slots(self, values: list[Any]) -> tuple[int, list[Any]]:
+        first = min(self.slot_numbers)
+        by_slot = [None] * (max(self.slot_numbers) - first + 1)
+        for slot, value in zip(self.slot_numbers, values, strict=True):
+            by_slot[slot - first] = value
+        return first, by_slot
 
 
 class ChunkPart(SampleChunk):
@@ -22,7 +53,7 @@ class ChunkPart(SampleChunk):
     def __init__(self, whole: SampleChunk, number: int, rows: list[int]) -> None:
         self.whole = whole
         self.rows = rows
-        first = whole.lo + rows[0]  # it has no slots of its own: this is only where it begins
+        first = whole.lo + rows[0]  # this is only where it begins: `slot_of` is right
         super().__init__(whole.work_item, first, first + len(rows), whole.indices[rows])
         self.scratch = whole.scratch.setdefault(f"part {number}", {})
 
@@ -36,8 +67,8 @@ class ChunkPart(SampleChunk):
         self.own_current = value
         self.whole.current = self.rows[value] if isinstance(value, int) else None
 
-    def position_of(self, row: int) -> int:
-        return self.whole.position_of(self.rows[row])
+    def slot_of(self, row: int) -> int:
+        return self.whole.slot_of(self.rows[row])
 
 
 def parts_of(chunk: SampleChunk, source: MixtureSource) -> dict[int, ChunkPart]:

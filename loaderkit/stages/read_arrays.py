@@ -52,7 +52,7 @@ class DirectRead:
         is_decoded = self.decoded is None or field_range.field in self.decoded
         if kind not in ("npy", "npz") or not is_decoded or field_range.range.length < LEAST_BYTES:
             return None
-        slot = chunk.lo + row
+        slot = chunk.slot_of(row)
         try:
             if kind == "npz":
                 return self._archive(chunk, slot, field_range.range)

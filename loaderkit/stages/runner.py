@@ -170,7 +170,7 @@ def replace_failed(
     failures = []
     key = key_of("replace", seed, chunk.epoch)
     for row in sorted(chunk.failures):
-        slot, original = chunk.lo + row, int(chunk.indices[row])
+        slot, original = chunk.slot_of(row), int(chunk.indices[row])
         position = int(chunk.work_item.positions[slot])
         failures.append(SampleFailure(slot, original, position, chunk.failures[row]))
         draws = uniforms(key, np.array([original], np.int64), _NUM_REPLACEMENTS)[0]

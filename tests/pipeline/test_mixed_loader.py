@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,37 @@ def test_remote_sources_are_read_ahead(shuffle: str) -> None:
     wanted = sum(map(len, texts["thread"]))
     assert store["num_direct_reads"] <= 2, "but for the first samples, which show what a batch holds"
     assert store["ahead_bytes"] >= wanted - 20
+
+
+def test_remote_sources_are_opened_and_tried_at_once() -> None:
+    """Each listing, and each first sample, waits until all are under way."""
+    listing, first = threading.Barrier(3, timeout=30), threading.Barrier(3, timeout=30)
+
+    class Waiting(_Remote):
+        def list(self, prefix: str) -> Iterator[Any]:
+            listing.wait()
+            return self.inner.list(prefix)
+
+        def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+            if not self.read:
+                self.read.append(key)
+                first.wait()
+            super().read_into(key, start, buffer, etag=etag)
+
+    names = ["web", "code", "more"]
+    stores = {name: Waiting({f"{n}.txt": f"{name} {n}".encode() for n in range(8)}) for name in names}
+    described = {
+        "sources": [
+            {"name": name, "kind": "files", "url": f"{name}://x", "include": "*", "fields": {"text": "txt"}}
+            for name in names
+        ],
+        "mix": {"stop": "all"},
+        "stages": ["read", {"batch": {"size": 4}}],
+        "prefetch": {"concurrency": 2},
+    }
+    with loaderkit.build(described, connectors=stores) as loader:
+        texts = [text for batch in loader for text in batch["text"]]
+    assert sorted(texts) == sorted(f"{name} {n}".encode() for name in names for n in range(8))
 
 
 def test_a_remote_source_that_comes_in_later_and_ends() -> None:

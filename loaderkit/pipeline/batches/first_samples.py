@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -11,10 +12,11 @@ from loaderkit.pipeline.batches.plan import MakeChunk
 from loaderkit.sampling.permutation import Bijection
 from loaderkit.sources.base import Sample, Source
 from loaderkit.sources.iterable import Pass, Preview
-from loaderkit.sources.mixture import MixtureSource
+from loaderkit.sources.mixture import MixtureSource, Part
 from loaderkit.stages.base import BatchWork, FieldSpec, SampleChunk
 from loaderkit.stages.runner import raise_store_failure
 
+_MOST_AT_ONCE = 32  # sources
 _NUM_FIRST, _NUM_ELSEWHERE = 1000, 9000  # the samples looked at for one that `filter` keeps
 
 
@@ -81,15 +83,29 @@ def specs_of_all_parts(
     *,
     num_tries: int,
     make_chunk: MakeChunk = SampleChunk,
+    at_once: Container[str] = (),
 ) -> Mapping[str, FieldSpec]:
-    """`specs_of_first` of a mixture: of every source, in turn. Raises ConfigError if they differ, naming sources and fields."""
+    """`specs_of_first` of a mixture: of every source, in turn; of those named in `at_once` side by side, as each waits for a
+    store. Raises ConfigError if they differ, naming sources and fields."""
+
+    def specs_of_part(part: Part) -> Mapping[str, FieldSpec]:
+        return specs_of_first(part, run, specs_of, stream, num_tries=num_tries, first=part.first, make_chunk=make_chunk)
+
     first, *others = source.parts
-    specs = specs_of_first(first, run, specs_of, stream, num_tries=num_tries, first=first.first, make_chunk=make_chunk)
+    num_threads = sum(part.name in at_once for part in source.parts)
+    with ThreadPoolExecutor(max(1, min(num_threads, _MOST_AT_ONCE)), "loaderkit-first") as pool:
+        try:
+            started = {part.name: pool.submit(specs_of_part, part) for part in source.parts if part.name in at_once}
+            found = {
+                part.name: started[part.name].result() if part.name in started else specs_of_part(part)
+                for part in source.parts
+            }
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    specs = found[first.name]
     differences = []
     for part in others:
-        these = specs_of_first(
-            part, run, specs_of, stream, num_tries=num_tries, first=part.first, make_chunk=make_chunk
-        )
+        these = found[part.name]
         for name in {**specs, **these}:
             said, expected = (_said(which.get(name)) for which in (these, specs))
             if said != expected:

@@ -19,6 +19,7 @@ from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.memory import BatchMemory
 from loaderkit.sources.iterable import Pass
 from loaderkit.stages.base import BatchContext, BatchWork, FieldSpec, SampleChunk, image_names
+from loaderkit.stages.parts import MixedChunk
 
 MakeChunk = Callable[[BatchWork, int, int, NDArray[np.int64]], SampleChunk]
 """(batch, slots [lo, hi), indices of their samples) -> the work on them."""
@@ -39,10 +40,11 @@ class BatchPlan:
         begin_pass: Callable[[int, int, int], Pass] | None = None,
         make_chunk: MakeChunk = SampleChunk,
         make_single: MakeChunk = SampleChunk,
+        sources_of: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
     ) -> None:
         """`find_specs` gives the fields of a batch: see `specs_of_first`. `whole_chunks`: a batch is one chunk. `begin_pass`
         begins to read, from (epoch, position, step) on, a source whose items come in order only. `make_single` makes the chunk
-        of one sample of the source."""
+        of one sample of the source. `sources_of` gives the mixed source of every sample: a chunk is to have few."""
         self._cursor = cursor
         self.memory = memory
         self._assembler = assembler
@@ -52,6 +54,7 @@ class BatchPlan:
         self._begin_pass = begin_pass
         self._make_chunk = make_chunk
         self.make_single = make_single
+        self._sources_of = sources_of
         self._begin = (0, 0)  # where the cursor was put last
         self._pass: Pass | None = None  # that of the newest batch
         self._previewed: Pass | None = None  # that whose first items have shown what a batch holds
@@ -121,8 +124,12 @@ class BatchPlan:
         else:
             num = -(-size // chunk_size)
             bounds = [size * number // num for number in range(num + 1)]
-            for lo, hi in pairwise(bounds):
-                work_item.chunks.append(self._make_chunk(work_item, lo, hi, work_item.indices[lo:hi]))
+            if self._sources_of is not None:
+                slots = np.argsort(self._sources_of(work_item.indices), kind="stable")
+                work_item.chunks = [MixedChunk(work_item, lo, hi, slots[lo:hi]) for lo, hi in pairwise(bounds)]
+            else:
+                for lo, hi in pairwise(bounds):
+                    work_item.chunks.append(self._make_chunk(work_item, lo, hi, work_item.indices[lo:hi]))
         work_item.num_pending = len(work_item.chunks)
         return work_item
 

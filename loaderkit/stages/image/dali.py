@@ -293,7 +293,7 @@ def _system_failure(error: Exception, graph: Graph) -> str | None:
 
 def _alone(chunk: SampleChunk, row: int, sample: Sample) -> SampleChunk:
     """A chunk of one sample, with the memory of the original chunk."""
-    slot = chunk.lo + row
+    slot = chunk.slot_of(row)
     single = SampleChunk(chunk.work_item, slot, slot + 1, chunk.indices[row : row + 1])
     single.samples[0] = sample
     single.scratch = chunk.scratch

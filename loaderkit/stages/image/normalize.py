@@ -100,7 +100,8 @@ def normalize_slots(stage: str, args: NormalizeArgs) -> Callable[[SampleChunk], 
                 images = [None if sample is None else sample[name].pixels for sample in chunk.samples]
                 strides = {pixels.strides[1:] for pixels in images if pixels is not None}
                 kernels = native if slots.shape[1] == 3 and strides <= native.PACKED else fallback
-                kernels.write_normalized(slots, chunk.lo, images, scale, shift)
+                first, in_slots = chunk.in_slots(images)
+                kernels.write_normalized(slots, first, in_slots, scale, shift)
         except (RuntimeError, ValueError) as error:
             raise batch_error(stage, chunk.epoch, work_item.step, str(error)) from error
 

@@ -135,7 +135,7 @@ def compare(dtype: str, length: int, mean: int, *, rounds: int, grain: Path | No
         run["bare windows"] = lambda: timed(bare_windows(path, dtype, length, size), num)
         run["bare pack"] = lambda: timed(bare_pieces(path, dtype, lengths, length, size), num)
         if grain is not None:
-            command = [str(grain), "-c", GRAIN, str(path), dtype, *map(str, (length, size, num // 8))]
+            command = [str(grain), "-c", GRAIN, str(path), dtype, *map(str, (length, size, num // 32))]
             run["Grain"] = lambda: rate_of(command)
         rates: dict[str, list[Rate]] = {name: [] for name in run}
         for _ in range(rounds):

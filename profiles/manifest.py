@@ -47,9 +47,9 @@ class Hashing:
         self._lock = threading.Lock()
         self._hash: Callable[..., int] = vars(engine)["_hash_blocks"]
 
-    def __call__(self, file: Any, start: int, data: memoryview) -> int:
+    def __call__(self, file: Any, start: int, data: memoryview, *, with_crc: bool = True) -> int:
         begin_s = time.thread_time()
-        crc = self._hash(file, start, data) if self.is_on else native.crc32(data)
+        crc = self._hash(file, start, data, with_crc=with_crc) if self.is_on else native.crc32(data) if with_crc else 0
         took_s = time.thread_time() - begin_s
         with self._lock:
             self.cpu_s += took_s

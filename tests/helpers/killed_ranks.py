@@ -62,7 +62,7 @@ def store_of(kind: str, where: str) -> Connector:
     """The store of a run; `where` is a folder, or the URL and the endpoint of a bucket."""
     if kind == "s3":
         url, endpoint = where.split()
-        return S3Connector(url, S3Args(endpoint=endpoint), RetryArgs(total=5.0))
+        return S3Connector(url, S3Args(endpoint=endpoint), RetryArgs(total=60.0))
     return DroppingConnector(f"{where}/run", f"{where}/durable") if kind == "power" else FileConnector(f"{where}/run")
 
 
@@ -103,7 +103,7 @@ def save_and_be_killed(
     orders = folder / f"orders-{rank}"
     orders.write_text("")
     store = Mortal(store_of(kind, where), Killing(orders, [*others, os.getpid()]))
-    patience_s = 300.0 if is_apart else 2.0  # one process may start long after the other
+    patience_s = 300.0 if is_apart else 10.0  # one process may start long after the other
     checkpoints = loaderkit.CheckpointManager(
         "given://", keep={"last": 2}, timeout_s=patience_s, connectors={"given": store}, **settings
     )

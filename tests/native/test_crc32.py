@@ -34,6 +34,7 @@ def test_equals_zlib_on_many_bytes(rng: random.Random) -> None:
 def test_hashes_of_blocks(data: bytes, block: int) -> None:
     hashes, crc = native.hash_blocks(data, block, address_of_hash())
     assert crc == zlib.crc32(data)
+    assert native.hash_blocks(data, block, address_of_hash(), False) == (hashes, 0)
     wanted = [xxhash.xxh3_64_intdigest(data[lo : lo + block]) for lo in range(0, len(data), block)]
     assert np.frombuffer(hashes, np.uint64).tolist() == wanted
 

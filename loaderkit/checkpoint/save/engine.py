@@ -247,20 +247,20 @@ def _hash_fixed(part: _Part, item: TensorItem, start: int) -> SaveTimes:
     return SaveTimes(hashing_s=time.perf_counter() - begin_s)
 
 
-def _hash_blocks(file: _OpenFile, start: int, data: memoryview) -> int:
-    """Note the hashes of whole blocks of a file, from `start` on; the CRC-32 of all of them.
+def _hash_blocks(file: _OpenFile, start: int, data: memoryview, *, with_crc: bool = True) -> int:
+    """Note the hashes of whole blocks of a file, from `start` on; the CRC-32 of all of them, or 0.
 
     In one call: each end of a call takes the GIL, for which a training loop then waits.
     """
     step = file.block_bytes
     first, address = start // step, address_of_hash()
     if native.hash_blocks is not None and address is not None:
-        hashes, crc = native.hash_blocks(data, step, address)
+        hashes, crc = native.hash_blocks(data, step, address, with_crc)
         file.hashes[first : first + len(hashes) // 8] = np.frombuffer(hashes, np.uint64)
         return int(crc)
     for at in range(0, len(data), step):
         file.hashes[first + at // step] = xxhash.xxh3_64_intdigest(data[at : at + step])
-    return native.crc32(data)
+    return native.crc32(data) if with_crc else 0
 
 
 class _Filler:
@@ -316,7 +316,7 @@ class _Filler:
 
     def _hash(self, start: int, blocks: NDArray[np.uint8]) -> None:
         begin_s = time.perf_counter()
-        _hash_blocks(self._file, start, blocks.data)
+        _hash_blocks(self._file, start, blocks.data, with_crc=False)  # each tensor's is made as it is copied
         self.times.hashing_s += time.perf_counter() - begin_s
 
     def _place(self, piece: Piece) -> None:

@@ -21,7 +21,7 @@
  *     members(indices, offsets, num_members, ...)            the ranges of the members of samples in tars
  *     texts(data, ends, places)                              some of the texts of a packed table
  *     crc32(data)                                            the checksum of zip archives, where the CPU has PCLMULQDQ
- *     hash_blocks(data, block, address)                      hashes of blocks and the checksum of all, where crc32 can
+ *     hash_blocks(data, block, address, with_crc)            hashes of blocks and the checksum of all, where crc32 can
  *     StateClock                                             a worker's time by state
  *     delayed()                                              the time that this thread was runnable without a CPU
  *     gil_wait(sleep_s)                                      the time that a waking thread waits for the GIL

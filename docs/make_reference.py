@@ -35,7 +35,7 @@ from loaderkit.checkpoint.manager.settings import (
 from loaderkit.cli.app import app
 from loaderkit.connectors.config import CacheArgs, ReadAheadArgs, RetryArgs, S3Args
 from loaderkit.pipeline.config.mixture import ChangeArgs, MixArgs, MixedArgs
-from loaderkit.pipeline.config.model import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs
+from loaderkit.pipeline.config.model import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs, RanksArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.profile import ranks, report, report_parts
 from loaderkit.stages.base import StageArgs
@@ -118,7 +118,7 @@ to 15 where functions there hold the GIL; one that does not answer within a seco
 | `store` | what connectors count; below |
 | `transfer` | copies to a GPU: `num_bytes`, `copy_s` by the GPU's own clock, `bytes_per_s`, `overlap`: the share of `copy_s` in which the loop did not wait for `transfer`; empty where batches stay on the CPU |
 | `verdict` | what limits the loop: `stage` (or `start`, `memory`, `wakeup`; null: training is the limit), `percent` of the wall time lost to it, `confidence` from 0 to 1, `evidence`, the `change` to make, `kind`: [verdicts](guide.md#the-verdict) |
-| `tuning` | `executor` that runs, and where that is not the one asked for its `executor_reason`, `cpus` (that this process may use), `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also `processes` and their `pids`; where a crop comes next to `decode`, `jpeg`: how much of one is decoded, `whole` or `crop of` that stage; with `auto`: the sizes that are measured, whether they are `settled`, and the last 100 `decisions` (`at_s`, `knob`, `before`, `after`, `reason`, `effect`, `kept`) |
+| `tuning` | `executor` that runs, and where that is not the one asked for its `executor_reason`, `cpus` (that this process may use), `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also `processes` and their `pids`; with `ranks: {share: broadcast}` the `reader`, a rank, and and the other ranks that get its batches, `peers`; where a crop comes next to `decode`, `jpeg`: how much of one is decoded, `whole` or `crop of` that stage; with `auto`: the sizes that are measured, whether they are `settled`, and the last 100 `decisions` (`at_s`, `knob`, `before`, `after`, `reason`, `effect`, `kept`) |
 
 `loader.series()` is a list of dicts, one for each step of time: `at_s`, `seconds`; shares of it in `stall` (by cause) and `throttled`;
 busy workers on average in `busy` (by stage), CPUs in `cpus`; `samples_per_s`, `bytes_per_s`, `page_cache_hits`; at its end `workers`,
@@ -220,6 +220,7 @@ def render() -> str:
         parts += [f"### `{kind}`\n", summary(stage.args) + side + "\n", table(stage.args, skip=StageArgs.model_fields)]
     parts += ["## Prefetch\n", summary(PrefetchArgs) + "\n", table(PrefetchArgs)]
     parts += ["## Errors\n", summary(ErrorsArgs) + "\n", table(ErrorsArgs)]
+    parts += ["## Ranks\n", summary(RanksArgs) + "\n", table(RanksArgs)]
     parts += ["## Checkpoints\n", CHECKPOINTS, table(SaveSettings)]
     sections = {
         "local": LocalArgs,

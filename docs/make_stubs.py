@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, BeforeValidator
 
 from loaderkit.pipeline.config import kind_methods
-from loaderkit.pipeline.config.model import ErrorsArgs, PrefetchArgs
+from loaderkit.pipeline.config.model import ErrorsArgs, PrefetchArgs, RanksArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 
 TARGET = Path(kind_methods.__file__).with_suffix(".pyi")
@@ -116,7 +116,7 @@ def render() -> str:
     """The whole file, as ruff formats it."""
     parts = [stub(kind, source.args, is_source=True) for kind, source in SOURCES.items()]
     parts += [stub(kind, stage.args) for kind, stage in STAGES.items()]
-    parts += [stub("prefetch", PrefetchArgs), stub("errors", ErrorsArgs)]
+    parts += [stub("prefetch", PrefetchArgs), stub("errors", ErrorsArgs), stub("ranks", RanksArgs)]
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(TARGET), "-"]
     text = HEAD + "\n".join(parts)
     return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout

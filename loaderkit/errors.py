@@ -164,7 +164,8 @@ class CheckpointError(LoaderkitError):
 
 
 class PeerError(CheckpointError):
-    """Another rank failed, died or hung while ranks shared a checkpoint; `ranks` are those to blame, where they are known."""
+    """Another rank failed, died or hung while ranks shared a checkpoint, or batches (`ranks: {share: broadcast}`); `ranks` are
+    those to blame, where they are known."""
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = (), touched: tuple[str, ...] = ()) -> None:
         super().__init__(message, touched=touched)

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from loaderkit.engine.autotune.contention_probe import ContentionProbe, SoloGate
 from loaderkit.engine.contracts import Plan
@@ -189,6 +189,11 @@ class Engine(ABC):
         work_item.last_chunk = None
         work_item.chunks = []
         return work_item
+
+    @property
+    def last_wait(self) -> Mapping[str, float]:
+        """See `Executor`."""
+        return self.waits.last
 
     def attribute(self, begin_s: float, end_s: float, path: stalls.ChunkPath) -> dict[str, float]:
         """Seconds of the wait [begin_s, end_s) by cause, along the path of the awaited chunk."""

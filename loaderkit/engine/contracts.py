@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from loaderkit.engine.metrics.stats import Stats
@@ -111,6 +111,10 @@ class Executor(Protocol):
 
     def next(self) -> Delivery:
         """The next batch, or its error. Raises the error that stopped the executor."""
+
+    @property
+    def last_wait(self) -> Mapping[str, float]:
+        """Seconds by cause of the last `next` that gave a batch; for the thread that called it."""
 
     def resize(self, stage: str, num_workers: int) -> None:
         """Set the number of workers of the pool that runs a stage. Raises ConfigError."""

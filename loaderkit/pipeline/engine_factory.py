@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain, count
 
 from loaderkit import native
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.connectors.base import traits_of
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.inline import InlineEngine
-from loaderkit.engine.metrics.tuning import Tuning
+from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.process.shared_memory import Allocator
 from loaderkit.engine.threaded import ThreadEngine
@@ -35,6 +36,8 @@ logger = logging.getLogger("loaderkit")
 
 def make_executor(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Executor:
     """An executor that is not started. Raises ConfigError."""
+    if plan.is_shared:
+        return _make_shared_executor(plan, clock)
     if isinstance(plan.source, IterableSource):
         num_processes = plan.config.prefetch.processes if plan.executor == "process" else 1
         plan.source.check_readers(plan.schedule.world_size, num_processes)
@@ -49,6 +52,41 @@ def make_executor(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Exec
             make_batch_plan(plan), compiled.stages, compiled.pools, clock=clock, counters=compiled.counters
         )
     return make_thread_engine(plan, clock)
+
+
+def _make_shared_executor(plan: ExecutionPlan, clock: Clock) -> Executor:
+    """An executor of which one rank has the workers."""
+    # Late: only these need the connections of ranks.
+    from loaderkit.pipeline.ranks.channel import PeerChannel
+    from loaderkit.pipeline.ranks.share_stages import ShareStages
+    from loaderkit.pipeline.ranks.shared_executor import SharedExecutor
+
+    prefetch, place, later = plan.config.prefetch, plan.place, plan.trainer_stages
+    raises = prefetch.on_timeout == "raise"
+
+    def about() -> dict[str, str]:
+        return {"seed": str(plan.config.order.seed), "the batch": repr(plan.config.batch), **plan.fingerprint()}
+
+    return SharedExecutor(
+        None if place.number else make_executor(plan.for_reader, clock),
+        PeerChannel(place.peers, place.number, plan.config.name, timeout_s=prefetch.timeout, raises=raises),
+        ShareStages(_name_of_sharing(plan), later, clock),
+        schedule=plan.schedule,
+        num_epochs=plan.config.order.epochs,
+        about=about,
+        memory_bytes=prefetch.memory,
+        timeout_s=prefetch.timeout,
+        raises=raises,
+        pins=plan.compiled.device is not None,
+        clock=clock,
+    )
+
+
+def _name_of_sharing(plan: ExecutionPlan) -> str:
+    """The name, among the stages, of passing batches on."""
+    taken = {stage.name for stage in plan.config.all_stages}
+    names = chain(("share",), (f"share-{number}" for number in count(2)))
+    return next(name for name in names if name not in taken)
 
 
 def make_thread_engine(plan: ExecutionPlan, clock: Clock, allocator: Allocator | None = None) -> ThreadEngine:
@@ -98,7 +136,7 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
             shard.num_batches(config.prefetch.first_batches),
             shard.num_bytes(config.prefetch.memory),
             shard=shard,
-            pinned_for=compiled.device,
+            pinned_for=plan.pinned_for or compiled.device,
             allocator=allocator,
         ),
         BatchAssembler(plan.source, shape, None if early is None else early.run, packing=packing),
@@ -138,6 +176,8 @@ def _names_samples(plan: ExecutionPlan) -> bool:
 
 def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tuning:
     """The settings with which a plan starts. Raises ConfigError if it cannot run with them."""
+    if plan.is_shared:
+        return _describe_shared(plan, clock)
     prefetch, compiled = plan.config.prefetch, plan.compiled
     if plan.executor == "process":
         from loaderkit.pipeline.process_setup import check_processes, pools_of_processes  # late, as above
@@ -164,3 +204,15 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tu
         cpus=num_cpus(),
         pools=pools,
     )
+
+
+def _describe_shared(plan: ExecutionPlan, clock: Clock) -> Tuning:
+    """The settings of a rank that reads for others, or for which another reads; the latter has no workers."""
+    peers, number = plan.place.peers, plan.place.number
+    tuning = Tuning(executor=plan.executor, batches=plan.config.prefetch.first_batches, cpus=num_cpus())
+    if not number:
+        tuning = describe_tuning(plan.for_reader, clock)
+    names = (_name_of_sharing(plan), *(stage.name for stage in plan.trainer_stages))
+    others = (*peers[:number], *peers[number + 1 :])
+    pools = (*tuning.pools, PoolTuning(names, 1, is_trainers=True))
+    return replace(tuning, pools=pools, reader=peers[0], peers=others)

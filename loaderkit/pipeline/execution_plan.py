@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from loaderkit._internal.cgroups import num_cpus
@@ -29,10 +30,10 @@ from loaderkit.errors import ConfigError, SourceError
 from loaderkit.pipeline.batches.packing import mixture_lengths, packed_order
 from loaderkit.pipeline.compiler import CompiledStages, compile_stages
 from loaderkit.pipeline.config.mixture import MixedSourceConfig, MixtureArgs
-from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.config.model import ErrorsArgs, PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.inline_rule import why_inline
-from loaderkit.pipeline.ranks.place import Place, given_place, ranks_now
+from loaderkit.pipeline.ranks.place import Place, check_shared, given_place, is_shared, ranks_now
 from loaderkit.sampling.mix_rules import MixedSource
 from loaderkit.sampling.mixture import MixedOrder, Mixture
 from loaderkit.sampling.packing import PackedOrder
@@ -84,6 +85,8 @@ class ExecutionPlan:
     has_given_ranks: bool = True  # False: the schedule's rank and world size are a guess, see `Loader`
     mixture: Mixture | TokenMixture | None = None  # the course of an epoch of several sources
     part_connectors: tuple[OwnedConnector, ...] = ()  # those of several sources
+    place: Place = field(default_factory=lambda: Place(0, 1))  # with the ranks that need the same batches
+    pinned_for: torch.device | None = None  # the GPU to which `transfer` brings batches elsewhere
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # without the compiled stages
@@ -98,6 +101,17 @@ class ExecutionPlan:
         """What makes the batches."""
         return "inline" if self.inline_reason is not None else self.config.prefetch.executor
 
+    @property
+    def is_shared(self) -> bool:
+        """True if one rank reads for several: then only it runs the stages before a `transfer` to CUDA."""
+        return is_shared(self.config, self.place)
+
+    @property
+    def noted_errors(self) -> ErrorsArgs:
+        """What to do with bad samples here: of several ranks that share a reader, only that one writes the quarantine file."""
+        errors = self.config.errors
+        return errors.model_copy(update={"quarantine": None}) if self.is_shared and self.place.number else errors
+
     @cached_property
     def compiled(self) -> CompiledStages:
         """The stages, ready to run in this process. Raises ConfigError."""
@@ -110,10 +124,21 @@ class ExecutionPlan:
         if self.compiled.device is None:
             config = replace(config, stages=tuple(map(_on_cpu, config.stages)))
         else:
-            border = [stage.kind for stage in config.stages].index("transfer")
-            # `output` may name fields of the trainer's stages; the loader checks it on every batch.
-            config = replace(config, stages=config.stages[:border], output=None)
+            config = self._before_transfer()
         return replace(self, config=config, shard=Shard(of=config.prefetch.processes))
+
+    @cached_property
+    def for_reader(self) -> ExecutionPlan:
+        """The part that the rank that reads for others runs before it passes batches on."""
+        place = Place(self.place.rank, self.place.world_size)
+        if (device := self.compiled.device) is None:
+            return replace(self, place=place)
+        return replace(self, config=self._before_transfer(), place=place, pinned_for=device)
+
+    def _before_transfer(self) -> PipelineConfig:
+        border = [stage.kind for stage in self.config.stages].index("transfer")
+        # `output` may name fields of later stages; the loader checks it on every batch.
+        return replace(self.config, stages=self.config.stages[:border], output=None)
 
     @property
     def trainer_stages(self) -> list[Stage]:
@@ -235,6 +260,7 @@ def compile_pipeline(
             place = Place(*ranks_now())
         except ConfigError:  # a process group may be initialised before they are needed
             place = Place(0, 1)
+    check_shared(config, place)
     given = connectors or {}
     with ExitStack() as opened:  # closed if anything below raises
         begin_s = time.perf_counter()
@@ -268,7 +294,7 @@ def compile_pipeline(
             sizes=packing or sizes,
         )
         schedule = _checked_schedule(sampler, config)
-        inline_reason = why_inline(config, source, connector)
+        inline_reason = None if is_shared(config, place) else why_inline(config, source, connector)
         plan = ExecutionPlan(
             config,
             source,
@@ -284,6 +310,7 @@ def compile_pipeline(
             has_given_ranks=has_given_ranks,
             mixture=mixture,
             part_connectors=parts,
+            place=place,
         )
         _ = plan.compiled  # raises here if a stage is wrong
         opened.pop_all()

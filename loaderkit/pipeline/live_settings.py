@@ -112,7 +112,7 @@ class LiveSettings:
         update: dict[str, Any] = {"batches": tuning.batches, "memory": memory}
         own_pools = [pool for pool in tuning.pools if not pool.is_trainers]
         own = {name.partition(".")[0]: pool.workers for pool in own_pools for name in pool.stages}
-        if tuning.executor != "inline":
+        if tuning.executor != "inline" and own_pools:
             update["concurrency"] = sum(pool.workers for pool in own_pools)
         stages = tuple(
             stage
@@ -153,6 +153,8 @@ class LiveSettings:
 
     def _pool_of(self, stage: str) -> PoolTuning:
         pool = self._tuning.pool_of(stage)
+        if pool is None and self._tuning.reader is not None:
+            raise ConfigError(f"resize: rank {self._tuning.reader} reads for this rank: resize {stage!r} there")
         if pool is None:
             known = ", ".join(name for pool in self._tuning.pools for name in pool.stages)
             raise ConfigError(f"resize: there is no stage {stage!r}; there are {known}")
@@ -172,7 +174,7 @@ class LiveSettings:
 
 def make_tuner(config: PipelineConfig, tuning: Tuning) -> Tuner | None:
     """The tuner of the settings that are `auto`; None if there are none, and for inline."""
-    if tuning.executor == "inline":
+    if tuning.executor == "inline" or all(pool.is_trainers for pool in tuning.pools):
         return None
     settings = []
     unit = tuning.processes or 1  # each worker process has the same number

@@ -88,7 +88,7 @@ class Loader:
         self._position = 0  # samples delivered in that epoch, over all ranks
         self._next = (0, 0)  # (epoch, position) where the next iteration begins
         self._iteration = 0
-        self._bad_samples = BadSamples(plan.config.errors, plan.source)
+        self._bad_samples = BadSamples(plan.noted_errors, plan.source)
         self._empty_batches = EmptyBatches(plan.config, plan.schedule)
         self._executors = ExecutorLifecycle(plan, clock)
 

@@ -41,6 +41,7 @@ _WITHOUT_A_STAGE: Mapping[str, Callable[[Interval], Verdict]] = {
     RESTART: rules.restart,
 }
 _KINDS: Sequence[Callable[[Facts], Verdict | None]] = (
+    rules.shared,
     rules.oversubscription,
     rules.gil,
     rules.gil_of_loop,

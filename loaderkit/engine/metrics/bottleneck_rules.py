@@ -145,6 +145,25 @@ def _without_stage(
 # ------------------------------------------------------------------------- a stage: what kind of wait that is
 
 
+def shared(facts: Facts) -> Verdict | None:
+    """The loop waits for what another rank reads, or for passing it on."""
+    interval, stage, tuning = facts.interval, facts.awaited.stage, facts.interval.stats.tuning
+    if stage.kind != "share":
+        return None
+    each = f"{say_seconds(stage.busy_s / stage.num_items)} a sample to pass on" if stage.num_items else "none passed on"
+    reads_here = len(interval.pools) > 1
+    if reads_here:
+        evidence = f"batches were made, and not yet with the ranks {', '.join(map(str, tuning.peers))}: {each}"
+        change = (
+            "smaller batches between ranks, such as uint8 pictures that are normalized behind `transfer`; a faster network; or "
+            "ranks: {share: read}, if the store can give every rank its own"
+        )
+    else:
+        evidence = f"rank {tuning.reader} reads for this rank, and its batches came late: {each}"
+        change = f"what the report of rank {tuning.reader} says"
+    return _of_stage(interval, facts.awaited, "waiting", evidence, change, sure=0.9)
+
+
 def oversubscription(facts: Facts) -> Verdict | None:
     """A library that its function calls computes in threads of its own, in each worker as many as there are CPUs."""
     interval, stage = facts.interval, facts.awaited.stage

@@ -34,9 +34,10 @@ class Waits:
     Its thread writes both at once, so that a reader counts every wait once, also one that is being charged.
     """
 
-    __slots__ = ("_state", "handoffs")
+    __slots__ = ("_state", "handoffs", "last")
 
     def __init__(self) -> None:
+        self.last: Mapping[str, float] = {}  # the seconds by cause of the last wait that ended in a batch
         self._state: tuple[dict[str, float], float | None] = ({}, None)
         self.handoffs: deque[Handoff] | None = None  # while they are traced
 
@@ -46,7 +47,7 @@ class Waits:
 
     def end(self, causes: Mapping[str, float]) -> None:
         """The wait has ended in a batch: its seconds by cause."""
-        ended = dict(self._state[0])
+        ended, self.last = dict(self._state[0]), causes
         for cause, seconds in causes.items():
             ended[cause] = ended.get(cause, 0.0) + seconds
         self._state = (ended, None)

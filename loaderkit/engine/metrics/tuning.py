@@ -38,6 +38,8 @@ class Tuning:
     settled: bool = False
     decisions: Sequence[Mapping[str, Any]] = ()
     pids: tuple[int, ...] | None = None
+    reader: int | None = None  # of ranks that share one, the rank that reads
+    peers: tuple[int, ...] = ()  # the other ranks of those
 
     @property
     def concurrency(self) -> int:
@@ -65,5 +67,7 @@ class Tuning:
             values |= {"concurrency": self.concurrency, "pools": [pool.to_dict() for pool in self.pools]}
         if self.auto is not None:
             values |= {"auto": [*self.auto], "settled": self.settled, "decisions": [*map(dict, self.decisions)]}
+        if self.reader is not None:
+            values |= {"reader": self.reader, "peers": [*self.peers]}
         values["pids"] = None if self.pids is None else [*self.pids]
         return {key: value for key, value in values.items() if value is not None}

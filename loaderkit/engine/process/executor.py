@@ -20,6 +20,7 @@ import os
 import resource
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -185,6 +186,11 @@ class ProcessEngine:
             self._num_dropped += batch.num_dropped
         self._dealing.delivered(batch.epoch, batch.end)
         return batch
+
+    @property
+    def last_wait(self) -> Mapping[str, float]:
+        """See `Executor`."""
+        return self._waits.last
 
     def _take(self, process: WorkerProcess) -> messages.Delivered:
         try:

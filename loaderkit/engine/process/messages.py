@@ -48,15 +48,17 @@ def _open_storage(memory: Any) -> torch.Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors by their memory instead of in torch's file format; refuses objects that are defined in `__main__`."""
+    """Pickles tensors by their memory instead of in torch's file format. `refuses_main`: objects that are defined in `__main__`
+    are refused."""
 
-    def __init__(self, file: io.BytesIO, callback: Callable[[pickle.PickleBuffer], Any]) -> None:
+    def __init__(self, file: io.BytesIO, callback: Callable[[pickle.PickleBuffer], Any], *, refuses_main: bool) -> None:
         super().__init__(file, 5, buffer_callback=callback)
+        self._refuses_main = refuses_main
         self._storages: dict[tuple[int, int], _Storage] = {}
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (FunctionType, type)):
-            if value.__module__ == "__main__":
+            if self._refuses_main and value.__module__ == "__main__":
                 raise pickle.PicklingError(f"{value.__qualname__} is defined in __main__, which is not run again there")
             return NotImplemented
         if type(value) is not torch.Tensor or not _is_plain(value):
@@ -78,9 +80,12 @@ def _is_plain(value: torch.Tensor) -> bool:
     return has_memory and value.numel() > 0 and not (value.requires_grad or value.is_conj() or value.is_neg())
 
 
-def pack(value: Any, is_shared: Callable[[memoryview], bool] = lambda buffer: False) -> tuple[bytes, list[memoryview]]:
-    """The stream and the buffers of a value. Small buffers go into the stream, unless they lie in shared memory already. Raises
-    the errors of pickle."""
+def pack(
+    value: Any, is_shared: Callable[[memoryview], bool] = lambda buffer: False, *, refuses_main: bool = True
+) -> tuple[bytes, list[memoryview]]:
+    """The stream and the buffers of a value. Small buffers go into the stream, unless they lie in shared memory already.
+    `refuses_main`: the other process does not run `__main__` again, so nothing may be defined there. Raises the errors of
+    pickle."""
     buffers: list[memoryview] = []
 
     def is_inlined(buffer: pickle.PickleBuffer) -> bool:
@@ -91,7 +96,7 @@ def pack(value: Any, is_shared: Callable[[memoryview], bool] = lambda buffer: Fa
         return False
 
     file = io.BytesIO()
-    _Pickler(file, is_inlined).dump(value)
+    _Pickler(file, is_inlined, refuses_main=refuses_main).dump(value)
     return file.getvalue(), buffers
 
 
@@ -191,14 +196,15 @@ class Delivered:
         error: Any = None if self.error is None else error_transport.pack_error(self.error)
         return Delivered(**{**self.__dict__, "failures": failures, "error": error})
 
-    def unsealed(self) -> Delivered:
-        """The inverse of `sealed`."""
+    def unsealed(self, where: str = "the process that loads") -> Delivered:
+        """The inverse of `sealed`; `where` it was made, for the tracebacks of errors."""
         failures = []
         for failure in self.failures:
-            error = error_transport.unpack_error(failure.error)
+            error = error_transport.unpack_error(failure.error, where)
             assert isinstance(error, StageError)
             failures.append(failure._replace(error=error))
-        raised = None if self.error is None else error_transport.unpack_error(self.error)  # type: ignore[arg-type]
+        sealed: Any = self.error
+        raised = None if sealed is None else error_transport.unpack_error(sealed, where)
         return Delivered(**{**self.__dict__, "failures": failures, "error": raised})
 
 

@@ -1,4 +1,5 @@
-"""The methods of `Pipeline` that are made from settings: one for each kind of source and of stage, `prefetch` and `errors`.
+"""The methods of `Pipeline` that are made from settings: one for each kind of source and of stage, `prefetch`,
+`errors` and `ranks`.
 
 Editors and type checkers read kind_methods.pyi instead, which docs/make_stubs.py writes.
 """
@@ -17,7 +18,7 @@ from loaderkit._internal.config.diagnostics import nearest
 from loaderkit._internal.config.settings import Model
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.config.model import ErrorsArgs, PrefetchArgs
+from loaderkit.pipeline.config.model import ErrorsArgs, PrefetchArgs, RanksArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.stages.base import StageArgs
 
@@ -96,5 +97,5 @@ for _kind, _source in SOURCES.items():
     setattr(KindMethods, _kind, source_method(_kind, _source.args))
 for _kind, _stage in STAGES.items():
     setattr(KindMethods, _kind, stage_method(_kind, _stage.args))
-for _key, _args in (("prefetch", PrefetchArgs), ("errors", ErrorsArgs)):
+for _key, _args in (("prefetch", PrefetchArgs), ("errors", ErrorsArgs), ("ranks", RanksArgs)):
     setattr(KindMethods, _key, section_method(_key, _args))

@@ -686,3 +686,11 @@ class KindMethods:
         max_bad_samples: per rank and epoch; one more raises
         quarantine: a file that gets one JSON line for every bad sample
         """
+
+    def ranks(self, *, share: Literal["read", "broadcast"] = "read") -> Self:
+        """How ranks of a mesh that need the same batches get them: those behind tensor, pipeline and context parallelism. Without
+        such ranks it is of no effect.
+
+        share: each reads for itself; broadcast: the first of them reads, and passes batches on to the
+            others
+        """

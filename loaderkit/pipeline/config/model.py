@@ -96,6 +96,16 @@ class ErrorsArgs(Model):
     quarantine: str | None = Field(None, description="a file that gets one JSON line for every bad sample")
 
 
+class RanksArgs(Model):
+    """How ranks of a mesh that need the same batches get them: those behind tensor, pipeline and context parallelism. Without
+    such ranks it is of no effect."""
+
+    share: Literal["read", "broadcast"] = Field(
+        "read",
+        description="each reads for itself; broadcast: the first of them reads, and passes batches on to the others",
+    )
+
+
 @dataclass(frozen=True)
 class PipelineConfig:
     """A whole pipeline, valid and complete: every default is filled in."""
@@ -108,6 +118,7 @@ class PipelineConfig:
     prefetch: PrefetchArgs = field(default_factory=PrefetchArgs)
     errors: ErrorsArgs = field(default_factory=ErrorsArgs)
     output: tuple[str, ...] | None = None
+    ranks: RanksArgs = field(default_factory=RanksArgs)
 
     @property
     def source_kind(self) -> str:
@@ -178,6 +189,7 @@ class PipelineConfig:
             data["stages"] = [_dump_stage(stage, defaults) for stage in self.stages]
             data["prefetch"] = _dump(self.prefetch, defaults)
             data["errors"] = _dump(self.errors, defaults)
+            data["ranks"] = _dump(self.ranks, defaults)
             data["output"] = list(self.output) if self.output is not None else None
         except ValueError as error:
             raise ConfigError(f"this pipeline cannot be written as YAML: {error}") from error

@@ -15,13 +15,21 @@ from loaderkit._internal.config.diagnostics import Problems, nearest
 from loaderkit._internal.config.yaml_text import expand_variables, read_yaml
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.mixture import MixtureArgs
-from loaderkit.pipeline.config.model import ErrorsArgs, OrderArgs, PipelineConfig, PrefetchArgs, escape, kind_name
+from loaderkit.pipeline.config.model import (
+    ErrorsArgs,
+    OrderArgs,
+    PipelineConfig,
+    PrefetchArgs,
+    RanksArgs,
+    escape,
+    kind_name,
+)
 from loaderkit.pipeline.config.registry import SOURCES
 from loaderkit.pipeline.config.source_parsing import absolute_url, parse_section, parse_source
 from loaderkit.pipeline.config.stage_parsing import parse_stages, stage_arguments, stage_names
 from loaderkit.pipeline.config.validation import check_structure, order_of_stream
 
-_SECTIONS = ("version", "name", "source", "sources", "mix", "order", "stages", "prefetch", "errors", "output")
+_SECTIONS = ("version", "name", "source", "sources", "mix", "order", "stages", "prefetch", "errors", "ranks", "output")
 
 
 def load_yaml(path: Path, *, overrides: Mapping[str, Any] | None = None) -> PipelineConfig:
@@ -77,6 +85,7 @@ def _parse(data: Any, problems: Problems, base: Path, overrides: Mapping[str, An
     order = parse_section(OrderArgs, data, "order", problems)
     prefetch = parse_section(PrefetchArgs, data, "prefetch", problems)
     errors = parse_section(ErrorsArgs, data, "errors", problems)
+    ranks = parse_section(RanksArgs, data, "ranks", problems)
     output = _parse_output(data, problems)
     if source is not None and len(stages) == len(data["stages"] if isinstance(data.get("stages"), list) else ()):
         check_structure(source, stages, order, prefetch, problems)
@@ -88,10 +97,11 @@ def _parse(data: Any, problems: Problems, base: Path, overrides: Mapping[str, An
     assert order is not None
     assert prefetch is not None
     assert errors is not None
+    assert ranks is not None
     if errors.quarantine is not None:
         errors = errors.model_copy(update={"quarantine": str(base.absolute() / Path(errors.quarantine).expanduser())})
     name = data.get("name", problems.file.stem if problems.file is not None else "pipeline")
-    return PipelineConfig(source, stages, 1, name, order, prefetch, errors, output)
+    return PipelineConfig(source, stages, 1, name, order, prefetch, errors, output, ranks)
 
 
 def _apply_overrides(data: dict[str, Any], overrides: Any, problems: Problems) -> None:

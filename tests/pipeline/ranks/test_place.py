@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
+from mesh_programs import as_rank
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import loaderkit
@@ -20,18 +18,6 @@ from loaderkit.pipeline.ranks.place import Place, place_in_mesh
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
 SHAPE = (2, 3, 2, 2)
-
-
-@contextmanager
-def as_rank(rank: int, world_size: int) -> Iterator[None]:
-    """A process group of one process that stands for rank `rank`: no rank hears of another."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def numbers(num_samples: int = 240) -> Pipeline:

@@ -24,7 +24,7 @@ xyzzy: 1  # <<
         "xyzzy",
         [
             "unknown key 'xyzzy'",
-            "expected one of version, name, source, sources, mix, order, stages, prefetch, errors, output",
+            "expected one of version, name, source, sources, mix, order, stages, prefetch, errors, ranks, output",
         ],
     ),
     "unknown key of a section": (

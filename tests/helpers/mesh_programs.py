@@ -144,7 +144,7 @@ def die(rank: int, num_ranks: int, folder: Path, victim: int, num_before: int) -
 def stop_answering(rank: int, num_ranks: int, folder: Path) -> None:
     """Rank 1 is stopped, as a machine is that is lost; the others write down what they are told."""
     mesh = mesh_of(rank, num_ranks, folder, (1, 1, num_ranks))
-    overrides = BROADCAST | {"prefetch.timeout": 2, "prefetch.on_timeout": "raise"}
+    overrides = BROADCAST | {"prefetch.timeout": 8, "prefetch.on_timeout": "raise"}
     loader = loaderkit.build(files(), mesh=mesh, data_dims="dp", connectors={"store": Store()}, overrides=overrides)
 
     def loop() -> None:

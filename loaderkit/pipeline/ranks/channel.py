@@ -34,6 +34,7 @@ _BEAT_S = 5.0  # between two signs of life
 _CONNECT_S = 60.0  # for ranks that are all there
 _FAREWELL_S = 2.0
 _MAX_CHARACTERS = 1000  # of an error, in the word of a rank that has left
+_BEFORE_TIMEOUT = 0.75  # of the timeout, where waits raise at it: the rank is named before
 _FIRST_POLL_S, _MAX_POLL_S = 0.002, 0.1
 _PATIENT = 10  # times the timeout: how long a rank that has not begun is waited for, unless waits are to raise
 
@@ -55,7 +56,7 @@ class PeerChannel:
         self.children = range(first, min(first + _NUM_CHILDREN, len(self.peers)))
         self._name = name
         self._begin_s = timeout_s if raises else _PATIENT * timeout_s
-        self._silence_s = timeout_s if raises else 5 * timeout_s
+        self._silence_s = _BEFORE_TIMEOUT * timeout_s if raises else 5 * timeout_s
         self._warn_s = timeout_s
         self._store: Any = None
         self._gloo: Any = None

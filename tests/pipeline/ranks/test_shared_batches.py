@@ -93,7 +93,7 @@ def test_a_lost_machine_is_named_within_the_timeout(tmp_path: Path) -> None:
     for rank in (0, 2):
         assert told[rank][0] == "PeerError"
         assert told[rank][2] == [1]
-        assert "rank 1 has given no sign of life for 2 s" in told[rank][1]
+        assert "rank 1 has given no sign of life for 6 s" in told[rank][1]
 
 
 @pytest.fixture(scope="module")

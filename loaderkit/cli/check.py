@@ -38,7 +38,8 @@ def check(
     checked = {
         "pipeline": plan.config.name,
         **_lengths(plan),
-        "batch_size": plan.schedule.batch_size,
+        "batch_size": plan.config.batch_size,
+        "batch_tokens": plan.config.batch.tokens,
         "rank": plan.schedule.rank,
         "world_size": plan.schedule.world_size,
         "classes": plan.source.classes,
@@ -65,7 +66,7 @@ def _lengths(plan: ExecutionPlan) -> dict[str, Any]:
     if not schedule.knows_length:
         return {"num_samples": None, "batches_per_epoch": None, "resume": resume, "may_have_fewer": False}
     return {
-        "num_samples": schedule.num_samples,
+        "num_samples": plan.num_samples(),
         "batches_per_epoch": schedule.num_batches(),
         "resume": resume,
         "may_have_fewer": plan.config.skips_empty_batches,
@@ -247,7 +248,12 @@ def _batches(facts: dict[str, Any]) -> str:
     ranks = "" if facts["world_size"] == 1 else f" on rank {facts['rank']} of {facts['world_size']}"
     number = "any number" if facts["batches_per_epoch"] is None else facts["batches_per_epoch"]
     most = "at most " if facts["may_have_fewer"] else ""
-    return f"{most}{number} per epoch{ranks}, batch size {facts['batch_size']}"
+    size = (
+        f"of up to {facts['batch_tokens']} tokens"
+        if facts["batch_size"] is None
+        else f"batch size {facts['batch_size']}"
+    )
+    return f"{most}{number} per epoch{ranks}, {size}"
 
 
 def explain(
@@ -291,7 +297,8 @@ def _explained(plan: ExecutionPlan, tuning: Tuning) -> dict[str, Any]:
         "pipeline": plan.config.name,
         "url": getattr(plan.config.source, "url", None),
         **_lengths(plan),
-        "batch_size": plan.schedule.batch_size,
+        "batch_size": plan.config.batch_size,
+        "batch_tokens": plan.config.batch.tokens,
         "rank": plan.schedule.rank,
         "world_size": plan.schedule.world_size,
         "num_cpus": num_cpus(),

@@ -47,7 +47,8 @@ def index(
     lengths: Annotated[
         Path | None,
         typer.Option(
-            metavar="P", help="Instead: measure the documents of a pipeline with `pack`, and keep their lengths."
+            metavar="P",
+            help="Instead: measure the samples of a pipeline with `pack`, or `tokens` in `batch`, and keep their lengths.",
         ),
     ] = None,
     verify: Annotated[
@@ -63,7 +64,7 @@ def index(
         index_lengths(lengths, as_json)
         return
     if not shards:
-        raise ConfigError("Missing argument 'TAR...': name tar shards, or a pipeline with `pack` behind --lengths")
+        raise ConfigError("Missing argument 'TAR...': name tar shards, or a pipeline behind --lengths")
     rows = []
     with ExitStack() as stack:
         opened = _found(shards, stack)

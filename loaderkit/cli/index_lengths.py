@@ -1,4 +1,4 @@
-"""`loaderkit index --lengths`: the lengths of a pipeline's documents, by which `pack` is planned."""
+"""`loaderkit index --lengths`: the lengths of a pipeline's samples, by which `pack`, or `batch` with `tokens`, is planned."""
 
 from __future__ import annotations
 
@@ -12,26 +12,22 @@ from loaderkit.errors import ConfigError, ConnectorError
 
 
 def index_lengths(path: Path, as_json: bool) -> None:
-    """Take all documents through the stages before `pack`, once, and keep their lengths in the user's cache directory. Raises
-    LoaderkitError."""
+    """Take all samples through the stages before the one that is planned by their lengths, once, and keep those in the user's
+    cache directory. Raises LoaderkitError."""
     import numpy as np
 
-    from loaderkit.pipeline.batches.packing import known_lengths, length_index, measure_lengths, pack_stage
+    from loaderkit.pipeline.batches.packing import known_lengths, length_index, measure_lengths, planned_stage
     from loaderkit.pipeline.config.mixture import mixture_args
     from loaderkit.pipeline.config.parsing import load_yaml
     from loaderkit.pipeline.execution_plan import compile_pipeline
-    from loaderkit.stages.sequence.pack import PackArgs
+    from loaderkit.stages.batch import BatchArgs
 
     config = load_yaml(path)
-    stage = pack_stage(config)
+    stage = planned_stage(config)
     if stage is None:
-        raise ConfigError(f"{path}: there is no `pack`, and only that needs lengths")
-    assert isinstance(stage.args, PackArgs)
+        raise ConfigError(f"{path}: there is neither `pack` nor `tokens` in `batch`, and only they need lengths")
     number = config.stages.index(stage)
-    batch = next(one for one in config.stages if one.kind == "batch")
-    before = replace(
-        config, stages=(*config.stages[:number], replace(batch, args=batch.args.model_copy(update={"size": 1})))
-    )
+    before = replace(config, stages=(*config.stages[:number], replace(config.stage("batch"), args=BatchArgs(size=1))))
     if config.mixture is not None:  # by tokens it would need the lengths that are looked for
         mix = config.mixture.mix.model_copy(update={"by": "sample"})
         before = replace(before, source=mixture_args(config.mixture.members, mix))
@@ -41,10 +37,10 @@ def index_lengths(path: Path, as_json: bool) -> None:
         lengths = known_lengths(config, plan.source)
         is_known = lengths is not None
         if lengths is None:
-            with progress("documents", len(plan.source)) as show:
+            with progress("samples", len(plan.source)) as show:
                 parts = []
                 num_measured = 0
-                for part in measure_lengths(plan, stage.args.field):
+                for part in measure_lengths(plan, stage):
                     parts.append(part)
                     num_measured += len(part)
                     show(num_measured)

@@ -235,6 +235,8 @@ def _subset(plan: ExecutionPlan) -> Any:
     indices = plan.order().indices(0, positions)
     if plan.packing is not None:
         indices = plan.packing.pieces(0, indices).samples
+    if plan.batching is not None:
+        indices = plan.batching.order.pieces(0, indices).samples
     paths = files_of(source, plan.connector, indices.tolist())
     return Subset(num_batches, paths, "the samples are in a store, whose own caches cannot be emptied from here")
 

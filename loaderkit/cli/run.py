@@ -140,7 +140,10 @@ def _retry_quarantined(pipeline: Path, quarantine: Path, assignments: list[str] 
 def plan_passes(plan: ExecutionPlan, loader: Loader, num_epochs: int) -> list[int]:
     """The batches of each pass over the loader, at most; the first may be the rest of an epoch."""
     state = loader.state_dict()
-    passes = [plan.schedule.num_batches(start) for start in [state["position"]] + [0] * (num_epochs - 1)]
+    passes = [
+        plan.schedule.of_epoch(state["epoch"] + number).num_batches(0 if number else state["position"])
+        for number in range(num_epochs)
+    ]
     last = plan.config.order.epochs
     return passes if last is None else passes[: max(0, last - state["epoch"])]
 

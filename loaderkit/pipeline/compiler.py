@@ -134,6 +134,7 @@ def compile_stages(plan: ExecutionPlan) -> CompiledStages:
         is_seeded=any(getattr(stage.args, "seeded", False) for stage in config.all_stages),
         packing=plan.packing,
         output=config.output,
+        batching=plan.batching,
     )
     stages = _compile(context, lowering, partial(_compile_parts, plan, ahead))
     if plan.slowdown is not None:
@@ -248,7 +249,9 @@ def _read_ahead(plan: ExecutionPlan) -> list[ReadAheadConnector | None]:
     """For each source the connector that reads ahead from a remote store; None for local stores and inline."""
     config = plan.config
     if config.mixture is None:
-        bounds = plan.source.blocks(config.order.block.block) if config.order.shuffle == "block" else None
+        # Batches by length have samples of all blocks of a window.
+        by_block = config.order.shuffle == "block" and plan.batching is None
+        bounds = plan.source.blocks(config.order.block.block) if by_block else None
         return [_ahead_of(plan, config.source, plan.source, plan.connector, bounds)]
     assert isinstance(plan.source, MixtureSource)
     members = zip(config.mixture.members, plan.source.parts, plan.connectors, strict=True)
@@ -269,7 +272,8 @@ def _ahead_of(
     if not traits_of(connector).is_remote:
         return None
     num_batches = _MOST_BATCHES if config.prefetch.batches == "auto" else config.prefetch.batches
-    num_samples = plan.schedule.num_samples
+    mean_samples = plan.schedule.batch_size if plan.batching is None else plan.batching.mean_samples
+    num_samples = plan.schedule.num_samples if plan.batching is None else plan.batching.num_samples(0)
     forecast = Forecast(
         source,
         plan.order(),
@@ -279,6 +283,7 @@ def _ahead_of(
         shard=shard,
         chosen=None if plan.mixture is None else _choice(plan, source),
         packing=plan.packing,
+        batching=plan.batching,
     )
     return ReadAheadConnector(
         connector,
@@ -287,7 +292,7 @@ def _ahead_of(
         num_requests=shard.num_workers(args.read_ahead.requests),
         # Enough for the next window of blocks, or for seconds of small files; little of the next epoch.
         num_samples=min(_NUM_AHEAD + 2 * forecast.window, num_samples // plan.schedule.world_size + _NUM_LEAST),
-        slack=256 + 2 * (num_batches + 2) * plan.schedule.batch_size,
+        slack=256 + 2 * (num_batches + 2) * mean_samples,
     )
 
 

@@ -111,7 +111,8 @@ def lower(config: PipelineConfig, decode: StageConfig, device: torch.device | No
         described.append((stage.name, ops(stage.args)))
     number = device.index if args.device == "gpu" and device is not None else None
     num_threads = _num_threads(config, decode, num_workers)
-    graph = Graph(tuple(described), finalizer, config.batch.size, number, num_threads)
+    assert config.batch_size is not None  # `batch` refuses `tokens`
+    graph = Graph(tuple(described), finalizer, config.batch_size, number, num_threads)
     return DaliLowering(decode, between, last, graph)
 
 

@@ -114,9 +114,12 @@ def make_worker_engine(
 def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> BatchPlan:
     """The batches of a plan; `allocator` gives shared memory."""
     config, compiled, shard, schedule = plan.config, plan.compiled, plan.shard, plan.schedule
-    batch, early = config.batch, compiled.context.early_stream
+    batch, early, batching = config.batch, compiled.context.early_stream, plan.batching
+    most_samples = mean_samples = schedule.batch_size
+    if batching is not None:
+        most_samples, mean_samples = batching.most_samples, batching.mean_samples
     shape = BatchShape(
-        batch.size,
+        most_samples,
         batch.pad_value,
         config.errors.on_bad_sample,
         has_keys=_names_samples(plan),
@@ -130,14 +133,23 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
     if packing is not None:
         make_chunk, make_single = partial(packed_chunk, packing), partial(document_chunk, packing)
     return BatchPlan(
-        BatchCursor(plan.order(), schedule, num_epochs=config.order.epochs, shard=shard, on_seek=compiled.on_seek),
+        BatchCursor(
+            plan.order(),
+            schedule,
+            num_epochs=config.order.epochs,
+            shard=shard,
+            on_seek=compiled.on_seek,
+            batching=batching,
+        ),
         BatchMemory(
-            batch.size,
+            most_samples,
             shard.num_batches(config.prefetch.first_batches),
             shard.num_bytes(config.prefetch.memory),
             shard=shard,
             pinned_for=plan.pinned_for or compiled.device,
             allocator=allocator,
+            mean_samples=mean_samples,
+            num_tokens=None if batching is None else batch.tokens,
         ),
         BatchAssembler(plan.source, shape, None if early is None else early.run, packing=packing),
         key=plan.source.key,
@@ -145,6 +157,7 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
         make_chunk=make_chunk,
         make_single=make_single,
         sources_of=plan.source.numbers_of if isinstance(plan.source, MixtureSource) and packing is None else None,
+        batch_size=mean_samples,
         whole_chunks=compiled.lowering is not None,
         begin_pass=partial(Pass, plan.source, schedule=schedule, shard=shard)
         if isinstance(plan.source, IterableSource)

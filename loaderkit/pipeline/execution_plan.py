@@ -28,6 +28,7 @@ from loaderkit.connectors.factory import open_connector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError, SourceError
 from loaderkit.pipeline.batches.packing import mixture_lengths, packed_order
+from loaderkit.pipeline.batches.token_batches import token_batches
 from loaderkit.pipeline.compiler import CompiledStages, compile_stages
 from loaderkit.pipeline.config.mixture import MixedSourceConfig, MixtureArgs
 from loaderkit.pipeline.config.model import ErrorsArgs, PipelineConfig
@@ -47,6 +48,7 @@ from loaderkit.sampling.schedule import (
     SequentialOrder,
 )
 from loaderkit.sampling.shard import WHOLE, Shard
+from loaderkit.sampling.token_batches import TokenBatches
 from loaderkit.sampling.token_mixture import TokenMixture
 from loaderkit.sources.base import Source, SourceKind, shortened
 from loaderkit.sources.mixture import MixtureSource, Part, part_of
@@ -82,6 +84,7 @@ class ExecutionPlan:
     inline_reason: str | None = None  # why a rule chose inline, if it did
     shard: Shard = WHOLE  # of this worker process
     packing: PackedOrder | None = None  # the sequences that `pack` makes of the samples
+    batching: TokenBatches | None = None  # the batches, if `tokens` make their size; these are dealt out then
     has_given_ranks: bool = True  # False: the schedule's rank and world size are a guess, see `Loader`
     mixture: Mixture | TokenMixture | None = None  # the course of an epoch of several sources
     part_connectors: tuple[OwnedConnector, ...] = ()  # those of several sources
@@ -147,13 +150,20 @@ class ExecutionPlan:
         return [] if self.compiled.device is None else stages[[stage.kind for stage in stages].index("transfer") :]
 
     def positions_before(self, epoch: int, position: int) -> int:
-        """The first position of an epoch's samples that what comes before `position` does not depend on; with `pack` samples
-        are in windows."""
-        return position if self.packing is None else self.packing.positions_before(epoch, position)
+        """The first position of an epoch's samples that what comes before `position` does not depend on; planned by lengths,
+        samples are in windows."""
+        planned = self.packing if self.batching is None else self.batching.order
+        return position if planned is None else planned.positions_before(epoch, position)
 
     def order(self) -> SamplePermutation:
-        """The order of the samples, with `pack` of the sequences; for one thread."""
-        return _order_of(self.config, self.source, self.mixture) if self.packing is None else SequentialOrder()
+        """The order of what the schedule deals out: samples, sequences of `pack`, or whole batches; for one thread."""
+        is_planned = self.packing is not None or self.batching is not None
+        return SequentialOrder() if is_planned else _order_of(self.config, self.source, self.mixture)
+
+    def num_samples(self, epoch: int = 0) -> int:
+        """The samples of an epoch, with `pack` its sequences. Raises TypeError if that is not known."""
+        self.schedule.check_length()
+        return self.schedule.of_epoch(epoch).num_samples if self.batching is None else self.batching.num_samples(epoch)
 
     def fingerprint(self) -> dict[str, str]:
         """The values that must be equal for a saved state to mean the same samples; not the URL or settings of speed."""
@@ -169,9 +179,17 @@ class ExecutionPlan:
         if config.order.shuffle == "block":
             block = config.order.block
             values["order"] = f"block of {block.block} bytes, window {block.window}, lanes {block.lanes}"
-        planned = self.mixture if isinstance(self.mixture, TokenMixture) else self.packing
-        if planned is not None:
+        planned = self.packing if self.batching is None else self.batching.order
+        if isinstance(self.mixture, TokenMixture):
+            values["lengths"] = self.mixture.digest()
+        elif planned is not None:
             values["lengths"] = planned.digest()
+        if self.batching is not None:
+            args = config.batch
+            form = args.ragged.get(args.field, "pad")
+            values["batches"] = (
+                f"{args.tokens} tokens of {args.field!r}, {form}, window {args.window}, cost {args.cost}"
+            )
         if source.classes is not None:
             values["classes"] = shortened(source.classes)
         if named:
@@ -280,18 +298,19 @@ def compile_pipeline(
             sizes = mixture if isinstance(mixture, TokenMixture) else None
             num_samples = mixture.num_samples if isinstance(mixture, Mixture) else mixture.num_samples(0)
         list_s = time.perf_counter() - begin_s
-        batch = config.batch
         order = _order_of(config, source, mixture)
         packing = packed_order(config, source, order, num_samples, lengths=lengths, sizes=sizes)
-        num_samples = num_samples if packing is None else packing.num_samples(0)
+        batching = token_batches(config, source, order, num_samples, lengths=lengths, sizes=sizes)
+        planned = packing if batching is None else batching.order
+        num_samples = num_samples if planned is None else planned.num_samples(0)
         sampler = BatchSampler(
             num_samples,
             place.rank,
             place.world_size,
-            batch.size,
-            batch.drop_last,
+            config.batch_size or 1,
+            config.batch.drop_last,
             wraps=not kind.is_stream,
-            sizes=packing or sizes,
+            sizes=planned or sizes,
         )
         schedule = _checked_schedule(sampler, config)
         inline_reason = None if is_shared(config, place) else why_inline(config, source, connector)
@@ -307,6 +326,7 @@ def compile_pipeline(
             index_s=source.index_s,
             inline_reason=inline_reason,
             packing=packing,
+            batching=batching,
             has_given_ranks=has_given_ranks,
             mixture=mixture,
             part_connectors=parts,
@@ -383,8 +403,11 @@ def _checked_schedule(schedule: BatchSampler, config: PipelineConfig) -> BatchSa
     """The schedule, if an epoch of it has a batch, and as many on every rank. Raises ConfigError."""
     if schedule.num_batches() == 0:
         lack = f"do not fill one batch of {schedule.batch_size} on" if schedule.drop_last else "are not one for"
+        noun = "samples"
+        if config.batch_size is None:
+            noun, lack = f"batches of {config.batch.tokens} tokens", "are not one for"
         raise ConfigError(
-            f"an epoch has no batch at all: {schedule.num_samples} samples {lack} each of {schedule.world_size} ranks"
+            f"an epoch has no batch at all: {schedule.num_samples} {noun} {lack} each of {schedule.world_size} ranks"
             + (", and stages.batch.drop_last is true" if schedule.drop_last else "")
         )
     if schedule.world_size > 1 and config.skips_empty_batches:

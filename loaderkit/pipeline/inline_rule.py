@@ -26,8 +26,8 @@ def why_inline(config: PipelineConfig, source: Source, connector: Connector | No
     store = connector.inner if isinstance(connector, RetryConnector) else connector
     if type(store) is not FileConnector or [stage.kind for stage in config.stages] != ["read", "batch"]:
         return None
-    size, packed = config.batch.size, source.packed()
-    if packed is None:
+    size, packed = config.batch_size, source.packed()
+    if packed is None or size is None:
         return None
     num_bytes = size * (packed.num_bytes // len(source))
     if size * packed.num_reads // len(source) > _FEW_READS or num_bytes > _TINY_BYTES:

@@ -110,8 +110,8 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch on this rank, also in a resumed one; with `pack`, or mixed by tokens, of the
-        current one. Raises TypeError where it is not known before the end: of an iterable without `length`, and with `filter:
+        """The number of batches of a whole epoch on this rank, also in a resumed one; planned by lengths, of the current one.
+        Raises TypeError where it is not known before the end: of an iterable without `length`, and with `filter:
         {on_empty_batch: skip}`."""
         self._take_ranks()
         self._empty_batches.check_length()
@@ -238,8 +238,7 @@ class Loader:
     @property
     def num_samples(self) -> int:
         """The samples of an epoch, over all ranks, with `pack` sequences. With it, or mixed by tokens, of the current epoch."""
-        self._plan.schedule.check_length()
-        return self._schedule.num_samples
+        return self._plan.num_samples(self._or_next_epoch(self._epoch, self._position)[0])
 
     @property
     def _schedule(self) -> BatchSampler:
@@ -316,9 +315,9 @@ class Loader:
     # ------------------------------------------------------------------------------- as a DataLoader, for other loops
 
     @property
-    def batch_size(self) -> int:
-        """The number of samples of a whole batch on this rank."""
-        return self._plan.schedule.batch_size
+    def batch_size(self) -> int | None:
+        """The number of samples of a whole batch on this rank; with `batch: {tokens: N}` None, as of a `batch_sampler`."""
+        return self._plan.config.batch_size
 
     @property
     def dataset(self) -> BatchesByNumber:
@@ -416,8 +415,8 @@ class Loader:
         schedule = self._plan.schedule.of_epoch(self._epoch)
         ranks = f"on rank {schedule.rank} of {schedule.world_size}" if self._has_ranks else "rank not taken yet"
         num_batches = self._empty_batches.say(schedule) if self._has_ranks else ""
-        samples = f"{schedule.num_samples if schedule.knows_length else 'any number of'} samples"
-        batches = f"{num_batches}batches of {schedule.batch_size}"
+        samples = f"{self._plan.num_samples(self._epoch) if schedule.knows_length else 'any number of'} samples"
+        batches = f"{num_batches}batches of {self.batch_size or f'up to {self._plan.config.batch.tokens} tokens'}"
         return f"<Loader {self._plan.config.name!r}: {samples}, {batches}, {ranks}, epoch {self._epoch}>"
 
     def __reduce__(self) -> NoReturn:

@@ -48,6 +48,11 @@ class Pieces(NamedTuple):
         return Pieces(columns[0], columns[1], columns[2], columns[3], numbers[4 * num :])
 
 
+Fill = Callable[[Int64, int, Int64, Int64, Int64], None]
+"""(sizes of 0 to a capacity, the capacity, bounds of windows, out: the bin of every size in its window, -1 for 0, out: the bins
+of every window): puts the sizes of windows into bins. int64: [n], [windows + 1], [n], [windows]."""
+
+
 class PackedOrder:
     """The sequences of every epoch. From any thread; in memory the lengths, 8 bytes a span and epoch, and some spans."""
 
@@ -62,10 +67,12 @@ class PackedOrder:
         seed: int,
         is_even: bool,
         sizes: EpochSizes | None = None,
+        keeps_order: bool = False,
+        fill: Fill = native.best_fit,
     ) -> None:
         """`lengths`: of every sample, by its index (in a mixture modulo their number). `num_positions`: those of an epoch of
         `order`, with `sizes` of the first. `is_even`: neighbouring sequences cost about the same in attention, so that ranks
-        take as long; else their order is random."""
+        take as long; else their order is random, or with `keeps_order` that of the bins. `fill` puts pieces into bins."""
         self.length = length
         self._lengths = lengths
         self._order = order
@@ -73,7 +80,8 @@ class PackedOrder:
         self._sizes = sizes
         self._window = window
         self._seed = seed
-        self._is_even = is_even
+        self._fill = fill
+        self._arrange: BinOrder = _even_order if is_even else _same_order if keeps_order else _random_order
         num_bins = max(1.0, float(lengths.mean()) * window / length)  # of a window, about
         num_windows = min(_MOST_WINDOWS, max(1, round(2 * _SWEEP / num_bins))) if is_even else 1
         self._span = num_windows * window
@@ -96,7 +104,7 @@ class PackedOrder:
     def positions_before(self, epoch: int, sequence: int) -> int:
         """The first position of `order` that no sequence before `sequence` depends on."""
         num_spans = int(np.searchsorted(self._starts_of(epoch), sequence, side="left"))
-        return min(num_spans * self._span, self._positions_of(epoch))
+        return min(num_spans * self._span, self.num_positions(epoch))
 
     def pieces(self, epoch: int, sequences: Int64) -> Pieces:
         """What sequences of an epoch hold: int64 [n], each in [0, num_samples(epoch))."""
@@ -145,13 +153,14 @@ class PackedOrder:
                 _keep(self._starts, epoch, starts, _KEPT_EPOCHS)
             return starts
 
-    def _positions_of(self, epoch: int) -> int:
+    def num_positions(self, epoch: int) -> int:
+        """The positions of an epoch's samples."""
         return self._num_positions if self._sizes is None else self._sizes.num_samples(epoch)
 
     def _count(self, epoch: int) -> Int64:
         counts = []
         step = max(1, _COUNTED_AT_ONCE // self._span) * self._span
-        num_positions = self._positions_of(epoch)
+        num_positions = self.num_positions(epoch)
         for begin in range(0, num_positions, step):
             end = min(begin + step, num_positions)
             whole, _, _, of_windows = self._packed(self._lengths_at(epoch, begin, end)[1])
@@ -160,12 +169,13 @@ class PackedOrder:
         return np.concatenate(([0], np.cumsum(np.concatenate(counts)))).astype(np.int64)
 
     def _packed(self, lengths: Int64) -> tuple[Int64, Int64, Int64, Int64]:
-        """Of windows of samples of these lengths: how many whole sequences each sample fills, the length of the rest, its bin
-        in the window, or -1; and the number of those bins of every window."""
-        whole, rest = np.divmod(lengths, self.length)
+        """Of windows of samples of these lengths: how many whole sequences each sample fills before the rest, the length of the
+        rest, its bin in the window, or -1; and the number of those bins of every window."""
+        whole = np.maximum(lengths - 1, 0) // self.length  # of a multiple the last piece is a rest like any
+        rest = lengths - whole * self.length
         bounds = np.append(np.arange(0, len(lengths), self._window, dtype=np.int64), len(lengths))
         bins, counts = np.empty(len(lengths), np.int64), np.empty(len(bounds) - 1, np.int64)
-        native.best_fit(rest, self.length, bounds, bins, counts)
+        self._fill(rest, self.length, bounds, bins, counts)
         return whole, rest, bins, counts
 
     def _lengths_at(self, epoch: int, begin: int, end: int) -> tuple[Int64, Int64]:
@@ -183,7 +193,7 @@ class PackedOrder:
 
     def _pack(self, epoch: int, number: int) -> Pieces:
         begin = number * self._span
-        end = min(begin + self._span, self._positions_of(epoch))
+        end = min(begin + self._span, self.num_positions(epoch))
         samples, lengths = self._lengths_at(epoch, begin, end)
         whole, rest, bins, counts = self._packed(lengths)
         num_bins = int(counts.sum())
@@ -198,7 +208,7 @@ class PackedOrder:
         pieces[last], bins_of[last], is_whole[last] = rest[has_rest], bins[has_rest], False
         bins_of[is_whole] = num_bins + np.arange(len(order) - len(last))
         key = key_of("pack", self._seed, epoch, number)
-        sequences = (_even_order if self._is_even else _random_order)(bins_of, pieces, key)[bins_of]
+        sequences = self._arrange(bins_of, pieces, key)[bins_of]
         num_sequences = num_bins + len(order) - len(last)
         by_sequence = _stable_order(sequences, num_sequences)
         firsts, pieces, numbers = firsts[by_sequence], pieces[by_sequence], sequences[by_sequence]
@@ -238,6 +248,10 @@ def _inverse(permutation: Int64) -> Int64:
     places = np.empty_like(permutation)
     places[permutation] = np.arange(len(permutation))
     return places
+
+
+def _same_order(bins: Int64, lengths: Int64, key: int) -> Int64:
+    return np.arange(int(bins.max(initial=-1)) + 1)
 
 
 def _random_order(bins: Int64, lengths: Int64, key: int) -> Int64:

@@ -118,7 +118,7 @@ class State:
         )
 
 
-_PARTS = ("classes", "data", "fields", "lengths", "mix", "order", "position", "seed", "sources", "stages")
+_PARTS = ("batches", "classes", "data", "fields", "lengths", "mix", "order", "position", "seed", "sources", "stages")
 
 
 def _check_names(accept: Collection[str], parts: Collection[str]) -> None:

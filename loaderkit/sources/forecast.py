@@ -21,9 +21,11 @@ from loaderkit.connectors.ranges import RangeRequest, RangeSlice, coalesce
 from loaderkit.errors import SourceError
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, SamplePermutation
+from loaderkit.sampling.token_batches import TokenBatches
 from loaderkit.sources.base import RecordSource, SequenceSource, Source
 
 _MOST_SAMPLES = 4096  # planned at a time
+_NUM_BATCHES = 64  # of unequal size, planned at a time
 _NUM_COALESCED = 256  # consecutive samples whose ranges are coalesced
 _MOST_BYTES = 8 << 20
 
@@ -50,15 +52,17 @@ class Forecast:
         shard: tuple[int, int] = (0, 1),
         chosen: Chosen | None = None,
         packing: PackedOrder | None = None,
+        batching: TokenBatches | None = None,
     ) -> None:
         """`bounds` are the first sample of every block and, last, the number of samples, for a `BlockOrder`. `shard` is (rank,
         world size) of this loading process; batches are dealt round-robin. `packing`: positions are those of sequences, of
-        which each needs its samples."""
+        which each needs its samples. `batching`: they are those of batches."""
         self._source = source
         self._order = order
         self._schedule = schedule
         self._num_epochs = num_epochs
         self._packing = packing
+        self._batching = batching
         self._number, self._of = shard
         self._bounds = bounds
         self._chosen = chosen
@@ -84,6 +88,13 @@ class Forecast:
             for group in self._positions(schedule, position):
                 positions = self._mine(group, num_batches)
                 num_batches += -(-len(group) // schedule.batch_size)
+                if self._batching is not None:
+                    for first in range(0, len(positions), _NUM_BATCHES):
+                        some = positions[first : first + _NUM_BATCHES]
+                        taken = self._batching.take(epoch, some, position, schedule.world_size)
+                        yield from self._of_samples(epoch, some, taken.samples, num_samples)
+                        num_samples += len(taken.samples)
+                    continue
                 if self._packing is not None:
                     yield from self._of_sequences(epoch, positions % schedule.num_samples, num_samples)
                 elif self._has_samples_in(spans, group, schedule.num_samples):

@@ -6,14 +6,14 @@ and other objects become lists. A sample that does not fit is an error that name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from loaderkit import native
 from loaderkit._internal.dtypes import all_have_dtype
@@ -21,6 +21,7 @@ from loaderkit.engine.work import Stage
 from loaderkit.native import fallback
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import (
+    AddError,
     Encoded,
     FieldSpec,
     GpuDecoded,
@@ -35,19 +36,58 @@ from loaderkit.stages.base import (
 )
 from loaderkit.stages.context import CompileContext
 from loaderkit.stages.runner import FailureNamer, raise_store_failure, replace_failed
+from loaderkit.stages.sequence.lengths import check_lengths, no_longer
+from loaderkit.stages.sequence.pack import PackArgs
 from loaderkit.stages.slots import LEAST_LENT, Slots, TakeBytes, new_tensor
 from loaderkit.stages.values import NUMBER_DTYPES, as_tensor, describe, dtype_of, shape_and_dtype
 
 
 class BatchArgs(StageArgs):
-    """Gather samples into batches."""
+    """Gather samples into batches, of `size` samples or of `tokens` tokens."""
 
-    size: PositiveInt = Field(description="samples per batch")
-    drop_last: bool = Field(False, description="drop samples that do not fill a batch on every rank")
+    size: PositiveInt | None = Field(None, description="samples per batch; or give `tokens`")
+    drop_last: bool = Field(
+        False, description="drop samples that do not fill a batch on every rank; with `tokens`, batches"
+    )
     ragged: Mapping[str, Literal["list", "pad"]] = Field(
         {}, description="fields whose tensors differ in shape: delivered as a list, or padded to the largest"
     )
     pad_value: float = Field(0, allow_inf_nan=True, description="the value of the padding")
+    tokens: PositiveInt | None = Field(
+        None,
+        description="per batch, at most: of a padded `field` the longest sample times the number of samples, of a list the "
+        "sum; behind `pack`, whose sequences are all of one length, their number is `tokens` / `length`, rounded down",
+    )
+    window: NonNegativeInt = Field(
+        20000,
+        description="samples, consecutive in the order, that are batched by length; 0: in order, without regard to it",
+    )
+    cost: Literal["attention", "none"] = Field(
+        "attention",
+        description="neighbouring batches, and so the ranks of a step, have about the same sum of squares of lengths; none: a "
+        "random order",
+    )
+    field: str = Field("tokens", min_length=1, description="that of which `tokens` are counted: its first dimension")
+
+    @model_validator(mode="after")
+    def _fits(self) -> BatchArgs:
+        if self.size is None and self.tokens is None:
+            raise ValueError(
+                "'size' is missing, the number of samples of a batch; or give `tokens`, the most tokens of one"
+            )
+        if self.size is not None and self.tokens is not None:
+            raise ValueError(
+                "give `size`, the number of samples of a batch, or `tokens`, the most tokens of one, not both"
+            )
+        if self.size is not None and (changed := self.changed_plan):
+            raise ValueError(f"`{changed[0]}` says how batches of `tokens` are planned, and these have a `size`")
+        return self
+
+    @property
+    def changed_plan(self) -> list[str]:
+        """The settings of the plan that are not the default."""
+        names = ("window", "cost", "field")
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 
 def specs_of(
@@ -329,21 +369,31 @@ def _owned(value: Any, name: str, spec: FieldSpec, take_bytes: TakeBytes | None)
 
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:
-    gather = _gather(context.failed(stage), context)
+    assert isinstance(stage.args, BatchArgs)
+    gather = _gather(context.failed(stage), context, stage.args.field)
     stream = context.early_stream
     # `finish` pads: see `pipeline.batches.assembler`.
     return stage.ready("sample", gather if stream is None else partial(stream.run, gather), finishes=True)
 
 
-def _gather(failed: FailureNamer, context: CompileContext) -> Callable[[SampleChunk], None]:
+def _gather(failed: FailureNamer, context: CompileContext, field: str) -> Callable[[SampleChunk], None]:
     """A chunk stage that writes samples into their slots, and raises, skips or replaces bad ones."""
+
+    batching, others = context.batching, context.source.others
+    if batching is not None:
+        others = partial(no_longer, batching.order, others)
+
+    def write(chunk: SampleChunk) -> None:
+        if batching is not None:
+            check_lengths(chunk, field, batching.order, failed)
+        write_samples(chunk, chunk.work_item.specs, failed)
 
     def fill(chunk: SampleChunk) -> None:
         context.run_before_batch(chunk)
-        write_samples(chunk, chunk.work_item.specs, failed)
+        write(chunk)
 
     def run(chunk: SampleChunk) -> None:
-        write_samples(chunk, chunk.work_item.specs, failed)
+        write(chunk)
         if chunk.failures:
             chunk.work_item.failures.extend(failures_of(chunk))
         if chunk.dropped:
@@ -353,7 +403,7 @@ def _gather(failed: FailureNamer, context: CompileContext) -> Callable[[SampleCh
         if context.on_bad_sample != "raise":
             raise_store_failure(chunk)
         if context.on_bad_sample == "replace":
-            return replace_failed(chunk, fill, context.source, context.seed, failed)
+            return replace_failed(chunk, fill, others, context.seed, failed)
         return [
             SampleFailure(chunk.slot_of(row), int(chunk.indices[row]), error.position, error)
             for row, error in chunk.failures.items()
@@ -362,4 +412,26 @@ def _gather(failed: FailureNamer, context: CompileContext) -> Callable[[SampleCh
     return run
 
 
-BATCH = StageKind(BatchArgs, "boundary", compile=_compile, is_single=True)
+def _check(stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError) -> None:
+    args = stages[number].args
+    assert isinstance(args, BatchArgs)
+    if args.tokens is None:
+        return
+    before = stages[number - 1].args if number else None
+    if isinstance(before, PackArgs):
+        if args.tokens < before.length:
+            add_error(
+                number,
+                f"{args.tokens} tokens hold no sequence of `pack: {{length: {before.length}}}`: allow at least that many, or "
+                "make the sequences shorter",
+                "tokens",
+            )
+        if changed := args.changed_plan:
+            add_error(number, "sequences of `pack` are of one length: leave this out, or set it in `pack`", changed[0])
+        return
+    for stage in stages:
+        if getattr(stage.args, "device", "cpu") in ("gpu", "dali-cpu"):
+            add_error(number, "DALI takes batches of one size: use `size`, or `decode: {device: cpu}`", "tokens")
+
+
+BATCH = StageKind(BatchArgs, "boundary", compile=_compile, check=_check, is_single=True)

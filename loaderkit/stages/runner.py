@@ -160,9 +160,14 @@ def raise_store_failure(chunk: SampleChunk) -> None:
 
 
 def replace_failed(
-    chunk: SampleChunk, run_all: Callable[[SampleChunk], None], source: Source, seed: int, failed: FailureNamer
+    chunk: SampleChunk,
+    run_all: Callable[[SampleChunk], None],
+    others: Callable[[int, NDArray[np.float64]], NDArray[np.int64]],
+    seed: int,
+    failed: FailureNamer,
 ) -> list[SampleFailure]:
-    """Fill every failed slot of a chunk with another sample; returns all failures, those of replacements included.
+    """Fill every failed slot of a chunk with another sample, one of `others`; returns all failures, those of replacements
+    included.
 
     Attempt j for sample i of epoch e is a function of (seed, e, i, j) alone, so batches do not depend on the concurrency. The
     replacement goes through all stages under its own index; if `filter` drops it, the slot is dropped.
@@ -174,7 +179,7 @@ def replace_failed(
         position = int(chunk.work_item.positions[slot])
         failures.append(SampleFailure(slot, original, position, chunk.failures[row]))
         draws = uniforms(key, np.array([original], np.int64), _NUM_REPLACEMENTS)[0]
-        for index in source.others(original, draws):
+        for index in others(original, draws):
             attempt = SampleChunk(chunk.work_item, slot, slot + 1, np.array([index], np.int64))
             run_all(attempt)
             if not attempt.failures:

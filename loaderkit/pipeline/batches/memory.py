@@ -28,14 +28,19 @@ class BatchMemory:
         shard: Shard = WHOLE,
         pinned_for: torch.device | None = None,
         allocator: Allocator | None = None,
+        mean_samples: int | None = None,
+        num_tokens: int | None = None,
     ) -> None:
-        """`pinned_for`: the CUDA device that slabs are copied to. `allocator` gives shared memory."""
+        """`pinned_for`: the CUDA device that slabs are copied to. `allocator` gives shared memory. Batches of unequal numbers
+        of samples, `batch_size` at most, have about `mean_samples`, and `num_tokens` at most."""
         self.batch_size = batch_size
         self.num_bytes = num_bytes
         self._num_batches = num_batches
         self._shard = shard
         self._pinned_for = pinned_for
         self._allocator = allocator
+        self._mean_samples = mean_samples or batch_size
+        self._num_tokens = num_tokens
         self._slabs: SlabPool | None = None
         self._samples: SampleMemory | None = None
         self.take_bytes: TakeBytes | None = None  # memory of a large sample; None: all samples are of one shape
@@ -44,7 +49,7 @@ class BatchMemory:
     def prepare(self, specs: Mapping[str, FieldSpec]) -> None:
         """Set the fields of a batch. Raises ConfigError if the memory holds not even one batch."""
         layout = SlabLayout.of(specs, self.batch_size)
-        self._batch_bytes = layout.num_bytes + sum(spec.num_bytes for spec in specs.values()) * self.batch_size
+        self._batch_bytes = layout.num_bytes + sum(map(self._loose_bytes, specs.values()))
         self._check_bound(self.num_bytes)
         num_open, _ = self.room
         self._check_machine(num_open)
@@ -104,13 +109,20 @@ class BatchMemory:
             "allocated_bytes": allocated + (slabs.num_allocated * slab_bytes if slabs is not None else 0),
         }
 
+    def _loose_bytes(self, spec: FieldSpec) -> int:
+        """The bytes that a field takes outside of slabs, if all batches are as the first sample is."""
+        if self._num_tokens is None or not spec.shape:
+            return spec.num_bytes * self._mean_samples
+        return spec.num_bytes * self._num_tokens // max(spec.shape[0], 1)
+
     def _check_bound(self, num_bytes: int) -> None:
         if self._batch_bytes > num_bytes:
             num = self._shard.of
             each, times = (f" for each of {num} processes", f"{num} times ") if num > 1 else ("", "")
             raise ConfigError(
                 f"prefetch.memory is {say_bytes(num_bytes)}{each}, but one batch of {self.batch_size} takes "
-                f"{say_bytes(self._batch_bytes)}: allow at least {times}that much, or make stages.batch.size smaller"
+                f"{say_bytes(self._batch_bytes)}: allow at least {times}that much, or make "
+                f"stages.batch.{'size' if self._num_tokens is None else 'tokens'} smaller"
             )
 
     def _room_for(self, num_batches: int, num_bytes: int) -> tuple[int, bool]:

@@ -1,4 +1,4 @@
-"""From a pipeline with `pack` to its sequences: the lengths of all documents, the order of sequences, their work and names."""
+"""From a pipeline with `pack` to its sequences: the lengths of all samples, the order of sequences, their work and names."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from loaderkit.sources.formats.tar_index.store import default_cache_dir
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.sources.sequences.lengths import LengthIndex
 from loaderkit.stages.base import BatchWork, SampleChunk, StageConfig
+from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.sequence.chunk import PackedChunk
 from loaderkit.stages.sequence.pack import PackArgs
 from loaderkit.stages.values import as_tensor
@@ -39,10 +40,16 @@ def pack_stage(config: PipelineConfig) -> StageConfig | None:
     return next((stage for stage in config.stages if isinstance(stage.args, PackArgs)), None)
 
 
+def planned_stage(config: PipelineConfig) -> StageConfig | None:
+    """The stage that is planned by the lengths of samples: `pack`, or else `batch` with `tokens`; None: there is none."""
+    batches = (stage for stage in config.stages if isinstance(stage.args, BatchArgs) and stage.args.tokens is not None)
+    return pack_stage(config) or next(batches, None)
+
+
 def mixture_lengths(config: PipelineConfig, source: MixtureSource) -> NDArray[np.int64]:
-    """The lengths of all samples, of which the sources of a mixture have shares: those that `pack` is planned by, or else those
-    in the sources. Raises ConfigError if they are not known."""
-    stage = pack_stage(config)
+    """The lengths of all samples, of which the sources of a mixture have shares: those that `pack` or `batch` is planned by, or
+    else those in the sources. Raises ConfigError if they are not known."""
+    stage = planned_stage(config)
     if stage is not None:
         lengths = known_lengths(config, source)
         lengths = length_index(config, source).load(len(source)) if lengths is None else lengths
@@ -61,8 +68,8 @@ def mixture_lengths(config: PipelineConfig, source: MixtureSource) -> NDArray[np
 
 def _unknown(stage: StageConfig) -> str:
     return (
-        f"stages.{stage.name}: packing is planned by the lengths of the documents, which are not known: run `loaderkit "
-        "index --lengths` with this pipeline once; it takes all documents through the stages before `pack` and keeps their "
+        f"stages.{stage.name}: it is planned by the lengths of the samples, which are not known: run `loaderkit index "
+        f"--lengths` with this pipeline once; it takes all samples through the stages before `{stage.kind}` and keeps their "
         "lengths"
     )
 
@@ -84,17 +91,7 @@ def packed_order(
         return None
     args = stage.args
     assert isinstance(args, PackArgs)
-    if num_positions >= UNKNOWN:
-        raise ConfigError(
-            f"stages.{stage.name}: packing is planned by epochs, and this mixture has no end: use another `stop` than "
-            "never, or `epochs` for its sources"
-        )
-    if lengths is None:
-        lengths = known_lengths(config, source)
-    if lengths is None:
-        lengths = length_index(config, source).load(len(source))
-    if lengths is None:
-        raise ConfigError(_unknown(stage))
+    lengths = planned_lengths(config, source, num_positions, lengths)
     _check_lengths(stage.name, args, source, lengths)
     return PackedOrder(
         order,
@@ -108,9 +105,30 @@ def packed_order(
     )
 
 
-def _check_lengths(name: str, args: PackArgs, source: Source, lengths: NDArray[np.int64]) -> None:
+def planned_lengths(
+    config: PipelineConfig, source: Source, num_positions: int, lengths: NDArray[np.int64] | None
+) -> NDArray[np.int64]:
+    """The lengths of all samples, `lengths` if they were loaded before, for a plan of epochs of `num_positions`: int64
+    [samples]. Raises ConfigError if they are not known, or epochs have no end."""
+    stage = planned_stage(config)
+    assert stage is not None
+    if num_positions >= UNKNOWN:
+        raise ConfigError(
+            f"stages.{stage.name}: it is planned by epochs, and this mixture has no end: use another `stop` than never, or "
+            "`epochs` for its sources"
+        )
+    if lengths is None:
+        lengths = known_lengths(config, source)
+    if lengths is None:
+        lengths = length_index(config, source).load(len(source))
+    if lengths is None:
+        raise ConfigError(_unknown(stage))
     if not lengths.any():
-        raise ConfigError(f"stages.{name}: all {len(lengths)} documents are empty")
+        raise ConfigError(f"stages.{stage.name}: all {len(lengths)} samples are empty")
+    return lengths
+
+
+def _check_lengths(name: str, args: PackArgs, source: Source, lengths: NDArray[np.int64]) -> None:
     too_long = np.flatnonzero(lengths > args.length)
     if args.split == "never" and len(too_long):
         first = int(too_long[0])
@@ -122,18 +140,20 @@ def _check_lengths(name: str, args: PackArgs, source: Source, lengths: NDArray[n
 
 
 def known_lengths(config: PipelineConfig, source: Source) -> NDArray[np.int64] | None:
-    """The lengths of the documents where the source knows them, as nothing but `read` comes before `pack`; else None."""
-    stage = pack_stage(config)
+    """The lengths of the samples where the source knows them, as nothing but `read` comes before the stage that is planned by
+    them; else None."""
+    stage = planned_stage(config)
     if stage is None or config.stages.index(stage) != 1:
         return None
-    assert isinstance(stage.args, PackArgs)
+    assert isinstance(stage.args, (PackArgs, BatchArgs))
+    field = stage.args.field
     if isinstance(source, MixtureSource):
         if config.mixture is None or any(member.stages for member in config.mixture.members):
             return None
-        lengths = [_lengths_in(part, stage.args.field) for part in source.parts]
+        lengths = [_lengths_in(part, field) for part in source.parts]
         known = [one for one in lengths if one is not None]
         return np.concatenate(known) if len(known) == len(lengths) else None
-    return _lengths_in(source, stage.args.field)
+    return _lengths_in(source, field)
 
 
 def _lengths_in(source: Source, field: str | None) -> NDArray[np.int64] | None:
@@ -147,10 +167,10 @@ def _lengths_in(source: Source, field: str | None) -> NDArray[np.int64] | None:
 
 
 def length_index(config: PipelineConfig, source: Source) -> LengthIndex:
-    """Where the lengths of these documents are kept."""
-    stage = pack_stage(config)
+    """Where the lengths of these samples are kept."""
+    stage = planned_stage(config)
     assert stage is not None
-    assert isinstance(stage.args, PackArgs)
+    assert isinstance(stage.args, (PackArgs, BatchArgs))
     parts: list[Any] = [config.source_kind, len(source), source.fingerprint(), stage.args.field, config.order.seed]
     parts.append(config.source.model_dump(mode="python", include={"fields", "label", "field"}, exclude_none=True))
     if config.mixture is not None:
@@ -172,8 +192,8 @@ def _name_of(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------------- measuring
 
 
-def measure_lengths(plan: ExecutionPlan, field: str) -> Iterator[NDArray[np.int64]]:
-    """Run all samples of a plan, whose stages are those before `pack` and `batch`, and yield their lengths in canonical order,
+def measure_lengths(plan: ExecutionPlan, stage: StageConfig) -> Iterator[NDArray[np.int64]]:
+    """Run all samples of a plan, whose stages are those before `stage` and `batch`, and yield their lengths in canonical order,
     some at a time: 0 for those that are dropped, and, unless `on_bad_sample` is raise, for bad ones, which are warned about.
     Raises StageError."""
     begins = range(0, len(plan.source), _CHUNK)
@@ -181,16 +201,16 @@ def measure_lengths(plan: ExecutionPlan, field: str) -> Iterator[NDArray[np.int6
     try:
         with ThreadPoolExecutor(num_cpus(), thread_name_prefix="loaderkit-lengths") as pool:
             try:
-                yield from pool.map(partial(_lengths_from, plan, stages, field), begins)
+                yield from pool.map(partial(_lengths_from, plan, stages, stage), begins)
             finally:
                 pool.shutdown(cancel_futures=True)  # an error is not to wait for all the others
     finally:
-        for stage in plan.compiled.stages:
-            if stage.close is not None:
-                stage.close()
+        for one in plan.compiled.stages:
+            if one.close is not None:
+                one.close()
 
 
-def _lengths_from(plan: ExecutionPlan, stages: list[Any], field: str, begin: int) -> NDArray[np.int64]:
+def _lengths_from(plan: ExecutionPlan, stages: list[Any], wanted: StageConfig, begin: int) -> NDArray[np.int64]:
     indices = np.arange(begin, min(begin + _CHUNK, len(plan.source)), dtype=np.int64)
     work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices)
     chunk = SampleChunk(work_item, 0, len(indices), indices)
@@ -203,28 +223,27 @@ def _lengths_from(plan: ExecutionPlan, stages: list[Any], field: str, begin: int
     lengths = np.zeros(len(indices), np.int64)
     for row, sample in enumerate(chunk.samples):
         if sample is not None:
-            lengths[row] = _length_of(sample, field, plan.source.key(int(indices[row])))
+            lengths[row] = _length_of(sample, wanted, plan.source.key(int(indices[row])))
     return lengths
 
 
-def _length_of(sample: dict[str, Any], field: str, key: str) -> int:
+def _length_of(sample: dict[str, Any], stage: StageConfig, key: str) -> int:
+    assert isinstance(stage.args, (PackArgs, BatchArgs))
+    field, where = stage.args.field, f"{stage.kind}: sample {key!r}"
     if field not in sample:
         raise StageError(
-            f"pack: sample {key!r} has no field {field!r}, but {', '.join(sample)}: name the tokens' field in `field`",
-            stage="pack",
+            f"{where} has no field {field!r}, but {', '.join(sample)}: name that with the tokens in `field`",
+            stage=stage.name,
             key=key,
         )
     try:
-        values = as_tensor(sample[field])
+        shape = as_tensor(sample[field]).shape
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise StageError(
-            f"pack: sample {key!r}: its field {field!r} is no tensor: {error}", stage="pack", key=key
-        ) from error
-    if values.ndim != 1:
-        raise StageError(
-            f"pack: sample {key!r}: its field {field!r} is {list(values.shape)}, not [n]", stage="pack", key=key
-        )
-    return len(values)
+        raise StageError(f"{where}: its field {field!r} is no tensor: {error}", stage=stage.name, key=key) from error
+    if len(shape) != 1 and (stage.kind == "pack" or not shape):
+        wanted = "[n]" if stage.kind == "pack" else "[n, ...]"
+        raise StageError(f"{where}: its field {field!r} is {list(shape)}, not {wanted}", stage=stage.name, key=key)
+    return int(shape[0])
 
 
 # ---------------------------------------------------------------------------------------------------- the sequences' work

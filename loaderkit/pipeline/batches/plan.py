@@ -41,10 +41,12 @@ class BatchPlan:
         make_chunk: MakeChunk = SampleChunk,
         make_single: MakeChunk = SampleChunk,
         sources_of: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
+        batch_size: int,
     ) -> None:
         """`find_specs` gives the fields of a batch: see `specs_of_first`. `whole_chunks`: a batch is one chunk. `begin_pass`
         begins to read, from (epoch, position, step) on, a source whose items come in order only. `make_single` makes the chunk
-        of one sample of the source. `sources_of` gives the mixed source of every sample: a chunk is to have few."""
+        of one sample of the source. `sources_of` gives the mixed source of every sample: a chunk is to have few. `batch_size`:
+        the samples of a batch, about the mean of unequal ones."""
         self._cursor = cursor
         self.memory = memory
         self._assembler = assembler
@@ -55,6 +57,7 @@ class BatchPlan:
         self._make_chunk = make_chunk
         self.make_single = make_single
         self._sources_of = sources_of
+        self._batch_size = batch_size
         self._begin = (0, 0)  # where the cursor was put last
         self._pass: Pass | None = None  # that of the newest batch
         self._previewed: Pass | None = None  # that whose first items have shown what a batch holds
@@ -66,7 +69,7 @@ class BatchPlan:
 
     @property
     def batch_size(self) -> int:
-        return self.memory.batch_size
+        return self._batch_size
 
     @property
     def next_position(self) -> tuple[int, int]:

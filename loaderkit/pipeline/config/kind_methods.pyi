@@ -587,20 +587,32 @@ class KindMethods:
 
     def batch(
         self,
-        size: int,
+        size: int | None = None,
         drop_last: bool = False,
         ragged: Mapping[str, Literal["list", "pad"]] = ...,
         pad_value: float = 0,
+        tokens: int | None = None,
+        window: int = 20000,
+        cost: Literal["attention", "none"] = "attention",
+        field: str = "tokens",
         *,
         name: str | None = None,
         workers: int | Literal["auto"] = "auto",
     ) -> Self:
-        """Gather samples into batches.
+        """Gather samples into batches, of `size` samples or of `tokens` tokens.
 
-        size: samples per batch
-        drop_last: drop samples that do not fill a batch on every rank
+        size: samples per batch; or give `tokens`
+        drop_last: drop samples that do not fill a batch on every rank; with `tokens`, batches
         ragged: fields whose tensors differ in shape: delivered as a list, or padded to the largest
         pad_value: the value of the padding
+        tokens: per batch, at most: of a padded `field` the longest sample times the number of samples, of a
+            list the sum; behind `pack`, whose sequences are all of one length, their number is `tokens` /
+            `length`, rounded down
+        window: samples, consecutive in the order, that are batched by length; 0: in order, without regard
+            to it
+        cost: neighbouring batches, and so the ranks of a step, have about the same sum of squares of
+            lengths; none: a random order
+        field: that of which `tokens` are counted: its first dimension
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """

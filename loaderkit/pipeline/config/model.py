@@ -22,6 +22,7 @@ from loaderkit.sources.base import SourceKind
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.call import FilterArgs
+from loaderkit.stages.sequence.pack import PackArgs
 
 
 class BlockArgs(Model):
@@ -156,6 +157,14 @@ class PipelineConfig:
         args = self.stage("batch").args
         assert isinstance(args, BatchArgs)
         return args
+
+    @property
+    def batch_size(self) -> int | None:
+        """The samples of a batch, or sequences of `pack`; None: it has as many as its `tokens` allow."""
+        if self.batch.tokens is None:
+            return self.batch.size
+        lengths = [stage.args.length for stage in self.stages if isinstance(stage.args, PackArgs)]
+        return self.batch.tokens // lengths[0] if lengths else None
 
     @property
     def executor_with_workers(self) -> Literal["thread", "process"]:

@@ -11,6 +11,7 @@ from loaderkit.pipeline.config.model import ErrorsArgs, OrderArgs, PrefetchArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.sources.base import SourceKind
 from loaderkit.stages.base import AddError, StageConfig
+from loaderkit.stages.batch import BatchArgs
 
 
 def check_structure(
@@ -92,6 +93,13 @@ def _check_one(
                 number,
                 f"`{stage.kind}` plans by the lengths of all documents, and of an iterable they show only when it is read: use "
                 "another kind of source",
+            )
+        if isinstance(stage.args, BatchArgs) and stage.args.tokens is not None and source_kind.is_stream:
+            add_error(
+                number,
+                "batches of `tokens` are planned by the lengths of all samples, and of an iterable they show only when it is "
+                "read: use `size`, or another kind of source",
+                "tokens",
             )
         if prefetch is not None and prefetch.executor == "thread" and getattr(stage.args, "seeded", False):
             add_error(

@@ -223,7 +223,7 @@ def test_what_cannot_be_packed_is_refused(path: Path, tmp_path: Path, capsys: py
     plain.write_text(f"source: {{kind: tokens, url: {path}}}\nstages:\n  - read\n  - batch: {{size: 1}}\n")
     assert main(["index", "--lengths", str(plain)]) == 2
     assert main(["index"]) == 2
-    assert "there is no `pack`" in capsys.readouterr().err
+    assert "there is neither `pack` nor `tokens`" in capsys.readouterr().err
     pipeline = tmp_path / "p.yaml"
     pipeline.write_text(yaml_of(path, function="test_pack_sequences:same", field="words"))
     assert main(["index", "--lengths", str(pipeline)]) == 1

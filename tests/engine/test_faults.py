@@ -306,7 +306,7 @@ class TestCtrlC:
                 ("volumes", 8),
                 ("restore", 8),
                 ("process", 120),
-                ("death", 40),
+                ("death", 100),
             ),
             *(
                 pytest.param(life, 1, marks=pytest.mark.prove)

@@ -74,6 +74,7 @@ def cases(draw: st.DrawFn) -> Case:
         shuffle=draw(st.sampled_from(["global", "global", "none"])),
         drop_last=draw(st.booleans()),
         executor=draw(st.sampled_from(["inline"] * 7 + ["thread"])),
+        by=draw(st.sampled_from(["sample", "tokens"] if packing != "none" else ["sample"])),
     )
 
 
@@ -116,6 +117,7 @@ KINDS = {
     "samples, skip": {"packing": "none", "policy": "skip"},
     "samples, replace": {"packing": "none", "policy": "replace"},
     "packed": {"packing": "direct", "policy": "raise"},
+    "packed, by tokens": {"packing": "direct", "policy": "raise", "by": "tokens"},
     "packed, skip": {"packing": "copied", "policy": "skip"},
     "packed, replace": {"packing": "copied", "policy": "replace"},
 }

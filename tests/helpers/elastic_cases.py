@@ -79,6 +79,7 @@ class Case:
     shuffle: str = "global"
     drop_last: bool = False
     executor: str = "inline"
+    by: Literal["sample", "tokens"] = "sample"
 
     def pipeline(self, folder: Path, batch_size: int, *, all_good: bool = False) -> dict[str, Any]:
         names = [f"s{number}" for number in range(len(self.sizes))]
@@ -103,7 +104,7 @@ class Case:
             stages.append({"pack": {"length": LENGTH, "window": self.window}})
         return {
             "sources": sources,
-            "mix": {"stop": self.stop, "changes": changes},
+            "mix": {"by": self.by, "stop": self.stop, "changes": changes},
             "order": {"shuffle": self.shuffle, "seed": SEED},
             "errors": {"on_bad_sample": self.policy},
             "stages": [*stages, {"batch": {"size": batch_size, "drop_last": self.drop_last}}],

@@ -5,7 +5,8 @@ one process: a round is so many short turns of each, as other programs come and 
 rounds, and its upper 95 % confidence limit. Two works: pictures from
 files to 224 (of `profiles.peers`' data, or loaderkit's demo pictures), and one-element tensors of a data set. And the same of a
 loop that trains a small network on the pictures, within `loader.profile()` against the same loop without it; and by itself: how
-long the calls take that the profiler adds to a loop, in shares of 60 such steps.
+long the calls take that the profiler adds to a loop, in shares of 60 such steps. And both works of three sources, counted by
+source and not.
 """
 
 from __future__ import annotations
@@ -42,6 +43,16 @@ class Silent(WorkerClock):
         pass
 
 
+class Uncounted:
+    """Tells the source of each sample, which batches have, and counts nothing."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def count(self, work_item: Any, kept: Any) -> Any:
+        return self._source.numbers_of(work_item.indices)
+
+
 class Numbers:
     def __len__(self) -> int:
         return 10**5
@@ -50,18 +61,29 @@ class Numbers:
         return torch.tensor([index])
 
 
-def pictures() -> Pipeline:
+def photos_of_peers() -> Pipeline:
     photos = default_cache_dir() / "peers" / "photos"
     if not photos.is_dir():
         photos = demo_data(default_cache_dir() / "demo", 2000)
-    source = Pipeline.files(photos, include="**/*.jpg", label="parent")
+    return Pipeline.files(photos, include="**/*.jpg", label="parent")
+
+
+def shrunk(source: Pipeline) -> Pipeline:
     return (
         source.read().decode().random_resized_crop(224).random_horizontal_flip().batch(64, drop_last=True).normalize()
     )
 
 
+def pictures() -> Pipeline:
+    return shrunk(photos_of_peers())
+
+
+def numbers() -> Pipeline:
+    return Pipeline.dataset(Numbers(), fields=["x"])
+
+
 def tensors() -> Pipeline:
-    return Pipeline.dataset(Numbers(), fields=["x"]).read().batch(64, drop_last=True)
+    return numbers().read().batch(64, drop_last=True)
 
 
 def silenced(pipeline: Pipeline, overrides: dict[str, Any]) -> Any:
@@ -106,6 +128,25 @@ def worker_clocks(pipeline: Pipeline, stack: ExitStack, executor: str = "thread"
     overrides = {"prefetch.executor": executor, "prefetch.concurrency": 2}
     whole = stack.enter_context(loaderkit.build(pipeline, overrides=overrides))
     return {"with": endless(whole), "without": endless(stack.enter_context(silenced(pipeline, overrides)))}
+
+
+def mixed(source: Callable[[], Pipeline]) -> Pipeline:
+    """Three sources, each with all of the data."""
+    return Pipeline.mix({name: source() for name in ("web", "code", "books")}, {"web": 5, "code": 3, "books": 2})
+
+
+def by_source(pipeline: Pipeline, stack: ExitStack, executor: str = "thread") -> dict[str, Iterator[Any]]:
+    """Batches of several sources, counted by source and not."""
+    loops = {}
+    for name in ("with", "without"):
+        overrides = {"prefetch.executor": executor, "prefetch.concurrency": 2}
+        loader: Any = stack.enter_context(loaderkit.build(pipeline, overrides=overrides))
+        if name == "without":
+            next(iter(loader))
+            loader._executors.executor.plan._assembler._counter = Uncounted(loader._plan.source)
+            loader._sources.passed = lambda run, epoch, begin, end: None
+        loops[name] = endless(loader)
+    return loops
 
 
 def profiled(stack: ExitStack, *, trace: bool) -> dict[str, Iterator[Any]]:
@@ -164,6 +205,11 @@ WORKS: dict[str, tuple[Callable[[ExitStack], dict[str, Iterator[Any]]], float]] 
     "accounts, one-element tensors": (lambda stack: worker_clocks(tensors(), stack), 0.1),
     # In one thread nobody hands Python's lock back and forth, which costs threads more than all else, now more and now less.
     "accounts, one-element tensors, inline": (lambda stack: worker_clocks(tensors(), stack, "inline"), 0.1),
+    "by source, pictures": (lambda stack: by_source(shrunk(mixed(photos_of_peers)), stack), 0.4),
+    "by source, one-element tensors, inline": (
+        lambda stack: by_source(mixed(numbers).read().batch(64, drop_last=True), stack, "inline"),
+        0.1,
+    ),
     "profile, training": (lambda stack: profiled(stack, trace=False), 0.4),
     "profile with a trace, training": (lambda stack: profiled(stack, trace=True), 0.4),
 }

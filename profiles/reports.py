@@ -3,8 +3,9 @@
     python -m profiles.reports --images FOLDER      runs them: in FOLDER is train/, as `loaderkit demo` makes it
     python -m profiles.reports --render             only writes texts and the page's excerpts again, from the JSON
 
-In profiles/results/reports/: NAME.json, and NAME.txt, which is what the terminal shows. The store of `imagenet-s3` is SeaweedFS
-on this machine, with 20 ms more for every request; `database` is no shipped pipeline, but rows asked for one at a time.
+In profiles/results/reports/: NAME.json, and NAME.txt, which is what the terminal shows. The store of `imagenet-s3` is
+SeaweedFS on this machine, with 20 ms more for every request; `database` and `two-tables` are no shipped pipelines, but rows
+asked for one at a time.
 """
 
 from __future__ import annotations
@@ -50,11 +51,21 @@ class Run(NamedTuple):
     arguments: tuple[str, ...]
 
 
-_TABLE = """name: database
+# Pipelines that are not shipped.
+_OWN = {
+    "database": """name: database
 source: {kind: dataset, object: "profiles.reports:Table", args: {answer_s: 0.01}}
 stages: [read, {batch: {size: 32}}]
 prefetch: {concurrency: 2}
-"""
+""",
+    "two-tables": """name: two-tables
+sources:
+  - {name: web, kind: dataset, object: "profiles.reports:Table", args: {answer_s: 0.01}, weight: 0.3}
+  - {name: code, kind: dataset, object: "profiles.reports:Table", args: {answer_s: 0.0005}, weight: 0.7}
+stages: [read, {batch: {size: 32}}]
+prefetch: {concurrency: 2}
+""",
+}
 
 
 class Table:
@@ -78,6 +89,7 @@ RUNS = (
     Run("imagenet-dali", "imagenet-dali", False, ("--step-time", "40ms")),
     Run("imagenet-s3", "imagenet-s3", True, ("--step-time", "40ms")),
     Run("database", "database", False, ("--step-time", "40ms", "--what-if", "--verify")),
+    Run("two-tables", "two-tables", False, ("--step-time", "40ms")),
     Run("restore", "restore", False, ("--cold",)),
     Run("database-changed", "database", False, ("--step-time", "40ms", "--baseline", "database.json")),
 )
@@ -150,9 +162,9 @@ def make(images: Path, names: list[str]) -> None:
                 for setting in before.verdict.settings:
                     arguments += ["--set", f"{setting.key}={setting.value}"]
             pipeline = ROOT / "pipelines" / f"{run.pipeline}.yaml"
-            if run.pipeline == "database":
-                pipeline = work / "database.yaml"
-                pipeline.write_text(_TABLE)
+            if run.pipeline in _OWN:
+                pipeline = work / f"{run.pipeline}.yaml"
+                pipeline.write_text(_OWN[run.pipeline])
             command = [sys.executable, "-m", "loaderkit", "profile", str(pipeline)]
             print(run.name, *arguments, flush=True)
             subprocess.run(

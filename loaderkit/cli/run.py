@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -127,14 +127,18 @@ def _retry_quarantined(pipeline: Path, quarantine: Path, assignments: list[str] 
         console.tell_json({"pipeline": plan.config.name, **tried})
     else:
         for one in tried["bad"]:
-            console.tell(f"bad   {one['key']} (epoch {one['epoch']}): {one['error']}")
+            console.tell(f"bad   {_said(one)} (epoch {one['epoch']}): {one['error']}")
         for one in tried["good"]:
-            console.tell(f"good  {one['key']} (epoch {one['epoch']})")
+            console.tell(f"good  {_said(one)} (epoch {one['epoch']})")
         for one in tried["gone"]:
-            console.tell(f"gone  {one['key']}: the data set has it no more")
+            console.tell(f"gone  {_said(one)}: the data set has it no more")
         console.tell(", ".join(f"{len(some)} {state}" for state, some in tried.items()))
     if tried["bad"]:
         raise typer.Exit(1)
+
+
+def _said(one: Mapping[str, Any]) -> str:
+    return one["key"] if one["mixed"] is None else f"{one['mixed']}: {one['key']}"
 
 
 def plan_passes(plan: ExecutionPlan, loader: Loader, num_epochs: int) -> list[int]:

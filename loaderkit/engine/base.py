@@ -23,7 +23,7 @@ from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
 from loaderkit.engine.pools import Buffer, PoolPlan
 from loaderkit.engine.turn import Turn
-from loaderkit.engine.work import Chunk, Stage, WorkItem
+from loaderkit.engine.work import Chunk, SourceCounts, Stage, WorkItem
 from loaderkit.errors import ClosedError
 
 
@@ -94,6 +94,7 @@ class Engine(ABC):
         self.num_delivered = 0
         self.num_samples = 0
         self.num_dropped = 0
+        self.by_source = SourceCounts()
         self.first_wait_s: float | None = None
         self._cpu_watch = CpuWatch()
         self._num_entries = 0  # kept of each worker's trace; 0: no trace
@@ -184,8 +185,9 @@ class Engine(ABC):
             self.waits.handoffs.append(Handoff(begin, end, *batch, causes))
         if work_item.error is None and not work_item.is_end:
             self.num_delivered += not work_item.is_empty
-            self.num_samples += len(work_item) - work_item.num_dropped
+            self.num_samples += len(work_item) - work_item.num_dropped - work_item.num_skipped
             self.num_dropped += work_item.num_dropped
+            self.by_source = self.by_source.plus(work_item.by_source)
         work_item.last_chunk = None
         work_item.chunks = []
         return work_item
@@ -225,7 +227,10 @@ class Engine(ABC):
         now = now if at_s is None else min(now, at_s)
         for cause, seconds in self.open_wait(waiting_since_s, now).items():
             waits_s[cause] = waits_s.get(cause, 0.0) + seconds
-        rows = [StageStats(stage.name, 0, kind=stage.kind, in_turn=stage.in_turn) for stage in self.stages]
+        rows = [
+            StageStats(stage.name, 0, kind=stage.kind, in_turn=stage.in_turn, source=stage.source)
+            for stage in self.stages
+        ]
         for pool in self.pools:
             numbers = pool.plan.stages
             first, last = rows[numbers[0]], rows[numbers[-1]]
@@ -242,6 +247,7 @@ class Engine(ABC):
             num_batches=self.num_delivered,
             num_samples=self.num_samples,
             num_dropped=self.num_dropped,
+            by_source=self.by_source,
             waits_s=waits_s,
             stages=rows,
             num_ready=self.num_ready,

@@ -7,11 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Literal
+from operator import add
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 _ALIGNMENT = 64
+
+
+class SourceCounts(NamedTuple):
+    """What a work item holds of each mixed source, in their order; () stands for zeros."""
+
+    samples: tuple[int, ...] = ()  # that the loop gets; with `pack` documents
+    tokens: tuple[int, ...] = ()  # of those, if they are known
+    dropped: tuple[int, ...] = ()  # left out by `filter`
+    skipped: tuple[int, ...] = ()  # left out as they were bad
+    replaced: tuple[int, ...] = ()  # bad, and another one stands in their slot
+
+    def plus(self, other: SourceCounts | None) -> SourceCounts:
+        """The counts of both; 1 us where all samples of `other` are given."""
+        if other is None:
+            return self
+        if self.samples and other.samples and not any(other[1:]):
+            return SourceCounts(tuple(map(add, self.samples, other.samples)), *self[1:])
+        both = zip(self, other, strict=True)
+        return SourceCounts(*(tuple(map(add, one, more)) if one and more else one or more for one, more in both))
+
+    def minus(self, earlier: SourceCounts) -> SourceCounts:
+        """The rise since earlier ones."""
+        return self.plus(SourceCounts(*(tuple(-number for number in numbers) for numbers in earlier)))
 
 
 class WorkItem:
@@ -38,6 +62,8 @@ class WorkItem:
     )
     failures: Sequence[Any] = ()  # of items that the plan tolerates; each has an `error`
     num_dropped: int = 0  # of its items, those that a stage left out
+    num_skipped: int = 0  # of its items, those that are left out since they failed
+    by_source: SourceCounts | None = None  # of an item of mixed sources
     is_empty: bool = False  # nothing is left of it, so the loop does not get it
     is_end: bool = False  # empty, as the epoch has ended
     source_state: Any = None  # the source's own state behind it
@@ -133,6 +159,7 @@ class Stage:
     waits_for: Callable[[int], str | None] = lambda thread_id: None
     """What that thread waits for in code that nothing can end, so that a close does not wait for it long; for messages."""
     finishes: bool = False  # `Plan.finish` completes its work, and counts as its time
+    source: str = ""  # the mixed source that it is for alone
     in_turn: bool = False
     """Of the first stage: one worker at a time runs it, in the order of the chunks; waiting for that is not its time."""
     part: Callable[[Any], Chunk | None] | None = None

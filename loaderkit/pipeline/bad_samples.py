@@ -10,6 +10,7 @@ import io
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,6 @@ from loaderkit.pipeline.config.model import ErrorsArgs
 from loaderkit.pipeline.engine_factory import make_batch_plan
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.sources.base import Source
-from loaderkit.sources.mixture import MixtureSource
 from loaderkit.stages.base import BatchWork
 
 _BLOCK = 65_536  # keys looked through at a time
@@ -40,8 +40,7 @@ class BadSamples:
         self._source = source
         self._epoch = -1
         self._seen: set[int] = set()
-        parts = source.parts if isinstance(source, MixtureSource) else ()
-        self.by_source = {part.name: 0 for part in parts}  # how many so far
+        self._by_source: tuple[int, dict[str, int]] = (-1, {})  # a run, and how many of it
         self._file: io.FileIO | None = None
         path = self._errors.quarantine
         if path is not None:
@@ -50,7 +49,12 @@ class BadSamples:
             if os.path.isdir(path) or not os.path.isdir(folder) or not is_writable:
                 raise ConfigError(f"errors.quarantine: {path} cannot be written: make its folder, or name another file")
 
-    def note(self, work_item: Delivery) -> None:
+    def by_source(self, run: int) -> Mapping[str, int]:
+        """How many samples of each mixed source were bad in a run so far; from any thread."""
+        counted_run, counts = self._by_source
+        return counts if counted_run == run else {}
+
+    def note(self, work_item: Delivery, run: int = 0) -> None:
         """Record new bad samples; raise TooManyBadSamplesError when there are more than allowed."""
         if work_item.epoch != self._epoch:
             self._epoch, self._seen = work_item.epoch, set()
@@ -62,7 +66,8 @@ class BadSamples:
             error = failure.error
             name = None if self._source is None else self._source.source_name(sample)
             if name is not None:
-                self.by_source = {**self.by_source, name: self.by_source[name] + 1}  # another thread may read it
+                counts = self.by_source(run)
+                self._by_source = run, {**counts, name: counts.get(name, 0) + 1}  # another thread may read it
             self._write(
                 {
                     "key": error.key,
@@ -77,7 +82,7 @@ class BadSamples:
             if self._errors.on_bad_sample != "raise" and len(self._seen) > self._errors.max_bad_samples:
                 raise TooManyBadSamplesError(
                     f"more than errors.max_bad_samples = {self._errors.max_bad_samples} samples of epoch {work_item.epoch} "
-                    f"were bad; the last: {error}",
+                    f"were bad{self._said_by_source()}; the last: {error}",
                     stage=error.stage,
                     key=error.key,
                     origin=error.origin,
@@ -86,6 +91,11 @@ class BadSamples:
                 ) from error
             if self._errors.on_bad_sample != "raise":
                 logger.warning("bad sample (%s): %s", self._errors.on_bad_sample, error)
+
+    def _said_by_source(self) -> str:
+        names = [] if self._source is None else [self._source.source_name(sample) for sample in self._seen]
+        counts = Counter(name for name in names if name is not None)
+        return f" ({', '.join(f'{count} of {name}' for name, count in counts.most_common())})" if counts else ""
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._errors.quarantine is None:

@@ -26,6 +26,7 @@ from loaderkit.pipeline.batches.packing import document_chunk, packed_chunk
 from loaderkit.pipeline.batches.plan import BatchPlan, MakeChunk
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.sampling.shard import Shard
+from loaderkit.sampling.token_mixture import TokenMixture
 from loaderkit.sources.base import Source
 from loaderkit.sources.iterable import IterableSource, Pass
 from loaderkit.sources.mixture import MixtureSource
@@ -151,7 +152,13 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
             mean_samples=mean_samples,
             num_tokens=None if batching is None else batch.tokens,
         ),
-        BatchAssembler(plan.source, shape, None if early is None else early.run, packing=packing),
+        BatchAssembler(
+            plan.source,
+            shape,
+            None if early is None else early.run,
+            packing=packing,
+            lengths_of=plan.mixture.lengths_of if isinstance(plan.mixture, TokenMixture) else None,
+        ),
         key=plan.source.key,
         find_specs=_find_specs(plan, make_single),
         make_chunk=make_chunk,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import threading
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,7 @@ class ExecutorLifecycle:
         self.steps: StepLog | None = None  # of the running profile
         self._series = Series()
         self._next_position: tuple[int, int] | None = None  # (epoch, position) of the executor's next batch
-        self._run = 0  # executors that have ended
+        self.run = 0  # executors that have ended
         self._last_stats: Stats | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._stopping = threading.Lock()
@@ -78,7 +77,7 @@ class ExecutorLifecycle:
         """A monitor of a running executor. It must not refer to this object, which would never be collected then."""
         if self.plan.executor == "inline":
             return None
-        settings, run = self.settings, self._run
+        settings, run = self.settings, self.run
         return Monitor(lambda: executor.stats(settings.tuning, run), self._series, settings.tune)
 
     def stop(self, join_s: float = 10.0) -> None:
@@ -97,24 +96,22 @@ class ExecutorLifecycle:
             with self._stopping:
                 if self.executor is executor:
                     self.executor = self.monitor = None
-                    self._run += 1
+                    self.run += 1
         finalizer = self._finalizer
         if finalizer is not None:
             finalizer.detach()
             self._finalizer = None
 
-    def stats(self, num_bad: Mapping[str, int] | None = None) -> Stats:
-        """The counters up to now, of the running executor or of the last one; `num_bad` are those of bad samples."""
+    def stats(self) -> Stats:
+        """The counters up to now, of the running executor or of the last one."""
         executor, monitor = self.executor, self.monitor
         tuning, stream = self.settings.tuning, self.plan.compiled.context.stream
         if executor is not None:
-            now = executor.stats(tuning, self._run)
+            now = executor.stats(tuning, self.run)
         else:
-            now = self._last_stats or make_executor(self.plan, self._clock).stats(tuning, self._run)
+            now = self._last_stats or make_executor(self.plan, self._clock).stats(tuning, self.run)
         if monitor is not None:
             now = replace(now, lateness=monitor.lateness.copy())
-        if num_bad:
-            now = replace(now, num_bad=dict(num_bad))
         return now if stream is None else replace(now, copies=stream.counters())
 
     def series(self) -> list[dict[str, Any]]:

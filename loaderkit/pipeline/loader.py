@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from loaderkit.connectors.base import Connector
@@ -24,6 +23,7 @@ from loaderkit.pipeline.empty_batches import EmptyBatches
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
 from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle
 from loaderkit.pipeline.ranks.place import given_place, other_ranks, ranks_now
+from loaderkit.pipeline.source_accounts import SourceAccounts
 from loaderkit.sampling.mix_rules import with_later_changes
 from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.state import State
@@ -89,6 +89,7 @@ class Loader:
         self._next = (0, 0)  # (epoch, position) where the next iteration begins
         self._iteration = 0
         self._bad_samples = BadSamples(plan.noted_errors, plan.source)
+        self._sources = SourceAccounts(plan, self._bad_samples)
         self._empty_batches = EmptyBatches(plan.config, plan.schedule)
         self._executors = ExecutorLifecycle(plan, clock)
 
@@ -186,7 +187,7 @@ class Loader:
         executor = executors.at(self._epoch, self._position)
         try:
             delivery = executor.next()
-            self._bad_samples.note(delivery)
+            self._bad_samples.note(delivery, executors.run)
             if delivery.error is not None:
                 raise delivery.error
             batch = _END if delivery.is_end else None
@@ -203,6 +204,7 @@ class Loader:
         if batch is _END:
             self._position = self._plan.schedule.of_epoch(self._epoch).num_samples
             return batch
+        self._sources.passed(executors.run, self._epoch, self._position, delivery.end)
         self._position = delivery.end
         if isinstance(self._plan.source, IterableSource):
             self._plan.source.saved = delivery.source_state
@@ -364,7 +366,7 @@ class Loader:
 
     def stats(self, since: Stats | None = None) -> Stats:
         """The counters up to now, with open intervals; with `since`, their rise after that moment."""
-        now = self._executors.stats(self._bad_samples.by_source)
+        now = self._sources.added_to(self._executors.stats(), self._epoch, self._position)
         return now if since is None else now.since(since)
 
     def series(self) -> list[dict[str, Any]]:
@@ -443,7 +445,5 @@ class Loader:
         self._executors.check_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

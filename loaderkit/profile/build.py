@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any
@@ -36,6 +36,7 @@ from loaderkit.profile.report_parts import (
     SaveRow,
     SlowItem,
     SlowTime,
+    SourceRow,
     StageRow,
     StallPart,
     Step,
@@ -113,6 +114,7 @@ def make_report(facts: ReportFacts) -> Report:
         throughput=values["throughput"],
         steps=steps_of(log, waited_s),
         stages=stage_rows(passed, series),
+        sources=[SourceRow(**asdict(row)) for row in passed.source_rows()],
         slowest=slowest_items(passed, facts.source, log.begin_s),
         first_batch=first_batch(facts),
         utilisation=utilisation(log),
@@ -313,6 +315,7 @@ def slowest_items(passed: Stats, source: Source, begin_s: float) -> list[SlowIte
                 usual_s=usual_s,
                 key=source.key(slow.sample),
                 origin=source.origin(slow.sample),
+                source=source.source_name(slow.sample),
                 num_together=slow.num_together,
                 epoch=slow.epoch,
                 at_s=slow.at_s - begin_s,

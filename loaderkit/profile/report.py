@@ -20,6 +20,7 @@ from loaderkit.profile.report_parts import (
     RestoreVerdict,
     SaveRow,
     SlowItem,
+    SourceRow,
     StageRow,
     StageTime,
     StallPart,
@@ -79,6 +80,7 @@ class Report(_Document):
     throughput: dict[str, float] = Field(description="samples_per_s, bytes_per_s")
     steps: Steps
     stages: list[StageRow]
+    sources: list[SourceRow] = Field([], description="of several sources, in their order")
     slowest: list[SlowItem] = Field(description="at most ten, the slowest first")
     first_batch: FirstBatch | None = Field(description="null: batches had come before the report began")
     utilisation: Utilisation | None

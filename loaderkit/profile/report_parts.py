@@ -47,6 +47,11 @@ class VerdictPart(Part):
     confidence: float = Field(description="from 0 to 1")
     evidence: str
     change: str = Field(description="what to do, in words")
+    source: str | None = Field(
+        None,
+        description="begins with the name of the one of several sources that alone holds the loop up, and says how that is "
+        "seen; null: none does",
+    )
     settings: list[Setting] = Field([], description="the same as values to set; empty where it is nothing to be set")
     check: CausalCheck | None = None
 
@@ -112,6 +117,37 @@ class StageRow(Part):
     )
 
 
+class SourceRow(Part):
+    """One of several sources. Seconds are summed over workers, in `read` and in the stages that are the source's own; the time
+    in common stages is not told apart by source. What was read ahead counts in num_items, num_bytes and the seconds."""
+
+    name: str
+    weight: float = Field(description="its share as planned, over the positions of these batches")
+    share: float = Field(description="of what the loop got")
+    share_of: Literal["samples", "tokens"] = Field(description="what share and weight are of")
+    num_samples: int = Field(
+        description="that the loop got; with `pack` documents, and one that is cut counts where it begins"
+    )
+    num_tokens: int | None = Field(description="of those; null: not known")
+    samples_per_s: float
+    num_items: int = Field(description="samples that were read")
+    num_bytes: int = Field(description="of those")
+    bytes_per_s: float
+    read_s: float
+    stages_s: float = Field(description="in its own stages behind `read`")
+    cpu_s: float = Field(description="of both, on a CPU")
+    delayed_s: float = Field(description="of both, ready to run while no CPU was free")
+    waiting_s: float = Field(description="the rest of both: for a store, a device, a lock or the GIL")
+    stall_s: float = Field(description="the loop waited for `read` and those stages")
+    stall_percent: float = Field(description="of the time")
+    num_bad: int = Field(description="bad samples, each counted once an epoch")
+    num_dropped: int = Field(description="samples that `filter` left out")
+    num_skipped: int = Field(description="samples left out as they were bad")
+    num_replaced: int = Field(description="bad samples in whose slots others stand")
+    num_passes: float = Field(description="over its samples since epoch 0, of all ranks together; with `pack` about")
+    is_used_up: bool = Field(description="no more of its samples come in this epoch")
+
+
 class SlowItem(Part):
     """One of the slowest samples."""
 
@@ -120,6 +156,7 @@ class SlowItem(Part):
     usual_s: float | None = Field(description="what a sample takes there, in the median")
     key: str = Field(description="of the sample; of the first, where several were done as one")
     origin: str = Field(description="the object it lies in")
+    source: str | None = Field(None, description="the one of several sources that it is of")
     num_together: int = Field(description="samples that were processed as one; which of them was slow is not known")
     epoch: int
     at_s: float = Field(description="when it was done, since the report begins")

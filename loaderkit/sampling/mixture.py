@@ -57,6 +57,15 @@ class Mixture:
             counts[source] += number
         return counts
 
+    def places(self, epoch: int, position: int) -> list[int]:
+        """The place of every source in its own sequence, from epoch 0 on, before a position of an epoch."""
+        counts = self.counts(min(position, self.num_samples))
+        return [epoch * total + count for total, count in zip(self.totals, counts, strict=True)]
+
+    def course(self, epoch: int, position: int) -> list[Segment]:
+        """The segments of an epoch that begin before a position."""
+        return [segment for segment in self.segments if segment.begin < position]
+
     def spans(self, name: str, epoch: int) -> list[tuple[int, int]]:
         """The parts [begin, end) of an epoch in which a source has samples; of every epoch the same."""
         number = [source.name for source in self.sources].index(name)
@@ -140,6 +149,11 @@ class SourceOrders:
         own = _of_passes(self._orders[source], passes, inside)
         indices: Int64 = passes % self._most_passes * self._total + self._firsts[source] + own
         return indices
+
+    def sources_of(self, indices: Int64) -> Int64:
+        """The sources of some samples: int64 [n]."""
+        numbers: Int64 = np.searchsorted(self._firsts, indices % self._total, side="right") - 1
+        return numbers
 
 
 class MixedOrder:

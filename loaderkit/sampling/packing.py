@@ -135,6 +135,19 @@ class PackedOrder:
         counts = np.concatenate([np.diff(part.bounds) for part in parts])
         return Pieces(samples, firsts, lengths, places, np.concatenate(([0], np.cumsum(counts))))
 
+    def num_before(self, epoch: int, sequence: int) -> tuple[int, int]:
+        """Of the samples of an epoch, how many are in the spans before that of a sequence, so that all their sequences come
+        before it; and about how many come before it, as those of its own span lie anywhere in it."""
+        starts = self._starts_of(epoch)
+        number = int(np.searchsorted(starts, sequence, side="right")) - 1
+        begin = min(number * self._span, num_positions := self.num_positions(epoch))
+        if number + 1 == len(starts):
+            return begin, begin
+        end = min(begin + self._span, num_positions)
+        return begin, begin + (end - begin) * (sequence - int(starts[number])) // int(
+            starts[number + 1] - starts[number]
+        )
+
     def lengths_of(self, samples: Int64) -> Int64:
         """The lengths of some samples: int64 [n]."""
         lengths: Int64 = self._lengths[samples % len(self._lengths)]

@@ -234,6 +234,28 @@ class TokenMixture:
         self._end_of(epoch)
         return [(one.begin, one.end) for one in self._course(epoch).segments if number in one.sources]
 
+    def places(self, epoch: int, position: int) -> list[int]:
+        """The place of every source in its own sequence, from epoch 0 on, before a position of an epoch."""
+        number, inside = divmod(position, _BLOCK)
+        with self._lock:
+            course = self._course(epoch)
+            if not position:
+                return [int(place) for place in course.begin]
+            if course.end is not None and position >= course.end.position:
+                return [int(place) for place in course.end.places]
+            block = self._block(epoch, number)[:inside]
+            counts = np.bincount(self._orders.sources_of(block), minlength=len(self.sources))
+            return [int(place) for place in course.stands[number].places + counts]
+
+    def course(self, epoch: int, position: int) -> list[Segment]:
+        """The segments of an epoch that begin before a position."""
+        with self._lock:
+            course = self._course(epoch)
+            while course.end is None and course.stands[-1].position < position:
+                course.next_block(self)
+            last = course.stands[-1].segment if course.end is None else None
+            return [one for one in [*course.segments, *([last] if last else [])] if one.begin < position]
+
     def explained(self) -> list[Mapping[str, object]]:
         """The course of the first epoch, segment by segment, see `explained`. An epoch that has no end is walked up to its
         last change of weights."""
@@ -266,7 +288,12 @@ class TokenMixture:
     def samples_at(self, source: int, places: Int64) -> tuple[Int64, Int64]:
         """The indices and lengths of a source's samples at places of its own sequence: int64 [n] each."""
         indices = self._orders.indices(source, places)
-        return indices, self._lengths[indices % len(self._lengths)]
+        return indices, self.lengths_of(indices)
+
+    def lengths_of(self, indices: Int64) -> Int64:
+        """The tokens of some samples: int64 [n]."""
+        lengths: Int64 = self._lengths[indices % len(self._lengths)]
+        return lengths
 
     # ------------------------------------------------------------------------------------------------------ the plan
 

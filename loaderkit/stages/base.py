@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from loaderkit._internal.config.settings import Model, as_tuple
-from loaderkit.engine.work import Chunk, Stage, WorkItem
+from loaderkit.engine.work import Chunk, SourceCounts, Stage, WorkItem
 from loaderkit.errors import StageError
 from loaderkit.sources.base import Sample
 from loaderkit.stages.slots import Slots, TakeBytes
@@ -217,12 +217,14 @@ class BatchWork(WorkItem):
     """A batch being filled. Each slot is written by exactly one chunk."""
 
     __slots__ = (
+        "by_source",
         "dropped",
         "failures",
         "fields",
         "indices",
         "is_empty",
         "is_end",
+        "num_skipped",
         "positions",
         "source_state",
         "specs",
@@ -257,6 +259,8 @@ class BatchWork(WorkItem):
         self.failures = []
         self.dropped: list[int] = []  # the slots of samples that `filter` left out
         self.is_empty = self.is_end = False
+        self.num_skipped = 0
+        self.by_source: SourceCounts | None = None
         self.stream: Pass | Preview | None = None  # what its items come from, if they come in order only
         self.source_state: Any = None
 

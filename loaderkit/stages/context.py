@@ -108,8 +108,8 @@ class CompileContext:
             run(chunk)
 
     def run_before_pack(self, chunk: SampleChunk) -> None:
-        """Run all stages before `pack`, which is the last before `batch`."""
-        for run in self.sample_runs[: len(self.before_batch) - 1]:
+        """Run all stages before `pack`, which is the last before `batch`; `read` of several sources is a run for each."""
+        for run in self.sample_runs[:-1]:
             run(chunk)
 
     def compile(self, stage: StageConfig) -> Stage:

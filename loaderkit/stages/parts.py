@@ -99,7 +99,7 @@ def for_part(stage: Stage, source: MixtureSource, number: int, pool: str, *, rea
     def part_of(chunk: SampleChunk) -> ChunkPart | None:
         return parts_of(chunk, source).get(number)
 
-    return replace(stage, run=run, part=part_of, pool=pool)
+    return replace(stage, run=run, part=part_of, pool=pool, source=source.parts[number].name)
 
 
 def _put_back(part: ChunkPart, num_dropped: int) -> None:

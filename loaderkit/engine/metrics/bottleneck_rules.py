@@ -47,7 +47,8 @@ class Verdict(NamedTuple):
     None: training is the limit.
     `percent` of the interval's wall time were lost to it (for None: not lost to loading). `confidence` is from 0 to 1. `kind`
     says in one word how it limits: training, computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting,
-    memory, depth, start, wakeup, restart, quota, unknown.
+    memory, depth, start, wakeup, restart, quota, unknown. `source` begins with the name of the one of several sources that
+    alone holds the loop up, if one does, and says how that is seen.
     """
 
     stage: str | None
@@ -56,6 +57,7 @@ class Verdict(NamedTuple):
     evidence: str
     change: str
     kind: str
+    source: str | None = None
 
 
 # ------------------------------------------------------------------------------------------------ without a stage

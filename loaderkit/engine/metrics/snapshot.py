@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from loaderkit.engine.metrics.contention import ContentionResult, charged_to_holders, merged_trials
 from loaderkit.engine.metrics.histogram import Histogram
@@ -18,6 +18,7 @@ from loaderkit.engine.metrics.slow_samples import Slow, slowest
 from loaderkit.engine.metrics.stalls import START
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
+from loaderkit.engine.work import SourceCounts
 
 AnySnapshot = TypeVar("AnySnapshot", bound="Snapshot")
 
@@ -43,6 +44,7 @@ class StageStats:
     num_queued: int = 0  # chunks that wait for its workers, at this moment
     services: Histogram = field(default_factory=Histogram)
     kind: str = ""
+    source: str = ""  # the mixed source that it is for alone
     in_turn: bool = False  # one worker at a time runs it, in each process
 
     @property
@@ -77,8 +79,20 @@ class StageStats:
 _COUNTERS = tuple(
     field.name
     for field in fields(StageStats)
-    if field.name not in ("name", "workers", "services", "kind", "in_turn", "num_queued")
+    if field.name not in ("name", "workers", "services", "kind", "source", "in_turn", "num_queued")
 )
+
+
+@dataclass(frozen=True)
+class SourceState:
+    """Where a mixed source is at one moment, all ranks together, and its bad samples of this rank."""
+
+    name: str
+    due: float  # what its weights come to over the positions delivered
+    num_passes: float  # over its samples so far
+    is_used_up: bool  # in this epoch
+    num_bad: int  # each counted once an epoch
+    share_of: Literal["samples", "tokens"]  # what weights are shares of
 
 
 @dataclass
@@ -108,7 +122,8 @@ class Snapshot:
     """By stage: the samples that took longest in the whole run; with `since`, those of them within the interval."""
     store: dict[str, float] = field(default_factory=dict)  # the connectors' counters; those not in _LEVELS only grow
     copies: dict[str, float] = field(default_factory=dict)  # to a GPU: num_bytes and copy_s
-    num_bad: dict[str, int] = field(default_factory=dict)  # bad samples of those batches, by mixed source
+    by_source: SourceCounts = field(default_factory=SourceCounts)  # what those batches hold of each mixed source
+    sources: tuple[SourceState, ...] = ()  # the mixed sources
     paused_s: float = 0.0  # not in wall_s, but in the counters of workers and CPUs: the loop did something else
     num_restarts: int = 0  # of worker processes that had died
     started_s: float = 0.0  # of the waits for `start`, those in which workers ran: of a report's first batch
@@ -179,7 +194,11 @@ class Snapshot:
                 for name, value in self.store.items()
             },
             copies={name: value - earlier.copies.get(name, 0) for name, value in self.copies.items()},
-            num_bad={name: value - earlier.num_bad.get(name, 0) for name, value in self.num_bad.items()},
+            by_source=self.by_source.minus(earlier.by_source),
+            sources=tuple(
+                replace(now, due=now.due - before.due, num_bad=now.num_bad - before.num_bad)
+                for now, before in zip(self.sources, earlier.sources, strict=True)
+            ),
         )
 
     def slimmed(self) -> Self:
@@ -249,25 +268,7 @@ class Snapshot:
             "tuning": self.tuning.to_dict(),
             "store": {**self.store, **_shares(self.store)},
             "transfer": {**self.copies, **self._overlap()},
-            **({"sources": self._by_source()} if self.num_bad else {}),
         }
-
-    def _by_source(self) -> list[dict[str, Any]]:
-        """Of every mixed source what its own rows of `stages` add up to: those named after a stage and it."""
-        rows = []
-        for name, num_bad in self.num_bad.items():
-            own = [row for row in self.stages if row.name.partition(".")[2] == name]
-            rows.append(
-                {
-                    "name": name,
-                    "num_items": own[0].num_items if own else 0,
-                    "num_bytes": sum(row.num_bytes for row in own),
-                    "busy_s": sum(row.busy_s for row in own),
-                    "stall_s": sum(self.stall_s.get(row.name, 0.0) for row in own),
-                    "num_bad": num_bad,
-                }
-            )
-        return rows
 
     def _overlap(self) -> dict[str, float]:
         """The speed of copies to the GPU, and the share of their time in which the loop did not wait for `transfer`."""

@@ -113,6 +113,8 @@ class BatchSender:
             context=self._engine.plan.context(work_item) if work_item.error is None else None,
             failures=work_item.failures,
             num_dropped=work_item.num_dropped,
+            num_skipped=work_item.num_skipped,
+            by_source=work_item.by_source,
             is_empty=work_item.is_empty,
             is_end=work_item.is_end,
             source_state=work_item.source_state,

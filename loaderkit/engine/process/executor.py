@@ -36,6 +36,7 @@ from loaderkit.engine.process.receiver import ReceivedBatch
 from loaderkit.engine.process.worker_process import WorkerProcess, WorkerSpec
 from loaderkit.engine.restarts import Restarts
 from loaderkit.engine.watchdog import Patience
+from loaderkit.engine.work import SourceCounts
 from loaderkit.errors import ClosedError, ConfigError, WorkerDiedError
 from loaderkit.sampling.dealing import BatchDealing
 from loaderkit.sampling.schedule import BatchSampler
@@ -82,6 +83,7 @@ class ProcessEngine:
         self._num_samples = 0
         self._num_dropped = 0
         self._restarting: list[tuple[float, float]] = []  # when processes were replaced during the consumer's wait
+        self._by_source = SourceCounts()
         self._first_wait_s: float | None = None
         self._cpu_watch = CpuWatch()
 
@@ -182,8 +184,9 @@ class ProcessEngine:
         self._count_taken(process)
         if batch.error is None and not batch.is_end:
             self._num_delivered += not batch.is_empty
-            self._num_samples += len(batch) - batch.num_dropped
+            self._num_samples += len(batch) - batch.num_dropped - batch.num_skipped
             self._num_dropped += batch.num_dropped
+            self._by_source = self._by_source.plus(batch.by_source)
         self._dealing.delivered(batch.epoch, batch.end)
         return batch
 
@@ -317,7 +320,7 @@ class ProcessEngine:
         """The counters of all processes together up to now; a process that does not answer counts with its last ones."""
         # One moment for all: each process answers once it has its GIL, at another time.
         turn, num_batches, num_samples = self._dealing.turn, self._num_delivered, self._num_samples
-        num_dropped = self._num_dropped
+        num_dropped, by_source = self._num_dropped, self._by_source
         waits_s, since_s, now = self._waits.read(time.perf_counter)
         may_ask = not self._is_closed and os.getpid() == self._pid
         stats = merged(
@@ -343,6 +346,7 @@ class ProcessEngine:
             num_samples=num_samples,
             num_dropped=num_dropped,
             num_restarts=self._restarts.num,
+            by_source=by_source,
             waits_s=waits_s,
             memory={
                 **stats.memory,

@@ -22,6 +22,7 @@ from loaderkit._internal.dtypes import Bytes, tensor_over
 from loaderkit.engine.metrics.stalls import WaitSegment
 from loaderkit.engine.process import error_transport
 from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
+from loaderkit.engine.work import SourceCounts
 from loaderkit.errors import StageError
 
 _INLINE_BYTES = 4096  # smaller buffers are cheaper in the stream than in pages of their own
@@ -186,6 +187,8 @@ class Delivered:
     error: BaseException | None
     done_s: float
     segments: Sequence[WaitSegment]
+    num_skipped: int = 0
+    by_source: SourceCounts | None = None
 
     def __len__(self) -> int:
         return self.num_items

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from loaderkit.errors import StageError
 from loaderkit.pipeline.batches.packing import sequence_keys
+from loaderkit.pipeline.batches.source_counts import DocumentCounter, SourceCounter
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sources.base import Source
 from loaderkit.sources.mixture import MixtureSource
@@ -48,13 +49,17 @@ class BatchAssembler:
         run: Callable[..., Any] | None = None,
         *,
         packing: PackedOrder | None = None,
+        lengths_of: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
     ) -> None:
         """`run` calls the function that assembles a batch: `TransferStream.run` where fields of it lie on a GPU. `packing`:
-        samples are sequences of these."""
+        samples are sequences of these. `lengths_of`: see `SourceCounter`."""
         self._keys = partial(_keys, source) if packing is None else partial(sequence_keys, packing, source)
-        self._numbers_of = None
-        if isinstance(source, MixtureSource) and packing is None:  # a sequence may have documents of several sources
-            self._numbers_of = source.numbers_of
+        self._counter: SourceCounter | DocumentCounter | None = None
+        if isinstance(source, MixtureSource):
+            skips = shape.policy == "skip"
+            self._counter = SourceCounter(source, lengths_of, skips=skips)
+            if packing is not None:
+                self._counter = DocumentCounter(source, packing, skips=skips)
         self._shape = shape
         self._run = run
 
@@ -68,6 +73,9 @@ class BatchAssembler:
     def _assemble(self, work_item: BatchWork) -> dict[str, Any]:
         shape, num_slots = self._shape, len(work_item)
         slots = self._kept_slots(work_item) if work_item.failures or work_item.dropped else None
+        if slots is not None:
+            work_item.num_skipped = num_slots - len(slots) - work_item.num_dropped
+        numbers = None if self._counter is None else self._counter.count(work_item, slots)
         batch: dict[str, Any] = {}
         if slots is not None and not len(slots):
             if not shape.skips_empty:
@@ -92,23 +100,33 @@ class BatchAssembler:
                 batch[name], batch[f"{name}_sizes"] = _padded(kept, shape.pad_value, work_item.take_bytes)
             else:
                 batch[name] = kept
+        self._add_marks(batch, work_item, slots, numbers)
+        work_item.let_go()
+        return batch
+
+    def _add_marks(
+        self,
+        batch: dict[str, Any],
+        work_item: BatchWork,
+        slots: NDArray[np.int64] | None,
+        numbers: NDArray[np.int64] | None,
+    ) -> None:
+        """Add what a batch says of its samples besides their fields. `numbers`: their sources."""
+        shape, num_slots = self._shape, len(work_item)
         if shape.has_keys:
             kept_indices = work_item.indices if slots is None else work_item.indices[slots]
             batch["__key__"] = self._keys(work_item.epoch, kept_indices)
-        if self._numbers_of is not None:
-            numbers = self._numbers_of(work_item.indices if slots is None else work_item.indices[slots])
+        if numbers is not None:
             batch["__source__"] = Slots(numbers, numbers.shape, "int64").tensor
         if shape.marks_wrapped:
             wrapped = np.zeros(num_slots, np.bool_) if work_item.wrapped is None else work_item.wrapped
             marks = wrapped if slots is None else wrapped[slots]
             batch["__wrapped__"] = Slots(marks, marks.shape, "bool").tensor
-        work_item.let_go()
-        return batch
 
     def _kept_slots(self, work_item: BatchWork) -> NDArray[np.int64] | None:
         """The slots to deliver, neither dropped nor bad; None: all, since bad samples were replaced. Raises `StageError`."""
         failures, num_slots, policy = work_item.failures, len(work_item), self._shape.policy
-        failures.sort(key=lambda failure: (failure.slot, failure.sample))
+        failures.sort(key=lambda failure: (failure.slot, failure.position))  # those of one slot stay in their order
         if failures and policy == "raise":
             raise failures[0].error
         bad = {failure.slot for failure in failures if failure.slot >= 0} if policy == "skip" else set()

@@ -96,6 +96,8 @@ def delivered(inner: Executor, item: Delivery) -> Delivered:
         context=inner.plan.context(item) if has_result else None,
         failures=item.failures,
         num_dropped=item.num_dropped,
+        num_skipped=item.num_skipped,
+        by_source=item.by_source,
         is_empty=item.is_empty,
         is_end=item.is_end,
         source_state=item.source_state,

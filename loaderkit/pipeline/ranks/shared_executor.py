@@ -25,11 +25,11 @@ from loaderkit.engine import watchdog
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.metrics import Stats, stalls
 from loaderkit.engine.metrics.host import CpuWatch, host_stats
-from loaderkit.engine.metrics.stalls import WaitSegment
 from loaderkit.engine.metrics.trace import Handoff, Trace, num_entries
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.process.messages import Delivered
+from loaderkit.engine.work import SourceCounts
 from loaderkit.errors import ClosedError, PeerError, StallTimeout
 from loaderkit.pipeline.ranks import passing
 from loaderkit.pipeline.ranks.channel import PeerChannel
@@ -49,7 +49,7 @@ class _Ready(NamedTuple):
     """A batch that waits for the loop, or the error that ended the thread."""
 
     passed: Passed | None
-    segments: Sequence[WaitSegment] = ()
+    segments: Sequence[stalls.WaitSegment] = ()
     done_s: float = 0.0
     failure: BaseException | None = None
 
@@ -100,6 +100,7 @@ class SharedExecutor:
         self._pid = os.getpid()
         self._waits = stalls.Waits()
         self._num_delivered = self._num_samples = self._num_dropped = 0
+        self._by_source = SourceCounts()
         self._first_wait_s: float | None = None
         self._cpu_watch = CpuWatch()
 
@@ -149,8 +150,9 @@ class SharedExecutor:
         self._charge(ready, batch, begin, end)
         if batch.error is None and not batch.is_end:
             self._num_delivered += not batch.is_empty
-            self._num_samples += len(batch) - batch.num_dropped
+            self._num_samples += len(batch) - batch.num_dropped - batch.num_skipped
             self._num_dropped += batch.num_dropped
+            self._by_source = self._by_source.plus(batch.by_source)
         self._next_position = self._schedule.next_position_after(batch.epoch, batch.end, 0)
         return batch
 
@@ -160,8 +162,7 @@ class SharedExecutor:
         return self._waits.last
 
     def _take(self) -> _Ready:
-        """The next batch of the loop's generation. Raises what has ended the thread, and PeerError where another rank has taken
-        other steps."""
+        """The next batch of the loop's generation. Raises what ended the thread; PeerError if another rank took other steps."""
         patience = watchdog.Patience(self._timeout_s, self._raises)
         left_s = patience.next_s
         with self._changed:
@@ -219,8 +220,8 @@ class SharedExecutor:
     def _charge(self, ready: _Ready, batch: Delivered, begin: float, end: float) -> None:
         first_s = ready.segments[0].since_s
         before = self._stages.name if self._num_delivered else stalls.START
-        behind = WaitSegment(ready.done_s, end, stalls.WAKEUP)
-        causes = stalls.charge([WaitSegment(begin, first_s, before), *ready.segments, behind], begin, end)
+        behind = stalls.WaitSegment(ready.done_s, end, stalls.WAKEUP)
+        causes = stalls.charge([stalls.WaitSegment(begin, first_s, before), *ready.segments, behind], begin, end)
         self._waits.end(causes)
         if self._waits.handoffs is not None:
             self._waits.handoffs.append(Handoff(begin, end, batch.epoch, batch.end, len(batch), causes))
@@ -270,7 +271,7 @@ class SharedExecutor:
             self._doing = "passes a batch on"
             self._stages.enter()
             passed = passing.send(self._channel, passed)
-            segments.append(WaitSegment(ended_s, self._stages.served(passed), self._stages.name))
+            segments.append(stalls.WaitSegment(ended_s, self._stages.served(passed), self._stages.name))
         else:
             self._stages.served(passed)
         self._batch_bytes = max(self._batch_bytes, passed.num_bytes)
@@ -370,6 +371,7 @@ class SharedExecutor:
             num_batches=self._num_delivered,
             num_samples=self._num_samples,
             num_dropped=self._num_dropped,
+            by_source=self._by_source,
             waits_s=waits_s,
             stages=[*stats.stages, *self._stages.rows(now)],
             num_ready=stats.num_ready + len(self._ready),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from typing import Any
 
@@ -11,7 +11,11 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from loaderkit._internal.units import say_seconds
 from loaderkit.errors import printable
+
+SOURCE_TIMES = "The time of their samples, of all workers together"
+_COUNTS = {"num_dropped": "dropped", "num_skipped": "skipped", "num_replaced": "replaced"}
 
 
 class PlainConsole(Console):
@@ -41,6 +45,9 @@ def summary(stats: Mapping[str, Any]) -> RenderableType:
     title = f"Waiting for batches: {stall['total_s']:.2f} s of {stats['wall_s']:.2f} s ({stall['percent']:.1f} %)"
     parts: list[RenderableType] = [Text(title, style="bold"), stall_table(stats)]
     parts += [Text("\nSlot time in seconds", style="bold"), slot_table(stats)]
+    if stats.get("sources"):
+        given, times = sources_tables(stats["sources"])
+        parts += [Text("\nSources", style="bold"), given, Text("\n" + SOURCE_TIMES, style="bold"), times]
     if stats["tuning"].get("decisions"):
         parts += [Text("\nTuned", style="bold"), tuning_table(stats)]
     return Group(*parts)
@@ -62,6 +69,45 @@ def slot_table(stats: Mapping[str, Any]) -> Table:
         seconds = (f"{stage[name]:.2f}" for name in ("busy_s", "cpu_s", "starved_s", "blocked_s", "idle_s"))
         table.add_row(stage["name"], str(stage["workers"]), str(stage["num_items"]), *seconds)
     return table
+
+
+def sources_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
+    """What the loop got of each of several sources, and the time in `read` and own stages; of `SourceStats`."""
+    shown = {name: title for name, title in _COUNTS.items() if any(row[name] for row in rows)}
+    has_tokens = any(row["num_tokens"] is not None for row in rows)
+    counted = ("samples", "tokens") if has_tokens else ("samples",)
+    given = table_of("source", *counted, "share", "weight", "per s", "MB/s", "bad", *shown.values(), "passes")
+    times = table_of("source", "read", "own stages", "cpu", "waiting", "late", "waited for")
+    for row in rows:
+        tokens = [str(row["num_tokens"])] if has_tokens else []
+        given.add_row(
+            row["name"],
+            str(row["num_samples"]),
+            *tokens,
+            f"{100 * row['share']:.1f} %",
+            f"{100 * row['weight']:.1f} %",
+            f"{row['samples_per_s']:.0f}",
+            f"{row['bytes_per_s'] / 1e6:.3g}" if row["num_bytes"] else "",
+            str(row["num_bad"] or ""),
+            *(str(row[name] or "") for name in shown),
+            _passes(row),
+        )
+        seconds = (row[name] for name in ("read_s", "stages_s", "cpu_s", "waiting_s", "delayed_s"))
+        times.add_row(row["name"], *(_s(value) for value in seconds), _waited(row))
+    return given, times
+
+
+def _passes(row: Mapping[str, Any]) -> str:
+    """How often all of a source's samples have come, and whether more will come in this epoch."""
+    return f"{row['num_passes']:.2f}{', used up' if row['is_used_up'] else ''}"
+
+
+def _waited(row: Mapping[str, Any]) -> str:
+    return f"{say_seconds(row['stall_s'])}, {row['stall_percent']:.1f} %" if row["stall_s"] else ""
+
+
+def _s(seconds: float) -> str:
+    return say_seconds(seconds).replace(" ", "") if seconds else ""
 
 
 def tuning_table(stats: Mapping[str, Any]) -> Table:

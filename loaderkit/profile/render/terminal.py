@@ -11,7 +11,15 @@ from loaderkit._internal.units import say_seconds
 from loaderkit.engine.metrics.bottleneck_words import headline
 from loaderkit.profile.render.restore import restore_sections
 from loaderkit.profile.render.saves import saves_table, saving_advice
-from loaderkit.profile.render.summary import as_text, facts_table, table_of, titled, tuning_table
+from loaderkit.profile.render.summary import (
+    SOURCE_TIMES,
+    as_text,
+    facts_table,
+    sources_tables,
+    table_of,
+    titled,
+    tuning_table,
+)
 from loaderkit.profile.render.tables import comparison
 from loaderkit.profile.report import Report, RestoreReport
 from loaderkit.profile.report_parts import Headroom, Rate, SlowItem, StageRow, WhatIf
@@ -36,6 +44,10 @@ def _sections(report: Report) -> Iterator[RenderableType]:
     if report.stall.total_s > 0:
         yield from titled("What the loop waited for", _stalls(report))
     yield from titled("What the workers did, in percent of their time", _stages(report.stages))
+    if report.sources:
+        given, times = sources_tables([row.model_dump() for row in report.sources])
+        yield from titled("Sources", given)
+        yield from titled(SOURCE_TIMES, times)
     if report.saves:
         yield from titled("Checkpoints saved", saves_table(report.saves))
     if report.slowest:
@@ -68,6 +80,8 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
     yield Text(f"{headline(verdict.stage, verdict.kind)} ({sure})", "green" if verdict.stage is None else "yellow")
     rows = facts_table()
     rows.add_row("evidence", verdict.evidence)
+    if verdict.source is not None:
+        rows.add_row("source", verdict.source)
     if verdict.check is not None:
         rows.add_row("checked", verdict.check.evidence)
     if report.host.get("numa"):
@@ -145,7 +159,12 @@ def _slowest(items: Sequence[SlowItem]) -> RenderableType:
     table = table_of("sample", "stage", "took", "usual")
     for item in items:
         more = f" and {item.num_together - 1} with it" if item.num_together > 1 else ""
-        table.add_row(f"{item.key}{more}", item.stage, _s(item.seconds), _s(item.usual_s))
+        table.add_row(
+            f"{'' if item.source is None else f'{item.source}: '}{item.key}{more}",
+            item.stage,
+            _s(item.seconds),
+            _s(item.usual_s),
+        )
     return table
 
 

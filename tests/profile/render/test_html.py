@@ -19,7 +19,7 @@ from loaderkit.errors import ConfigError
 from loaderkit.profile.render.charts import charts
 from loaderkit.profile.render.html import to_html, why_no_html
 from loaderkit.profile.report import Report
-from loaderkit.profile.report_parts import Headroom, Measured, Rate, WhatIf
+from loaderkit.profile.report_parts import Headroom, Measured, Rate, SourceRow, WhatIf
 
 pytestmark = pytest.mark.matrix(1)
 
@@ -144,6 +144,52 @@ def test_names_of_samples_are_never_markup(report: Report, tab: Page, tmp_path: 
     assert tab.evaluate("document.querySelectorAll('img, i:not([class]):not([style]), b b').length") == 0
     assert "49" not in [part.strip() for part in text.split("'quoted")]
     assert tab.complaints == []  # boom is not defined: whatever called it would have been heard
+
+
+def source_row(name: str, **more: Any) -> SourceRow:
+    """One of several sources that has all there is to show."""
+    known: dict[str, Any] = {
+        "weight": 0.3, "share": 0.25, "share_of": "samples", "num_samples": 500_123, "num_tokens": None, "samples_per_s": 612.5,
+        "num_items": 500_200, "num_bytes": 25_000_000, "bytes_per_s": 31.4e6, "read_s": 812.0, "stages_s": 0.004,
+        "cpu_s": 3.0, "delayed_s": 0.5, "waiting_s": 808.5, "stall_s": 71.0, "stall_percent": 64.2, "num_bad": 7,
+        "num_dropped": 41, "num_skipped": 6, "num_replaced": 0, "num_passes": 1.257, "is_used_up": False,
+    }  # fmt: skip
+    return SourceRow(name=name, **{**known, **more})
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_sources_have_a_table(report: Report, tab: Page, tmp_path: Path, width: int) -> None:
+    rows = [source_row("web"), source_row("<b>x</b>", num_passes=2.0, is_used_up=True, num_bad=0)]
+    verdict = report.verdict.model_copy(update={"source": "web: 80 % of the wait, <with> 25 % of the samples"})
+    mixed = report.model_copy(update={"sources": rows, "verdict": verdict})
+    (path := tmp_path / "report.html").write_text(to_html(mixed), encoding="utf-8")
+    tab.complaints.clear()
+    tab.open(path, width=width)
+    assert verdict.source in tab.evaluate("document.querySelector('#verdict').innerText")
+    tables = (
+        "[...document.querySelectorAll('#sources table')].map(table => [...table.rows].map(row => "
+        "[...row.cells].map(cell => cell.innerText)))"
+    )
+    given, times = tab.evaluate(tables)
+    assert dict(zip(given[0], given[1], strict=True)) == {
+        "source": "web", "samples": "500123", "share": "25.0 %", "weight": "30.0 %", "per s": "612", "MB/s": "31.4",
+        "bad": "7", "dropped": "41", "skipped": "6", "replaced": "", "passes": "1.26",
+    }  # fmt: skip
+    assert (given[2][0], given[2][-1]) == ("<b>x</b>", "2.00, used up")
+    assert dict(zip(times[0], times[1], strict=True)) == {
+        "source": "web", "read": "812 s", "own stages": "4 ms", "cpu": "3 s", "waiting": "808 s", "late": "500 ms",
+        "loop waited": "71 s, 64.2 %",
+    }  # fmt: skip
+    cut_off = "[...document.querySelectorAll('#sources .scroll')].some(box => box.scrollWidth > box.clientWidth)"
+    assert width < 1280 or not tab.evaluate(cut_off)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.complaints == []
+    packed = mixed.model_copy(update={"sources": [source_row("web", num_tokens=12_345)]})
+    path.write_text(to_html(packed), encoding="utf-8")
+    tab.open(path, width=width)
+    head, web = tab.evaluate(tables)[0]
+    assert (head[1:3], web[1:3]) == (["samples", "tokens"], ["500123", "12345"])
+    tab.screenshot(tmp_path / "sources.png")
 
 
 def test_a_chart_tells_more_under_the_mouse(report: Report, tab: Page, tmp_path: Path) -> None:

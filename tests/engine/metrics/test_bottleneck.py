@@ -460,7 +460,7 @@ def test_it_is_in_the_statistics(executor: str) -> None:
     ) as loader:
         list(loader)
         found = loader.stats().to_dict()["verdict"]
-    assert set(found) == {"stage", "percent", "confidence", "evidence", "change", "kind"}
+    assert set(found) == {"stage", "percent", "confidence", "evidence", "change", "kind", "source"}
 
 
 @pytest.mark.parametrize("machine", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)

@@ -106,11 +106,12 @@ def test_a_mixture_in_any_epoch(mixed: Mixed, epoch: int, start: int, segments: 
 
 
 def packed_rows(order: PackedOrder, epoch: int, sequences: Int64) -> list[Any]:
-    """Of each sequence the documents, and where their pieces begin and end."""
+    """Of each sequence its pieces: the documents, their first tokens, how many, and where in the sequence they are."""
     if not len(sequences):
         return []
-    *columns, bounds = (column.tolist() for column in order.pieces(epoch, sequences))
-    return [[column[begin:end] for column in columns] for begin, end in pairwise(bounds)]
+    *columns, places, bounds = order.pieces(epoch, sequences)
+    columns.append(places % order.length)  # they count on from sequence to sequence
+    return [[column[begin:end].tolist() for column in columns] for begin, end in pairwise(bounds.tolist())]
 
 
 @given(

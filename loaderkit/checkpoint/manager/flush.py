@@ -69,7 +69,7 @@ class ThreadFlush:
     def write(self, state: dict[str, Any], url: str, key: str, rule: ExportRule | None = None) -> dict[str, Any]:
         if rule is not None:
             writer = ExportWriter(url, rule, **self._settings)
-            kept = KeptPlan(unlike=self._plan.unlike)  # which has been said of the checkpoint itself
+            kept = KeptPlan(unlike={*self._plan.unlike})  # which has been said of the checkpoint itself
             write_checkpoint(writer, url, state, self._board, key=key, kept=kept)
             return writer.report
         write_checkpoint(self._writer, url, state, self._board, key=key, kept=self._plan)

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from loaderkit._internal.save_log import SAVES, SaveRecord
 from loaderkit.checkpoint.manager.layout import LayoutPlanner
 from loaderkit.checkpoint.planning.division import Ranks
-from loaderkit.checkpoint.planning.held import check_alike, shared, without_unlike
+from loaderkit.checkpoint.planning.held import Held, check_alike, shared, without_unlike
 from loaderkit.checkpoint.ranks.board import Board
-from loaderkit.checkpoint.save.dcp_writer import Share, StreamWriter
+from loaderkit.checkpoint.save.dcp_writer import Local, Share, StreamWriter
 from loaderkit.errors import CheckpointError
 
 logger = logging.getLogger("loaderkit")
@@ -116,7 +116,7 @@ class KeptPlan:
     own: SavePlan | None = None  # what the coordinator has answered
     metadata: Metadata | None = None  # the coordinator's
     shared: Mapping[Ranks, Sequence[int]] = field(default_factory=dict)  # items of `local` that other ranks hold, too
-    unlike: Sequence[str] = ()  # at the coordinator: names of what ranks hold with different values
+    unlike: set[str] = field(default_factory=set)  # at the coordinator: names of what ranks held with different values
 
 
 class _Place(NamedTuple):
@@ -252,21 +252,15 @@ class _JointSave:
     def _without_unlike(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
         """The plans, where only the lowest rank has what ranks hold with different values: parts of two would be saved."""
         held, names = without_unlike([plan.storage_data.held for plan in plans])
-        if names and names != self.kept.unlike:
+        if new := sorted(set(names) - self.kept.unlike):
             logger.warning(
-                "%d tensors, such as %r, have other values on some ranks than on others: those of the lowest rank are saved, "
-                "for all. Give what each rank has of its own a name with the rank in it",
-                *(len(names), names[0]),
+                "%s of which ranks hold other values under one name: those of the lowest rank are saved, for all. For what DDP "
+                "leaves to each rank, such as the running means of a batch norm, that is right; shards, and what else is a "
+                "rank's own, are lost: save DTensors, or give them names with the rank in them",
+                f"{new[0]!r} and {len(new) - 1} more are tensors" if len(new) > 1 else f"{new[0]!r} is a tensor",
             )
-        self.kept.unlike = names
-        return [
-            replace(
-                plan,
-                items=[item for number, item in enumerate(plan.items) if number not in one.left_out],
-                storage_data=plan.storage_data._replace(held=one),
-            )
-            for plan, one in zip(plans, held, strict=True)
-        ]
+        self.kept.unlike |= set(names)
+        return [_leave_out(plan, one) for plan, one in zip(plans, held, strict=True)]
 
     def _results(self, plan: SavePlan) -> list[WriteResult]:
         results: list[WriteResult] = self.writer.write_data(self.planner.finish_plan(plan), self.planner).wait()
@@ -285,6 +279,17 @@ class _JointSave:
         """The messages of all ranks."""
         messages = self.board.collect(f"{self.key}/{name}", about=self.key, doing=doing)
         return [pickle.loads(message) for message in messages]  # noqa: S301
+
+
+def _leave_out(plan: SavePlan, held: Held) -> SavePlan:
+    """The plan of a rank without what `held` leaves out."""
+    local: Local = plan.storage_data
+    offer = local.offer
+    if offer is not None and held.left_out:
+        names = {held.items[number].index.fqn for number in held.left_out}
+        offer = offer._replace(memory={name: number for name, number in offer.memory.items() if name not in names})
+    items = [item for number, item in enumerate(plan.items) if number not in held.left_out]
+    return replace(plan, items=items, storage_data=local._replace(held=held, offer=offer))
 
 
 def _look_alike(by_rank: Sequence[Mapping[Ranks, bytes]]) -> bool:

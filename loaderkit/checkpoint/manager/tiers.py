@@ -111,8 +111,8 @@ class Tiers:
             where = " and ".join(map(str, self._directories()))
             raise ConfigError(
                 f"step {step} is not saved: step {chosen} was restored by number, and {where} has {len(later)} later steps "
-                f"({names}): the next start would go on from step {later[-1]} and not from what is saved now. Remove them, or "
-                "save to another directory"
+                f"({names}): the next start would go on from the newest of them that is whole, and not from what is saved "
+                "now. Remove them, or save to another directory"
             )
 
     def committed(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -140,14 +140,19 @@ class Uploads:
                 self._is_asked = False
             step = None
             try:
-                while (step := self._next()) is not None:
-                    self._upload(step)
+                while (chosen := self._next()) is not None:
+                    step, version = chosen
+                    self._upload(step, version)
+                step = None
                 self._settle(None)
             except Exception as error:
                 self._settle(error, step)
 
-    def _next(self) -> int | None:
-        """The step to upload now; None: there is none. Counts those that are superseded."""
+    def _next(self) -> tuple[int, int] | None:
+        """The step to upload now, and its version; None: there is none. Counts those that are superseded.
+
+        The version is that of before the step is read: if it is saved again meanwhile, it is to be uploaded again.
+        """
         near = self._near.saved()
         saved = near if self._keep is None else self._far.saved() | near
         with self._lock:
@@ -158,10 +163,11 @@ class Uploads:
             ready = (near.keys() & kept) - {self._being_saved}
             wanted = [step for step in ready if not self._is_done(step)]
             wanted = [step for step in wanted if self._given_up.get(step) != self._versions.get(step, 0)]
+            versions = {step: self._versions.get(step, 0) for step in wanted}
         free = [step for step in sorted(wanted, key=self._order) if not self._is_others(step)]
         with self._lock:
             self._current = free[0] if free else None
-            return self._current
+        return (free[0], versions[free[0]]) if free else None
 
     def _order(self, step: int) -> tuple[bool, int]:
         return step != self._last, -step
@@ -173,10 +179,8 @@ class Uploads:
         logger.info("%s is being uploaded by another process", printable(self._near.url_of(step)))
         return True
 
-    def _upload(self, step: int) -> None:
+    def _upload(self, step: int, version: int) -> None:
         begin_s = time.perf_counter()
-        with self._lock:
-            version = self._versions.get(step, 0)
         try:
             if not version and self._is_older(step):
                 logger.info(

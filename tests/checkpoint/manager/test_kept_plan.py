@@ -23,6 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import loaderkit
 from loaderkit.checkpoint import StreamWriter
+from loaderkit.checkpoint.discovery.description import Format
 from loaderkit.checkpoint.manager.layout import LayoutPlanner
 from loaderkit.checkpoint.manager.saving import KeptPlan, messages_of, write_checkpoint
 from loaderkit.checkpoint.planning.division import MIN_CUT_BYTES
@@ -56,13 +57,13 @@ class CountingStore:
 class Job:
     """Ranks that are threads, without torch.distributed."""
 
-    def __init__(self, folder: Path, num_ranks: int, *, renames: bool = True) -> None:
+    def __init__(self, folder: Path, num_ranks: int, *, renames: bool = True, kind: Format = "dcp") -> None:
         """`renames`: the store can rename, so that files are not written in their place."""
         self.store = CountingStore()
         self.boards = [Board(self.store, rank, range(num_ranks), timeout_s=60.0) for rank in range(num_ranks)]
         self._folder = folder
         connectors = {"given": Mortal(FileConnector(folder), Clock(), renames=renames)}
-        self._writers = [StreamWriter("given://", connectors=connectors) for _ in range(num_ranks)]
+        self._writers = [StreamWriter("given://", connectors=connectors, format=kind) for _ in range(num_ranks)]
         self.plans = [KeptPlan() for _ in range(num_ranks)]
         self._pool = ThreadPoolExecutor(num_ranks)
         self._num_saves = 0
@@ -102,8 +103,8 @@ class Job:
 
 
 @contextmanager
-def job(folder: Path, num_ranks: int, *, renames: bool = True) -> Iterator[Job]:
-    ranks = Job(folder, num_ranks, renames=renames)
+def job(folder: Path, num_ranks: int, *, renames: bool = True, kind: Format = "dcp") -> Iterator[Job]:
+    ranks = Job(folder, num_ranks, renames=renames, kind=kind)
     with ranks._pool:
         yield ranks
 

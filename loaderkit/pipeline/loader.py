@@ -144,7 +144,7 @@ class Loader:
     def _num_to_come(self) -> int:
         """The number of batches of the epoch that comes next."""
         epoch, position = self._next
-        return 0 if self._is_over(epoch) else self._plan.schedule.of_epoch(epoch).num_batches(position)
+        return 0 if self._is_over(epoch) else self._plan.schedule.num_to_come(epoch, position)
 
     def _next_of(self, iteration: int, num_left: int | None) -> tuple[Any, int]:
         """The next batch for iterator number `iteration`, which has `num_left` batches left (None: it has not begun), and how
@@ -174,10 +174,8 @@ class Loader:
             if steps is not None:
                 steps.on_end()
             raise
-        if steps is not None:
-            steps.on_batch(
-                batch if self._stream is None else ()
-            )  # a GPU's memory may be short, and costs nothing to drop
+        if steps is not None:  # a GPU's memory may be short, and costs nothing to drop
+            steps.on_batch(batch if self._stream is None else ())
         return batch, num_left - num_empty - 1
 
     def _deliver(self) -> Any:
@@ -294,7 +292,8 @@ class Loader:
 
     def _or_next_epoch(self, epoch: int, position: int) -> tuple[int, int]:
         """(epoch, position), or the beginning of the next epoch if no batch comes behind it."""
-        return (epoch, position) if self._plan.schedule.of_epoch(epoch).num_batches(position) else (epoch + 1, 0)
+        is_over = position and not self._plan.schedule.of_epoch(epoch).num_batches(position)
+        return (epoch + 1, 0) if is_over else (epoch, position)
 
     def resize(
         self,

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit._internal.splitmix import mix
+from loaderkit.errors import ConfigError
 from loaderkit.sampling.permutation import Bijection
 from loaderkit.sampling.random import key_of
 
@@ -207,6 +208,19 @@ class BatchSampler:
             return num_batches + (not self.drop_last and rest >= self.world_size)
         per_rank = -(-left // self.world_size)
         return -(-per_rank // self.batch_size)
+
+    def num_to_come(self, epoch: int, position: int) -> int:
+        """The number of batches of an epoch from `position` on. Raises ConfigError if epochs differ and this one has none at
+        all, where a loop over epochs would make no step."""
+        here = self.of_epoch(epoch)
+        num = here.num_batches(position)
+        if not num and not position and self.sizes is not None:
+            raise ConfigError(
+                f"epoch {epoch} has no batch at all, as epochs of this pipeline differ in length: its {here.num_samples} "
+                f"samples, sequences or batches are not {self.batch_size} for each of {self.world_size} ranks. Make "
+                "batch.size smaller, or leave out drop_last; set_epoch goes on with another epoch"
+            )
+        return num
 
     @property
     def knows_length(self) -> bool:

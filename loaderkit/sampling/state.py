@@ -70,6 +70,8 @@ class State:
     ) -> None:
         """Raise `StateError` naming what differs, if this state belongs to another data set or pipeline, unless all of it is in
         `accept`; that is warned about. Raises ConfigError for a name in `accept` that no part has."""
+        if not isinstance(accept, Collection):
+            raise ConfigError(f"accept={accept!r}: expected the names of what may differ, such as ['seed', 'mix']")
         accept = {accept} if isinstance(accept, str) else set(accept)
         _check_names(accept, {*self.fingerprint, *fingerprint})
         parts = {

@@ -266,3 +266,42 @@ stages: [read, call: {{function: "token_files:tokenized"}}, pack: {{length: 32}}
         pipeline["sources"].append(counted(20, name="more"))
         with pytest.raises(ConfigError, match="how many tokens a sample of more has is not known"):
             loaderkit.build(pipeline)
+
+
+def sizes_of_epochs(folder: Path, seed: int) -> list[int]:
+    with loaderkit.build(described(folder, stop="first", size=1), overrides={"order.seed": seed}) as loader:
+        sizes = []
+        for epoch in range(8):
+            loader.set_epoch(epoch)
+            next(iter(loader))
+            sizes.append(len(loader))
+        return sizes
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread", "process"])
+def test_an_epoch_without_a_batch_is_an_error(executor: str, folder: Path) -> None:
+    """Epochs differ in length, so a later one may have none where the first has: no loop waits for it, or leaves it out."""
+    seed, sizes = next(
+        (seed, sizes) for seed in range(100) for sizes in [sizes_of_epochs(folder, seed)] if min(sizes[2:]) < sizes[0]
+    )
+    size = sizes[0]
+    short = next(epoch for epoch, own in enumerate(sizes) if own < size)
+    described_so = described(folder, stop="first")
+    described_so["stages"][-1]["batch"] |= {"size": size, "drop_last": True}
+    with loaderkit.build(described_so, overrides={"prefetch.executor": executor, "order.seed": seed}) as loader:
+        for _ in range(short):
+            assert len(list(loader)) == 1
+        for _ in range(2):
+            with pytest.raises(
+                ConfigError, match=f"epoch {short} has no batch at all, as epochs of this pipeline differ"
+            ):
+                list(loader)
+        loader.set_epoch(0)
+        assert len(list(loader)) == 1
+
+
+def test_own_stages_are_not_seen_without_an_index(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    described_so = described(folder)
+    described_so["sources"][0]["stages"] = [{"call": {"function": "builtins:dict"}}]
+    with loaderkit.build(described_so):
+        assert "samples of web count with the tokens that they have in the source" in caplog.text

@@ -63,6 +63,12 @@ def mixture_lengths(config: PipelineConfig, source: MixtureSource) -> NDArray[np
             "an array know it, and for other sources, with `pack` behind the tokenizer, `loaderkit index --lengths` finds it "
             "out; else mix by sample"
         )
+    if config.mixture is not None and (own := [member.name for member in config.mixture.members if member.stages]):
+        logger.warning(
+            "mix.by: tokens: samples of %s count with the tokens that they have in the source: what stages of their own "
+            "change or drop is not seen. With `pack`, or `batch: {tokens: ...}`, and `loaderkit index --lengths` it is",
+            ", ".join(own),
+        )
     return np.concatenate([own for own in known.values() if own is not None])
 
 

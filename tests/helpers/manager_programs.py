@@ -288,6 +288,27 @@ def skip_when_busy(rank: int, num_ranks: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def leave_before_a_restore(rank: int, num_ranks: int, folder: Path, victim: int) -> None:
+    """The victim raises in the block and lives on, and the other restores: no collective may wait for it."""
+    rank_programs.begin(rank, num_ranks, folder, "store")
+    state = training_state(rank, num_ranks, sharded=True)
+    store, message = default_store(), ""
+    try:
+        with loaderkit.CheckpointManager(folder / "run", timeout_s=1e6) as checkpoints:
+            checkpoints.save(1, state, wait=True)
+            if rank == victim:
+                raise ZeroDivisionError("the loss is nan")
+            checkpoints.restore(state)
+    except (CheckpointError, ZeroDivisionError) as error:
+        message = f"{type(error).__name__}: {error}"
+    (folder / f"left-{rank}.json").write_text(json.dumps(message))
+    if rank == victim:
+        store.wait(["restored"])
+    else:
+        store.set("restored", "")
+    os._exit(0)
+
+
 def leave_by_an_error(rank: int, num_ranks: int, folder: Path, victim: int, flush: str, local: bool) -> None:
     """The victim raises in the block after step 1, and the other saves step 2: it hears of that without waiting."""
     begin = rank_programs.begin_by_address if flush == "process" else rank_programs.begin

@@ -137,3 +137,11 @@ def test_a_rank_that_leaves_by_an_error_is_named_at_once(victim: int, flush: str
     reason = "has left the block of its CheckpointManager by ZeroDivisionError: the loss is nan"
     assert found[1 - victim][0].startswith(f"PeerError: rank {victim} {reason} (while a checkpoint is ")
     assert found[1 - victim][1] == ["step-0000000001"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_restore_does_not_wait_for_a_rank_that_has_left(victim: int, tmp_path: Path) -> None:
+    assert rank_programs.run_ranks(manager_programs.leave_before_a_restore, 2, tmp_path, victim) == [0, 0]
+    found = said(tmp_path, "left", 2)
+    reason = "has left the block of its CheckpointManager by ZeroDivisionError: the loss is nan"
+    assert found[1 - victim].startswith(f"PeerError: rank {victim} {reason}")

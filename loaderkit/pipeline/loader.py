@@ -281,8 +281,8 @@ class Loader:
         self._executors.check_open()
         given = State.from_dict(dict(state) if isinstance(state, Mapping) else state)
         restored = with_later_changes(given, self._fingerprint, self._plan.positions_before)
-        seed, num_samples = self._plan.config.order.seed, self._plan.schedule.of_epoch(restored.epoch).num_samples
-        restored.check(seed=seed, fingerprint=self._fingerprint, num_samples=num_samples, accept=accept)
+        seed, schedule = self._plan.config.order.seed, self._plan.schedule
+        restored.check(seed=seed, fingerprint=self._fingerprint, num_samples=schedule.samples_in, accept=accept)
         self._iteration += 1
         self._epoch, self._position = self._next = here = self._or_next_epoch(restored.epoch, restored.position)
         source = self._plan.source

@@ -201,6 +201,10 @@ class BatchSampler:
         """This one, for the samples of another epoch."""
         return self if self.sizes is None else replace(self, num_samples=self.sizes.num_samples(epoch))
 
+    def samples_in(self, epoch: int) -> int:
+        """The number of samples of an epoch."""
+        return self.of_epoch(epoch).num_samples
+
     def num_batches(self, start: int = 0) -> int:
         left = max(0, self.num_samples - start)
         if self.drop_last or not self.wraps:

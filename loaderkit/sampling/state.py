@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -66,10 +66,16 @@ class State:
         )
 
     def check(
-        self, *, seed: int, fingerprint: dict[str, str], num_samples: int, accept: Collection[str] | str = ()
+        self,
+        *,
+        seed: int,
+        fingerprint: dict[str, str],
+        num_samples: Callable[[int], int],
+        accept: Collection[str] | str = (),
     ) -> None:
         """Raise `StateError` naming what differs, if this state belongs to another data set or pipeline, unless all of it is in
-        `accept`; that is warned about. Raises ConfigError for a name in `accept` that no part has."""
+        `accept`; that is warned about. `num_samples` of an epoch is asked for last, as it may take a plan of all epochs before.
+        Raises ConfigError for a name in `accept` that no part has."""
         if not isinstance(accept, Collection):
             raise ConfigError(f"accept={accept!r}: expected the names of what may differ, such as ['seed', 'mix']")
         accept = {accept} if isinstance(accept, str) else set(accept)
@@ -83,8 +89,8 @@ class State:
         if self.seed != seed:
             differences["seed"] = short_repr(self.seed), str(seed)
         refused = {part: pair for part, pair in differences.items() if not _is_accepted(part, accept)}
-        if not refused and self.position > num_samples:
-            differences["position"] = str(self.position), f"only {num_samples} samples"
+        if not refused and self.position > (num := num_samples(self.epoch)):
+            differences["position"] = str(self.position), f"only {num} samples"
             refused = {} if "position" in accept else {"position": differences["position"]}
         if refused:
             raise StateError(self._refusal(refused, differences))

@@ -273,7 +273,7 @@ def test_state_survives_json(epoch: int, position: int, seed: int, fingerprint: 
     assert data.keys() == {"version", "epoch", "position", "seed", "fingerprint"}
     restored = State.from_dict(json.loads(json.dumps(data)))
     assert restored == state
-    restored.check(seed=seed, fingerprint=fingerprint, num_samples=position)
+    restored.check(seed=seed, fingerprint=fingerprint, num_samples=lambda epoch: position)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_states_that_are_no_dict(data: object) -> None:
 )
 def test_states_of_something_else(state: State, said: list[str]) -> None:
     with pytest.raises(StateError, match="repeat or skip") as caught:
-        state.check(seed=0, fingerprint=FINGERPRINT, num_samples=10)
+        state.check(seed=0, fingerprint=FINGERPRINT, num_samples=lambda epoch: 10)
     for text in said:
         assert text in str(caught.value)
     assert "data: " not in str(caught.value) or state.fingerprint.get("data") != FINGERPRINT["data"]

@@ -34,7 +34,7 @@ def changed(differences: set[str], position: int = 3) -> State:
 
 
 def check(state: State, accept: object = ()) -> None:
-    state.check(seed=0, fingerprint=NOW, num_samples=10, accept=accept)  # type: ignore[arg-type]
+    state.check(seed=0, fingerprint=NOW, num_samples=lambda epoch: 10, accept=accept)  # type: ignore[arg-type]
 
 
 @given(differences=parts, accept=parts)
@@ -86,4 +86,4 @@ def test_a_name_that_no_state_has() -> None:
 def test_later_weights_need_no_acceptance() -> None:
     state = State(0, 5, 0, {**NOW, "mix": "first 0:aa"})
     with pytest.raises(StateError, match=r"add them to `mix\.changes`, at a position that has not come yet"):
-        state.check(seed=0, fingerprint={**NOW, "mix": "first 0:bb"}, num_samples=10)
+        state.check(seed=0, fingerprint={**NOW, "mix": "first 0:bb"}, num_samples=lambda epoch: 10)

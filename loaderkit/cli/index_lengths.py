@@ -35,18 +35,19 @@ def index_lengths(path: Path, as_json: bool) -> None:
     with closing(plan):
         index = length_index(config, plan.source)
         lengths = known_lengths(config, plan.source)
-        is_known = lengths is not None
+        is_known, num_bad = lengths is not None, 0
         if lengths is None:
             with progress("samples", len(plan.source)) as show:
                 parts = []
                 num_measured = 0
-                for part in measure_lengths(plan, stage):
+                for part, num_bad_here in measure_lengths(plan, stage):
                     parts.append(part)
+                    num_bad += num_bad_here
                     num_measured += len(part)
                     show(num_measured)
             lengths = np.concatenate(parts)
             try:
-                index.save(lengths)
+                index.save(lengths, num_bad)
             except OSError as error:
                 raise ConnectorError(
                     f"{index.path} cannot be written ({error.strerror}): make room, or set $LOADERKIT_CACHE_DIR"
@@ -55,6 +56,8 @@ def index_lengths(path: Path, as_json: bool) -> None:
         "num_documents": len(lengths),
         "num_tokens": int(lengths.sum()),
         "longest": int(lengths.max()),
+        "num_empty": len(lengths) - int(np.count_nonzero(lengths)),
+        "num_bad": num_bad,
         "index": None if is_known else str(index.path),
     }
     if as_json:
@@ -62,3 +65,5 @@ def index_lengths(path: Path, as_json: bool) -> None:
         return
     kept = "known from the source, so nothing is kept" if is_known else f"kept in {index.path}"
     console.tell(f"{len(lengths)} documents, {facts['num_tokens']} tokens, the longest {facts['longest']}: {kept}")
+    if facts["num_empty"]:
+        console.tell(f"{facts['num_empty']} of them are empty or dropped, {num_bad} of these bad: they are in no batch")

@@ -55,11 +55,11 @@ class Restarts:
         that of the first batch that it had not finished."""
         if not self.limit or self._impossible or not death.may_pass:
             return death.error(note=self._impossible if death.may_pass else "")
-        making = "" if death.is_early else f" while it made {_say(place)}"
+        making = "" if death.is_early else f" before it had finished {_say(place)}"
         if not death.is_early:
             samples = self._samples(place)
             if place in self._places:
-                twice = f" while it made {_say(place)}{_listed(samples)}, and is the second that this batch has ended"
+                twice = f" before it had finished {_say(place)}{_listed(samples)}, and is the second that this batch has ended"
                 return death.error(twice, "A third is not tried. ", samples)
             self._places.add(place)
             if self.num >= self.limit:
@@ -72,7 +72,7 @@ class Restarts:
 
     def describe(self, death: Death, place: Place, successor: str) -> str:
         """The warning after `refuse` has allowed a restart."""
-        making = "" if death.is_early else f" while it made {_say(place)}"
+        making = "" if death.is_early else f" before it had finished {_say(place)}"
         its_batches = f"its batches, from {_say(place)} on" if death.is_early else "its batches again from there on"
         return (
             f"{death.who} {death.what}{making}: {death.fix}. {successor} makes {its_batches}; {self.limit - self.num} of "

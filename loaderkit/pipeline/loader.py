@@ -25,7 +25,6 @@ from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle
 from loaderkit.pipeline.ranks.place import given_place, other_ranks, ranks_now
 from loaderkit.pipeline.source_accounts import SourceAccounts
 from loaderkit.sampling.mix_rules import with_later_changes
-from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.state import State
 from loaderkit.sources.iterable import IterableSource
 
@@ -87,6 +86,7 @@ class Loader:
         self._epoch = 0  # of the last batch delivered, or of the first to come
         self._position = 0  # samples delivered in that epoch, over all ranks
         self._next = (0, 0)  # (epoch, position) where the next iteration begins
+        self._asked: int | None = None  # its epoch, if `set_epoch` has said it
         self._iteration = 0
         self._bad_samples = BadSamples(plan.noted_errors, plan.source)
         self._sources = SourceAccounts(plan, self._bad_samples)
@@ -116,7 +116,7 @@ class Loader:
         {on_empty_batch: skip}`."""
         self._take_ranks()
         self._empty_batches.check_length()
-        return self._schedule.num_batches()
+        return self._plan.schedule.of_epoch(self._epoch_to_come()).num_batches()
 
     def start(self) -> None:
         """Start to prefetch before the first `next()`. Idempotent."""
@@ -160,7 +160,7 @@ class Loader:
                 num_left = self._num_to_come()
                 if num_left:
                     self._epoch, self._position = self._next
-                    self._next = (self._epoch + 1, 0)
+                    self._next, self._asked = (self._epoch + 1, 0), None
             if num_left == 0:
                 raise StopIteration
             begin, num_empty = (self._epoch, self._position), 0
@@ -238,12 +238,11 @@ class Loader:
     @property
     def num_samples(self) -> int:
         """The samples of an epoch, over all ranks, with `pack` sequences. With it, or mixed by tokens, of the current epoch."""
-        return self._plan.num_samples(self._or_next_epoch(self._epoch, self._position)[0])
+        return self._plan.num_samples(self._epoch_to_come())
 
-    @property
-    def _schedule(self) -> BatchSampler:
-        """Of the epoch of the next batch."""
-        return self._plan.schedule.of_epoch(self._or_next_epoch(self._epoch, self._position)[0])
+    def _epoch_to_come(self) -> int:
+        """That which `set_epoch` has asked for, or that of the next batch."""
+        return self._or_next_epoch(self._epoch, self._position)[0] if self._asked is None else self._asked
 
     @property
     def config(self) -> PipelineConfig:
@@ -260,6 +259,7 @@ class Loader:
             raise ValueError(f"epochs count from 0, not {epoch}")
         if epoch != self._next[0]:
             self._next = (epoch, 0)
+        self._asked = epoch
         if self._iteration == 0:
             self._epoch, self._position = self._next
 
@@ -283,7 +283,7 @@ class Loader:
         restored = with_later_changes(given, self._fingerprint, self._plan.positions_before)
         seed, schedule = self._plan.config.order.seed, self._plan.schedule
         restored.check(seed=seed, fingerprint=self._fingerprint, num_samples=schedule.samples_in, accept=accept)
-        self._iteration += 1
+        self._iteration, self._asked = self._iteration + 1, None
         self._epoch, self._position = self._next = here = self._or_next_epoch(restored.epoch, restored.position)
         source = self._plan.source
         if isinstance(source, IterableSource):

@@ -89,8 +89,14 @@ class State:
         if self.seed != seed:
             differences["seed"] = short_repr(self.seed), str(seed)
         refused = {part: pair for part, pair in differences.items() if not _is_accepted(part, accept)}
+        unit, unit_now = _unit(self.fingerprint), _unit(fingerprint)
+        if self.position and unit != unit_now:
+            raise StateError(
+                f"this state counts {unit}, and this loader {unit_now}: position {self.position} of epoch {self.epoch} is no "
+                f"place here, which cannot be accepted. Begin with the next epoch: set_epoch({self.epoch + 1})"
+            )
         if not refused and self.position > (num := num_samples(self.epoch)):
-            differences["position"] = str(self.position), f"only {num} samples"
+            differences["position"] = str(self.position), f"only {num} {unit}"
             refused = {} if "position" in accept else {"position": differences["position"]}
         if refused:
             raise StateError(self._refusal(refused, differences))
@@ -136,6 +142,14 @@ def _check_names(accept: Collection[str], parts: Collection[str]) -> None:
             raise ConfigError(
                 f"load_state_dict: accept names {short_repr(name)}, which no state has: {', '.join(sorted(known))}"
             )
+
+
+def _unit(fingerprint: dict[str, str]) -> str:
+    """What a position counts."""
+    if "batches" in fingerprint:
+        return "batches"
+    is_packed = any(part.startswith("stages.") and value.startswith("pack ") for part, value in fingerprint.items())
+    return "sequences" if is_packed else "samples"
 
 
 def _is_accepted(part: str, accept: Collection[str]) -> bool:

@@ -68,6 +68,6 @@ class TestRestarts:
         restarts = Restarts(3)
         restarts.refuse(DEATH, (2, 64))
         assert restarts.describe(DEATH, (2, 64), "Another one") == (
-            "the worker was killed while it made the batch at position 64 of epoch 2: look for who did it. Another one makes "
-            "its batches again from there on; 2 of 3 restarts (prefetch.restarts) are left in this run"
+            "the worker was killed before it had finished the batch at position 64 of epoch 2: look for who did it. "
+            "Another one makes its batches again from there on; 2 of 3 restarts (prefetch.restarts) are left in this run"
         )

@@ -300,6 +300,26 @@ def test_an_epoch_without_a_batch_is_an_error(executor: str, folder: Path) -> No
         assert len(list(loader)) == 1
 
 
+def test_length_is_that_of_the_epoch_asked_for(folder: Path) -> None:
+    """As of a DataLoader whose sampler has heard of the epoch; also after a loop that was broken off."""
+    seed, sizes = next(
+        (seed, sizes) for seed in range(100) for sizes in [sizes_of_epochs(folder, seed)] if len({*sizes[:5]}) == 5
+    )
+    described_so = described(folder, stop="first", size=1)
+    with loaderkit.build(described_so, overrides={"order.seed": seed}) as loader:
+        for epoch in (0, 2, 1, 4, 3):
+            loader.set_epoch(epoch)
+            assert len(loader) == len(loader.batch_sampler) == len(loader.dataset) == loader.num_samples == sizes[epoch]
+            next(iter(loader))
+            assert loader.epoch == epoch
+            assert len(loader) == sizes[epoch]
+        loader.set_epoch(4)
+        assert len(loader) == sizes[4]
+        assert loader.state_dict()["epoch"] == 3, "the loop has not gone there yet"
+        assert len(list(loader)) == sizes[4]
+        assert len(loader) == sizes[5]
+
+
 def test_own_stages_are_not_seen_without_an_index(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     described_so = described(folder)
     described_so["sources"][0]["stages"] = [{"call": {"function": "builtins:dict"}}]

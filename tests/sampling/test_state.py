@@ -87,3 +87,26 @@ def test_later_weights_need_no_acceptance() -> None:
     state = State(0, 5, 0, {**NOW, "mix": "first 0:aa"})
     with pytest.raises(StateError, match=r"add them to `mix\.changes`, at a position that has not come yet"):
         state.check(seed=0, fingerprint={**NOW, "mix": "first 0:bb"}, num_samples=lambda epoch: 10)
+
+
+UNITS = {
+    "samples": {},
+    "sequences": {"stages.pack": 'pack {"length": 8}'},
+    "batches": {"batches": "64 tokens of 'tokens', pad, window 9, cost none", "stages.pack": 'pack {"length": 8}'},
+}
+
+
+@pytest.mark.parametrize("before", UNITS)
+@pytest.mark.parametrize("now", UNITS)
+def test_a_change_of_unit_cannot_be_accepted(before: str, now: str) -> None:
+    """A position in samples is none in batches; the beginning of an epoch is one in all."""
+    state = State(2, 3, 0, {"data": "x", **UNITS[before]})
+    fingerprint = {"data": "x", **UNITS[now]}
+    accept = ["batches", "stages"]
+    if before != now:
+        for accepted in ([], accept):
+            with pytest.raises(StateError, match=rf"counts {before}, and this loader {now}: .* set_epoch\(3\)"):
+                state.check(seed=0, fingerprint=fingerprint, num_samples=lambda epoch: 10, accept=accepted)
+    State(2, 0, 0, state.fingerprint).check(
+        seed=0, fingerprint=fingerprint, num_samples=lambda epoch: 10, accept=accept
+    )

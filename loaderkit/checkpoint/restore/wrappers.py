@@ -31,6 +31,12 @@ def wrapper_hint(missing: Sequence[str], there: Iterable[str]) -> str:
                 f"into one that is, and from then on save the module in it, model.{'.'.join(there_only)}, whose names are the "
                 "model's own"
             )
+        if not here_only and not there_only:
+            makers = _makers(part for part in name.split(".") if part in _WRAPPERS)
+            said += (
+                f"the model is wrapped by {makers} in another order than it was: wrap it as it was, and from then on save the "
+                "module in all of them, whose names are the model's own"
+            )
         return said
     return ""
 

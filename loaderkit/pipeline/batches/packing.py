@@ -52,7 +52,7 @@ def mixture_lengths(config: PipelineConfig, source: MixtureSource) -> NDArray[np
     stage = planned_stage(config)
     if stage is not None:
         lengths = known_lengths(config, source)
-        lengths = length_index(config, source).load(len(source)) if lengths is None else lengths
+        lengths = _measured(config, source) if lengths is None else lengths
         if lengths is None:
             raise ConfigError(f"mix.by: tokens: {_unknown(stage)}")
         return lengths
@@ -126,7 +126,7 @@ def planned_lengths(
     if lengths is None:
         lengths = known_lengths(config, source)
     if lengths is None:
-        lengths = length_index(config, source).load(len(source))
+        lengths = _measured(config, source)
     if lengths is None:
         raise ConfigError(_unknown(stage))
     if not lengths.any():
@@ -172,6 +172,30 @@ def _lengths_in(source: Source, field: str | None) -> NDArray[np.int64] | None:
     return None
 
 
+def _measured(config: PipelineConfig, source: Source) -> NDArray[np.int64] | None:
+    """The lengths that `loaderkit index --lengths` has kept; None: there are none. Raises ConfigError if some samples were bad
+    then, and none may be."""
+    found = length_index(config, source).load(len(source))
+    if found is None:
+        return None
+    lengths, num_bad = found
+    stage = planned_stage(config)
+    assert stage is not None
+    if num_bad and config.errors.on_bad_sample == "raise":
+        raise ConfigError(
+            f"stages.{stage.name}: {num_bad} samples were bad when `loaderkit index --lengths` measured them, so they are in "
+            "no batch, and errors.on_bad_sample is raise: run it again, which names them, or let bad samples be skipped"
+        )
+    num_empty = len(lengths) - int(np.count_nonzero(lengths))
+    if num_empty:
+        logger.warning(
+            "stages.%s: %d of %d samples were bad, dropped or empty when `loaderkit index --lengths` measured them, and are in "
+            "no batch; if samples or functions have changed since, run it again",
+            *(stage.name, num_empty, len(lengths)),
+        )
+    return lengths
+
+
 def length_index(config: PipelineConfig, source: Source) -> LengthIndex:
     """Where the lengths of these samples are kept."""
     stage = planned_stage(config)
@@ -198,10 +222,10 @@ def _name_of(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------------- measuring
 
 
-def measure_lengths(plan: ExecutionPlan, stage: StageConfig) -> Iterator[NDArray[np.int64]]:
+def measure_lengths(plan: ExecutionPlan, stage: StageConfig) -> Iterator[tuple[NDArray[np.int64], int]]:
     """Run all samples of a plan, whose stages are those before `stage` and `batch`, and yield their lengths in canonical order,
-    some at a time: 0 for those that are dropped, and, unless `on_bad_sample` is raise, for bad ones, which are warned about.
-    Raises StageError."""
+    some at a time, and how many of those are bad: 0 is the length of these, which are warned about, and of those that are
+    dropped. Raises StageError, also for a bad one if `on_bad_sample` is raise."""
     begins = range(0, len(plan.source), _CHUNK)
     stages = [stage for stage in plan.compiled.stages if stage.scope == "sample" and stage.kind != "batch"]
     try:
@@ -216,7 +240,9 @@ def measure_lengths(plan: ExecutionPlan, stage: StageConfig) -> Iterator[NDArray
                 one.close()
 
 
-def _lengths_from(plan: ExecutionPlan, stages: list[Any], wanted: StageConfig, begin: int) -> NDArray[np.int64]:
+def _lengths_from(
+    plan: ExecutionPlan, stages: list[Any], wanted: StageConfig, begin: int
+) -> tuple[NDArray[np.int64], int]:
     indices = np.arange(begin, min(begin + _CHUNK, len(plan.source)), dtype=np.int64)
     work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices)
     chunk = SampleChunk(work_item, 0, len(indices), indices)
@@ -230,7 +256,7 @@ def _lengths_from(plan: ExecutionPlan, stages: list[Any], wanted: StageConfig, b
     for row, sample in enumerate(chunk.samples):
         if sample is not None:
             lengths[row] = _length_of(sample, wanted, plan.source.key(int(indices[row])))
-    return lengths
+    return lengths, len(chunk.failures)
 
 
 def _length_of(sample: dict[str, Any], stage: StageConfig, key: str) -> int:

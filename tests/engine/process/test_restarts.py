@@ -87,7 +87,9 @@ class TestEnds:
         """It names the samples of that batch, although others were in work when the first process died."""
         keys: list[str] = []
         with dying("44", how) as loader:
-            with pytest.raises(WorkerDiedError, match="while it made the batch at position 40 of epoch 0") as caught:
+            with pytest.raises(
+                WorkerDiedError, match="before it had finished the batch at position 40 of epoch 0"
+            ) as caught:
                 for batch in loader:
                     keys += batch["__key__"]
             state = loader.state_dict()
@@ -106,7 +108,7 @@ class TestEnds:
             with pytest.raises(WorkerDiedError, match=r"All 1 restarts of this run \(prefetch.restarts\)") as caught:
                 list(stream)
             assert loader.stats().num_restarts == 1
-        assert "while it made the batch at position 40 of epoch 0 (samples '40', " in str(caught.value)
+        assert "before it had finished the batch at position 40 of epoch 0 (samples '40', " in str(caught.value)
         del caught
 
     def test_an_iterable_cannot_be_made_again(self) -> None:
@@ -183,7 +185,7 @@ def test_what_a_loop_sees(caplog: pytest.LogCaptureFixture) -> None:
     assert max(told["stall"]["by_stage"], key=told["stall"]["by_stage"].__getitem__) == "worker restart"
     assert "worker restart" in str(report)
     (warning,) = [record.getMessage() for record in caplog.records if "Another one" in record.getMessage()]
-    assert f"pid {first}) was killed by SIGKILL while it made the batch at position " in warning
+    assert f"pid {first}) was killed by SIGKILL before it had finished the batch at position " in warning
     assert f"Another one (pid {third}) makes its batches again from there on; 2 of 3 restarts" in warning
     assert kept[0]["filling"][7].tolist() == [7] * 1000  # the loader is closed, and so is the process that made it
 
@@ -261,7 +263,7 @@ def test_what_kills_every_process_that_starts(
             next(iter(loader))
         assert loader.stats().num_restarts == 3
     assert "All 3 restarts" in str(caught.value)
-    assert "while it made" not in str(caught.value)
+    assert "before it had finished" not in str(caught.value)
     assert len([record for record in caplog.records if "Another one" in record.getMessage()]) == 3
     del caught
 

@@ -299,7 +299,13 @@ def fails_for_some(sample: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("policy", ["skip", "replace", "raise"])
-def test_bad_documents(path: Path, tmp_path: Path, documents: list[NDArray[np.generic]], policy: str) -> None:
+def test_bad_documents(
+    path: Path,
+    tmp_path: Path,
+    documents: list[NDArray[np.generic]],
+    policy: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pipeline = tmp_path / "p.yaml"
     pipeline.write_text(yaml_of(path, function="test_pack_sequences:same"))
     bad = {str(number) for number in range(120) if number % 17 == 5}
@@ -317,8 +323,13 @@ def test_bad_documents(path: Path, tmp_path: Path, documents: list[NDArray[np.ge
     (other,) = (one for one in kept.parent.iterdir() if one != kept)
     with np.load(other) as parts:
         assert sorted(np.flatnonzero(parts["lengths"] == 0).tolist()) == sorted(map(int, bad))
+        assert int(parts["num_bad"]) == len(bad)
         made_of = parts["made_of"]
-    np.savez(other, made_of=made_of, lengths=lengths)
+    with pytest.raises(ConfigError, match=f"{len(bad)} samples were bad when .* measured them"):
+        loaderkit.build(pipeline, overrides={"errors.on_bad_sample": "raise"})
+    with loaderkit.build(pipeline):
+        assert f"{len(bad)} of 120 samples were bad, dropped or empty" in caplog.text
+    np.savez(other, made_of=made_of, lengths=lengths, num_bad=0)
     rows = []
     for executor in ("inline", "thread"):
         with loaderkit.build(pipeline, overrides={"prefetch.executor": executor}) as loader:

@@ -29,7 +29,7 @@ from typing import Any
 
 import safetensors.torch
 
-from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.sources.formats.tar_index import default_cache_dir
 from profiles.peers import rounds
 from profiles.peers.__main__ import prepare, shortened

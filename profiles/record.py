@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.system.cgroups import num_cpus
 
 
 def record(out: Path | None, what: str, **found: Any) -> None:

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 
 from loaderkit._internal.config.yaml_text import to_yaml
 from loaderkit.checkpoint import latest
-from loaderkit.cli import console, main
+from loaderkit.cli import main
+from loaderkit.cli.terminal import console
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import CheckpointError, FormatError, StageError, printable
 from loaderkit.profile.render.summary import PlainConsole, table_of

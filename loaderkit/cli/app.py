@@ -14,15 +14,15 @@ from typing import Annotated, Any
 import typer
 
 from loaderkit import __version__
-from loaderkit.cli import console
 from loaderkit.cli.check import check, explain
 from loaderkit.cli.checkpoints import checkpoints
 from loaderkit.cli.demo import demo
 from loaderkit.cli.index import index
-from loaderkit.cli.options import Debug, Settings
 from loaderkit.cli.profile import profile
 from loaderkit.cli.restore import manifest, restore
 from loaderkit.cli.run import run
+from loaderkit.cli.terminal import console
+from loaderkit.cli.terminal.options import Debug, Settings
 from loaderkit.cli.tune import tune
 from loaderkit.errors import ConfigError, LoaderkitError
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loaderkit._internal.cgroups import num_cpus
-from loaderkit.cli import console
+from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.cli.mix import explain_mix
-from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, open_plan
 from loaderkit.cli.restore import check_checkpoint
+from loaderkit.cli.terminal import console
+from loaderkit.cli.terminal.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, open_plan
 from loaderkit.errors import ConfigError
 
 if TYPE_CHECKING:

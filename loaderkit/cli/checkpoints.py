@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loaderkit._internal.units import parse_seconds, say_age, say_size
-from loaderkit.cli import console
-from loaderkit.cli.byte_progress import ByteProgress, byte_progress
-from loaderkit.cli.options import AsJson, Debug
+from loaderkit.cli.terminal import console
+from loaderkit.cli.terminal.byte_progress import ByteProgress, byte_progress
+from loaderkit.cli.terminal.options import AsJson, Debug
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loaderkit._internal.units import parse_seconds
-from loaderkit.cli import console
-from loaderkit.cli.options import parse_assignments
+from loaderkit.cli.terminal import console
+from loaderkit.cli.terminal.options import parse_assignments
 from loaderkit.profile.experiments.loops import open_consumer, sleep_step
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from loaderkit.cli import console
 from loaderkit.cli.index_lengths import index_lengths
-from loaderkit.cli.options import AsJson, Debug
+from loaderkit.cli.terminal import console
+from loaderkit.cli.terminal.options import AsJson, Debug
 from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectNotFoundError, SourceError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from loaderkit.cli import console
 from loaderkit.cli.experiments import progress
+from loaderkit.cli.terminal import console
 from loaderkit.errors import ConfigError, ConnectorError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from loaderkit.cli import console
+from loaderkit.cli.terminal import console
 from loaderkit.errors import ConfigError
 
 if TYPE_CHECKING:

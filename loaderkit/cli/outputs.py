@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from loaderkit._internal.atomic_file import why_not_writable, write_atomically
-from loaderkit.cli import console
+from loaderkit.cli.terminal import console
 
 if TYPE_CHECKING:
     from loaderkit.profile.ranks import Merged

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from loaderkit.cli import console
 from loaderkit.cli.experiments import Consumer, StepTime, maker, open_step, progress, sizes_of
-from loaderkit.cli.options import Assignments, Debug, checkpoint_config, described, open_plan
 from loaderkit.cli.outputs import Outputs, compared, deliver, deliver_merged, open_outputs, read_report
+from loaderkit.cli.terminal import console
+from loaderkit.cli.terminal.options import Assignments, Debug, checkpoint_config, described, open_plan
 from loaderkit.profile.experiments.loops import endless, run_steps, sleep_step
 
 if TYPE_CHECKING:

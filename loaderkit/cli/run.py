@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loaderkit._internal.atomic_file import write_atomically
-from loaderkit.cli import console
 from loaderkit.cli.experiments import StepTime, open_step
-from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, open_plan
 from loaderkit.cli.restore import run_checkpoint
+from loaderkit.cli.terminal import console
+from loaderkit.cli.terminal.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, open_plan
 from loaderkit.errors import StateError
 from loaderkit.profile.render.summary import print_summary, reading
 

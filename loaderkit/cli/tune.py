@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loaderkit._internal.atomic_file import why_not_writable, write_atomically
-from loaderkit.cli import console
 from loaderkit.cli.experiments import Consumer, StepTime, maker, open_step, progress
-from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, described
+from loaderkit.cli.terminal import console
+from loaderkit.cli.terminal.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, described
 from loaderkit.errors import LoaderkitError
 from loaderkit.profile.experiments.loops import sleep_step
 

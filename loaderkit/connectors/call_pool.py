@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from loaderkit._internal.forks import ending_forks
+from loaderkit._internal.system.forks import ending_forks
 from loaderkit.errors import ClosedError
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from loaderkit._internal.interrupts import opened
+from loaderkit._internal.system.interrupts import opened
 from loaderkit.connectors.base import ObjectInfo, Writes
 from loaderkit.connectors.directory import etag_of
 from loaderkit.connectors.writing import Parts, WriteCounts, put_in_parts

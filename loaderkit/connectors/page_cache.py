@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from loaderkit._internal.interrupts import opened
+from loaderkit._internal.system.interrupts import opened
 from loaderkit.connectors.base import Connector, traits_of
 
 _NUM_SAMPLES = 256

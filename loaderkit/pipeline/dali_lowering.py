@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain, count
 
 from loaderkit import native
-from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.connectors.base import traits_of
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.inline import InlineEngine

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import SourceArgs, StoreArgs
 from loaderkit.connectors.factory import open_connector

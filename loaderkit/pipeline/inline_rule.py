@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loaderkit._internal.cgroups import free_memory
+from loaderkit._internal.system.cgroups import free_memory
 from loaderkit._internal.units import say_bytes
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.file import FileConnector

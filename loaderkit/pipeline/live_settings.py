@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.units import parse_bytes
 from loaderkit.engine.autotune.tuned_setting import TunedSetting
 from loaderkit.engine.autotune.tuner import Tuner

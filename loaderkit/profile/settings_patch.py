@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from loaderkit._internal.cgroups import num_cpus
 from loaderkit._internal.config.diagnostics import Problems
 from loaderkit._internal.config.yaml_text import to_yaml
+from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.units import format_bytes
 from loaderkit.engine.metrics import Stats, Verdict
 from loaderkit.engine.metrics.interval import Interval, StageFacts, measure, more_of

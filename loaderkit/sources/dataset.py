@@ -17,8 +17,8 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, f
 
 from loaderkit._internal.config.settings import as_tuple
 from loaderkit._internal.dtypes import type_of_all
-from loaderkit._internal.forks import ending_forks
 from loaderkit._internal.imports import import_named, is_name
+from loaderkit._internal.system.forks import ending_forks
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import USER_ERRORS, ConfigError, SourceError

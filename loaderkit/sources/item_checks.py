@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from loaderkit._internal.cgroups import free_memory
 from loaderkit._internal.compare import differ
-from loaderkit._internal.forks import ending_forks
+from loaderkit._internal.system.cgroups import free_memory
+from loaderkit._internal.system.forks import ending_forks
 from loaderkit.errors import USER_ERRORS, SourceError
 from loaderkit.sources.dataset import DatasetArgs, open_object
 

@@ -21,8 +21,8 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from loaderkit._internal.forks import ending_forks
 from loaderkit._internal.imports import import_named
+from loaderkit._internal.system.forks import ending_forks
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import USER_ERRORS, ClosedError, ConfigError, SourceError
 from loaderkit.sampling.schedule import UNKNOWN, BatchSampler

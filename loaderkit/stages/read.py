@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from loaderkit import native
-from loaderkit._internal.forks import ending_forks
+from loaderkit._internal.system.forks import ending_forks
 from loaderkit.connectors.base import Connector, Ranges, bulk_of
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.engine.work import Stage

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from loaderkit._internal.dtypes import type_in_numpy
-from loaderkit._internal.forks import ending_forks
+from loaderkit._internal.system.forks import ending_forks
 from loaderkit.connectors.base import ByteRange, Connector
 from loaderkit.errors import ConnectorError, FormatError
 from loaderkit.sources.base import FieldRange

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from loaderkit._internal.dtypes import type_in_numpy
-from loaderkit._internal.forks import ending_forks
+from loaderkit._internal.system.forks import ending_forks
 from loaderkit.connectors.base import Connector, bulk_of
 from loaderkit.connectors.ranges import gather_into
 from loaderkit.errors import STORE_FAILURES

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loaderkit._internal.numa import numa_conflict
+from loaderkit._internal.system.numa import numa_conflict
 
 GPU = "0000:3b:00.0"
 

@@ -17,7 +17,7 @@ from checkpoint_states import pack, save_dcp, saved
 
 import loaderkit
 from loaderkit.cli import main
-from loaderkit.cli.byte_progress import ByteProgress, byte_progress
+from loaderkit.cli.terminal.byte_progress import ByteProgress, byte_progress
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Ask = Callable[..., dict[str, Any]]

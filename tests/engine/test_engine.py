@@ -19,7 +19,7 @@ import torch
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.engine.pools import plan_pools
 from loaderkit.engine.work import Stage
 from loaderkit.errors import StageError

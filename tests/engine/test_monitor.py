@@ -23,8 +23,8 @@ from waiting import wait_for
 from workloads import Simulation, Workload
 
 import loaderkit
-from loaderkit._internal.cgroups import cgroup_folders
 from loaderkit._internal.config.yaml_text import from_yaml
+from loaderkit._internal.system.cgroups import cgroup_folders
 from loaderkit.engine.metrics.host import HostStats, host_stats
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.monitor import Monitor, Series

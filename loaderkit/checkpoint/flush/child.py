@@ -19,7 +19,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from loaderkit._internal.child_process import bind_to
+from loaderkit._internal.system.child_process import bind_to
 
 if TYPE_CHECKING:
     from loaderkit.checkpoint.flush.shared_pages import MappedPages

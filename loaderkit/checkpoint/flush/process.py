@@ -18,8 +18,8 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from loaderkit._internal.child_process import ChildProcess, how_it_ended
-from loaderkit._internal.descriptors import FIRST_FREE, memory_file
+from loaderkit._internal.system.child_process import ChildProcess, how_it_ended
+from loaderkit._internal.system.descriptors import FIRST_FREE, memory_file
 from loaderkit.checkpoint.flush import child
 from loaderkit.checkpoint.flush.shared_pages import SharedPages
 from loaderkit.checkpoint.flush.transport import pack_state

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loaderkit._internal.descriptors import mapped, memory_file
 from loaderkit._internal.dtypes import Bytes
+from loaderkit._internal.system.descriptors import mapped, memory_file
 from loaderkit._internal.units import say_bytes
 from loaderkit.errors import CheckpointError
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.checkpoint.contents import Checksums
 from loaderkit.checkpoint.transfer.plan import LATENCY_GAP, ReadRequest, TensorPlan, limits_of, memory_of_worker
 from loaderkit.checkpoint.transfer.stages import TransferStages

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from loaderkit.cli import console
-from loaderkit.cli.options import AsJson, Debug
+from loaderkit.cli.terminal import console
+from loaderkit.cli.terminal.options import AsJson, Debug
 
 
 def demo(

@@ -15,7 +15,7 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 
 import loaderkit
-from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.cli.demo.child import SAVED_BATCHES
 from loaderkit.cli.demo.photos import demo_data
 from loaderkit.cli.demo.training import ANSWER_S, SLOW, SmallNet, train_on, training_pipeline

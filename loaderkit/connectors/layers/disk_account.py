@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from loaderkit._internal.interrupts import opened
+from loaderkit._internal.system.interrupts import opened
 
 _FLOCK = "hhqqi4x"
 _ACCOUNT = 0  # the byte of the lock file that guards the account

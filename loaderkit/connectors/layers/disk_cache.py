@@ -23,7 +23,7 @@ from hashlib import blake2b
 from pathlib import Path
 from zlib import crc32
 
-from loaderkit._internal.interrupts import opened
+from loaderkit._internal.system.interrupts import opened
 from loaderkit.connectors.layers.disk_account import OPEN, DiskAccount
 
 logger = logging.getLogger("loaderkit")

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from threadpoolctl import threadpool_info
 
-from loaderkit._internal.cgroups import CpuTimes, cgroup_folders, cpu_quota, cpu_times_so_far
+from loaderkit._internal.system.cgroups import CpuTimes, cgroup_folders, cpu_quota, cpu_times_so_far
 
 _SECONDS = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}  # the counters of cgroups, versions 2 and 1
 

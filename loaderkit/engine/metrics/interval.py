@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import cbrt, ceil
 from typing import Literal, NamedTuple
 
-from loaderkit._internal.cgroups import free_memory
+from loaderkit._internal.system.cgroups import free_memory
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.slow_samples import Slow
 from loaderkit.engine.metrics.snapshot import Snapshot, StageStats

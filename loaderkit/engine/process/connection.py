@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from loaderkit._internal.cgroups import oom_kills
-from loaderkit._internal.child_process import ChildProcess
-from loaderkit._internal.descriptors import FIRST_FREE
+from loaderkit._internal.system.cgroups import oom_kills
+from loaderkit._internal.system.child_process import ChildProcess
+from loaderkit._internal.system.descriptors import FIRST_FREE
 from loaderkit.engine.process import worker_main
 from loaderkit.engine.process.exit_reason import exit_reason
 from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from loaderkit._internal.child_process import how_it_ended
+from loaderkit._internal.system.child_process import how_it_ended
 from loaderkit.engine.restarts import Death
 
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP}

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from loaderkit._internal.cgroups import free_memory
-from loaderkit._internal.descriptors import mapped, memory_file
 from loaderkit._internal.dtypes import Bytes
+from loaderkit._internal.system.cgroups import free_memory
+from loaderkit._internal.system.descriptors import mapped, memory_file
 from loaderkit._internal.units import say_bytes
 from loaderkit.errors import ConfigError
 

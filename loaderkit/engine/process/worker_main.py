@@ -24,8 +24,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from loaderkit._internal.child_process import bind_to
-from loaderkit._internal.forks import ending_forks
+from loaderkit._internal.system.child_process import bind_to
+from loaderkit._internal.system.forks import ending_forks
 from loaderkit.engine.process import error_transport
 from loaderkit.errors import RemoteError
 

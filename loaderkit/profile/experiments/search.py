@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
-from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.engine.autotune.tuned_setting import LADDER
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.stalls import START

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from loaderkit._internal.cgroups import num_cpus
 from loaderkit._internal.config.diagnostics import Problems
+from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.units import format_bytes
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.validation import check_neighbours

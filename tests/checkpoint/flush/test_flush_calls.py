@@ -9,7 +9,7 @@ import pytest
 import torch
 from leftovers import nothing_left  # noqa: F401 - a fixture for every test here
 
-from loaderkit._internal.child_process import ChildProcess
+from loaderkit._internal.system.child_process import ChildProcess
 from loaderkit.checkpoint.flush.process import FlushProcess
 from loaderkit.checkpoint.flush.shared_pages import SharedPages
 from loaderkit.checkpoint.save.staging import HostCopies

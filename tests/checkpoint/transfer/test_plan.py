@@ -16,7 +16,7 @@ from file_systems import can_be_read_around, is_out_of_the_page_cache
 
 import loaderkit
 from loaderkit import native
-from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.checkpoint.discovery.archive import TarConnector
 from loaderkit.checkpoint.discovery.locate import locate
 from loaderkit.checkpoint.transfer.plan import ReadRequest, chunk_bytes_of, limits_of

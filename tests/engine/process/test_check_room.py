@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from loaderkit import Pipeline
-from loaderkit._internal.cgroups import oom_kills
+from loaderkit._internal.system.cgroups import oom_kills
 from loaderkit.engine.process.shared_memory import Allocator, SharedArena, check_room
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.batches.plan import BatchPlan

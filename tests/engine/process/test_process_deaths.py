@@ -21,7 +21,7 @@ from numbers_dataset import PROCESS, Numbers, build, is_running, numbers, pid_of
 from waiting import wait_for
 
 from loaderkit import Pipeline
-from loaderkit._internal.child_process import MEANT_FOR_THE_PARENT
+from loaderkit._internal.system.child_process import MEANT_FOR_THE_PARENT
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.process import worker_main
 from loaderkit.engine.process.exit_reason import exit_reason

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from loaderkit._internal.units import say_size
-from loaderkit.cli import console
+from loaderkit.cli.terminal import console
 
 _SECONDS_A_LINE = 5.0
 

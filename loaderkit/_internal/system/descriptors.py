@@ -11,7 +11,7 @@ import mmap
 import os
 from contextlib import ExitStack
 
-from loaderkit._internal.interrupts import owned
+from loaderkit._internal.system.interrupts import owned
 
 FIRST_FREE = 3
 """The lowest number of descriptors that stay open."""

@@ -1,0 +1,1 @@
+"""How commands are asked and answer: their arguments and options, output, progress."""

@@ -1,10 +1,12 @@
-"""Pauses Python's cyclic garbage collector while many objects are created."""
+"""Python's cyclic garbage collector: it pauses while many objects are created, and what it finds is closed."""
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _paused: tuple[int, ...] | None = None  # the thresholds to restore, while some thread of the process is inside
@@ -38,3 +40,11 @@ def _resume() -> None:
 
 
 os.register_at_fork(after_in_child=_resume)
+
+
+def close_collected(close: Callable[[], None]) -> None:
+    """Close what was collected. In one of our threads, for which `close` would wait, another one does it."""
+    if threading.current_thread().name.startswith("loaderkit"):
+        _thread.start_new_thread(close, ())
+    else:
+        close()

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from loaderkit.engine.metrics import bottleneck_rules as rules
-from loaderkit.engine.metrics.bottleneck_rules import Verdict
+from loaderkit.engine.metrics.bottleneck_words import Verdict
 from loaderkit.engine.metrics.interval import HARMLESS, Facts, Interval, measure
 from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, RESTART, START, WAKEUP

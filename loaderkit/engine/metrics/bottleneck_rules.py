@@ -6,10 +6,9 @@ The stage is given: it is the one that the loop waited for longest. A rule says 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from loaderkit._internal.units import say_seconds
 from loaderkit.engine.metrics import bottleneck_words as words
+from loaderkit.engine.metrics.bottleneck_words import Verdict
 from loaderkit.engine.metrics.host import thread_variables
 from loaderkit.engine.metrics.interval import (
     ALL_ALONE,
@@ -38,26 +37,6 @@ _FILLS = (0.7, 1.3)  # times the wall time; between them, one worker was busy al
 _MOST_OF_A_CPU = 0.75
 _ONE_CPU = 1.2  # CPUs that threads which need the GIL can use together, and a little for what runs without it
 _NATIVE = 0.2  # share of the CPU time in threads that Python did not start; pools of libraries use more
-
-
-class Verdict(NamedTuple):
-    """What limits the loop.
-
-    `stage` is what the loop waited for longest: a stage's name, or `start`, `memory`, `wakeup`, `worker restart` or `release`;
-    None: training is the limit.
-    `percent` of the interval's wall time were lost to it (for None: not lost to loading). `confidence` is from 0 to 1. `kind`
-    says in one word how it limits: training, computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting,
-    memory, depth, start, wakeup, restart, quota, unknown. `source` begins with the name of the one of several sources that
-    alone holds the loop up, if one does, and says how that is seen.
-    """
-
-    stage: str | None
-    percent: float
-    confidence: float
-    evidence: str
-    change: str
-    kind: str
-    source: str | None = None
 
 
 # ------------------------------------------------------------------------------------------------ without a stage

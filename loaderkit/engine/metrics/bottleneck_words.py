@@ -1,8 +1,9 @@
-"""The words of verdicts: what the loop waited for, what the machine withholds, and what to change."""
+"""A verdict, and its words: what the loop waited for, what the machine withholds, and what to change."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from loaderkit._internal.units import format_bytes, say_bytes, say_seconds
 from loaderkit.engine.metrics.interval import HARMLESS, Interval, StageFacts, more_of
@@ -33,6 +34,26 @@ _WITHOUT_A_STAGE: Mapping[str, str] = {
     RESTART: "Restarting worker processes is the limit: they die",
     RELEASE: "Releasing batches is the limit: their memory goes back to the system",
 }
+
+
+class Verdict(NamedTuple):
+    """What limits the loop.
+
+    `stage` is what the loop waited for longest: a stage's name, or `start`, `memory`, `wakeup`, `worker restart` or `release`;
+    None: training is the limit.
+    `percent` of the interval's wall time were lost to it (for None: not lost to loading). `confidence` is from 0 to 1. `kind`
+    says in one word how it limits: training, computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting,
+    memory, depth, start, wakeup, restart, quota, unknown. `source` begins with the name of the one of several sources that
+    alone holds the loop up, if one does, and says how that is seen.
+    """
+
+    stage: str | None
+    percent: float
+    confidence: float
+    evidence: str
+    change: str
+    kind: str
+    source: str | None = None
 
 
 def headline(stage: str | None, kind: str) -> str:

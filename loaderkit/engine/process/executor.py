@@ -13,7 +13,6 @@ if it dies as well, it is known of which batch.
 
 from __future__ import annotations
 
-import _thread
 import errno
 import logging
 import os
@@ -25,6 +24,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from loaderkit._internal.garbage import close_collected
 from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.host import CpuWatch, host_stats
 from loaderkit.engine.metrics.snapshot import merged
@@ -390,11 +390,8 @@ class ProcessEngine:
                 ending.callback(process.begin_closing, join_s)
 
     def abandon(self) -> None:
-        """Close because the loader was collected; the collector may run in a thread that `close` would wait for."""
-        if threading.current_thread().name.startswith("loaderkit"):
-            _thread.start_new_thread(self.close, ())
-        else:
-            self.close()
+        """Close because the loader was collected."""
+        close_collected(self.close)
 
     def _check_usable(self) -> None:
         if self._is_closed:

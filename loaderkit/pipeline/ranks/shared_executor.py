@@ -8,7 +8,6 @@ The thread of each rank runs ahead of its loop. Stages from a `transfer` to CUDA
 
 from __future__ import annotations
 
-import _thread
 import logging
 import os
 import threading
@@ -21,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from loaderkit._internal.garbage import close_collected
 from loaderkit.engine import watchdog
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.metrics import Stats, stalls
@@ -435,11 +435,8 @@ class SharedExecutor:
             logger.warning("%s did not stop within %g s: a stage hangs\n%s", thread.name, join_s, stack)
 
     def abandon(self) -> None:
-        """Close because the loader was collected; the collector may run in a thread that `close` would wait for."""
-        if threading.current_thread().name.startswith("loaderkit"):
-            _thread.start_new_thread(self.close, ())
-        else:
-            self.close()
+        """Close because the loader was collected."""
+        close_collected(self.close)
 
     def _check_usable(self) -> None:
         if self._is_closed:

@@ -118,9 +118,10 @@ class BatchMemory:
     def _check_bound(self, num_bytes: int) -> None:
         if self._batch_bytes > num_bytes:
             num = self._shard.of
+            why = "" if self._num_tokens is None else " samples, as many as the shortest ones could need,"
             each, times = (f" for each of {num} processes", f"{num} times ") if num > 1 else ("", "")
             raise ConfigError(
-                f"prefetch.memory is {say_bytes(num_bytes)}{each}, but one batch of {self.batch_size} takes "
+                f"prefetch.memory is {say_bytes(num_bytes)}{each}, but one batch of {self.batch_size}{why} takes "
                 f"{say_bytes(self._batch_bytes)}: allow at least {times}that much, or make "
                 f"stages.batch.{'size' if self._num_tokens is None else 'tokens'} smaller"
             )

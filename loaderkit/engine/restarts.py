@@ -17,7 +17,7 @@ _UNHARMED = (
 
 
 class Death(NamedTuple):
-    """The end of a worker that nobody asked for."""
+    """The end of a worker that the trainer has not asked for."""
 
     who: str
     what: str  # the predicate to `who`

@@ -199,6 +199,13 @@ class Tiers:
                     yield number, directory.url_of(number)
         if found or problem is None:
             return
+        if step is not None and step not in steps:
+            there_are = (
+                f"there are {', '.join(map(str, steps[:8]))}{', ...' if len(steps) > 8 else ''}"
+                if steps
+                else "none is there"
+            )
+            raise CheckpointError(f"{problem}. Of the steps that are committed {there_are}") from problem
         if step is not None:
             raise problem
         raise CheckpointError(

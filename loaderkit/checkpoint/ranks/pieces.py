@@ -1,7 +1,7 @@
 """Ranks get pieces of one another's tensors over connections of their own, without a collective.
 
 Each rank that others need something of listens, and gives bytes on request from where they lie. The rank that writes a file
-asks for them part by part, so no rank holds more than a part. Nobody needs to be in step with anybody. A rank that fails
+asks for them part by part, so no rank holds more than a part. No rank needs to be in step with another. A rank that fails
 says why and closes its connections, and the machine closes those of one that died: the others notice at once.
 """
 

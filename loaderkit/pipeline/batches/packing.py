@@ -54,7 +54,7 @@ def mixture_lengths(config: PipelineConfig, source: MixtureSource) -> NDArray[np
         lengths = known_lengths(config, source)
         lengths = _measured(config, source) if lengths is None else lengths
         if lengths is None:
-            raise ConfigError(f"mix.by: tokens: {_unknown(stage)}")
+            raise ConfigError(f"mix.by: tokens: {_unknown(stage, source)}")
         return lengths
     known = {part.name: _lengths_in(part, None) for part in source.parts}
     if missing := [name for name, own in known.items() if own is None]:
@@ -72,9 +72,14 @@ def mixture_lengths(config: PipelineConfig, source: MixtureSource) -> NDArray[np
     return np.concatenate([own for own in known.values() if own is not None])
 
 
-def _unknown(stage: StageConfig) -> str:
+def _unknown(stage: StageConfig, source: Source) -> str:
+    assert isinstance(stage.args, (PackArgs, BatchArgs))
+    own = source.sequences.field if isinstance(source, SequenceSource) else None
+    other = (
+        "" if own in (None, stage.args.field) else f" (the source knows those of {own!r}, not of {stage.args.field!r})"
+    )
     return (
-        f"stages.{stage.name}: it is planned by the lengths of the samples, which are not known: run `loaderkit index "
+        f"stages.{stage.name}: it is planned by the lengths of the samples, which are not known{other}: run `loaderkit index "
         f"--lengths` with this pipeline once; it takes all samples through the stages before `{stage.kind}` and keeps their "
         "lengths"
     )
@@ -128,7 +133,7 @@ def planned_lengths(
     if lengths is None:
         lengths = _measured(config, source)
     if lengths is None:
-        raise ConfigError(_unknown(stage))
+        raise ConfigError(_unknown(stage, source))
     if not lengths.any():
         raise ConfigError(f"stages.{stage.name}: all {len(lengths)} samples are empty")
     return lengths

@@ -3,7 +3,7 @@
 All bytes go over a gloo group of these ranks alone, whose name they agree on in the store of torch.distributed; no other rank
 takes part, and no group of training is used. A send waits until its receiver is ready, for as long as that takes. That a rank
 has died shows in its connections, which break at once; and that its machine has, in the signs of life that every rank leaves
-in the store. Whoever notices first writes that down there, so that all ranks name the same one.
+in the store. The first rank that notices writes that down there, so that all ranks name the same one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if dist.is_available():  # not in every build of torch
 
 _NUM_CHILDREN = 2  # of a rank in the tree: the first rank sends two copies, however many ranks there are
 _FOREVER = timedelta(days=30)
-_CUT_TAG = 2**20  # of a message that nobody sends
+_CUT_TAG = 2**20  # of a message that no rank sends
 _BEAT_S = 5.0  # between two signs of life
 _CONNECT_S = 60.0  # for ranks that are all there
 _FAREWELL_S = 2.0

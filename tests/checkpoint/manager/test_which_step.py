@@ -84,3 +84,13 @@ def test_after_going_back_later_steps_are_refused_until_they_are_gone(tmp_path: 
         assert checkpoints.restore(state_of(0), step=6) == 6
         checkpoints.save(9, state_of(9))  # and that is the newest now
         assert checkpoints.restore(state_of(0)) == 9
+
+
+def test_a_step_that_is_not_there_is_an_error_that_says_which_are(tmp_path: Path) -> None:
+    with loaderkit.CheckpointManager(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError, match=r"step-0000000007.* none is there"):
+            checkpoints.restore(state_of(0), step=7)
+        for step in (3, 5):
+            checkpoints.save(step, state_of(step))
+        with pytest.raises(CheckpointError, match=r"step-0000000007.*committed there are 5, 3"):
+            checkpoints.restore(state_of(0), step=7)

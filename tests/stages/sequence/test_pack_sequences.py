@@ -434,3 +434,8 @@ def test_what_a_loader_says_of_itself_is_of_one_epoch(path: Path) -> None:
             assert sum(1 for _ in loader) == sizes[-1]
             assert f": {sizes[-1]} samples, {sizes[-1]} batches of 1, on rank 0 of 1, epoch {epoch}>" in repr(loader)
         assert len(set(sizes)) > 1
+
+
+def test_a_field_that_the_source_has_not_is_named(path: Path) -> None:
+    with pytest.raises(ConfigError, match="the source knows those of 'tokens', not of 'toks'"):
+        loaderkit.build(described(path, field="toks"))

@@ -11,9 +11,10 @@ from loaderkit._internal.dtypes import Bytes
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.metrics.tuning import PoolTuning
 from loaderkit.engine.metrics.worker_clock import Clock
-from loaderkit.engine.process.executor import ProcessEngine
-from loaderkit.engine.process.messages import pack
-from loaderkit.engine.process.worker_process import WorkerSpec
+from loaderkit.engine.process.worker_process import WorkerProcess
+from loaderkit.engine.remote.contracts import WorkerSpec
+from loaderkit.engine.remote.executor import RemoteEngine
+from loaderkit.engine.remote.packing import pack
 from loaderkit.engine.restarts import Restarts
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.errors import ConfigError
@@ -27,7 +28,7 @@ from loaderkit.sampling.shard import Shard
 from loaderkit.sources.iterable import IterableSource
 
 
-def make_process_engine(plan: ExecutionPlan) -> ProcessEngine:
+def make_process_engine(plan: ExecutionPlan) -> RemoteEngine:
     """An executor with worker processes, which are not started yet."""
     prefetch, ahead, trainer_stages = plan.config.prefetch, plan.for_workers, plan.trainer_stages
     spec = WorkerSpec(
@@ -40,8 +41,9 @@ def make_process_engine(plan: ExecutionPlan) -> ProcessEngine:
         trainer_stages=trainer_stages,
         pinned_for=plan.compiled.device if trainer_stages else None,
     )
-    return ProcessEngine(
+    return RemoteEngine(
         spec,
+        WorkerProcess,
         num_processes=prefetch.processes,
         schedule=plan.schedule,
         timeout_s=prefetch.timeout,

@@ -220,7 +220,7 @@ def test_what_only_other_pipelines_need_is_not_imported(tmp_path: Path) -> None:
     for name in (
         "connectors.s3",
         "connectors.layers.cache",
-        "engine.process.executor",
+        "engine.remote.executor",
         "profile",
         "checkpoint.restore",
     ):

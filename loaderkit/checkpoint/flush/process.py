@@ -23,7 +23,7 @@ from loaderkit._internal.system.descriptors import FIRST_FREE, memory_file
 from loaderkit.checkpoint.flush import child
 from loaderkit.checkpoint.flush.shared_pages import SharedPages
 from loaderkit.checkpoint.flush.transport import pack_state
-from loaderkit.engine.process.error_transport import unpack_error
+from loaderkit.engine.remote.error_transport import unpack_error
 from loaderkit.errors import CheckpointError, ConfigError
 
 _POLL_S = 1.0

@@ -25,7 +25,7 @@ from loaderkit.checkpoint.save.safetensors.export import ExportRule
 from loaderkit.checkpoint.save.safetensors.export_writer import ExportWriter
 from loaderkit.checkpoint.save.staging import HostCopies
 from loaderkit.connectors.base import Connector, traits_of
-from loaderkit.engine.process.messages import pack
+from loaderkit.engine.remote.packing import pack
 from loaderkit.errors import ConfigError, printable
 
 logger = logging.getLogger("loaderkit")

@@ -21,6 +21,8 @@ from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.process import messages
 from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
+from loaderkit.engine.remote.delivery import Delivered
+from loaderkit.engine.remote.packing import pack
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.engine.watchdog import HangReport
 from loaderkit.engine.work import WorkItem
@@ -98,13 +100,13 @@ class BatchSender:
         self._held[number] = (record.result, borrowed)
         self._outbox.send(pickle.dumps(messages.BatchMessage(generation, number, packed), 5))
 
-    def _record(self, work_item: WorkItem) -> messages.Delivered:
+    def _record(self, work_item: WorkItem) -> Delivered:
         assert work_item.last_chunk is not None
         path = stalls.ChunkPath(work_item.opened_s, work_item.last_chunk.marks, work_item.done_s)
         # The trainer's wait for this batch began after the previous one at the earliest.
         since_s = path.opened_s if self._sent_s is None else self._sent_s
         self._sent_s = self._engine.clock()
-        return messages.Delivered(
+        return Delivered(
             epoch=work_item.epoch,
             end=work_item.end,
             num_items=len(work_item),
@@ -222,11 +224,11 @@ def _unsendable(work_item: WorkItem, error: Exception) -> StageError:
 
 def _can_pack(value: Any) -> bool:
     try:
-        messages.pack(value)
+        pack(value)
     except Exception:
         return False
     return True
 
 
-def _without_result(record: messages.Delivered, error: BaseException) -> messages.Delivered:
-    return messages.Delivered(**{**record.__dict__, "result": None, "error": error})
+def _without_result(record: Delivered, error: BaseException) -> Delivered:
+    return Delivered(**{**record.__dict__, "result": None, "error": error})

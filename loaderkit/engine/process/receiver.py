@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from dataclasses import dataclass
-from typing import Protocol
 
-from loaderkit.engine.process import error_transport, messages
+from loaderkit.engine.process import messages
 from loaderkit.engine.process.connection import WorkerConnection
 from loaderkit.engine.process.leases import LeaseTable
+from loaderkit.engine.remote import error_transport
+from loaderkit.engine.remote.contracts import ReceivedBatch
+from loaderkit.engine.remote.delivery import Delivered
+from loaderkit.engine.remote.log_records import relay
 from loaderkit.engine.watchdog import HangReport
 
 _MOST_NUMBERS = 10_000  # in one message: a socket takes none of more than 200 kB
-logger = logging.getLogger("loaderkit")
-
-
-@dataclass
-class ReceivedBatch:
-    """A batch in shared memory, and the number of seeks before it was sent."""
-
-    generation: int
-    batch: messages.Delivered
-
-
-class Inbox(Protocol):
-    """What the consumer takes batches from: the socket itself, or a thread that runs stages on them first."""
-
-    def take(self, generation: int, timeout_s: float) -> ReceivedBatch | None:
-        """The next batch of `generation`; None if none comes in time. Raises the error that stopped the other process, and
-        EOFError if it has ended."""
-
-    def taken(self) -> None:
-        """Tell the other process that a batch has left the budget, and which ones are no longer referenced."""
-
-    def give_back(self) -> None:
-        """Tell the other process which batches are no longer referenced."""
-
-    def report(self) -> HangReport | None:
-        """Why the next batch is not ready, if a stage in this process holds it up."""
-
-    def close(self, join_s: float) -> None:
-        """Drop received batches; a thread that does not end within `join_s` is left behind. The connection is closed."""
 
 
 class Receiver:
@@ -65,11 +37,11 @@ class Receiver:
             if isinstance(message, messages.FailureMessage):
                 raise error_transport.unpack_error(message.error)
             if isinstance(message, messages.LogMessage):
-                relay(message)
+                relay(message.record)
         return None
 
-    def _open(self, message: messages.BatchMessage) -> messages.Delivered:
-        batch: messages.Delivered = message.packed.open(self._lease_table.lend(message.number, message.packed.blocks))
+    def _open(self, message: messages.BatchMessage) -> Delivered:
+        batch: Delivered = message.packed.open(self._lease_table.lend(message.number, message.packed.blocks))
         return batch
 
     def taken(self) -> None:
@@ -92,10 +64,3 @@ class Receiver:
 
     def close(self, join_s: float) -> None:
         """Nothing to drop: `take` keeps no batches."""
-
-
-def relay(message: messages.LogMessage) -> None:
-    """Log a record of the other process as if it had been logged here."""
-    record = logging.makeLogRecord(message.record)
-    if logger.isEnabledFor(record.levelno):
-        logging.getLogger(record.name).handle(record)

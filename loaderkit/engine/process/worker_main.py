@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from loaderkit._internal.system.child_process import bind_to
 from loaderkit._internal.system.forks import ending_forks
-from loaderkit.engine.process import error_transport
+from loaderkit.engine.remote import error_transport
+from loaderkit.engine.remote.log_records import pack_record
 from loaderkit.errors import RemoteError
 
 if TYPE_CHECKING:
@@ -188,9 +189,7 @@ class _Forwarder(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         from loaderkit.engine.process.messages import LogMessage
 
-        attributes = {**record.__dict__, "msg": record.getMessage()[:_TEXT_CHARACTERS], "args": None, "exc_info": None}
-        if record.exc_info:
-            attributes["exc_text"] = logging.Formatter().formatException(record.exc_info)[:_TEXT_CHARACTERS]
+        attributes = pack_record(record)
         try:
             # Never block: the thread may hold the engine's lock, and the trainer reads only when it waits for a batch.
             self._outbox.send(pickle.dumps(LogMessage(attributes), 5), socket.MSG_DONTWAIT)

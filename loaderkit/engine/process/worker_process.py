@@ -1,124 +1,55 @@
-"""One worker process from the trainer's side: its memory, its commands and its batches; and the next one, when it has died.
+"""A worker process of this machine, from the trainer's side: its memory, its spec and its end.
 
-connection ──messages──> receiver ──> (trainer stages, with a GPU) ──> take()
-  ^                                                                      │
-  └── taken: one batch has left the budget; released: no longer referenced ──┘
-
-A process that takes the place of a dead one has an arena, sockets and a keeper thread of its own. What the dead one had
-finished is delivered first.
+A process that takes the place of a dead one has an arena, sockets and a keeper thread of its own.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import pickle
-import threading
-import time
-from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+import resource
 
 import torch
 
-from loaderkit.engine.metrics.snapshot import StageStats, as_past, merged
-from loaderkit.engine.metrics.stats import Stats
-from loaderkit.engine.metrics.trace import Lane, joined
 from loaderkit.engine.process import messages
 from loaderkit.engine.process.connection import WorkerConnection
 from loaderkit.engine.process.leases import LeaseTable
-from loaderkit.engine.process.receiver import Inbox, ReceivedBatch, Receiver, relay
+from loaderkit.engine.process.receiver import Receiver
 from loaderkit.engine.process.shared_memory import Allocator, SharedArena
-from loaderkit.engine.process.trainer_stages import TrainerStages
+from loaderkit.engine.remote.contracts import WorkerSpec
+from loaderkit.engine.remote.log_records import relay
 from loaderkit.engine.restarts import Death
-from loaderkit.engine.watchdog import HangReport
-from loaderkit.engine.work import Stage
-from loaderkit.errors import ConfigError
+from loaderkit.errors import WorkerDiedError
 from loaderkit.sampling.shard import Shard
 
-_PATIENCE_S = 1.0  # for threads of a process that has ended
 logger = logging.getLogger("loaderkit")
 
 
-@dataclass(frozen=True)
-class WorkerSpec:
-    """What each worker process runs. `make_engine` is pickled and called there with an allocator of slabs and the process's
-    shard; `preload` is its module, imported while the spec is sent. `trainer_stages` run in this process, on received batches.
-    `rows` are the stages that run there, with the workers of one process; `pools` says which of them share workers."""
-
-    make_engine: Any
-    preload: str
-    rows: Sequence[StageStats]
-    pools: Sequence[Sequence[str]]
-    num_batches: int  # read ahead, by all processes together
-    memory_bytes: int  # of all processes
-    trainer_stages: Sequence[Stage] = ()
-    pinned_for: torch.device | None = None  # to which the late stages copy
-
-
-class _Counters:
-    """The last answer of a process, and the counters of those whose place it has taken."""
-
-    def __init__(self, latest: Stats, past: Stats | None = None) -> None:
-        self.latest = latest
-        self._past = past
-
-    def total(self) -> Stats:
-        return self.latest if self._past is None else merged([self.latest, self._past])
-
-
 class WorkerProcess:
-    """A worker process, from before its start until its end, and those that take its place. All methods belong to the
-    consumer's thread, but for `tell`, `order`, `stats`, `begin_closing` and `close`."""
+    """A `RunningProcess` on this machine, over shared memory."""
 
     def __init__(self, spec: WorkerSpec, shard: Shard) -> None:
         self._spec = spec
         self._shard = shard
-        self._trainer_stages = TrainerStages(spec.trainer_stages, time.perf_counter) if spec.trainer_stages else None
         self.connection: WorkerConnection | None = None
-        self._inbox: Inbox | None = None
         self._lease_table: LeaseTable | None = None
-        self._skimmed: ReceivedBatch | None = None  # the batch that `skim` has received
-        self._finished: deque[ReceivedBatch] = deque()  # by a process that has died
-        self._took_finished = False  # the last batch taken was one of those
-        self.failure: BaseException | None = (
-            None  # of a process that has ended and has no successor; comes behind those
-        )
-        self.num_cautious = 0  # batches to be taken until it may read ahead again, since its predecessor died
-        self._telling = threading.Lock()
-        self._early: list[tuple[Any, ...]] = []  # commands for the process, until it is started
-        self._has_told_early = False
-        self._counters = _Counters(self._no_counters())
+        self._receiver: Receiver | None = None
 
-    def _no_counters(self) -> Stats:
-        return Stats.empty(self._spec.rows, self._shard.num_bytes(self._spec.memory_bytes))
-
-    @property
-    def number(self) -> int:
-        """It makes every batch whose turn is this."""
-        return self._shard.number
-
-    def start(
-        self, next_position: tuple[int, int], generation: int = 0, orders: Sequence[tuple[Any, ...]] = ()
-    ) -> None:
-        """Start the process and send its spec and `orders`; it imports modules meanwhile. `generation` is the number of seeks
-        so far. Raises OSError, RuntimeError, ConfigError; after an error `close` releases what was started."""
-        arena = SharedArena.create(self._shard.of)
+    def start(self, next_position: tuple[int, int], generation: int) -> None:
+        """See `RunningProcess`."""
         try:
-            allocator = Allocator(arena)
-            connection = self.connection = WorkerConnection(arena, allocator, self._spec.preload)
-            self._send_spec(connection, arena, allocator, next_position, generation)
-        finally:
-            arena.release_descriptor()
-        with self._telling:
-            for order in (*orders, *self._early):
-                connection.tell(*order)
-            self._early.clear()
-            self._has_told_early = True
-            self._lease_table = LeaseTable(arena, pinned_for=self._spec.pinned_for)
-            receiver = Receiver(connection, self._lease_table)
-            self._inbox = receiver if self._trainer_stages is None else self._trainer_stages.follow(receiver)
+            arena = SharedArena.create(self._shard.of)
+            try:
+                allocator = Allocator(arena)
+                self.connection = WorkerConnection(arena, allocator, self._spec.preload)
+                self._send_spec(self.connection, arena, allocator, next_position, generation)
+            finally:
+                arena.release_descriptor()
+        except (OSError, RuntimeError) as error:
+            raise _not_started(error) from error.with_traceback(None)
+        self._lease_table = LeaseTable(arena, pinned_for=self._spec.pinned_for)
+        self._receiver = Receiver(self.connection, self._lease_table)
 
     def _send_spec(
         self,
@@ -145,170 +76,67 @@ class WorkerProcess:
     @property
     def pid(self) -> int | None:
         """None before it is started."""
-        return self.connection.pid if self.connection is not None else None
-
-    def tell(self, *order: Any) -> None:
-        """Send a command to the process; before its start, queue it."""
-        connection = self._connection_after(order)
-        if connection is not None:
-            connection.tell(*order)
-
-    def order(self, *order: Any) -> ConfigError | None:
-        """Send a command and return the error with which the process refuses it; None too while the process still starts."""
-        connection = self._connection_after(order)
-        if connection is None:
-            return None
-        if not connection.is_awake:
-            connection.tell(*order)
-            return None
-        refused: ConfigError | None = connection.ask(*order)
-        return refused
-
-    def _connection_after(self, order: tuple[Any, ...]) -> WorkerConnection | None:
-        """The connection for a command; None: the command is queued behind earlier ones until the process is started."""
-        with self._telling:
-            if not self._has_told_early:
-                self._early.append(order)
-                return None
-        return self.connection
-
-    def _ask(self, question: str, *arguments: Any) -> Any:
-        """The answer to a question; None if there is none."""
-        return self.connection.ask(question, *arguments) if self.connection is not None else None
-
-    # ------------------------------------------------------------------------------------------------- its batches
-
-    def take(self, generation: int, timeout_s: float) -> ReceivedBatch | None:
-        """The next batch; see `Inbox`. Raises EOFError once the process has ended or is closed, and its `failure`."""
-        while self._finished:
-            finished = self._finished.popleft()
-            if finished.generation == generation:
-                self._took_finished = True
-                return finished
-            del finished  # made before the last seek
-        if self.failure is not None:
-            raise self.failure
-        return self._take(generation, timeout_s)
-
-    def _take(self, generation: int, timeout_s: float) -> ReceivedBatch | None:
-        skimmed, self._skimmed = self._skimmed, None
-        inbox = self._inbox  # another thread's `close` may set it to None
-        if inbox is None:
-            raise EOFError
-        if skimmed is not None and skimmed.generation == generation:
-            return skimmed
-        if skimmed is not None:
-            del skimmed
-            inbox.taken()
-        return inbox.take(generation, timeout_s)
-
-    def skim(self, generation: int) -> None:
-        """Drop batches sent before the last seek, so that the process continues before its next batch is due."""
-        self._finished.clear()
-        with suppress(EOFError):
-            self._skimmed = self._take(generation, 0.0)
-
-    def taken(self) -> None:
-        """See `Inbox`."""
-        if self._took_finished:
-            self._took_finished = False  # its process is not there any more
-        elif (inbox := self._inbox) is not None:
-            inbox.taken()
-
-    def give_back(self) -> None:
-        """See `Inbox`."""
-        if (inbox := self._inbox) is not None:
-            inbox.give_back()
-
-    # ----------------------------------------------------------------------------------------- its death, its successor
+        return None if self.connection is None else self.connection.pid
 
     @property
-    def has_died(self) -> bool:
-        """True if it has ended, and nothing is decided about it yet."""
-        return self.has_ended and self.failure is None
+    def where(self) -> str:
+        """See `RunningProcess`."""
+        return f"pid {self.pid}"
 
-    def drain(self, generation: int) -> int | None:
-        """Receive what a process that has ended had finished, and return how many batches that are; None if it still goes
-        through the trainer's stages."""
-        try:
-            while (finished := self._take(generation, 0.0)) is not None:
-                self._finished.append(finished)
-        except EOFError:
-            return len(self._finished)
-        except Exception as error:
-            self.failure = error
-        return None
+    @property
+    def inbox(self) -> Receiver:
+        """See `RunningProcess`."""
+        assert self._receiver is not None
+        return self._receiver
 
-    def release(self) -> None:
-        """Free what a process that has ended leaves, but for batches that are referenced. Commands are queued until `start`."""
-        with self._telling:
-            self._has_told_early = False
-        self._release(_PATIENCE_S)
-        self._counters = _Counters(self._no_counters(), as_past(self._counters.total()))
-        if self._trainer_stages is not None:
-            self._trainer_stages.end()
-
-    # --------------------------------------------------------------------------------------------------- reports
-
-    def record(self) -> None:
-        """Start a trace of its workers."""
-        self.tell("record")
-        if self._trainer_stages is not None:
-            self._trainer_stages.record()
-
-    def recorded(self) -> list[Lane]:
-        """The trace since `record`; ends it. If the process has ended its lanes are missing."""
-        pages: list[Lane] = []
-        while (answer := self._ask("recorded", len(pages))) is not None and answer[1] is not None:
-            pages.append(answer[1])
-        return [*joined(pages), *(self._trainer_stages.recorded() if self._trainer_stages is not None else ())]
-
-    def report(self) -> HangReport:
-        """Why its next batch is not ready."""
-        silent = HangReport(f"process {self.pid} is still starting, or does not answer")
-        inbox = self._inbox
-        report: HangReport | None = (inbox.report() if inbox is not None else None) or self._ask("report")
-        return report or silent
-
-    def stats(self, waiting_since_s: float | None, at_s: float, *, may_ask: bool) -> Stats:
-        """Its counters up to `at_s`, or its last ones if it does not answer. `waits_s` is the consumer's open wait for it."""
-        counters = self._counters
-        answer: Stats | None = self._ask("stats", waiting_since_s, at_s) if may_ask else None
-        counters.latest = answer or replace(counters.latest, waits_s={})
-        stats = counters.total()
-        trainer_rows = [] if self._trainer_stages is None else self._trainer_stages.rows(time.perf_counter())
-        return replace(stats, stages=[*stats.stages, *trainer_rows])
+    @property
+    def is_awake(self) -> bool:
+        """See `RunningProcess`."""
+        return self.connection is not None and self.connection.is_awake
 
     @property
     def has_ended(self) -> bool:
-        """True if it was started and has ended."""
+        """See `RunningProcess`."""
         return self.connection is not None and self.connection.has_ended
 
+    def tell(self, name: str, *arguments: object) -> None:
+        """See `RunningProcess`."""
+        if self.connection is not None:
+            self.connection.tell(name, *arguments)
+
+    def ask(self, question: str, *arguments: object) -> object:
+        """See `RunningProcess`."""
+        return None if self.connection is None else self.connection.ask(question, *arguments)
+
     def death(self) -> Death:
-        """How it has ended by itself."""
+        """See `RunningProcess`."""
         assert self.connection is not None
         return self.connection.death()
 
-    # ---------------------------------------------------------------------------------------------------- ending
-
     def begin_closing(self, join_s: float) -> None:
-        """Tell the process to end, without waiting for it."""
+        """See `RunningProcess`."""
         if self.connection is not None:
             self.connection.begin_closing(join_s)
 
     def close(self, join_s: float) -> None:
-        """End the process, by force after `join_s`; delivered batches stay valid."""
-        self.begin_closing(join_s)  # again, since Ctrl-C may have interrupted the first call
-        self._release(join_s)
-        self._finished.clear()
-        self.failure = None
-
-    def _release(self, join_s: float) -> None:
+        """See `RunningProcess`."""
         for message in self.connection.close(join_s) if self.connection is not None else ():
             if isinstance(message, messages.LogMessage):
-                relay(message)
-        if self._inbox is not None:
-            self._inbox.close(join_s)
+                relay(message.record)
+
+    def release(self) -> None:
+        """See `RunningProcess`."""
         if self._lease_table is not None:
             self._lease_table.close()
-        self._inbox = self._lease_table = self._skimmed = None  # an error's traceback would keep all of it alive
+        self._lease_table = self._receiver = None  # an error's traceback would keep all of it alive
+
+
+def _not_started(error: OSError | RuntimeError) -> WorkerDiedError:
+    """The error for a process that could not be started: the system lacks a descriptor, process or memory."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        reason += f": this process may have {limit} descriptors (`ulimit -n`): raise that, or keep fewer files open"
+    return WorkerDiedError(
+        f"the process that loads could not be started: {reason}; or use prefetch.executor: thread, which needs no process"
+    )

@@ -17,8 +17,8 @@ import torch
 
 from loaderkit.engine.base import Engine
 from loaderkit.engine.contracts import Delivery, Executor
-from loaderkit.engine.process import error_transport, messages
-from loaderkit.engine.process.messages import Delivered
+from loaderkit.engine.remote import error_transport, packing
+from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.work import WorkItem
 from loaderkit.errors import StageError
 from loaderkit.pipeline.ranks.channel import PeerChannel
@@ -70,7 +70,7 @@ def receive(channel: PeerChannel, make: Callable[[int], torch.Tensor], began: Ca
     channel.receive(buffers, len(parts))
     channel.send([*parts, *buffers])
     where = f"rank {channel.reader}, which reads for this rank"
-    generation, begin, sealed, failure = messages.unpack(stream, [buffer.numpy() for buffer in buffers])
+    generation, begin, sealed, failure = packing.unpack(stream, [buffer.numpy() for buffer in buffers])
     num_bytes = sum(sizes)
     if failure is not None:
         return Passed(generation, begin, None, _told(error_transport.unpack_error(failure, where), channel.reader))
@@ -119,7 +119,7 @@ def _packed(passed: Passed) -> list[torch.Tensor]:
         None if batch is None else replace(batch, segments=()).sealed(),
         None if failure is None else error_transport.pack_error(failure),
     )
-    stream, buffers = messages.pack(value, refuses_main=False)
+    stream, buffers = packing.pack(value, refuses_main=False)
     body = pickle.dumps(([buffer.nbytes for buffer in buffers], stream), 5)
     is_short = len(body) <= _HEAD_BYTES - _LENGTH.size
     head = np.zeros(_HEAD_BYTES, np.uint8)
@@ -156,7 +156,7 @@ def _unsendable(batch: Delivered, error: Exception) -> StageError:
 
 def _can_pack(value: Any) -> bool:
     try:
-        messages.pack(value, refuses_main=False)
+        packing.pack(value, refuses_main=False)
     except Exception:
         return False
     return not (isinstance(value, torch.Tensor) and value.device.type != "cpu")

@@ -10,7 +10,7 @@ from loaderkit.engine.metrics.snapshot import StageStats, add_worker_time
 from loaderkit.engine.metrics.stalls import WAKEUP, WaitSegment
 from loaderkit.engine.metrics.trace import WHOLE, Lane, finished_lane, new_entries, num_entries
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
-from loaderkit.engine.process.messages import Delivered
+from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.work import Stage
 from loaderkit.pipeline.ranks.passing import Passed
 

@@ -28,7 +28,7 @@ from loaderkit.engine.metrics.host import CpuWatch, host_stats
 from loaderkit.engine.metrics.trace import Handoff, Trace, num_entries
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
-from loaderkit.engine.process.messages import Delivered
+from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.work import SourceCounts
 from loaderkit.errors import ClosedError, PeerError, StallTimeout
 from loaderkit.pipeline.ranks import passing

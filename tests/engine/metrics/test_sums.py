@@ -157,7 +157,7 @@ def test_threads_looked_at_from_another_one(overrides: dict[str, Any]) -> None:
 def test_processes_looked_at_from_another_thread(num_processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The moments are the trainer's, also those at which the processes give their accounts."""
     clock = Readings()
-    monkeypatch.setattr("loaderkit.engine.process.executor.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("loaderkit.engine.remote.executor.time", SimpleNamespace(perf_counter=clock))
     sizes = {"prefetch.executor": "process", "prefetch.processes": num_processes, "prefetch.concurrency": 4}
     check_looked_at(loaderkit.build(PAUSES, overrides=sizes), clock)
 

@@ -108,7 +108,9 @@ class TestDeaths:
             (process,) = engine.processes
             os.kill(process.pid, signal.SIGSTOP)
             asking = threading.Thread(
-                target=lambda: [process.connection.ask("stats", None, None, timeout_s=0.0) for _ in range(3000)],
+                target=lambda: [
+                    process.running.connection.ask("stats", None, None, timeout_s=0.0) for _ in range(3000)
+                ],
                 daemon=True,
             )
             asking.start()
@@ -116,10 +118,10 @@ class TestDeaths:
             is_asking = asking.is_alive()
             os.kill(process.pid, signal.SIGCONT)
             assert not is_asking
-            wait_for(lambda: process.connection.ask("stats", None, None) is not None)
+            wait_for(lambda: process.running.connection.ask("stats", None, None) is not None)
             os.kill(process.pid, signal.SIGSTOP)
             for _ in range(3000):  # orders fill the socket: there is no room to tell it to end
-                process.connection.ask("resize", "read", 2, timeout_s=0.0)
+                process.running.connection.ask("resize", "read", 2, timeout_s=0.0)
             engine.close(join_s=0.1)
         assert not is_running(process.pid)
 

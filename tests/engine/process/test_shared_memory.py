@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loaderkit import errors
-from loaderkit.engine.process import error_transport, messages
+from loaderkit.engine.process import messages
 from loaderkit.engine.process.leases import LeaseTable
 from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
+from loaderkit.engine.remote import error_transport
 
 PAGE = mmap.PAGESIZE
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loaderkit.engine.metrics.stalls import WAKEUP, WaitSegment
-from loaderkit.engine.process.messages import Delivered
+from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.work import Stage
 from loaderkit.pipeline.ranks.passing import Passed
 from loaderkit.pipeline.ranks.share_stages import ShareStages, cut_wait

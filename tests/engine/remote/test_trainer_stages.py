@@ -17,8 +17,9 @@ from waiting import join_threads
 
 import loaderkit
 from loaderkit.engine.metrics.tuning import Tuning
-from loaderkit.engine.process.executor import ProcessEngine
-from loaderkit.engine.process.worker_process import WorkerSpec
+from loaderkit.engine.process.worker_process import WorkerProcess
+from loaderkit.engine.remote.contracts import WorkerSpec
+from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.engine.restarts import Restarts
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ClosedError, StallTimeout, WorkerDiedError
@@ -34,7 +35,7 @@ def engine_with(
     *,
     pinned_for: torch.device | None = None,
     **patience: Any,
-) -> ProcessEngine:
+) -> RemoteEngine:
     """An engine whose stage `late` runs in this process, as `transfer` to CUDA does; without needing CUDA."""
     plan = compile_pipeline(numbers().epochs(1).prefetch(concurrency=2).config, rank=0, world_size=1)
     spec = WorkerSpec(
@@ -47,7 +48,9 @@ def engine_with(
         trainer_stages=[Stage("late", "call", "batch", late)],
         pinned_for=pinned_for,
     )
-    return ProcessEngine(spec, num_processes=num_processes, schedule=plan.schedule, **{"timeout_s": 60, **patience})
+    return RemoteEngine(
+        spec, WorkerProcess, num_processes=num_processes, schedule=plan.schedule, **{"timeout_s": 60, **patience}
+    )
 
 
 def scale(batch: dict[str, Any]) -> None:

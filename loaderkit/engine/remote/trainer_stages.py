@@ -18,7 +18,7 @@ from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.snapshot import StageStats, add_worker_time, rows_with_past
 from loaderkit.engine.metrics.trace import WHOLE, Lane, finished_lane, new_entries, num_entries
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
-from loaderkit.engine.process.receiver import ReceivedBatch, Receiver
+from loaderkit.engine.remote.contracts import Inbox, ReceivedBatch
 from loaderkit.engine.work import Stage
 
 _PATIENCE_S = 1.0
@@ -37,7 +37,7 @@ class TrainerStages:
         self._name = ""  # of the thread's current or last batch
         self._is_recorded = False
 
-    def follow(self, receiver: Receiver) -> TrainerInbox:
+    def follow(self, receiver: Inbox) -> TrainerInbox:
         """Start the thread that takes from `receiver`."""
         worker_clock = WorkerClock(self._states, self._clock, first_state=self._states.starved)
         self._account = (worker_clock, self._account[1])
@@ -117,7 +117,7 @@ class TrainerStages:
 class TrainerInbox:
     """The inbox of a consumer whose batches go through the trainer's stages first, in a thread."""
 
-    def __init__(self, receiver: Receiver, stages: TrainerStages, worker_clock: WorkerClock) -> None:
+    def __init__(self, receiver: Inbox, stages: TrainerStages, worker_clock: WorkerClock) -> None:
         self._receiver = receiver
         self._stages = stages
         self._queue: SimpleQueue[ReceivedBatch | BaseException] = SimpleQueue()
@@ -171,7 +171,7 @@ class TrainerInbox:
 
 
 def _work(
-    receiver: Receiver,
+    receiver: Inbox,
     stages: TrainerStages,
     worker_clock: WorkerClock,
     queue: SimpleQueue[ReceivedBatch | BaseException],
@@ -179,7 +179,7 @@ def _work(
 ) -> None:
     try:
         while not is_closed.is_set():
-            arrived = receiver.take(timeout_s=_PATIENCE_S)
+            arrived = receiver.take(0, _PATIENCE_S)
             if arrived is not None:
                 queue.put(stages.run(arrived, worker_clock))
             del arrived  # otherwise the thread would keep a batch's memory while it waits for the next

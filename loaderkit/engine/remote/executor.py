@@ -1,8 +1,8 @@
-"""`executor: process`: the engine in one or several worker processes, with batches in shared memory.
+"""`executor: process` and `executor: ray`: the engine in one or several other processes, here or on other machines.
 
-    worker 0 ──batches 0, N, ...───┐
-    worker 1 ──batches 1, N+1, ... ├──> next() ──> the training loop
-    ...                            ┘
+    process 0 ──batches 0, N, ... ───┐
+    process 1 ──batches 1, N+1, ... ├──> next() ──> the training loop
+    ...                             ┘
 
 No thread of this process works on batches, except for stages that must run here: those on CUDA tensors.
 
@@ -13,10 +13,8 @@ if it dies as well, it is known of which batch.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import resource
 import threading
 import time
 from collections.abc import Mapping
@@ -31,9 +29,9 @@ from loaderkit.engine.metrics.snapshot import merged
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import Handoff, Trace, num_entries
 from loaderkit.engine.metrics.tuning import Tuning
-from loaderkit.engine.process import messages
-from loaderkit.engine.process.receiver import ReceivedBatch
-from loaderkit.engine.process.worker_process import WorkerProcess, WorkerSpec
+from loaderkit.engine.remote.contracts import MakeProcess, ReceivedBatch, WorkerSpec
+from loaderkit.engine.remote.delivery import Delivered
+from loaderkit.engine.remote.remote_process import RemoteProcess
 from loaderkit.engine.restarts import Restarts
 from loaderkit.engine.watchdog import Patience
 from loaderkit.engine.work import SourceCounts
@@ -47,12 +45,13 @@ _LOOK_S = 1.0  # between checks of the processes that are not awaited
 logger = logging.getLogger("loaderkit")
 
 
-class ProcessEngine:
-    """An `Executor` with `num_processes` worker processes; batches are dealt round-robin."""
+class RemoteEngine:
+    """An `Executor` with `num_processes` processes; batches are dealt round-robin."""
 
     def __init__(
         self,
         spec: WorkerSpec,
+        make: MakeProcess,
         *,
         num_processes: int = 1,
         schedule: BatchSampler,
@@ -62,7 +61,9 @@ class ProcessEngine:
     ) -> None:
         """`restarts` says which processes that died are replaced; without it none is."""
         self._spec = spec
-        self.processes = tuple(WorkerProcess(spec, Shard(number, num_processes)) for number in range(num_processes))
+        self.processes = tuple(
+            RemoteProcess(spec, make, Shard(number, num_processes)) for number in range(num_processes)
+        )
         self._restarts = restarts or Restarts()
         self._dealing = BatchDealing(schedule, num_processes)
         self._timeout_s = timeout_s
@@ -98,11 +99,11 @@ class ProcessEngine:
         try:
             for process in self.processes:
                 process.start(self._dealing.next_position)
-        except (OSError, RuntimeError) as error:
+        except WorkerDiedError as error:
             # Without the traceback: its frames would hold the arena open for as long as the error is kept.
-            self._failure = _not_started(error)
+            self._failure = error.with_traceback(None)
             self._end_processes(0.0)
-            raise self._failure from error.with_traceback(None)
+            raise
         except BaseException as error:
             self._failure = error
             raise
@@ -136,7 +137,7 @@ class ProcessEngine:
                     other.order(name, *self._sizes_of(other, name, before))
                 raise refused
 
-    def _sizes_of(self, process: WorkerProcess, name: str, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _sizes_of(self, process: RemoteProcess, name: str, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
         """The same, but no more than one batch for a process that is cautious."""
         if name != "set_depth" or not process.num_cautious or sizes[0] is None:
             return sizes
@@ -162,7 +163,7 @@ class ProcessEngine:
             except Exception as error:
                 self._failure = self._failure or error
 
-    def next(self) -> messages.Delivered:
+    def next(self) -> Delivered:
         """The next batch in order; its error, if it has one, is still in it."""
         begin = time.perf_counter()
         if self._first_wait_s is None:
@@ -195,7 +196,7 @@ class ProcessEngine:
         """See `Executor`."""
         return self._waits.last
 
-    def _take(self, process: WorkerProcess) -> messages.Delivered:
+    def _take(self, process: RemoteProcess) -> Delivered:
         try:
             while True:
                 self._replace_dead()
@@ -215,7 +216,7 @@ class ProcessEngine:
             self._failure = error
             raise
 
-    def _wait_for(self, process: WorkerProcess) -> ReceivedBatch | None:
+    def _wait_for(self, process: RemoteProcess) -> ReceivedBatch | None:
         """Wait for the process's next batch; None if another process has died. Raises EOFError if this one has."""
         process.give_back()  # only before a wait, since `taken` sends the same: a message wakes the worker process, 0.1 ms
         patience = Patience(self._timeout_s, self._raises)
@@ -233,7 +234,7 @@ class ProcessEngine:
                 left_s -= _LOOK_S
             patience.ends(process.report)
 
-    def _charge(self, batch: messages.Delivered, begin: float, end: float, *, is_after_restart: bool) -> None:
+    def _charge(self, batch: Delivered, begin: float, end: float, *, is_after_restart: bool) -> None:
         """Charge the wait [begin, end) for `batch`, which was made by a process that has just taken another one's place, or
         not."""
         first_s = batch.segments[0].since_s if batch.segments else batch.done_s
@@ -263,7 +264,7 @@ class ProcessEngine:
             if process.has_died:
                 self._replace(process)
 
-    def _replace(self, process: WorkerProcess) -> None:
+    def _replace(self, process: RemoteProcess) -> None:
         """Start another process in the place of one that has died, if that may be; else note why not as its failure. Nothing
         happens while what it has finished still goes through the trainer's stages."""
         begin = time.perf_counter()
@@ -281,15 +282,15 @@ class ProcessEngine:
             process.num_cautious = num_finished + Shard(number, len(self.processes)).num_batches(self._depth[0])
             try:
                 process.start(self._dealing.base(number, num_finished), self._generation, self._orders())
-            except (OSError, RuntimeError) as error:
-                raise _not_started(error) from error.with_traceback(None)
+            except WorkerDiedError as error:
+                raise error.with_traceback(None) from error.__cause__
             try:
                 self._check_open()
             except ClosedError:  # by a signal's handler meanwhile, which did not see the new process
                 process.close(0.0)
                 raise
         self._restarting.append((begin, time.perf_counter()))
-        logger.warning("%s", self._restarts.describe(death, place, f"Another one (pid {process.pid})"))
+        logger.warning("%s", self._restarts.describe(death, place, f"Another one ({process.where})"))
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -301,7 +302,7 @@ class ProcessEngine:
         orders += [("resize", pool[0], self._workers[pool[0]]) for pool in self._spec.pools]
         return [*orders, ("record",)] if self._is_recorded else orders
 
-    def _count_taken(self, process: WorkerProcess) -> None:
+    def _count_taken(self, process: RemoteProcess) -> None:
         """Let a process read ahead once it has made all that may have ended the one before it."""
         if not process.num_cautious:
             return
@@ -310,9 +311,7 @@ class ProcessEngine:
             with self._sizing:
                 refused = process.order("set_depth", *self._depth)
             if refused is not None:
-                logger.warning(
-                    "the process that loads (pid %s) reads no more than a batch ahead: %s", process.pid, refused
-                )
+                logger.warning("%s reads no more than a batch ahead: %s", process.name, refused)
 
     # ------------------------------------------------------------------------------------------------- any thread
 
@@ -410,14 +409,3 @@ def _start_as_restart(causes: dict[str, float]) -> dict[str, float]:
     if seconds:
         causes[stalls.RESTART] = causes.get(stalls.RESTART, 0.0) + seconds
     return causes
-
-
-def _not_started(error: OSError | RuntimeError) -> WorkerDiedError:
-    """The error for a process that could not be started: the system lacks a descriptor, process or memory."""
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        reason += f": this process may have {limit} descriptors (`ulimit -n`): raise that, or keep fewer files open"
-    return WorkerDiedError(
-        f"the process that loads could not be started: {reason}; or use prefetch.executor: thread, which needs no process"
-    )

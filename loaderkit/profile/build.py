@@ -31,6 +31,7 @@ from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import (
     FirstBatch,
     Machine,
+    NodeRow,
     PassMark,
     SavedObjectRow,
     SaveRow,
@@ -115,6 +116,7 @@ def make_report(facts: ReportFacts) -> Report:
         steps=steps_of(log, waited_s),
         stages=stage_rows(passed, series),
         sources=[SourceRow(**asdict(row)) for row in passed.source_rows()],
+        nodes=[NodeRow(**row) for row in passed.nodes.to_dicts(passed.wall_s)],
         slowest=slowest_items(passed, facts.source, log.begin_s),
         first_batch=first_batch(facts),
         utilisation=utilisation(log),

@@ -15,6 +15,7 @@ from loaderkit.profile.report_parts import (
     FirstBatch,
     Headroom,
     Machine,
+    NodeRow,
     ObjectRow,
     Part,
     RestoreVerdict,
@@ -81,6 +82,9 @@ class Report(_Document):
     steps: Steps
     stages: list[StageRow]
     sources: list[SourceRow] = Field([], description="of several sources, in their order")
+    nodes: list[NodeRow] = Field(
+        [], description="that workers are on, the trainer's first; empty unless there are several"
+    )
     slowest: list[SlowItem] = Field(description="at most ten, the slowest first")
     first_batch: FirstBatch | None = Field(description="null: batches had come before the report began")
     utilisation: Utilisation | None

@@ -37,11 +37,12 @@ class VerdictPart(Part):
     """What limits the loop, and the one change to make."""
 
     stage: str | None = Field(
-        description="the stage to blame, or start, memory, wakeup, worker restart, release; null: training is the limit"
+        description="the stage to blame, or start, memory, wakeup, network, worker restart, release; null: training is "
+        "the limit"
     )
     kind: str = Field(
         description="training, computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting, memory, depth, "
-        "start, wakeup, restart, quota or unknown"
+        "start, wakeup, network, restart, quota or unknown"
     )
     percent: float = Field(description="of the time lost to it; for null: of the time not lost to loading")
     confidence: float = Field(description="from 0 to 1")
@@ -62,8 +63,8 @@ class StallPart(Part):
     total_s: float
     percent: float = Field(description="of wall_s")
     by_stage: dict[str, float] = Field(
-        description="seconds by stage, or start (the loader's first batch), memory, wakeup, worker restart, release; the "
-        "longest first"
+        description="seconds by stage, or start (the loader's first batch), memory, wakeup, network, worker restart, "
+        "release; the longest first"
     )
     after_start_percent: float | None = Field(
         None, description="the same of the time from the first batch on; null: only one batch, or it came before"
@@ -146,6 +147,25 @@ class SourceRow(Part):
     num_replaced: int = Field(description="bad samples in whose slots others stand")
     num_passes: float = Field(description="over its samples since epoch 0, of all ranks together; with `pack` about")
     is_used_up: bool = Field(description="no more of its samples come in this epoch")
+
+
+class NodeRow(Part):
+    """A node that worker processes are or were on."""
+
+    name: str
+    is_trainers: bool = Field(description="the training loop runs on it, so its batches pass no network")
+    num_workers: int = Field(description="worker processes at the end")
+    cpus: float | None = Field(description="that it has for workers; null: not known")
+    cpu_s: float = Field(description="CPU time of its worker processes")
+    cpus_used: float = Field(description="the same by the time")
+    num_batches: int = Field(description="that arrived from there")
+    num_bytes: int = Field(description="of those")
+    network_bytes_per_s: float = Field(description="of them over the network, by the time")
+    way_s: float = Field(description="from finished there to arrived at the trainer, summed over batches")
+    carrying_s: float = Field(description="the time in which at least one of its batches was on the way")
+    carrying_share: float = Field(description="the same as a share of the time")
+    latency_s: float | None = Field(description="the least round trip of a small message to it; null: none was timed")
+    num_restarts: int = Field(description="of worker processes that had died there")
 
 
 class SlowItem(Part):

@@ -1,8 +1,8 @@
 """The verdict: the bottleneck, the confidence, the evidence and what to change, from the counters alone.
 
     the loop hardly waited ──> training is the limit
-    else ──> the stage, or start, memory, wakeup, worker restart, release, that the loop waited for longest; a wakeup that a CPU
-    quota delays is its fault; for a stage:
+    else ──> the stage, or start, memory, wakeup, network, worker restart, release, that the loop waited for longest; a wakeup
+    that a CPU quota delays is its fault; a network that is not full wants more batches on the way; for a stage:
         libraries compute in threads of their own ──> oversubscription
         the GIL is held, and no more than one CPU is used ──> gil
         the loop holds the GIL, and the workers hardly compute ──> gil
@@ -28,8 +28,9 @@ from functools import partial
 from loaderkit.engine.metrics import bottleneck_rules as rules
 from loaderkit.engine.metrics.bottleneck_words import Verdict
 from loaderkit.engine.metrics.interval import HARMLESS, Facts, Interval, measure
+from loaderkit.engine.metrics.nodes.rule import network
 from loaderkit.engine.metrics.snapshot import Snapshot
-from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, RESTART, START, WAKEUP
+from loaderkit.engine.metrics.stalls import MEMORY, NETWORK, RELEASE, RESTART, START, WAKEUP
 
 __all__ = ["Verdict", "diagnose"]
 
@@ -39,6 +40,7 @@ _WITHOUT_A_STAGE: Mapping[str, Callable[[Interval], Verdict]] = {
     WAKEUP: rules.wakeup,
     RELEASE: rules.release,
     RESTART: rules.restart,
+    NETWORK: network,
 }
 _KINDS: Sequence[Callable[[Facts], Verdict | None]] = (
     rules.shared,

@@ -63,13 +63,13 @@ def start(interval: Interval) -> Verdict:
         "call loader.start() before the model is built; for the steady state, take stats(since=...) from a later moment"
     )
     evidence = f"{words.waited(interval, START)}; {words.after_start(interval)}"
-    return _without_stage(interval, START, evidence, change)
+    return without_stage(interval, START, evidence, change)
 
 
 def memory(interval: Interval) -> Verdict:
     """The loop waited for room in the memory budget."""
     evidence = f"{words.waited(interval, MEMORY)}; {words.say_memory(interval)}"
-    return _without_stage(interval, MEMORY, evidence, words.more_memory(interval), sure=0.95)
+    return without_stage(interval, MEMORY, evidence, words.more_memory(interval), sure=0.95)
 
 
 def wakeup(interval: Interval) -> Verdict:
@@ -79,7 +79,7 @@ def wakeup(interval: Interval) -> Verdict:
     evidence = f"{words.waited(interval, WAKEUP)}{each}: batches were ready, and the loop's thread was not running"
     if interval.is_held_back:
         change = "a larger CPU quota; or less work for the CPUs: fewer workers, and library threads as few as the quota"
-        return _without_stage(interval, WAKEUP, f"{evidence}; {words.quota(interval)}", change, sure=0.9, kind="quota")
+        return without_stage(interval, WAKEUP, f"{evidence}; {words.quota(interval)}", change, sure=0.9, kind="quota")
     change = "fewer workers; for batches of less than a millisecond, larger batches or executor: inline"
     if interval.stats.tuning.executor != "process":
         change = (
@@ -87,7 +87,7 @@ def wakeup(interval: Interval) -> Verdict:
         )
     if interval.is_short_of_cpus:
         change = f"{words.more_cpus(interval)}; or {change}"
-    return _without_stage(interval, WAKEUP, evidence, change, sure=0.8)
+    return without_stage(interval, WAKEUP, evidence, change, sure=0.8)
 
 
 def restart(interval: Interval) -> Verdict:
@@ -98,7 +98,7 @@ def restart(interval: Interval) -> Verdict:
         "end the deaths: the log says how each process ended (out of memory: a smaller prefetch.memory, fewer workers); more "
         "prefetch.batches hide the time that a restart takes"
     )
-    return _without_stage(
+    return without_stage(
         interval, RESTART, f"{words.waited(interval, RESTART)}; {times}", change, sure=0.95, kind="restart"
     )
 
@@ -113,12 +113,13 @@ def release(interval: Interval) -> Verdict:
         "batches lie in memory that is used again. Else set THP_MEM_ALLOC_ENABLE=1 in the environment: torch then gives "
         "memory back faster"
     )
-    return _without_stage(interval, RELEASE, evidence, change, sure=0.95, kind="memory")
+    return without_stage(interval, RELEASE, evidence, change, sure=0.95, kind="memory")
 
 
-def _without_stage(
+def without_stage(
     interval: Interval, cause: str, evidence: str, change: str, *, sure: float = 1.0, kind: str | None = None
 ) -> Verdict:
+    """The verdict where the loop waited longest for something other than a stage."""
     percent = interval.percent(interval.stats.stall_s[cause])
     return Verdict(cause, percent, interval.confidence(sure, _clear(interval, cause)), evidence, change, kind or cause)
 

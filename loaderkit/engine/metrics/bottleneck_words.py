@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from loaderkit._internal.units import format_bytes, say_bytes, say_seconds
 from loaderkit.engine.metrics.interval import HARMLESS, Interval, StageFacts, more_of
-from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, RESTART, START, WAKEUP
+from loaderkit.engine.metrics.stalls import MEMORY, NETWORK, RELEASE, RESTART, START, WAKEUP
 
 _OTHERS = 0.2  # CPUs; other programs that use more are named
 _DISK = 0.5  # share of the bytes read from the page cache; less is worth telling
@@ -31,6 +31,7 @@ _WITHOUT_A_STAGE: Mapping[str, str] = {
     START: "Starting up is the limit: the first batch",
     MEMORY: "Memory is the limit: no room for more batches ahead",
     WAKEUP: "Waking up the loop is the limit: its batch was there",
+    NETWORK: "The network is the limit: batches wait for the way to the trainer",
     RESTART: "Restarting worker processes is the limit: they die",
     RELEASE: "Releasing batches is the limit: their memory goes back to the system",
 }
@@ -39,12 +40,11 @@ _WITHOUT_A_STAGE: Mapping[str, str] = {
 class Verdict(NamedTuple):
     """What limits the loop.
 
-    `stage` is what the loop waited for longest: a stage's name, or `start`, `memory`, `wakeup`, `worker restart` or `release`;
-    None: training is the limit.
-    `percent` of the interval's wall time were lost to it (for None: not lost to loading). `confidence` is from 0 to 1. `kind`
-    says in one word how it limits: training, computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting,
-    memory, depth, start, wakeup, restart, quota, unknown. `source` begins with the name of the one of several sources that
-    alone holds the loop up, if one does, and says how that is seen.
+    `stage` is what the loop waited for longest: a stage's name, or `start`, `memory`, `wakeup`, `network`, `worker restart` or
+    `release`; None: training is the limit. `percent` of the interval's wall time were lost to it (for None: not lost to
+    loading). `confidence` is from 0 to 1. `kind` says in one word how it limits: training, computing, gil, oversubscription,
+    lock, latency, bandwidth, stragglers, waiting, memory, depth, start, wakeup, network, restart, quota, unknown. `source`
+    begins with the name of the one of several sources that alone holds the loop up, if one does, and says how that is seen.
     """
 
     stage: str | None
@@ -62,6 +62,8 @@ def headline(stage: str | None, kind: str) -> str:
         return "Nothing to say yet" if kind == "unknown" else "Training is the limit"
     if kind == "quota":
         return "The CPU quota is the limit: the loop's thread was held back"
+    if stage == NETWORK and kind != "network":
+        return "Batches ahead are the limit: too few are on the way to the trainer at a time"
     return _WITHOUT_A_STAGE.get(stage, f"{stage} is the limit: {kind}")
 
 

@@ -14,8 +14,10 @@ from typing import Any, Literal, Self, TypeVar
 from loaderkit.engine.metrics.contention import ContentionResult, charged_to_holders, merged_trials
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats, host_stats, merged_hosts
+from loaderkit.engine.metrics.nodes.charge import charged_to_workers
+from loaderkit.engine.metrics.nodes.counts import Nodes
 from loaderkit.engine.metrics.slow_samples import Slow, slowest
-from loaderkit.engine.metrics.stalls import START
+from loaderkit.engine.metrics.stalls import NETWORK, RESTART, START
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 from loaderkit.engine.work import SourceCounts
@@ -126,15 +128,27 @@ class Snapshot:
     sources: tuple[SourceState, ...] = ()  # the mixed sources
     paused_s: float = 0.0  # not in wall_s, but in the counters of workers and CPUs: the loop did something else
     num_restarts: int = 0  # of worker processes that had died
+    nodes: Nodes = field(default_factory=Nodes)  # that workers are on, where they may be on several
     started_s: float = 0.0  # of the waits for `start`, those in which workers ran: of a report's first batch
 
     @property
     def stall_s(self) -> dict[str, float]:
         """Seconds that the loop waited, by what it waited for: `waits_s`, with waits for the GIL or a CPU charged to the stages
-        that had them."""
+        that had them, and waits for a network that is not full to the stages of workers that are always busy."""
         if self.tuning.executor == "inline":  # one thread: no other holds the GIL or a CPU
             return dict(self.waits_s)
-        return charged_to_holders(self.waits_s, self.stages, self.trials.values())
+        charged = charged_to_holders(self.waits_s, self.stages, self.trials.values())
+        if not charged.get(NETWORK) or self.has_full_network:
+            return charged
+        rows = {row.name: row for row in self.stages}
+        pools = [[rows[name] for name in pool.stages] for pool in self.tuning.pools]
+        return charged_to_workers(charged, pools or [self.stages])
+
+    @property
+    def has_full_network(self) -> bool:
+        """True if the way from other nodes carries as much as it can, all the time in which workers run."""
+        stopped_s = self.waits_s.get(START, 0.0) - self.started_s + self.waits_s.get(RESTART, 0.0)
+        return self.nodes.is_full(max(self.wall_s - stopped_s, 1e-9))
 
     def turn_share(self, stage: str | None) -> float:
         """The share of the time in which a worker was in a stage that one worker at a time runs; 0 for other stages."""
@@ -193,6 +207,7 @@ class Snapshot:
                 name: value if name in _LEVELS else value - earlier.store.get(name, 0)
                 for name, value in self.store.items()
             },
+            nodes=self.nodes.minus(earlier.nodes),
             copies={name: value - earlier.copies.get(name, 0) for name, value in self.copies.items()},
             by_source=self.by_source.minus(earlier.by_source),
             sources=tuple(
@@ -234,6 +249,7 @@ class Snapshot:
         """JSON values; the layout is described in docs/reference.md."""
         total_s = sum(self.stall_s.values())
         wall_s = max(self.wall_s, 1e-12)
+        nodes = self.nodes.to_dicts(self.wall_s)
         return {
             "wall_s": self.wall_s,
             "num_batches": self.num_batches,
@@ -268,6 +284,7 @@ class Snapshot:
             "tuning": self.tuning.to_dict(),
             "store": {**self.store, **_shares(self.store)},
             "transfer": {**self.copies, **self._overlap()},
+            **({"nodes": nodes} if nodes else {}),
         }
 
     def _overlap(self) -> dict[str, float]:

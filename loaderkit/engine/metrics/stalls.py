@@ -3,8 +3,8 @@
 While the consumer waits, exactly one batch is awaited, and it is complete when its last chunk has landed. So the wait is cut
 along that chunk's path: before its batch was opened it is `memory` (no room in the budget) or `start` (nothing could run
 yet); in a stage it is that stage's; in a queue for a pool it is charged to what that pool's workers executed meanwhile;
-after it had landed it is `wakeup`. Where a worker process has died, the time until another one opens its batch is
-`worker restart`. The parts sum to the wait.
+after it had landed it is `wakeup`, or, until it has come from another node, `network`. Where a worker process has died,
+the time until another one opens its batch is `worker restart`. The parts sum to the wait.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from loaderkit.engine.metrics.worker_clock import MOMENT_S, Clock, WorkerClock
 START = "start"
 MEMORY = "memory"
 WAKEUP = "wakeup"
+NETWORK = "network"  # a batch that is complete on another node has not arrived yet
 RESTART = "worker restart"  # a worker process that made the batch has died, and another one is not ready yet
 RELEASE = "release"  # not seen by the engine: the report measures how long the loop takes to drop its batches
 

@@ -48,6 +48,8 @@ def summary(stats: Mapping[str, Any]) -> RenderableType:
     if stats.get("sources"):
         given, times = sources_tables(stats["sources"])
         parts += [Text("\nSources", style="bold"), given, Text("\n" + SOURCE_TIMES, style="bold"), times]
+    if stats.get("nodes"):
+        parts += [Text("\nNodes", style="bold"), nodes_table(stats["nodes"])]
     if stats["tuning"].get("decisions"):
         parts += [Text("\nTuned", style="bold"), tuning_table(stats)]
     return Group(*parts)
@@ -95,6 +97,25 @@ def sources_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
         seconds = (row[name] for name in ("read_s", "stages_s", "cpu_s", "waiting_s", "delayed_s"))
         times.add_row(row["name"], *(_s(value) for value in seconds), _waited(row))
     return given, times
+
+
+def nodes_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What the workers of each node did, and how its batches came from there; rows as `Nodes.to_dicts` gives them."""
+    table = table_of("node", "workers", "cpu", "batches", "MB/s", "on the way", "a batch", "restarts")
+    for row in rows:
+        is_away, used = not row["is_trainers"], f"{row['cpus_used']:.2f}"
+        each_s = row["way_s"] / row["num_batches"] if row["num_batches"] else 0.0
+        table.add_row(
+            f"{row['name']}{'' if is_away else ' (training)'}",
+            str(row["num_workers"]),
+            used if row["cpus"] is None else f"{used} of {row['cpus']:.3g}",
+            str(row["num_batches"]),
+            f"{row['network_bytes_per_s'] / 1e6:.3g}" if is_away else "",
+            f"{100 * row['carrying_share']:.0f} %" if is_away else "",
+            _s(each_s) if is_away else "",
+            str(row["num_restarts"] or ""),
+        )
+    return table
 
 
 def _passes(row: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from loaderkit.profile.render.summary import (
     SOURCE_TIMES,
     as_text,
     facts_table,
+    nodes_table,
     sources_tables,
     table_of,
     titled,
@@ -48,6 +49,8 @@ def _sections(report: Report) -> Iterator[RenderableType]:
         given, times = sources_tables([row.model_dump() for row in report.sources])
         yield from titled("Sources", given)
         yield from titled(SOURCE_TIMES, times)
+    if report.nodes:
+        yield from titled("Nodes", nodes_table([row.model_dump() for row in report.nodes]))
     if report.saves:
         yield from titled("Checkpoints saved", saves_table(report.saves))
     if report.slowest:

@@ -38,7 +38,8 @@ def with_suggestion(report: Report, config: PipelineConfig) -> Report:
     is_in_turn = verdict.kind in ("computing", "waiting") and any(
         row.in_turn and row.name == verdict.stage for row in report.stages
     )
-    model = model_of(report) if verdict.kind in _KINDS or is_in_turn else None
+    is_of_a_stage = any(row.name == verdict.stage for row in report.stages)  # and not of the network
+    model = model_of(report) if is_of_a_stage and (verdict.kind in _KINDS or is_in_turn) else None
     if model is None or model.is_inline:
         return report
     settings, speedup = _best(model, [*_candidates(model, report, config)], steady_rate(report))

@@ -15,11 +15,13 @@ from browser import Page, chromium, find_chromium
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.engine.metrics.bottleneck_words import headline
+from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.errors import ConfigError
 from loaderkit.profile.render.charts import charts
 from loaderkit.profile.render.html import to_html, why_no_html
+from loaderkit.profile.render.terminal import to_text
 from loaderkit.profile.report import Report
-from loaderkit.profile.report_parts import Headroom, Measured, Rate, SourceRow, WhatIf
+from loaderkit.profile.report_parts import Headroom, Measured, NodeRow, Rate, SourceRow, WhatIf
 
 pytestmark = pytest.mark.matrix(1)
 
@@ -232,3 +234,37 @@ def test_without_its_libraries_it_says_what_to_install(monkeypatch: pytest.Monke
     assert "pip install 'loaderkit[profile]'" in str(why_no_html())
     with pytest.raises(ConfigError, match="vl_convert"):
         to_html.__globals__["_libraries"]()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nodes_have_a_table_where_there_are_several(report: Report, tab: Page, tmp_path: Path, width: int) -> None:
+    assert report.nodes == []
+    assert 'id="nodes"' not in to_html(report)
+    ledger = NodeLedger("10.0.0.1")
+    ledger.placed("10.0.0.1", 4.0)
+    for number in range(4):
+        ledger.arrived("<b>far</b>", 5_000_000, number, number + 0.25)
+    ledger.restarted("<b>far</b>")
+    nodes = ledger.stats([("10.0.0.1", 3.0), ("<b>far</b>", 12.0), ("<b>far</b>", 8.0)])
+    several = report.model_copy(update={"nodes": [NodeRow(**row) for row in nodes.to_dicts(10.0)]})
+    assert Report.from_json(several.to_json()).nodes == several.nodes
+    (path := tmp_path / "report.html").write_text(to_html(several), encoding="utf-8")
+    tab.complaints.clear()
+    tab.open(path, width=width)
+    rows = "[...document.querySelector('#nodes table').rows].map(row => [...row.cells].map(cell => cell.innerText))"
+    titles, here, far = tab.evaluate(rows)
+    assert dict(zip(titles, here, strict=True)) == {
+        "node": "10.0.0.1 (training)", "workers": "1", "cpu": "0.30 of 4", "batches": "0", "MB/s": "", "on the way": "",
+        "a batch": "", "restarts": "",
+    }  # fmt: skip
+    assert dict(zip(titles, far, strict=True)) == {
+        "node": "<b>far</b>", "workers": "2", "cpu": "2.00", "batches": "4", "MB/s": "2", "on the way": "10.0 %",
+        "a batch": "250 ms", "restarts": "1",
+    }  # fmt: skip
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.complaints == []
+    table = to_text(several).partition("\nNodes\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split() for line in table[1:]] == [
+        ["10.0.0.1", "(training)", "1", "0.30", "of", "4", "0"],
+        ["<b>far</b>", "2", "2.00", "4", "2", "10", "%", "250ms", "1"],
+    ]

@@ -1,0 +1,44 @@
+"""Charges waits for batches on their way to the workers, where it is those that limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from loaderkit.engine.metrics.stalls import NETWORK
+
+_BUSY = 0.75  # share of their time; workers that are busy for more are the limit
+
+
+class PoolTime(Protocol):
+    """Of one stage, in s of its pool's workers."""
+
+    name: str
+    busy_s: float
+    starved_s: float
+    blocked_s: float
+
+
+def charged_to_workers(waits_s: Mapping[str, float], pools: Sequence[Sequence[PoolTime]]) -> dict[str, float]:
+    """The loop's waits by cause, for a network that is not full: what it waited for batches on their way is charged to the
+    stages of the busiest pool, in proportion to their time, if its workers had none to spare. The sum stays.
+
+    A batch has to come from there in any case. But where workers are always busy, the loop would wait for the next batch all
+    the same if the way took no time at all.
+    """
+    charged = dict(waits_s)
+    use = {number: _use(pool) for number, pool in enumerate(pools)}
+    busiest = max(use, key=use.__getitem__, default=None)
+    if busiest is None or use[busiest] < _BUSY:
+        return charged
+    moved_s, rows = charged.pop(NETWORK, 0.0), pools[busiest]
+    busy_s = sum(row.busy_s for row in rows)
+    for row in rows:
+        charged[row.name] = charged.get(row.name, 0.0) + moved_s * row.busy_s / busy_s
+    return charged
+
+
+def _use(rows: Sequence[PoolTime]) -> float:
+    busy_s = sum(row.busy_s for row in rows)
+    whole_s = busy_s + sum(row.starved_s + row.blocked_s for row in rows)
+    return busy_s / whole_s if whole_s > 0 else 0.0

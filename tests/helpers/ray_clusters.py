@@ -1,0 +1,36 @@
+"""A Ray cluster of a test's own: found by its address alone, in a folder of its own, and gone with the test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+OBJECT_STORE_BYTES = 200_000_000
+
+
+@contextmanager
+def ray_cluster(num_cpus: int = 4, *, nodes: int = 0) -> Iterator[Any]:
+    """A `ray.cluster_utils.Cluster` with `num_cpus` at the head, or with that on each of `nodes` and none at the head. CPUs are
+    places for tasks here: there may be more than the machine has."""
+    from ray.cluster_utils import Cluster
+
+    folder = tempfile.mkdtemp(prefix="r-")  # short, as sockets lie in it
+    Path(folder, "ray").mkdir()
+    before, os.environ["RAY_TMPDIR"] = os.environ.get("RAY_TMPDIR"), folder  # else `ray.init()` of others would find it
+    common: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0 if nodes else num_cpus, **common})
+    try:
+        for _ in range(nodes):
+            cluster.add_node(num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES)
+        yield cluster
+    finally:
+        cluster.shutdown()
+        os.environ.pop("RAY_TMPDIR")
+        if before is not None:
+            os.environ["RAY_TMPDIR"] = before
+        shutil.rmtree(folder, ignore_errors=True)

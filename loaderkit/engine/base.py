@@ -24,7 +24,7 @@ from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStat
 from loaderkit.engine.pools import Buffer, PoolPlan
 from loaderkit.engine.turn import Turn
 from loaderkit.engine.work import Chunk, SourceCounts, Stage, WorkItem
-from loaderkit.errors import ClosedError
+from loaderkit.errors import ClosedError, ConfigError
 
 
 class WorkerPool:
@@ -123,6 +123,10 @@ class Engine(ABC):
     @abstractmethod
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         """Set how many batches are read ahead, and in how many bytes; None: unchanged. From any thread."""
+
+    def set_processes(self, num: int, refused: Callable[[str], None]) -> None:
+        """This engine is in one process, the trainer's or a worker's. Raises ConfigError."""
+        raise ConfigError("an engine of threads has no processes to be more or fewer")
 
     @abstractmethod
     def seek(self, epoch: int, position: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import Trace
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.work import WorkItem
+from loaderkit.sampling.shard import Shard
 
 
 class Plan(Protocol):
@@ -51,11 +52,18 @@ class Plan(Protocol):
     def close(self) -> None:
         """Free the memory that is not in use; no worker is left."""
 
-    def seek(self, epoch: int, position: int) -> None:
-        """Continue at another position."""
+    def seek(self, epoch: int, position: int, shard: Shard | None = None) -> None:
+        """Continue at another position, with the work items of `shard` of several plans; None: of the same one as before."""
 
-    def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
-        """The `next_position` after `seek(epoch, position)`."""
+    def begins_at(self, epoch: int, position: int, shard: Shard | None = None) -> tuple[int, int] | None:
+        """The `next_position` after such a `seek`; None if open work items are not those that it would open."""
+
+    def redeal(self, border: tuple[int, int], shard: Shard | None) -> None:
+        """Open the work items of another shard from (epoch, position) `border` on; None: open no more. No item behind the
+        border has been opened."""
+
+    def share(self, shard: Shard) -> None:
+        """Note how many plans share the machine's memory from now on."""
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         """Set how far to read ahead; None: unchanged."""
@@ -121,6 +129,10 @@ class Executor(Protocol):
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         """Set how many batches are read ahead, and in how many bytes; None: unchanged. Raises ConfigError."""
+
+    def set_processes(self, num: int, refused: Callable[[str], None]) -> None:
+        """Let another number of processes make the batches, as soon as those that are to come are ready; nothing is dropped.
+        `refused` is called with the reason if that turns out to be impossible later. Raises ConfigError, WorkerDiedError."""
 
     def stats(self, tuning: Tuning, run: int) -> Stats:
         """The counters up to now."""

@@ -18,6 +18,7 @@ from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
 from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.errors import ClosedError
+from loaderkit.sampling.shard import Shard
 
 # Batches quicker than this are handed over several at a time: to wake the other thread up, and to hand it the GIL, costs as
 # much as such a batch (16 windows of tokens: 47,000 a second one at a time).
@@ -230,6 +231,7 @@ class WorkQueue:
         self._scratches: list[dict[str, Any]] = []
         self._is_preparing = False
         self._num_taken = 0
+        self.is_held = False  # nothing is prepared or opened
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -249,6 +251,9 @@ class WorkQueue:
                         if self._chunks and budget.num_resting:
                             budget.wake_worker()
                         return chunk
+                    if self.is_held:
+                        self._rest(worker_clock)
+                        continue
                     if not self._plan.is_prepared and not self._is_preparing:
                         self._is_preparing = True
                         break
@@ -371,17 +376,41 @@ class Scheduler:
             self._plan.set_depth(num_batches, memory_bytes)
             self.budget.changed.notify_all()
 
-    def seek(self, epoch: int, position: int) -> None:
-        """Drop everything read ahead and continue at another position, unless the plan is already there."""
+    def seek(self, epoch: int, position: int, shard: Shard | None = None) -> None:
+        """Drop everything read ahead and continue at another position, unless the plan is already there. `shard`: see
+        `Plan.seek`."""
         with self.lock:
             head = self.ready.head
             next_position = self._plan.next_position if head is None else (head.epoch, head.begin)
-            if next_position == self._plan.begins_at(epoch, position):
-                return
-            self.work.clear()
-            self.ready.cancel()
-            self._plan.seek(epoch, position)
-            self.budget.changed.notify_all()
+            if next_position != self._plan.begins_at(epoch, position, shard):
+                self._go_to(epoch, position, shard)
+
+    def hold(self) -> None:
+        """Open nothing until `release`."""
+        with self.lock:
+            self.work.is_held = True
+
+    def release(self, epoch: int, position: int, shard: Shard) -> None:
+        """Begin, after `hold`, with what `shard` has from a position on."""
+        with self.lock:
+            self.work.is_held = False
+            self._go_to(epoch, position, shard)
+
+    def _go_to(self, epoch: int, position: int, shard: Shard | None) -> None:
+        self.work.clear()
+        self.ready.cancel()
+        self._plan.seek(epoch, position, shard)
+        self.budget.changed.notify_all()
+
+    def share(self, shard: Shard) -> None:
+        """See `Plan.share`."""
+        with self.lock:
+            self._plan.share(shard)
+
+    def redeal(self, border: tuple[int, int], shard: Shard | None) -> None:
+        """Open other work items from (epoch, position) `border` on; see `Plan.redeal`."""
+        with self.lock:
+            self._plan.redeal(border, shard)
 
     def fail(self, error: BaseException) -> None:
         """Make the consumer raise `error` at its next wait."""

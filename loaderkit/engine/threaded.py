@@ -21,6 +21,7 @@ from loaderkit.engine.scheduler import Scheduler
 from loaderkit.engine.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 from loaderkit.engine.work import Chunk, Stage, WorkItem
 from loaderkit.errors import ConfigError
+from loaderkit.sampling.shard import Shard
 
 _FOREIGN_S = 1.0  # a close waits for a worker that is in code which nothing can end
 logger = logging.getLogger("loaderkit")
@@ -146,9 +147,10 @@ class ThreadEngine(Engine):
         pool.threads.append(thread)
         pool.worker_clocks.append(worker_clock)
 
-    def seek(self, epoch: int, position: int) -> None:
+    def seek(self, epoch: int, position: int, shard: Shard | None = None) -> None:
+        """See `Engine`; `shard`: see `Plan.seek`."""
         self._check_usable()
-        self.scheduler.seek(epoch, position)
+        self.scheduler.seek(epoch, position, shard)
 
     def _wait(self, begin_s: float) -> WorkItem:
         patience = watchdog.Patience(self._timeout_s, self._raises)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from loaderkit.connectors.base import Connector, counters_of, traits_of
-from loaderkit.connectors.config import SourceArgs, StoreArgs
+from loaderkit.connectors.config import ReadAheadArgs, SourceArgs, StoreArgs
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning
@@ -22,6 +22,7 @@ from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.dali_lowering import DaliLowering, lower
+from loaderkit.sampling.shard import Shard
 from loaderkit.sources.base import Source
 from loaderkit.sources.forecast import Chosen, Forecast
 from loaderkit.sources.mixture import MixtureSource, Part
@@ -48,7 +49,7 @@ class CompiledStages:
     lowering: DaliLowering | None  # the stages that were compiled to one DALI pipeline
     stages: list[Stage]
     pools: list[PoolPlan]
-    on_seek: Callable[[int, int], None] | None  # called with (epoch, position) on a seek
+    on_seek: Callable[[int, int, Shard], None] | None  # called with (epoch, position, shard) on a seek and a new deal
     connectors: list[Connector]  # that stages read from
 
     @property
@@ -118,12 +119,13 @@ def compile_stages(plan: ExecutionPlan) -> CompiledStages:
     """The stages of a plan, bound to its source. Raises ConfigError."""
     config, shard = plan.config, plan.shard
     ahead = _read_ahead(plan)
+    used = [plain if one is None else one.connector for one, plain in zip(ahead, plan.connectors, strict=True)]
     stream = _open_stream(config)
     lowering = _lower(config, stream, plan.num_workers)
     context = CompileContext(
         source=plan.source,
         gives=config.kind.gives,
-        connector=(ahead[0] or plan.connector) if plan.mixture is None else None,
+        connector=used[0] if plan.mixture is None else None,
         seed=config.order.seed,
         on_bad_sample=config.errors.on_bad_sample,
         stages=config.stages,
@@ -136,7 +138,7 @@ def compile_stages(plan: ExecutionPlan) -> CompiledStages:
         output=config.output,
         batching=plan.batching,
     )
-    stages = _compile(context, lowering, partial(_compile_parts, plan, ahead))
+    stages = _compile(context, lowering, partial(_compile_parts, plan, used))
     if plan.slowdown is not None:
         stages = [slowed(stage, plan.slowdown) for stage in stages]
     pools = plan_pools(stages, plan.num_workers)
@@ -147,7 +149,7 @@ def compile_stages(plan: ExecutionPlan) -> CompiledStages:
         stages,
         [replace(pool, num_workers=shard.num_workers(pool.num_workers)) for pool in pools],
         partial(_seek_all, reading) if (reading := [one for one in ahead if one is not None]) else None,
-        [used for one, plain in zip(ahead, plan.connectors, strict=True) if (used := one or plain) is not None],
+        [connector for connector in used if connector is not None],
     )
 
 
@@ -159,13 +161,30 @@ def _counters_of_all(connectors: Sequence[Connector]) -> dict[str, float]:
     return counts
 
 
-def _seek_all(connectors: Sequence[ReadAheadConnector], epoch: int, position: int) -> None:
-    for connector in connectors:
-        connector.seek(epoch, position)
+class _ReadAhead(NamedTuple):
+    """A connector that reads ahead, what it reads, and how much all loading processes together may."""
+
+    connector: ReadAheadConnector
+    forecast: Forecast
+    limits: ReadAheadArgs
+
+    def seek(self, epoch: int, position: int, shard: Shard) -> None:
+        """Continue at another position, with the batches of `shard` from there on."""
+        if shard != self.forecast.shard:
+            self.forecast.shard = shard
+            self.connector.resize(
+                memory_bytes=shard.num_bytes(self.limits.memory), num_requests=shard.num_workers(self.limits.requests)
+            )
+        self.connector.seek(epoch, position)
+
+
+def _seek_all(reading: Sequence[_ReadAhead], epoch: int, position: int, shard: Shard) -> None:
+    for one in reading:
+        one.seek(epoch, position, shard)
 
 
 def _compile_parts(
-    plan: ExecutionPlan, ahead: Sequence[ReadAheadConnector | None], context: CompileContext, read: StageConfig
+    plan: ExecutionPlan, connectors: Sequence[Connector | None], context: CompileContext, read: StageConfig
 ) -> list[Stage]:
     """`read` of a mixture: for each source one that reads it, with the stages that it has of its own behind."""
     assert isinstance(plan.source, MixtureSource)
@@ -177,7 +196,7 @@ def _compile_parts(
             context,
             source=plan.source.parts[number],
             gives=SOURCES[member.kind].gives,
-            connector=ahead[number] or plan.connectors[number],
+            connector=connectors[number],
             stages=(own, *member.stages, *context.stages[1:]),
             sample_runs=[],
             mixed=member.name,
@@ -245,8 +264,8 @@ def _stage_in_slots(config: PipelineConfig, stream: Stream | None) -> StageConfi
     return None
 
 
-def _read_ahead(plan: ExecutionPlan) -> list[ReadAheadConnector | None]:
-    """For each source the connector that reads ahead from a remote store; None for local stores and inline."""
+def _read_ahead(plan: ExecutionPlan) -> list[_ReadAhead | None]:
+    """How each source is read ahead from a remote store; None for local stores and inline."""
     config = plan.config
     if config.mixture is None:
         # Batches by length have samples of all blocks of a window.
@@ -265,7 +284,7 @@ def _ahead_of(
     source: Source,
     connector: Connector | None,
     bounds: NDArray[np.int64] | None,
-) -> ReadAheadConnector | None:
+) -> _ReadAhead | None:
     config, shard = plan.config, plan.shard
     if not isinstance(args, StoreArgs) or connector is None or plan.executor == "inline":
         return None
@@ -285,7 +304,7 @@ def _ahead_of(
         packing=plan.packing,
         batching=plan.batching,
     )
-    return ReadAheadConnector(
+    reading = ReadAheadConnector(
         connector,
         forecast.slices,
         memory_bytes=shard.num_bytes(args.read_ahead.memory),
@@ -294,6 +313,7 @@ def _ahead_of(
         num_samples=min(_NUM_AHEAD + 2 * forecast.window, num_samples // plan.schedule.world_size + _NUM_LEAST),
         slack=256 + 2 * (num_batches + 2) * mean_samples,
     )
+    return _ReadAhead(reading, forecast, args.read_ahead)
 
 
 def _choice(plan: ExecutionPlan, part: Source) -> Chosen:

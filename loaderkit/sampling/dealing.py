@@ -1,11 +1,26 @@
-"""Whose turn it is among several loading processes, and where one that takes the place of another begins."""
+"""Whose turn it is among several loading processes, and where one begins that takes the place of another or joins them.
+
+deal to 2:  0 1 0 1 0 1 | 0 1 2 0 1 2   deal to 3
+                        ^ border, at a full round of turns behind all that any process may have opened
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from loaderkit.sampling.schedule import BatchSampler
+from loaderkit.sampling.shard import Shard
 
 Place = tuple[int, int]
 """(epoch, global position) at which a batch begins."""
+
+
+class Seat(NamedTuple):
+    """Where a process begins: put at `base`, it makes the batches of `shard` counted from there; `first` is the first."""
+
+    base: Place
+    shard: Shard
+    first: Place
 
 
 class BatchDealing:
@@ -13,37 +28,83 @@ class BatchDealing:
 
     A process needs only a position to begin at and its number, so another one can take its place at any batch: it is given
     the position at which a round of turns began, and passes over as many batches as its number says, as after any seek.
+
+    `redeal` names a border, from which on another number of processes has turns. Those that are there on both sides keep their
+    numbers. A seek moves the border to the place that it goes to.
     """
 
     def __init__(self, schedule: BatchSampler, num_processes: int) -> None:
         self._schedule = schedule
-        self._num_processes = num_processes
+        self.num_processes = num_processes  # that have turns now
         self.next_position: Place = (0, 0)  # of the next batch to be delivered
         self.turn = 0  # the number of the process that makes it
         self._round = self.next_position  # of the batch of process 0 in the round that the next batch is of
+        self.border: Place | None = None  # of the first batch that is dealt to another number of processes
+        self.num_behind = num_processes  # that have turns behind the border
+        self._num_left = 0  # batches until the border
 
     def seek(self, epoch: int, position: int) -> None:
-        """Begin a round at another position."""
+        """Begin a round at another position, behind the border if there is one."""
         self.next_position = self._round = (epoch, position)
         self.turn = 0
+        self.num_processes, self.border = self.num_behind, None
+
+    def redeal(self, num_processes: int, num_ahead: int) -> Place:
+        """Deal to another number of processes as soon as none of them has opened what is dealt to another, and return that
+        border. `num_ahead`: how many batches a process may have opened that are not delivered. One border at a time."""
+        assert self.border is None, "a border is ahead already"
+        num_rounds = num_ahead + (self.turn > 0)
+        self._num_left = num_rounds * self.num_processes - self.turn
+        self.border, self.num_behind = self._after(self.next_position, self._num_left), num_processes
+        return self.border
+
+    @property
+    def is_at_border(self) -> bool:
+        """True if the next batch is the first one behind the border."""
+        return self.border is not None and not self._num_left
+
+    def pass_border(self) -> None:
+        """Deal to the other number of processes from now on."""
+        assert self.is_at_border
+        assert not self.turn, "a border is at a full round"
+        self.next_position = self._round = self.border  # type: ignore[assignment]
+        self.num_processes, self.border = self.num_behind, None
 
     def delivered(self, epoch: int, end: int) -> None:
         """Note that the next batch was delivered; it ends at position `end` of `epoch`."""
+        assert not self.is_at_border
         self.next_position = self._schedule.next_position_after(epoch, end, 0)
-        self.turn = (self.turn + 1) % self._num_processes
+        self.turn = (self.turn + 1) % self.num_processes
+        self._num_left -= self.border is not None
         if self.turn == 0:
             self._round = self.next_position
 
-    def unfinished(self, number: int, num_finished: int = 0) -> Place:
-        """The first batch of a process that is not delivered yet, nor among `num_finished` that wait for that."""
-        num_rounds = num_finished * self._num_processes
-        return self._after(self.next_position, (number - self.turn) % self._num_processes + num_rounds)
+    def seat(self, number: int, num_finished: int = 0) -> Seat | None:
+        """Where a process with this number begins, if it makes those of its batches that are neither delivered yet nor among
+        `num_finished` that wait for that; None if it has no more: it has no turn behind the border."""
+        num_here = self._num_left_of(number)
+        if num_here is None or num_finished < num_here:
+            shard = Shard(number, self.num_processes)
+            # The batch of a process that had its turn in this round is in the next one.
+            here = self._round
+            if number < self.turn:
+                here = self._after(self.next_position, self.num_processes - self.turn)
+            base = self._after(here, num_finished * self.num_processes)
+        elif number < self.num_behind and self.border is not None:
+            shard = Shard(number, self.num_behind)
+            base = self._after(self.border, (num_finished - num_here) * self.num_behind)
+        else:
+            return None
+        return Seat(base, shard, self._after(base, number))
 
-    def base(self, number: int, num_finished: int = 0) -> Place:
-        """The position at which a process with this number has to be put so that it begins with its `unfinished` batch."""
-        # The batch of a process that had its turn in this round is in the next one.
-        here = self._round if number >= self.turn else self._after(self.next_position, self._num_processes - self.turn)
-        return self._after(here, num_finished * self._num_processes)
+    def _num_left_of(self, number: int) -> int | None:
+        """The batches of a process until the border that are not delivered; None without a border."""
+        if self.border is None:
+            return None
+        if number >= self.num_processes:
+            return 0
+        num_rounds = (self._num_left + self.turn) // self.num_processes
+        return num_rounds - (number < self.turn)
 
     def _after(self, place: Place, num_batches: int) -> Place:
         return self._schedule.next_position_after(*place, num_batches)

@@ -21,6 +21,7 @@ from loaderkit.connectors.ranges import RangeRequest, RangeSlice, coalesce
 from loaderkit.errors import SourceError
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, SamplePermutation
+from loaderkit.sampling.shard import WHOLE, Shard
 from loaderkit.sampling.token_batches import TokenBatches
 from loaderkit.sources.base import RecordSource, SequenceSource, Source
 
@@ -49,13 +50,13 @@ class Forecast:
         *,
         num_epochs: int | None,
         bounds: NDArray[np.int64] | None = None,
-        shard: tuple[int, int] = (0, 1),
+        shard: Shard = WHOLE,
         chosen: Chosen | None = None,
         packing: PackedOrder | None = None,
         batching: TokenBatches | None = None,
     ) -> None:
-        """`bounds` are the first sample of every block and, last, the number of samples, for a `BlockOrder`. `shard` is (rank,
-        world size) of this loading process; batches are dealt round-robin. `packing`: positions are those of sequences, of
+        """`bounds` are the first sample of every block and, last, the number of samples, for a `BlockOrder`. `shard` is that
+        of this loading process. `packing`: positions are those of sequences, of
         which each needs its samples. `batching`: they are those of batches."""
         self._source = source
         self._order = order
@@ -63,7 +64,7 @@ class Forecast:
         self._num_epochs = num_epochs
         self._packing = packing
         self._batching = batching
-        self._number, self._of = shard
+        self.shard = shard  # may be set before `slices` is called
         self._bounds = bounds
         self._chosen = chosen
         self._window = 0
@@ -78,6 +79,7 @@ class Forecast:
 
     def slices(self, epoch: int, position: int) -> Iterator[RangeSlice]:
         """All slices from global `position` of `epoch` on, by the first sample that needs them."""
+        self._emitted = None
         num_samples = 0  # of the rank, before these
         num_batches = 0  # before these, in all processes
         while self._num_epochs is None or epoch < self._num_epochs:
@@ -124,10 +126,10 @@ class Forecast:
 
     def _mine(self, positions: NDArray[np.int64], num_before: int) -> NDArray[np.int64]:
         """The positions in this process's batches; `num_before` batches came before them."""
-        if self._of == 1:
+        if self.shard.of == 1:
             return positions
         batches = num_before + np.arange(len(positions), dtype=np.int64) // self._schedule.batch_size
-        mine: NDArray[np.int64] = positions[batches % self._of == self._number]
+        mine: NDArray[np.int64] = positions[batches % self.shard.of == self.shard.number]
         return mine
 
     def _of_samples(
@@ -177,7 +179,7 @@ class Forecast:
             # Position p is in lane p mod lanes and on rank p mod W, so the two agree modulo their gcd.
             common = gcd(schedule.world_size, self._order.num_lanes)
             # Each of several processes needs some samples of every block: fetched singly, none is fetched twice.
-            is_worth_it = self._of == 1 and 2 * common >= schedule.world_size
+            is_worth_it = self.shard.of == 1 and 2 * common >= schedule.world_size
             self._owned = (self._order.lanes_of_blocks(epoch) % common == schedule.rank % common) & is_worth_it
         return self._owned
 

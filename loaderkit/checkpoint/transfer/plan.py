@@ -18,6 +18,7 @@ from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
 from loaderkit.connectors.base import Connector, traits_of
 from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.errors import ConfigError
+from loaderkit.sampling.shard import Shard
 
 _CHUNK_BYTES = 8 * 2**20
 _MIN_CHUNK = 64 * 2**10
@@ -202,14 +203,20 @@ class TensorPlan:
     def prepare(self) -> None:
         raise AssertionError("tensors are known from the start")
 
-    def seek(self, epoch: int, position: int) -> None:
+    def seek(self, epoch: int, position: int, shard: Shard | None = None) -> None:
         self._next = position
 
     def close(self) -> None:
         """Nothing to do: the memory is the user's."""
 
-    def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
+    def begins_at(self, epoch: int, position: int, shard: Shard | None = None) -> tuple[int, int]:
         return 0, position
+
+    def redeal(self, border: tuple[int, int], shard: Shard | None) -> None:
+        raise AssertionError("one engine reads all tensors")
+
+    def share(self, shard: Shard) -> None:
+        raise AssertionError("one engine reads all tensors")
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         self._depth = num_batches or self._depth

@@ -71,6 +71,10 @@ class HeldSlices:
         ]
         return min(fitting, key=_first_of, default=None)
 
+    def resize(self, memory_bytes: int) -> None:
+        """Set how many bytes may be held; those that are stay."""
+        self._memory_bytes = memory_bytes
+
     def has_room(self, num_bytes: int) -> bool:
         """True if a slice of `num_bytes` fits."""
         return self.held_bytes + num_bytes <= self._memory_bytes

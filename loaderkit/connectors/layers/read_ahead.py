@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 
@@ -69,6 +70,7 @@ class ReadAheadConnector(ConnectorLayer):
         self._urgent: deque[HeldSlice] = deque()  # a reader waits for them; their memory is reserved
         self._reached = 0  # the furthest sample whose bytes were read
         self._threads: _Threads = []
+        self._surplus: _Threads = []  # those that are too many end after their fetch
         self._is_stopped = True  # no thread runs
         self._is_ended = False  # after `stop`, until `seek`
         self._over_read_bytes = self._ahead_bytes = self._direct_bytes = self._num_direct = 0
@@ -114,13 +116,26 @@ class ReadAheadConnector(ConnectorLayer):
             self._position = (epoch, position)
             self._changed.notify_all()
 
+    def resize(self, *, memory_bytes: int, num_requests: int) -> None:
+        """Set how much is held and how many requests are under way at once; what is held or under way stays."""
+        with self._lock:
+            self._most_bytes = memory_bytes // 2
+            self._held.resize(memory_bytes)
+            self._num_requests = num_requests
+            self._surplus = [thread for thread in self._surplus if thread.is_alive()] + self._threads[num_requests:]
+            del self._threads[num_requests:]
+            if not self._is_stopped:
+                with suppress(RuntimeError):  # the system has no more threads: those that run do it
+                    self._start_missing()
+            self._changed.notify_all()
+
     def stop(self) -> None:
         """End the threads and drop what they fetched. Idempotent. Reads raise ClosedError until `seek`, so workers end."""
         with self._lock:
             self._is_stopped = self._is_ended = True
             self._drop_all(ClosedError("reading ahead was stopped"))
             self._has_plan.set()
-            threads, self._threads = self._threads, []
+            threads, self._threads, self._surplus = [*self._threads, *self._surplus], [], []
             self._changed.notify_all()
         for thread in threads:
             if thread is not threading.current_thread():
@@ -222,9 +237,12 @@ class ReadAheadConnector(ConnectorLayer):
             return
         self._is_stopped = False
         self._has_plan.clear()
-        for number in range(self._num_requests):
+        self._start_missing()
+
+    def _start_missing(self) -> None:
+        for number in range(len(self._threads), self._num_requests):
             name = f"loaderkit-ahead-{number}"
-            thread = threading.Thread(target=self._work, args=(self._threads,), name=name, daemon=True)
+            thread = threading.Thread(target=self._work, args=(self._threads, number), name=name, daemon=True)
             self._threads.append(thread)
             try:
                 thread.start()
@@ -234,18 +252,18 @@ class ReadAheadConnector(ConnectorLayer):
                 self._is_stopped = not self._threads
                 raise
 
-    def _work(self, mine: _Threads) -> None:
+    def _work(self, mine: _Threads, number: int) -> None:
         while True:
-            held = self._next(mine)
+            held = self._next(mine, number)
             if held is None:
                 return
             self._fetch(held)
             del held
 
-    def _next(self, mine: _Threads) -> HeldSlice | None:
+    def _next(self, mine: _Threads, number: int) -> HeldSlice | None:
         """The slice to fetch next, once there is room for it; None when this thread is to end."""
         with self._lock:
-            while not self._is_stopped and mine is self._threads:
+            while not self._is_stopped and mine is self._threads and number < len(mine):
                 if self._urgent:
                     return self._urgent.popleft()
                 if self._planned:

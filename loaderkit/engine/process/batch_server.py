@@ -7,11 +7,13 @@ process. Its memory is reused when the trainer has no reference to it any more.
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from loaderkit.errors import ClosedError, ConfigError, StageError
 from loaderkit.sampling.shard import Shard
 
 _REPORT_CHARACTERS = 100_000
+logger = logging.getLogger("loaderkit")
 MakeEngine = Callable[[Allocator, Shard], ThreadEngine]
 
 
@@ -142,12 +145,38 @@ class BatchSender:
             for block in borrowed:
                 self._allocator.spare(block)
 
-    def seek(self, generation: int, epoch: int, position: int) -> None:
-        """Continue at another position. Batches already sent stay in the budget until the trainer has dropped them."""
+    def seek(self, generation: int, epoch: int, position: int, shard: Shard) -> None:
+        """Continue at another position, with the batches of `shard` from there on. Batches already sent stay in the budget
+        until the trainer has dropped them."""
         with self._lock:
-            self._engine.seek(epoch, position)
+            self._engine.seek(epoch, position, shard)
             self._generation = generation
             self._sent_s = None
+
+    def hold(self) -> None:
+        """Make no batch until `seat`."""
+        self._engine.scheduler.hold()
+
+    def seat(self, generation: int, epoch: int, position: int, shard: Shard) -> None:
+        """Begin after `hold`, with the batches of `shard` from a position on."""
+        with self._lock:
+            self._engine.scheduler.release(epoch, position, shard)
+            self._generation = generation
+            self._sent_s = None
+
+    def redeal(self, epoch: int, position: int, shard: Shard | None) -> None:
+        """Make the batches of another shard from a position on that is ahead of all that were begun; None: no more."""
+        with self._lock:
+            self._engine.scheduler.redeal((epoch, position), shard)
+
+    def share(self, shard: Shard, num_batches: int, memory_bytes: int, workers: Mapping[str, int]) -> None:
+        """Set this process's share in what all of them have: batches, memory, and by stage the workers. What cannot be set is
+        warned of."""
+        self._shard = shard
+        self._engine.scheduler.share(shard)
+        refused = [self.set_depth(num_batches, memory_bytes), *starmap(self.resize, workers.items())]
+        for error in filter(None, refused):
+            logger.warning("one of now %d processes that load keeps the size it had: %s", shard.of, error)
 
     def resize(self, stage: str, num_workers: int) -> ConfigError | None:
         """Set the workers of a stage, of all processes together; returns the error, if they cannot be started."""

@@ -9,6 +9,9 @@ No thread of this process works on batches, except for stages that must run here
 A worker that dies is replaced inside `next()`: which batches are its own is arithmetic, so another process makes them again
 from its first unfinished one on. Until it has made all that the dead one may have had in work it makes one at a time, so that
 if it dies as well, it is known of which batch.
+
+The number of processes changes as it runs: those that join start first, and from a border on, behind all that any of them may
+have begun, batches are dealt to another number of them. Those that leave end once their last batch is taken.
 """
 
 from __future__ import annotations
@@ -17,30 +20,32 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from loaderkit._internal.garbage import close_collected
 from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.host import CpuWatch, host_stats
-from loaderkit.engine.metrics.snapshot import merged
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import Handoff, Trace, num_entries
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.remote.contracts import MakeProcess, ReceivedBatch, WorkerSpec
 from loaderkit.engine.remote.delivery import Delivered
+from loaderkit.engine.remote.process_table import ProcessTable
 from loaderkit.engine.remote.remote_process import RemoteProcess
+from loaderkit.engine.remote.sizes import SharedSizes
+from loaderkit.engine.remote.wait_causes import causes_of, start_as_restart
 from loaderkit.engine.restarts import Restarts
 from loaderkit.engine.watchdog import Patience
 from loaderkit.engine.work import SourceCounts
-from loaderkit.errors import ClosedError, ConfigError, WorkerDiedError
+from loaderkit.errors import ClosedError, WorkerDiedError
 from loaderkit.sampling.dealing import BatchDealing
 from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.shard import Shard
 
 _JOIN_S = 10.0
+_WARM_S = 60.0  # in which one that is to join is ready
 _LOOK_S = 1.0  # between checks of the processes that are not awaited
 logger = logging.getLogger("loaderkit")
 
@@ -61,10 +66,12 @@ class RemoteEngine:
     ) -> None:
         """`restarts` says which processes that died are replaced; without it none is."""
         self._spec = spec
-        self.processes = tuple(
-            RemoteProcess(spec, make, Shard(number, num_processes)) for number in range(num_processes)
-        )
+        self._make = make
+        self._table = ProcessTable(spec, make, num_processes)
+        self._num_wanted = num_processes
+        self._refused: Callable[[str], None] = lambda reason: None
         self._restarts = restarts or Restarts()
+        self._schedule = schedule
         self._dealing = BatchDealing(schedule, num_processes)
         self._timeout_s = timeout_s
         self._raises = raises
@@ -75,11 +82,10 @@ class RemoteEngine:
         self._is_closed = False
         self._has_ended = False
         self._closing = threading.RLock()  # the collector may close it within a close
-        self._sizing = threading.RLock()  # held while sizes change, and while a process that gets them is replaced
         self._pid = os.getpid()
-        self._workers = {row.name: num_processes * row.workers for row in spec.rows}
-        self._depth = (spec.num_batches, spec.memory_bytes)
+        self._sizes = SharedSizes(spec, num_processes)
         self._waits = stalls.Waits()
+        self._awaited: RemoteProcess | None = None  # by the consumer, or the last one that was
         self._num_delivered = 0
         self._num_samples = 0
         self._num_dropped = 0
@@ -102,46 +108,23 @@ class RemoteEngine:
         except WorkerDiedError as error:
             # Without the traceback: its frames would hold the arena open for as long as the error is kept.
             self._failure = error.with_traceback(None)
-            self._end_processes(0.0)
+            self._table.end(0.0)
             raise
         except BaseException as error:
             self._failure = error
             raise
 
     def resize(self, stage: str, num_workers: int) -> None:
-        """Set the workers of a stage, of all processes together. Raises ConfigError for a stage they do not run, and where the
-        system has no more threads; nothing is changed then."""
+        """Set the workers of a stage, of all processes together; see `SharedSizes`."""
         self._check_usable()
-        pool = next((pool for pool in self._spec.pools if stage in pool), None)
-        if pool is None:
-            names = [row.name for row in self._spec.rows]
-            why = "runs in the trainer's process, by one thread" if self._spec.trainer_stages else "does not exist"
-            raise ConfigError(f"stage {stage!r} {why} and cannot be resized; {', '.join(names)} can")
-        with self._sizing:
-            self._order("resize", (stage, num_workers), (stage, self._workers[stage]))
-            self._workers.update(dict.fromkeys(pool, num_workers))
+        with self._sizes.lock:
+            self._sizes.resize(self.processes, stage, num_workers)
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        """Set how far all processes together read ahead. Raises ConfigError if the memory holds not even one batch."""
+        """Set how far all processes together read ahead; see `SharedSizes`."""
         self._check_usable()
-        with self._sizing:
-            self._order("set_depth", (num_batches, memory_bytes), self._depth)
-            self._depth = (num_batches or self._depth[0], memory_bytes or self._depth[1])
-
-    def _order(self, name: str, sizes: tuple[Any, ...], before: tuple[Any, ...]) -> None:
-        """Send an order to all processes. If one refuses it, undo it in the others and raise that error."""
-        for number, process in enumerate(self.processes):
-            refused = process.order(name, *self._sizes_of(process, name, sizes))
-            if refused is not None:
-                for other in self.processes[:number]:
-                    other.order(name, *self._sizes_of(other, name, before))
-                raise refused
-
-    def _sizes_of(self, process: RemoteProcess, name: str, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The same, but no more than one batch for a process that is cautious."""
-        if name != "set_depth" or not process.num_cautious or sizes[0] is None:
-            return sizes
-        return (len(self.processes), *sizes[1:])
+        with self._sizes.lock:
+            self._sizes.set_depth(self.processes, num_batches, memory_bytes)
 
     def seek(self, epoch: int, position: int) -> None:
         """Continue at another position, unless the next batch begins there."""
@@ -155,8 +138,10 @@ class RemoteEngine:
         self._dealing.seek(epoch, position)
         if self._is_started:
             self._generation += 1
+            self._fit_to_deal()
+            self._sizes.forget_depth()
             for process in self.processes:
-                process.tell("seek", self._generation, epoch, position)
+                process.tell("seek", self._generation, epoch, position, process.shard)
             try:
                 for process in self.processes:
                     process.skim(self._generation)
@@ -171,24 +156,28 @@ class RemoteEngine:
             self._cpu_watch.begin()
         self._waits.begin(begin)
         self._restarting = []
-        process = self.processes[self._dealing.turn]
         try:
             self.start()
             if self._failure is not None:
                 raise self._failure
+            self._redeal()
+            process = self._awaited = self.processes[self._dealing.turn]
             batch = self._take(process)
             end = time.perf_counter()
         except BaseException:
             self._waits.begin(None)  # only waits that end in a batch count
             raise
         self._charge(batch, begin, end, is_after_restart=process.num_cautious > 0)
-        self._count_taken(process)
+        self._sizes.count_taken(process)
         if batch.error is None and not batch.is_end:
             self._num_delivered += not batch.is_empty
             self._num_samples += len(batch) - batch.num_dropped - batch.num_skipped
             self._num_dropped += batch.num_dropped
             self._by_source = self._by_source.plus(batch.by_source)
         self._dealing.delivered(batch.epoch, batch.end)
+        if self._dealing.is_at_border:
+            self._dealing.pass_border()
+            self._fit_to_deal()
         return batch
 
     @property
@@ -235,24 +224,8 @@ class RemoteEngine:
             patience.ends(process.report)
 
     def _charge(self, batch: Delivered, begin: float, end: float, *, is_after_restart: bool) -> None:
-        """Charge the wait [begin, end) for `batch`, which was made by a process that has just taken another one's place, or
-        not."""
-        first_s = batch.segments[0].since_s if batch.segments else batch.done_s
-        segments = [
-            stalls.WaitSegment(begin, first_s, stalls.START),
-            *batch.segments,
-            stalls.WaitSegment(batch.done_s, end, stalls.WAKEUP),
-        ]
-        causes: dict[str, float] = {}
-        since = begin
-        for replaced_s, until_s in (*self._restarting, (end, end)):
-            for cause, seconds in stalls.charge(segments, since, replaced_s).items():
-                causes[cause] = causes.get(cause, 0.0) + seconds
-            if until_s > replaced_s:
-                causes[stalls.RESTART] = causes.get(stalls.RESTART, 0.0) + until_s - replaced_s
-            since = until_s
-        if is_after_restart:
-            causes = _start_as_restart(causes)
+        """Charge the wait [begin, end) for `batch`; see `causes_of`."""
+        causes = causes_of(batch, begin, end, self._restarting, is_after_restart=is_after_restart)
         self._waits.end(causes)
         if self._waits.handoffs is not None:
             self._waits.handoffs.append(Handoff(begin, end, batch.epoch, batch.end, len(batch), causes))
@@ -268,20 +241,26 @@ class RemoteEngine:
         """Start another process in the place of one that has died, if that may be; else note why not as its failure. Nothing
         happens while what it has finished still goes through the trainer's stages."""
         begin = time.perf_counter()
-        with self._closing, self._sizing:
+        with self._closing, self._sizes.lock:
             self._check_open()
             num_finished = process.drain(self._generation)
             if num_finished is None:
                 return
-            number, death = process.number, process.death()
-            place = self._dealing.unfinished(number, num_finished)
-            process.failure = self._restarts.refuse(death, place)
+            seat, death = self._dealing.seat(process.number, num_finished), process.death()
+            if seat is None:
+                process.is_done = True
+                return
+            process.failure = self._restarts.refuse(death, seat.first)
             if process.failure is not None:
                 return
             process.release()
-            process.num_cautious = num_finished + Shard(number, len(self.processes)).num_batches(self._depth[0])
+            process.shard = seat.shard
+            self._sizes.be_cautious(process, num_finished)
+            orders = self._orders(process)
+            if (border := self._dealing.border) is not None and seat.first < border:
+                orders.append(("redeal", *border, self._shard_behind(process)))
             try:
-                process.start(self._dealing.base(number, num_finished), self._generation, self._orders())
+                process.start(seat.base, self._generation, orders)
             except WorkerDiedError as error:
                 raise error.with_traceback(None) from error.__cause__
             try:
@@ -290,50 +269,119 @@ class RemoteEngine:
                 process.close(0.0)
                 raise
         self._restarting.append((begin, time.perf_counter()))
-        logger.warning("%s", self._restarts.describe(death, place, f"Another one ({process.where})"))
+        logger.warning("%s", self._restarts.describe(death, seat.first, f"Another one ({process.where})"))
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the loader was closed while a batch was awaited")
 
-    def _orders(self) -> list[tuple[Any, ...]]:
-        """What a process has to be told that takes another one's place: the present sizes, but one batch at a time."""
-        orders: list[tuple[Any, ...]] = [("set_depth", len(self.processes), self._depth[1])]
-        orders += [("resize", pool[0], self._workers[pool[0]]) for pool in self._spec.pools]
+    def _orders(self, process: RemoteProcess) -> list[tuple[Any, ...]]:
+        """What a process has to be told that begins now."""
+        orders = [self._sizes.order_for(process)]
         return [*orders, ("record",)] if self._is_recorded else orders
 
-    def _count_taken(self, process: RemoteProcess) -> None:
-        """Let a process read ahead once it has made all that may have ended the one before it."""
-        if not process.num_cautious:
+    # ------------------------------------------------------------------------------------- another number of processes
+
+    def set_processes(self, num: int, refused: Callable[[str], None] = lambda reason: None) -> None:
+        """See `Executor`; those that are to come start now, and the consumer gives them turns. From any thread."""
+        self._check_usable()
+        with self._closing, self._sizes.lock:
+            self._check_usable()
+            self._num_wanted, self._refused = num, refused
+            table, dealing = self._table, self._dealing
+            if self._is_started:
+                numbers = range(dealing.num_behind + len(table.warming), num)
+                table.warm([Shard(number, num) for number in numbers], dealing.next_position, self._sizes.order_for)
+                return
+            self._table = ProcessTable(self._spec, self._make, num)
+            self._dealing = BatchDealing(self._schedule, num)
+            self._dealing.seek(*dealing.next_position)
+            self._sizes.num_sharing = num
+            for process in self.processes:
+                for order in self._orders(process):
+                    process.tell(*order)
+
+    def _redeal(self) -> None:
+        """Deal to as many processes as are wanted from a border on, once those that are to join are ready to begin there."""
+        table, dealing = self._table, self._dealing
+        table.reap()
+        num_before, wanted = dealing.num_processes, self._num_wanted
+        if dealing.border is not None or (wanted == num_before and not table.warming):
             return
-        process.num_cautious -= 1
-        if not process.num_cautious:
-            with self._sizing:
-                refused = process.order("set_depth", *self._depth)
-            if refused is not None:
-                logger.warning("%s reads no more than a batch ahead: %s", process.name, refused)
+        if any(process.num_cautious for process in self.processes):
+            return
+        with self._closing, self._sizes.lock:
+            self._check_open()
+            joining = self._joining(wanted - num_before)
+            if joining is None:
+                return
+            num_after = num_before + len(joining) if wanted > num_before else wanted
+            if num_after == num_before:
+                table.take_warm([])
+                return
+            border = dealing.redeal(num_after, self._sizes.most_ahead(self.processes))
+            for process in self.processes:
+                process.tell("redeal", *border, self._shard_behind(process))
+            for number, process in enumerate(joining, num_before):
+                process.shard = Shard(number, num_after)
+                process.tell("seat", self._generation, *border, process.shard)
+                if self._is_recorded:
+                    process.record()
+            table.take_warm(joining)
+            self._sizes.share_out(self.processes, max(num_before, num_after))
+        logger.info("%d processes load instead of %d, from %s on", num_after, num_before, border)
+        if dealing.is_at_border:
+            dealing.pass_border()
+            self._fit_to_deal()
+
+    def _joining(self, num: int) -> list[RemoteProcess] | None:
+        """Up to `num` processes that can join; None while some are still starting. If one has ended, or takes too long, it is
+        done without it."""
+        if num <= 0:
+            return []
+        ready, reason = self._table.ready()
+        if len(ready) < num:
+            if not reason and self._table.warming_s < _WARM_S:
+                return None
+            self._num_wanted = self._dealing.num_processes + len(ready)
+            self._refused(reason or f"{num - len(ready)} of {num} more processes were not ready in {_WARM_S:.0f} s")
+        return ready[:num]
+
+    def _shard_behind(self, process: RemoteProcess) -> Shard | None:
+        """Its shard behind the border; None if it leaves there."""
+        num = self._dealing.num_behind
+        return Shard(process.number, num) if process.number < num else None
+
+    def _fit_to_deal(self) -> None:
+        """Let those leave that have no turn any more, and share out what all have to the others."""
+        num = self._dealing.num_processes
+        if len(self.processes) > num:
+            self._table.retire(num, may_ask=True, is_recorded=self._is_recorded)
+        for process in self.processes:
+            process.shard = Shard(process.number, num)
+        self._sizes.share_out(self.processes, num)
 
     # ------------------------------------------------------------------------------------------------- any thread
+
+    @property
+    def processes(self) -> tuple[RemoteProcess, ...]:
+        """Those with turns, by number; while a border is ahead, those that have some on either side of it."""
+        return self._table.seated
 
     def stats(self, tuning: Tuning, run: int) -> Stats:
         """The counters of all processes together up to now; a process that does not answer counts with its last ones."""
         # One moment for all: each process answers once it has its GIL, at another time.
-        turn, num_batches, num_samples = self._dealing.turn, self._num_delivered, self._num_samples
+        awaited, num_batches, num_samples = self._awaited, self._num_delivered, self._num_samples
         num_dropped, by_source = self._num_dropped, self._by_source
         waits_s, since_s, now = self._waits.read(time.perf_counter)
         may_ask = not self._is_closed and os.getpid() == self._pid
-        stats = merged(
-            [
-                process.stats(since_s if n == turn else None, now, may_ask=may_ask)
-                for n, process in enumerate(self.processes)
-            ]
-        )
+        stats = self._table.stats(awaited, since_s, now, may_ask=may_ask)
         if since_s is not None:
             waited, so_far_s = stats.waits_s, sum(stats.waits_s.values())
             if so_far_s <= 0:
                 waited, so_far_s = {stalls.START: 1.0}, 1.0
-            if self.processes[turn].num_cautious:
-                waited = _start_as_restart(waited)
+            if awaited is not None and awaited.num_cautious:
+                waited = start_as_restart(waited)
             for cause, seconds in waited.items():
                 waits_s[cause] = waits_s.get(cause, 0.0) + seconds * (now - since_s) / so_far_s
         return replace(
@@ -353,7 +401,11 @@ class RemoteEngine:
                 "process_rss_peak_bytes": stats.memory["rss_peak_bytes"],
             },
             host=self._cpu_watch.added_to(stats.host, children_s=stats.host.cpu_s),
-            tuning=replace(tuning, pids=tuple(process.pid for process in self.processes if process.pid is not None)),
+            tuning=replace(
+                tuning,
+                processes=self._dealing.num_processes,
+                pids=tuple(process.pid for process in self.processes if process.pid is not None),
+            ),
         )
 
     def record(self) -> None:
@@ -367,8 +419,7 @@ class RemoteEngine:
         """The trace since `record`; ends it. What a process did that has died is missing."""
         self._is_recorded = False
         may_ask = not self._is_closed and os.getpid() == self._pid
-        lanes = [lane for process in self.processes for lane in process.recorded()] if may_ask else []
-        return Trace(lanes, self._waits.recorded())
+        return Trace(self._table.lanes() if may_ask else [], self._waits.recorded())
 
     def close(self, join_s: float = _JOIN_S) -> None:
         """End the processes; batches that were delivered stay valid. Idempotent, from any thread and any state."""
@@ -378,15 +429,8 @@ class RemoteEngine:
             return  # in a fork's child the processes are not ours, nor is their memory
         with self._closing:
             if not self._has_ended:  # a second call completes a close that was interrupted
-                self._end_processes(join_s)
+                self._table.end(join_s)
                 self._has_ended = True
-
-    def _end_processes(self, join_s: float) -> None:
-        with ExitStack() as ending:  # all of them, also if closing one is interrupted
-            for process in self.processes:
-                ending.callback(process.close, join_s)
-            for process in self.processes:  # these callbacks run first: the stack calls the last one first
-                ending.callback(process.begin_closing, join_s)
 
     def abandon(self) -> None:
         """Close because the loader was collected."""
@@ -400,12 +444,3 @@ class RemoteEngine:
                 "the loader was made before a fork and used after it, where its process answers only to the parent: build "
                 "one in each process"
             )
-
-
-def _start_as_restart(causes: dict[str, float]) -> dict[str, float]:
-    """The causes of a wait for a process that was started in another one's place."""
-    causes = dict(causes)
-    seconds = causes.pop(stalls.START, 0.0)
-    if seconds:
-        causes[stalls.RESTART] = causes.get(stalls.RESTART, 0.0) + seconds
-    return causes

@@ -50,7 +50,7 @@ class RemoteProcess:
     def __init__(self, spec: WorkerSpec, make: MakeProcess, shard: Shard) -> None:
         self._spec = spec
         self._make = make
-        self._shard = shard
+        self.shard = shard  # with which it, or the next one in its place, begins
         self._trainer_stages = TrainerStages(spec.trainer_stages, time.perf_counter) if spec.trainer_stages else None
         self.running: RunningProcess | None = None
         self._inbox: Inbox | None = None
@@ -60,6 +60,7 @@ class RemoteProcess:
         self.failure: BaseException | None = (
             None  # of a process that has ended and has no successor; comes behind those
         )
+        self.is_done = False  # it has ended, and had no batch left to make
         self.num_cautious = 0  # batches to be taken until it may read ahead again, since its predecessor died
         self._telling = threading.Lock()
         self._early: list[tuple[Any, ...]] = []  # commands for the process, until it is started
@@ -67,19 +68,19 @@ class RemoteProcess:
         self._counters = _Counters(self._no_counters())
 
     def _no_counters(self) -> Stats:
-        return Stats.empty(self._spec.rows, self._shard.num_bytes(self._spec.memory_bytes))
+        return Stats.empty(self._spec.rows, self.shard.num_bytes(self._spec.memory_bytes))
 
     @property
     def number(self) -> int:
         """It makes every batch whose turn is this."""
-        return self._shard.number
+        return self.shard.number
 
     def start(
         self, next_position: tuple[int, int], generation: int = 0, orders: Sequence[tuple[Any, ...]] = ()
     ) -> None:
         """Start the process and send its spec and `orders`; it imports modules meanwhile. `generation` is the number of seeks
         so far. Raises WorkerDiedError, ConfigError; after an error `close` releases what was started."""
-        running = self.running = self._make(self._spec, self._shard)
+        running = self.running = self._make(self._spec, self.shard)
         running.start(next_position, generation)
         with self._telling:
             for order in (*orders, *self._early):
@@ -182,7 +183,17 @@ class RemoteProcess:
     @property
     def has_died(self) -> bool:
         """True if it has ended, and nothing is decided about it yet."""
-        return self.has_ended and self.failure is None
+        return self.has_ended and self.failure is None and not self.is_done
+
+    def is_ready(self) -> bool:
+        """True once it answers, before it is to make batches. Raises EOFError if it has ended, and the error that ended it."""
+        self._take(0, 0.0)
+        return self.running is not None and self.running.is_awake
+
+    @property
+    def num_finished(self) -> int:
+        """The batches of one that has died which are not taken yet."""
+        return len(self._finished)
 
     def drain(self, generation: int) -> int | None:
         """Receive what a process that has ended had finished, and return how many batches that are; None if it still goes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -37,11 +38,11 @@ class BatchCursor:
         *,
         num_epochs: int | None = None,
         shard: Shard = WHOLE,
-        on_seek: Callable[[int, int], None] | None = None,
+        on_seek: Callable[[int, int, Shard], None] | None = None,
         batching: TokenBatches | None = None,
     ) -> None:
-        """`on_seek` is called with (epoch, position) whenever the next batch does not follow the last one. With `batching`
-        positions are those of batches, which have the samples that it planned."""
+        """`on_seek` is called with (epoch, position, shard) whenever the next batch does not follow the last one, or is dealt
+        otherwise. With `batching` positions are those of batches, which have the samples that it planned."""
         self._order = order
         self._schedule = self._of_all = schedule  # that of the current epoch, and of any
         self._num_epochs = num_epochs
@@ -49,6 +50,9 @@ class BatchCursor:
         self._on_seek = on_seek
         self._batching = batching
         self._block: _Block | None = None
+        self._borders: deque[tuple[tuple[int, int], Shard | None]] = deque()  # ahead, with the shard from there on
+        self._is_redealt = False  # since the last seek
+        self._last: tuple[int, int] | None = None  # where the last batch begins, since then
         self.seek(0, 0)
 
     @property
@@ -61,19 +65,42 @@ class BatchCursor:
         """The step of the next batch, if it is of the epoch that the last `seek` was to."""
         return self._step
 
-    def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
-        """The `next_position` after `seek(epoch, position)`."""
+    def begins_at(self, epoch: int, position: int, shard: Shard | None = None) -> tuple[int, int] | None:
+        """The `next_position` after `seek` with the same arguments; None if it cannot be told, as batches were dealt otherwise
+        since the last one."""
+        if self._is_redealt or shard not in (None, self._shard):
+            return None
         return self._of_all.next_position_after(epoch, position, self._shard.number)
 
-    def seek(self, epoch: int, position: int) -> None:
-        """Continue at global `position` of `epoch`."""
+    def seek(self, epoch: int, position: int, shard: Shard | None = None) -> None:
+        """Continue at global `position` of `epoch`, with the batches of `shard` (None: as before), counted from there."""
+        self._shard, self._is_redealt, self._last = shard or self._shard, False, None
+        self._borders.clear()
+        self._go_to(epoch, position)
+
+    def redeal(self, border: tuple[int, int], shard: Shard | None) -> None:
+        """From the batch at `border`, an (epoch, position), on make those of `shard`, counted from there; None: make no more.
+        Raises ValueError if a batch behind it was given already."""
+        if self._last is not None and self._last >= border:
+            raise ValueError(f"the batch at {self._last} was begun already, and the border is {border}")
+        self._borders.append((border, shard))
+        self._is_redealt = True
+
+    def _go_to(self, epoch: int, position: int) -> None:
         self._enter(epoch, position)
         self._pass_over(self._shard.number)
         if self._on_seek is not None:
-            self._on_seek(epoch, position)
+            self._on_seek(epoch, position, self._shard)
 
     def next(self) -> BatchWork | None:
-        """The next batch, without memory or chunks; None after the last epoch."""
+        """The next batch, without memory or chunks; None after the last epoch, and for a process that is to make no more."""
+        while self._borders and self.next_position >= self._borders[0][0]:
+            (epoch, position), shard = self._borders[0]
+            if shard is None:
+                return None
+            self._borders.popleft()
+            self._shard = shard
+            self._go_to(epoch, position)
         while self._step >= self._num_steps:
             if self._schedule.num_batches() == 0:
                 return None
@@ -81,6 +108,7 @@ class BatchCursor:
         if self._num_epochs is not None and self._epoch >= self._num_epochs:
             return None
         epoch, step, begin = self._epoch, self._step, self._end
+        self._last = (epoch, begin)
         positions, indices, wrapped = self._samples()
         self._pass_over(1)
         work_item = BatchWork(

@@ -84,6 +84,10 @@ class BatchMemory:
         assert self._slabs is not None
         return self._slabs.take()
 
+    def share(self, shard: Shard) -> None:
+        """Note how many processes there are from now on: of the machine's memory each may take that part."""
+        self._shard = shard
+
     def set_depth(self, num_batches: int | None, num_bytes: int | None) -> None:
         """Set how far to read ahead; None: unchanged. Raises ConfigError if that memory holds not even one batch, or if the
         machine has less."""

@@ -17,6 +17,7 @@ from loaderkit.engine.work import WorkItem
 from loaderkit.pipeline.batches.assembler import BatchAssembler
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.memory import BatchMemory
+from loaderkit.sampling.shard import Shard
 from loaderkit.sources.iterable import Pass
 from loaderkit.stages.base import BatchContext, BatchWork, FieldSpec, SampleChunk, image_names
 from loaderkit.stages.parts import MixedChunk
@@ -83,13 +84,20 @@ class BatchPlan:
     def memory_bytes(self) -> int:
         return self.memory.num_bytes
 
-    def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
-        return self._cursor.begins_at(epoch, position)
+    def begins_at(self, epoch: int, position: int, shard: Shard | None = None) -> tuple[int, int] | None:
+        return self._cursor.begins_at(epoch, position, shard)
 
-    def seek(self, epoch: int, position: int) -> None:
-        self._cursor.seek(epoch, position)
+    def seek(self, epoch: int, position: int, shard: Shard | None = None) -> None:
+        self._cursor.seek(epoch, position, shard)
         self._end_pass()
         self._begin = (epoch, position)
+
+    def redeal(self, border: tuple[int, int], shard: Shard | None) -> None:
+        assert self._begin_pass is None, "what is read in order cannot be begun again at a border"
+        self._cursor.redeal(border, shard)
+
+    def share(self, shard: Shard) -> None:
+        self.memory.share(shard)
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         self.memory.set_depth(num_batches, memory_bytes)

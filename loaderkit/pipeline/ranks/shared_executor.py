@@ -348,6 +348,12 @@ class SharedExecutor:
         if self._inner is not None:
             self._inner.set_depth(num_batches, memory_bytes)
 
+    def set_processes(self, num: int, refused: Callable[[str], None]) -> None:
+        """Set the number of processes of the rank that reads."""
+        self._check_usable()
+        if self._inner is not None:
+            self._inner.set_processes(num, refused)
+
     def stats(self, tuning: Tuning, run: int) -> Stats:
         """The counters up to now: of the executor, if this rank has it, and of what is passed on."""
         waits_s, since_s, now = self._waits.read(self._clock)

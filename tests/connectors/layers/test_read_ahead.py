@@ -22,6 +22,7 @@ from loaderkit.connectors.ranges import RangeRequest, RangeSlice, coalesce
 from loaderkit.engine.metrics import Stats
 from loaderkit.errors import ObjectChangedError, TemporaryError
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
+from loaderkit.sampling.shard import Shard
 from loaderkit.sources.files import FilesArgs, FilesSource
 from loaderkit.sources.forecast import Forecast
 
@@ -371,7 +372,7 @@ class TestForecast:
                 schedule,
                 num_epochs=2,
                 bounds=bounds if is_block else None,
-                shard=(process, num_processes),
+                shard=Shard(process, num_processes),
             )
             pieces = list(forecast.slices(0, min(start, num)))
             assert sorted(piece.key for piece in pieces) == sorted(keys)

@@ -1,0 +1,145 @@
+"""The processes of an engine: those that have turns, those that get ready to have some, and those that have had theirs.
+
+set_processes(more) ──> warming: started, and held ──awake──> seated: have turns, from a border on
+set_processes(fewer) ──> seated: none behind a border ──last batch taken──> leaving ──ended──> their counters stay
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from loaderkit.engine.metrics.snapshot import as_past, merged
+from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.metrics.trace import Lane
+from loaderkit.engine.remote.contracts import MakeProcess, WorkerSpec
+from loaderkit.engine.remote.remote_process import RemoteProcess
+from loaderkit.sampling.dealing import Place
+from loaderkit.sampling.shard import Shard
+
+_LEAVE_S = 10.0  # in which one that is not needed any more ends by itself
+_NO_GENERATION = -1  # of batches that one has begun before it was told to wait: they are dropped
+
+
+class ProcessTable:
+    """All methods belong to the consumer's thread, but for `warm`, which is called under the engine's locks, and those of any
+    thread."""
+
+    def __init__(self, spec: WorkerSpec, make: MakeProcess, num_processes: int) -> None:
+        self._spec = spec
+        self._make = make
+        # Those with turns, and the counters of those that had some: one value, for readers in other threads.
+        self._account: tuple[tuple[RemoteProcess, ...], Stats | None] = ((), None)
+        self.seat([self._new(Shard(number, num_processes)) for number in range(num_processes)])
+        self.warming: tuple[RemoteProcess, ...] = ()
+        self._warming_since_s = 0.0
+        self._leaving: tuple[RemoteProcess, ...] = ()
+        self._past_lanes: list[Lane] = []
+
+    def _new(self, shard: Shard) -> RemoteProcess:
+        return RemoteProcess(self._spec, self._make, shard)
+
+    @property
+    def seated(self) -> tuple[RemoteProcess, ...]:
+        """Those with turns, by number; while a border is ahead, those that have some on either side of it."""
+        return self._account[0]
+
+    def seat(self, processes: Sequence[RemoteProcess]) -> None:
+        """Give turns to these, behind those that have some."""
+        seated, past = self._account
+        self._account = (*seated, *processes), past
+
+    # ------------------------------------------------------------------------------------------------------- growing
+
+    def warm(self, shards: Sequence[Shard], place: Place, order: Callable[[RemoteProcess], tuple[Any, ...]]) -> None:
+        """Start processes that are to join; they import what they need, and make no batch. `place`: any, `order`: what else one
+        is told. Raises WorkerDiedError, ConfigError; none of these is left then."""
+        self._warming_since_s = time.monotonic()
+        started: list[RemoteProcess] = []
+        try:
+            for shard in shards:
+                started.append(self._new(shard))
+                started[-1].start(place, _NO_GENERATION, [("hold",), order(started[-1])])
+        except BaseException:
+            for process in started:
+                process.close(0.0)
+            raise
+        self.warming = (*self.warming, *started)
+
+    @property
+    def warming_s(self) -> float:
+        """How long the last of them have been starting."""
+        return time.monotonic() - self._warming_since_s
+
+    def ready(self) -> tuple[list[RemoteProcess], str]:
+        """Those of them that can begin, and why one cannot, if one has ended."""
+        ready, reason = [], ""
+        for process in self.warming:
+            try:
+                if process.is_ready():
+                    ready.append(process)
+            except EOFError:
+                death = process.death()
+                reason = f"{death.who} {death.what}: {death.fix}"
+            except Exception as error:
+                reason = str(error)
+        return ready, reason
+
+    def take_warm(self, joining: Sequence[RemoteProcess]) -> None:
+        """Let these have turns, and end the others."""
+        self.seat(joining)
+        dropped = [process for process in self.warming if process not in joining]
+        self.warming = ()
+        for process in dropped:
+            process.close(0.0)
+
+    # ------------------------------------------------------------------------------------------------------ shrinking
+
+    def retire(self, first: int, *, may_ask: bool, is_recorded: bool) -> None:
+        """Let those of number `first` and more leave: nothing of theirs is awaited any more."""
+        seated, past = self._account
+        kept, surplus = seated[:first], seated[first:]
+        now = time.perf_counter()
+        counters = [as_past(process.stats(None, now, may_ask=may_ask)) for process in surplus]
+        if is_recorded:
+            self._past_lanes += [lane for process in surplus for lane in process.recorded()]
+        for process in surplus:
+            process.begin_closing(_LEAVE_S)
+        self._leaving = (*self._leaving, *surplus)
+        self._account = kept, merged([*counters, *([] if past is None else [past])])
+
+    def reap(self) -> None:
+        """Free what those leave that have ended."""
+        ended = [process for process in self._leaving if process.has_ended]
+        if ended:
+            self._leaving = tuple(process for process in self._leaving if process not in ended)
+            for process in ended:
+                process.close(0.0)
+
+    # ------------------------------------------------------------------------------------------------------ any thread
+
+    def stats(
+        self, awaited: RemoteProcess | None, waiting_since_s: float | None, at_s: float, *, may_ask: bool
+    ) -> Stats:
+        """The counters of all of them up to `at_s`. If the consumer waits, it does for `awaited`."""
+        seated, past = self._account
+        parts = [
+            process.stats(waiting_since_s if process is awaited else None, at_s, may_ask=may_ask) for process in seated
+        ]
+        return merged([*parts, *([] if past is None else [past])])
+
+    def lanes(self) -> list[Lane]:
+        """The trace of all of them, which ends it."""
+        past, self._past_lanes = self._past_lanes, []
+        return [*past, *(lane for process in self.seated for lane in process.recorded())]
+
+    def end(self, join_s: float) -> None:
+        """End all of them."""
+        processes = (*self.seated, *self.warming, *self._leaving)
+        with ExitStack() as ending:  # all of them, also if closing one is interrupted
+            for process in processes:
+                ending.callback(process.close, join_s)
+            for process in processes:  # these callbacks run first: the stack calls the last one first
+                ending.callback(process.begin_closing, join_s)

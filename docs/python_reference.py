@@ -12,6 +12,7 @@ from loaderkit import checkpoint, connectors, errors
 from loaderkit.checkpoint.manager.saving import Saving
 from loaderkit.connectors.base import GatherInto, Hashed, ReadHashed, ReadInto, ReadMany
 from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.integrations.ray import RayRows
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.tensor_loader import TensorLoader
 
@@ -78,6 +79,11 @@ The writing side, which `BulkConnector.writes` returns; `loaderkit index` and `l
 Objects in memory, for tests (`loaderkit.connectors.memory`):
 
 {block(MemoryConnector, more={"__init__"}, only={"__init__"})}
+### `loaderkit.integrations`
+
+Ray Data ([guide](guide.md#ray-data)), `from loaderkit.integrations.ray import RayRows`:
+
+{block(RayRows, more={"__init__"}, only={"__init__"})}
 ### `loaderkit.errors`
 
 ```text

@@ -55,8 +55,8 @@ def test_examples_run(page: str, folder: Path, bucket: None, monkeypatch: pytest
     num_run = 0
     monkeypatch.syspath_prepend(folder)
     for kind, text in examples(page):
-        if libraries(text) & {*LOOPS} or lacks(text):
-            continue  # as below, or not at all
+        if libraries(text) & {*LOOPS, "ray"} or lacks(text):
+            continue  # as below and in tests/integrations, or not at all
         if (module := re.match(r"# (\w+\.py)\n", text)) is not None:
             (folder / module[1]).write_text(text)
         elif kind == "python":

@@ -90,6 +90,7 @@ class IterableSource(DatasetSource):
         self.length, self.max_items = args.length, min(sizes, default=UNKNOWN)
         self.seeks_more = args.limit is None  # True: nobody has looked for items behind `length`
         self.num_ranks, self.is_unseeded = num_ranks_of(made), is_unseeded(made)
+        self._check_readers: Callable[[int, int], None] | None = getattr(made, "check_readers", None)
         self.has_state = args.resume == "auto" and all(
             hasattr(made, name) for name in ("state_dict", "load_state_dict")
         )
@@ -119,7 +120,10 @@ class IterableSource(DatasetSource):
         return _made(self._args)
 
     def check_readers(self, world_size: int, num_processes: int) -> None:
-        """Raise ConfigError if it is known that several ranks, or processes of one, would not iterate over the same items."""
+        """Raise ConfigError if it is known that several ranks, or processes of one, would not iterate over the same items; the
+        iterable's own `check_readers` may know."""
+        if self._check_readers is not None:
+            self._check_readers(world_size, num_processes)
         if world_size * num_processes > 1 and self.is_unseeded:
             raise ConfigError(
                 f"source.object: the {self._name} shuffles without a seed, so each of {world_size} ranks with {num_processes} "

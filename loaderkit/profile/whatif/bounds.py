@@ -7,7 +7,8 @@ No center can do more than one second of work a second, so with demands D in s a
     X <= processes / (demand under the GIL)       the GIL
     X <= 1 / D                                    what one worker uses at a time: a link, a lock of the user's
     X <= samples in work / response time          batches ahead        (Little's law)
-    X <= 1 / compute time                         the loop itself
+    X <= 1 / network time                         the way from other nodes
+    X <= 1 / (compute time + taking batches)      the loop itself
 
 Denning and Buzen, ACM Computing Surveys 10(3), 1978; Lazowska, Zahorjan, Graham and Sevcik, "Quantitative System Performance",
 1984, chapter 5. The least of them is what a machine without chance would do, and an upper bound for a real one: it
@@ -27,7 +28,10 @@ def bounds(model: PipelineModel) -> dict[str, float]:
         upper["inline"] = _per(1.0, sum(pool.service_s for pool in model.pools) + model.compute_s + model.release_s)
         return upper
     if model.compute_s > 0:
-        upper["training"] = 1.0 / (model.compute_s + model.release_s)
+        loop = "training" if model.compute_s >= model.handover_s else "taking batches"
+        upper[loop] = 1.0 / (model.compute_s + model.release_s + model.handover_s)
+    if model.network_s > 0:
+        upper["network"] = 1.0 / model.network_s
     for pool in model.pools:
         if pool.service_s > 0:
             slowest = max(pool.stages, key=lambda stage: stage.service_s)

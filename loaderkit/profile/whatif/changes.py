@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from statistics import median
 
 from loaderkit._internal.config.diagnostics import Problems
 from loaderkit._internal.system.cgroups import num_cpus
@@ -18,10 +20,12 @@ from loaderkit.profile.settings_patch import (
     value_of,
     workers_settings,
 )
+from loaderkit.profile.whatif.bounds import bounds
 from loaderkit.profile.whatif.demands import Demand, PipelineModel, PoolModel
 from loaderkit.stages.base import StageConfig
 
 _MOST_WORKERS = 128
+_MORE_NODES = (1, 2, 4, 8, 16)
 _BY_PIXEL = frozenset({
     "center_crop", "random_crop", "random_horizontal_flip", "random_vertical_flip", "random_rotation", "color_jitter",
     "random_grayscale", "gaussian_blur", "random_erasing", "batch", "normalize", "transfer",
@@ -46,6 +50,7 @@ def changes(model: PipelineModel, report: Report, config: PipelineConfig) -> lis
         *_depth(model, report, config),
         *_executors(model, config, int(report.memory.get("batch_bytes", 0))),
         *_machine(model),
+        *_nodes(model, report),
         *_iterable(model, report),
         *_store(model, report),
         *_images(model, config),
@@ -112,6 +117,40 @@ def _executors(model: PipelineModel, config: PipelineConfig, batch_bytes: int) -
 def _machine(model: PipelineModel) -> Iterator[Change]:
     pools = tuple(replace(pool, workers=2 * pool.workers) for pool in model.pools)
     yield Change("twice the CPUs, and workers for them", replace(model, cpus=2 * model.cpus, pools=pools))
+
+
+def _nodes(model: PipelineModel, report: Report) -> Iterator[Change]:
+    """More nodes with as many workers as those there are, until the loop, taking its batches or the network is the limit."""
+    if report.tuning.get("executor") != "ray":
+        return
+    rows = [row for row in report.nodes if row.num_workers]
+    others = [row for row in rows if not row.is_trainers]
+    each = round(median([row.num_workers for row in others or rows] or [model.processes]))
+    cpus = median([row.cpus or math.inf for row in others or rows] or [float(report.machine.cpus)])
+    away = sum(row.num_workers for row in others)
+    for number in _MORE_NODES:
+        processes = model.processes + number * each
+        factor = processes / model.processes
+        pools = tuple(replace(pool, workers=round(pool.workers * factor)) for pool in model.pools)
+        # In turns: every worker makes as many batches as any other.
+        share = (away + number * each) / processes / (away / model.processes) if away else 0.0
+        changed = replace(
+            model,
+            pools=pools,
+            processes=processes,
+            cpus=model.cpus + number * cpus,
+            batches_ahead=model.batches_ahead * factor,
+            batches_in_memory=model.batches_in_memory * factor,
+            network_s=model.network_s * share,
+        )
+        note = f"prefetch: {{processes: {processes}, batches: {round(changed.batches_ahead)}}}, and memory for them"
+        if not model.network_s:
+            note += "; what the network carries is not known from this run"
+        name = f"{number} more {'node' if number == 1 else 'nodes'} of {each} {'worker' if each == 1 else 'workers'}"
+        yield Change(name, changed, note=note)
+        upper = bounds(changed)
+        if min(upper, key=upper.__getitem__) in ("training", "taking batches", "network"):
+            return
 
 
 def _iterable(model: PipelineModel, report: Report) -> Iterator[Change]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from loaderkit.engine.autotune.chunk_sizer import CHUNK_TARGET_S, ChunkSizer
+from loaderkit.engine.metrics.nodes.counts import Nodes, NodeStats
 from loaderkit.engine.metrics.stalls import WAKEUP
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import StageRow
@@ -76,6 +77,10 @@ class PipelineModel:
     release_s: float = 0.0  # of the loop, dropping what it is done with
     wake_s: float = 0.0  # from what a thread waits for until it runs
     is_inline: bool = False
+    network_s: float = (
+        0.0  # of the way from other nodes to the trainer; 0: none came from there, or messages take its time
+    )
+    handover_s: float = 0.0  # of the loop's thread, taking batches that were made elsewhere
 
     @property
     def samples_ahead(self) -> float:
@@ -134,7 +139,29 @@ def model_of(report: Report) -> PipelineModel | None:
         release_s=report.steps.release_s / report.steps.num_steps / batch,
         wake_s=report.stall.by_stage.get(WAKEUP, 0.0) / report.num_batches,
         is_inline=tuning.get("executor") == "inline",
+        network_s=_network_s(report),
+        handover_s=_handover_s(report),
     )
+
+
+def _network_s(report: Report) -> float:
+    """The time in which the way from other nodes was in use, by all samples: taken as if it could carry no more meanwhile. So
+    a bound from below of what it can carry."""
+    others = [row for row in report.nodes if not row.is_trainers]
+    known = [field.name for field in fields(NodeStats)]
+    nodes = Nodes(tuple(NodeStats(**{name: getattr(row, name) for name in known}) for row in others))
+    # Ways of several nodes may be used side by side, and the trainer's end is one.
+    in_use_s = min(report.wall_s, sum(row.carrying_s for row in others))
+    return in_use_s / report.num_samples if nodes.is_of_bytes else 0.0
+
+
+def _handover_s(report: Report) -> float:
+    """The loop's thread in `next()` with a batch that is there, where workers may be on other nodes."""
+    if report.tuning.get("executor") != "ray":
+        return 0.0
+    steps = report.steps
+    taking_s = steps.overhead_s - steps.release_s + report.stall.by_stage.get(WAKEUP, 0.0)
+    return max(0.0, taking_s) / report.num_samples
 
 
 def _chunk(report: Report, pools: Sequence[PoolModel], batch: float, processes: int) -> float:
@@ -173,6 +200,8 @@ def _running(report: Report) -> float:
 
 def _others_cpus(report: Report) -> float:
     """Threads of other programs that want a CPU: as many as used one, or more where ours, computing, got a smaller share."""
+    if report.nodes:  # on several machines
+        return 0.0
     used = float(report.host.get("others_cpus") or 0.0)
     computing = [row for row in report.stages if row.cpu_s > row.io_s + row.gil_s]
     cpu_s = sum(row.cpu_s for row in computing)
@@ -190,7 +219,7 @@ def _late_s(report: Report) -> Callable[[StageRow], float]:
 
 def _loop_cpu_s(report: Report) -> float:
     """CPU time of this process that is not the workers'; known only where the workers are in this process."""
-    if report.tuning.get("executor") == "process":
+    if report.tuning.get("executor") in ("process", "ray"):
         return 0.0
     own_s = float(report.host.get("cpu_s") or 0.0) - sum(row.cpu_s for row in report.stages)
     return max(0.0, min(own_s, report.steps.compute_s * report.machine.cpus))
@@ -199,6 +228,9 @@ def _loop_cpu_s(report: Report) -> float:
 def _cpus(report: Report) -> float:
     """The CPUs there are. Where it is not known what others use of them, and workers waited for one, as many as were used."""
     rows: Sequence[StageRow] = report.stages
+    if report.nodes:
+        known = [row.cpus for row in report.nodes if row.num_workers]
+        return sum(cpus or 0.0 for cpus in known) if None not in known else math.inf
     if report.host.get("others_cpus") is not None:
         return float(report.machine.cpus)
     delayed = sum(row.delayed_s for row in rows) > _SHORT * sum(row.busy_s for row in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,9 +24,16 @@ class Prediction(NamedTuple):
 
 
 def rate_of(model: PipelineModel) -> float:
-    """samples/s; where nothing is read ahead, work and steps just add up."""
+    """samples/s; where nothing is read ahead, work and steps just add up. The way between nodes, and taking batches from
+    there, are not simulated: they bound what is."""
+    upper = bounds(model)
     if model.is_inline:
-        return bounds(model)["inline"]
+        return upper["inline"]
+    most = min(upper.get("network", math.inf), upper.get("taking batches", math.inf))
+    return min(most, _simulated_rate(model))
+
+
+def _simulated_rate(model: PipelineModel) -> float:
     rate, solo = Simulation(model).run(), max(pool.solo for pool in model.pools)
     if solo < _NOTICED:
         return rate

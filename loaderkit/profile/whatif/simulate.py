@@ -22,6 +22,7 @@ from loaderkit.profile.whatif.demands import PipelineModel, chunk_length
 from loaderkit.profile.whatif.times import Draws
 
 _NUM_SAMPLES, _MOST_SAMPLES, _NUM_BATCHES, _NUM_SLOW = 2000, 6000, 64, 30
+_NUM_ROUNDS = 4  # of processes taking turns
 _NOTICED = 0.02  # of the time: slow samples that add less need not be met so often
 _WARM = 8  # the first eighth of the batches does not count
 
@@ -122,7 +123,10 @@ class Simulation:
         rare = max((one.times.every for one in model.stages if one.service_s - one.usual_s > least_s), default=0.0)
         wanted = min(_MOST_SAMPLES, max(_NUM_SAMPLES, _NUM_SLOW * rare))
         num = max(1, model.processes)
-        num_counted = max(_NUM_BATCHES, int(wanted / self._batch))
+        num_counted = max(_NUM_BATCHES, int(wanted / self._batch), _NUM_ROUNDS * num)
+        # Whole rounds: processes that work at one pace deliver in bursts, one round of turns at a time.
+        while (num_counted - 1 - num_counted // _WARM) % num:
+            num_counted += 1
         # Behind those that count there are as many as are ahead: else they would come out of a stock that is never replaced.
         ahead = min(model.batches_ahead, model.batches_in_memory, num_counted)
         self.num_batches = num_counted + num * max(1, int(ahead) // num)

@@ -111,8 +111,8 @@ def test_a_way_of_messages_is_not_full(latency_s: float, ahead: int, num_nodes: 
 
 def test_a_node_that_is_far_away_is_named() -> None:
     seen = Job(0.001, 0.1, 0.0, 0.001, 8).run()
-    near, far = seen.nodes.rows
-    rows = (near, replace(far, way_s=10 * far.way_s))
+    here, near, far = seen.nodes.rows
+    rows = (here, near, replace(far, way_s=10 * far.way_s))
     assert (
         f"from {far.name} a batch takes" in replace(seen, nodes=Nodes(rows, seen.nodes.carrying_s)).verdict().evidence
     )
@@ -180,6 +180,9 @@ def test_a_node_alone_has_no_rows() -> None:
     one = ledger.stats([("here", 1.0)])
     assert one.to_dicts(10.0) == []
     assert one.carrying_s == 0.0
+    elsewhere = NodeLedger("here")
+    elsewhere.arrived("there", 10, 0.0, 0.1)
+    assert [row["name"] for row in elsewhere.stats([("there", 1.0)]).to_dicts(10.0)] == ["here", "there"]
     ledger.placed("there", 8.0)
     ledger.arrived("there", 10**6, 0.0, 0.5)
     here, there = ledger.stats([("here", 1.0), ("there", 5.0)]).to_dicts(10.0)

@@ -83,11 +83,14 @@ class Nodes:
         """What the way carried while batches were on it: at least what it can carry. 0 if none came."""
         return self.carried_bytes / self.carrying_s if self.carrying_s > 0 else 0.0
 
+    @property
+    def is_of_bytes(self) -> bool:
+        """True if a batch takes longer on its way than messages do: its bytes are what takes time."""
+        return self.num_carried > 0 and self.way_s > _ROUND_TRIPS * self.latency_s
+
     def is_full(self, seconds: float) -> bool:
         """True if the way carried batches for nearly all of `seconds`, and their bytes are what took time on it."""
-        return (
-            self.num_carried > 0 and self.carrying_s >= _FULL * seconds and self.way_s > _ROUND_TRIPS * self.latency_s
-        )
+        return self.is_of_bytes and self.carrying_s >= _FULL * seconds
 
     def to_dicts(self, wall_s: float) -> list[Mapping[str, Any]]:
         """A row for every node as JSON values, with speeds over `wall_s`; empty unless there are several."""

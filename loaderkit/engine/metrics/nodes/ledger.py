@@ -54,12 +54,13 @@ class _Counts:
 
 
 class NodeLedger:
-    """The counters of an executor with workers on several nodes; `here` is the trainer's. For any thread."""
+    """The counters of an executor with workers on several nodes; `here` is the trainer's, which may have none. For any
+    thread."""
 
     def __init__(self, here: str) -> None:
         self._here = here
         self._lock = threading.Lock()
-        self._nodes: dict[str, _Counts] = {}
+        self._nodes = {here: _Counts(None, Cover())}
         self._cover = Cover()  # of batches from all other nodes
 
     def placed(self, node: str, cpus: float | None = None) -> None:

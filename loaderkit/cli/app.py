@@ -18,6 +18,7 @@ from loaderkit.cli.check import check, explain
 from loaderkit.cli.checkpoints import checkpoints
 from loaderkit.cli.demo import demo
 from loaderkit.cli.index import index
+from loaderkit.cli.pack import pack
 from loaderkit.cli.profile import profile
 from loaderkit.cli.restore import manifest, restore
 from loaderkit.cli.run import run
@@ -53,7 +54,7 @@ def _root(
     pass
 
 
-for function in (run, check, explain, profile, tune, index, restore, manifest, checkpoints, demo):
+for function in (run, check, explain, profile, tune, index, pack, restore, manifest, checkpoints, demo):
     app.command()(function)
 
 

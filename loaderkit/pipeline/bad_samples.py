@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +53,11 @@ class BadSamples:
         """How many samples of each mixed source were bad in a run so far; from any thread."""
         counted_run, counts = self._by_source
         return counts if counted_run == run else {}
+
+    def recall(self, samples: Iterable[int]) -> None:
+        """Count samples of epoch 0 that were noted before, by another process, and not again."""
+        self._epoch = 0
+        self._seen.update(samples)
 
     def note(self, work_item: Delivery, run: int = 0) -> None:
         """Record new bad samples; raise TooManyBadSamplesError when there are more than allowed."""

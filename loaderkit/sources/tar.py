@@ -31,6 +31,8 @@ from loaderkit.sources.listing import StringTable, cut_blocks
 from loaderkit.sources.patterns import Patterns
 from loaderkit.sources.tar_samples import TarSamples, group_members
 
+UNFINISHED = ".loaderkit-shards/plan.json"
+"""What lies beside shards while `loaderkit pack` has not written all of them."""
 _NUM_THREADS = 4
 _NUM_REMOTE_THREADS = 32  # they wait for the store, not for a CPU
 _MAX_NAMED = 20
@@ -170,7 +172,7 @@ class TarSource(Source):
     def _list_shards(self) -> list[ObjectInfo]:
         patterns = Patterns(self._args.shards)
         try:
-            infos = [info for info in self._connector.list(patterns.prefix) if patterns.matches(info.key)]
+            infos = list(self._matching(patterns))
         except AccessDeniedError:  # listing a bucket needs a separate permission
             if patterns.names is None:
                 raise
@@ -184,6 +186,16 @@ class TarSource(Source):
             more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
             raise SourceError(f"nothing below {self._args.root!r} is called {named}{more}; {self._describe_existing()}")
         return infos
+
+    def _matching(self, patterns: Patterns) -> Iterator[ObjectInfo]:
+        for info in self._connector.list(patterns.prefix):
+            if info.key == UNFINISHED:
+                raise SourceError(
+                    f"the shards below {self._args.root!r} are being written, or `loaderkit pack` was cut off, so some may be "
+                    "missing: wait for it, or run it again, and it goes on"
+                )
+            if patterns.matches(info.key):
+                yield info
 
     def _stat_all(self, names: list[str]) -> list[ObjectInfo]:
         """The existing ones of the named archives, by one `stat` each."""

@@ -284,6 +284,21 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     return stage.ready("sample", run, interrupt=interrupt)
 
 
+def read_values(context: CompileContext, stage: StageConfig) -> Callable[[SampleChunk], int]:
+    """A chunk stage that leaves every sample's values in `chunk.samples`, encoded bytes as `Encoded`, whatever comes behind it;
+    `read` itself may put them into slots. It returns the number of bytes read."""
+    source, connector, failed = context.source, context.connector, context.failed(stage)
+    if isinstance(source, ItemSource):
+        return read_items(source, failed, is_last=False)
+    assert connector is not None
+    if isinstance(source, RecordSource):
+        return read_records(source, connector, failed, is_last=False, reuse=context.may_reuse)
+    if isinstance(source, SequenceSource):
+        value_of = partial(_numbers, source.sequences, as_arrays=False)
+        return read_ranges(source, connector, failed, value_of=value_of, reuse=context.may_reuse)
+    return read_ranges(source, connector, failed, reuse=context.may_reuse)
+
+
 def _numbers(sequences: Sequences, data: memoryview, extension: str, *, as_arrays: bool) -> Any:
     """The numbers of a sequence: [numbers], an array or a tensor over its bytes."""
     array = np.frombuffer(data, sequences.dtype)

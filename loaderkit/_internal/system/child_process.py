@@ -165,16 +165,21 @@ def bind_to(parent: int) -> None:
         after_in_child=_take_signals,
     )
     signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_THE_PARENT)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    libc.prctl(_PR_SET_NAME, b"loaderkit", 0, 0, 0)
-    if os.getppid() != parent:  # the parent ended before prctl took effect
-        os._exit(1)
+    end_with(parent)
     if sys.stderr is not None:
         faulthandler.enable()  # a crash in a C library prints a stack
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # prints of the user's functions appear at once
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def end_with(parent: int) -> None:
+    """Be killed when the thread of `parent`, a pid, that started this process ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(_PR_SET_NAME, b"loaderkit", 0, 0, 0)
+    if os.getppid() != parent:  # the parent ended before prctl took effect
+        os._exit(1)
 
 
 def _take_signals() -> None:

@@ -52,6 +52,7 @@ _BEGINNINGS: dict[str, re.Pattern[bytes]] = {
         "gzip": rb"\x1f\x8b",
     }.items()
 }
+_EXTENSIONS = {name: name for name in FORMATS} | {"jpeg": "jpg", "tiff": "tif", "jpeg2000": "jp2"}
 # Of a JPEG's segments.
 _MARKER, _START_OF_IMAGE, _START_OF_SCAN, _END = 0xFF, 0xD8, 0xDA, b"\xff\xd9"
 _WITHOUT_LENGTH = frozenset({0x00, 0x01, _MARKER, *range(0xD0, 0xDA)})
@@ -151,6 +152,11 @@ def converted(image: Pillow.Image, *, is_mask: bool = False, upright: bool = Fal
 def seems_a_picture(data: memoryview) -> bool:
     """True for the beginning of a picture, also in a format that is not opened."""
     return _looks_like(data) in (*FORMATS, "HEIC", "JPEG XL", "a Photoshop file")
+
+
+def picture_extension(data: memoryview) -> str | None:
+    """The usual extension for a picture that begins like this; None for what is none, or in no format that is opened."""
+    return _EXTENSIONS.get(_looks_like(data) or "")
 
 
 def check_size(height: int, width: int, max_pixels: int) -> None:

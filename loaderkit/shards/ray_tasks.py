@@ -1,0 +1,95 @@
+"""Makes shards on a Ray cluster, each as a task that is tried again if its worker or node dies. The only module of this room
+that imports ray."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from loaderkit.errors import ConfigError, LoaderkitError, MissingExtraError, WorkerDiedError
+from loaderkit.shards.job import ShardJob, make_shard, pack_job, unpack_job
+from loaderkit.shards.workers import MadeShard
+
+_RETRIES = 3
+_CANCEL_S = 30.0
+_CONNECT_S = 10.0
+
+
+def make_on_ray(
+    job: ShardJob, numbers: Sequence[int], address: str | None, num_at_once: int | None
+) -> Generator[MadeShard, None, None]:
+    """Make shards on the cluster at `address` (None: $RAY_ADDRESS, or the one that runs here), one CPU each; `num_at_once`:
+    None for as many as it has CPUs. Raises MissingExtraError, ConfigError, WorkerDiedError."""
+    ray = _imported()
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        where = address or os.environ.get("RAY_ADDRESS") or "auto"
+        try:
+            _check_reachable(where)
+            ray.init(address=where, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+            raise ConfigError(
+                f"--ray: no Ray cluster can be reached ({str(error).splitlines()[0]}): set RAY_ADDRESS, start one (`ray start "
+                "--head`), or use --processes"
+            ) from error
+    try:
+        yield from _made(ray, job, numbers, num_at_once)
+    finally:
+        if is_ours:
+            ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise OSError unless something answers there: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+
+
+def _imported() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError(f"--ray needs the package ray ({error}): pip install 'loaderkit[ray]'") from error
+    return ray
+
+
+def _made(ray: Any, job: ShardJob, numbers: Sequence[int], num_at_once: int | None) -> Generator[MadeShard, None, None]:
+    num = num_at_once or max(1, int(ray.cluster_resources().get("CPU", 1)))
+    task = ray.remote(num_cpus=1, max_retries=_RETRIES)(_make)
+    packed = ray.put(pack_job(job))
+    waiting = list(reversed(numbers))
+    running: dict[Any, int] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < num:
+                number = waiting.pop()
+                running[task.remote(packed, number)] = number
+            finished, _ = ray.wait(list(running))
+            for reference in finished:
+                number = running.pop(reference)
+                try:
+                    made = ray.get(reference)
+                except (ray.exceptions.WorkerCrashedError, ray.exceptions.RayError) as error:
+                    raise WorkerDiedError(
+                        f"shard {number} of {job.num_shards}: its Ray task failed {_RETRIES + 1} times or cannot be run: "
+                        f"{str(error).splitlines()[0]}. The shards that are done stay: run it again, and it goes on"
+                    ) from error
+                if isinstance(made, LoaderkitError):
+                    raise made
+                yield made
+    finally:
+        for reference in running:
+            ray.cancel(reference)  # raises KeyboardInterrupt in the task, which then leaves nothing
+        if running:
+            ray.wait(list(running), num_returns=len(running), timeout=_CANCEL_S)
+
+
+def _make(packed: bytes, number: int) -> MadeShard | LoaderkitError:
+    """On a worker of Ray: the shard, or the error."""
+    try:
+        return MadeShard(number, make_shard(unpack_job(packed), number, lambda *_: None))
+    except LoaderkitError as error:
+        return error

@@ -11,7 +11,6 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -30,6 +29,9 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _END64_LOCATOR = struct.Struct("<4sLQL")
 _END = struct.Struct("<4s4H2LH")
 _CRC_FOLLOWS, _UTF8 = 0x0008, 0x0800
+_CRC = struct.Struct("<L")
+_CRC_IN_FOOTER, _CRC_IN_ENTRY = 4, 16
+_CRC_OF_VERSION = zlib.crc32(_VERSION)
 _WIDE = 0xFFFFFFFF  # sizes and offsets from here on are in an extra field, in 64 bits
 _MASK = 2**64 - 1
 _HASH_OF_NAMES = 15728199511854643026  # by torch's build with libstdc++
@@ -91,58 +93,76 @@ class TensorArchive(NamedTuple):
 
     head: bytes
     num_bytes: int
-    tail_bytes: int
-    records: tuple[WrittenRecord, ...]  # up to the tensor's, whose checksum is not known yet
+    blank: bytes  # the tail, but for what follows from the tensor's checksum
+    crc_places: tuple[int, ...]  # where in it that is, and the serialization id, and the checksum of this
+    id_place: int
+    id_crc_places: tuple[int, ...]
+    combined: int  # the checksums of what is before the tensor
+
+    @property
+    def tail_bytes(self) -> int:
+        """The bytes after the tensor's."""
+        return len(self.blank)
 
     @property
     def size(self) -> int:
         """The bytes of the whole archive."""
-        return len(self.head) + self.num_bytes + self.tail_bytes
+        return len(self.head) + self.num_bytes + len(self.blank)
 
     def tail(self, crc: int) -> bytes:
         """What follows the tensor's bytes, whose CRC-32 is `crc`."""
-        return _tail(self.records, crc, len(self.head) + self.num_bytes)
+        tail = bytearray(self.blank)
+        combined = _combined(self.combined, crc) if self.num_bytes else self.combined
+        name = _id_of(_combined(combined, _CRC_OF_VERSION))
+        tail[self.id_place : self.id_place + len(name)] = name
+        for places, value in ((self.crc_places, crc), (self.id_crc_places, zlib.crc32(name))):
+            for place in places:
+                _CRC.pack_into(tail, place, value)
+        return bytes(tail)
 
 
 @lru_cache(maxsize=4096)
 def archive_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorArchive:
     """The archive of a tensor on the CPU that is C-contiguous and has a storage of its own."""
-    head, records = bytearray(), []
+    head, records, combined = bytearray(), [], 0
     for name, content in {"data.pkl": _pickled(dtype, shape), **_BEFORE}.items():
         records.append(WrittenRecord(name, len(head), len(content), zlib.crc32(content)))
+        combined = _combined(combined, records[-1].crc)
         head += records[-1].header() + content + records[-1].footer()
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    records.append(WrittenRecord(_DATA, len(head), num_bytes, 0))
-    head += records[-1].header()
-    tail_bytes = len(_tail(records, 0, len(head) + num_bytes))
-    return TensorArchive(bytes(head), num_bytes, tail_bytes, tuple(records))
-
-
-def _tail(before: Sequence[WrittenRecord], crc: int, begin: int) -> bytes:
-    """What follows the tensor's bytes, from the offset `begin` on."""
-    records = [*before[:-1], before[-1]._replace(crc=crc)]
-    tail = bytearray(records[-1].footer())
-    for name in ("version", _SERIALIZATION_ID):
-        content = _VERSION if name == "version" else _serialization_id(records)
-        record = WrittenRecord(name, begin + len(tail), len(content), zlib.crc32(content))
-        records.append(record)
-        tail += record.header() + content + record.footer()
-    start = begin + len(tail)
+    data = WrittenRecord(_DATA, len(head), num_bytes, 0)
+    head += data.header()
+    begin, blank, crc_places = len(head) + num_bytes, bytearray(data.footer()), [_CRC_IN_FOOTER] if num_bytes else []
+    records.append(data)
+    for name, content in (("version", _VERSION), (_SERIALIZATION_ID, _id_of(0))):
+        records.append(WrittenRecord(name, begin + len(blank), len(content), zlib.crc32(content)))
+        blank += records[-1].header() + content
+        end = len(blank)
+        blank += records[-1].footer()
+    entries = []
+    start = len(blank)
     for record in records:
-        tail += record.entry()
-    end, count = begin + len(tail), len(records)
-    tail += _END64.pack(b"PK\6\6", _END64.size - 12, 0x031E, 45, 0, 0, count, count, end - start, start)
-    tail += _END64_LOCATOR.pack(b"PK\6\7", 0, end, 1)
-    tail += _END.pack(b"PK\5\6", 0, 0, count, count, min(end - start, _WIDE), min(start, _WIDE), 0)
-    return bytes(tail)
+        entries.append(len(blank) + _CRC_IN_ENTRY)
+        blank += record.entry()
+    blank += _ended(begin + start, begin + len(blank), len(records))
+    places = (*crc_places, entries[-3]), end - len(_id_of(0)), (end + _CRC_IN_FOOTER, entries[-1])
+    return TensorArchive(bytes(head), num_bytes, bytes(blank), *places, combined)
 
 
-def _serialization_id(records: Sequence[WrittenRecord]) -> bytes:
-    """Twenty digits of the records' names, which are always the same, and twenty of their checksums, as torch combines them."""
-    combined = 0
-    for record in records:
-        if record.size:
-            combined ^= record.crc + 0x9E3779B9 + (combined << 6) + (combined >> 2) & _MASK
+def _ended(start: int, end: int, count: int) -> bytes:
+    """What ends an archive, whose directory of `count` records is [start, end)."""
+    end64 = _END64.pack(b"PK\6\6", _END64.size - 12, 0x031E, 45, 0, 0, count, count, end - start, start)
+    last = _END.pack(b"PK\5\6", 0, 0, count, count, min(end - start, _WIDE), min(start, _WIDE), 0)
+    return end64 + _END64_LOCATOR.pack(b"PK\6\7", 0, end, 1) + last
+
+
+def _combined(before: int, crc: int) -> int:
+    """Checksums of records, as torch combines them, with one more."""
+    return before ^ (crc + 0x9E3779B9 + (before << 6) + (before >> 2) & _MASK)
+
+
+def _id_of(combined: int) -> bytes:
+    """Twenty digits of the records' names, which are always the same, and twenty of their checksums."""
     return f"{_HASH_OF_NAMES:020}{combined:020}".encode()
 
 

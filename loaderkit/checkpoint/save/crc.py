@@ -11,7 +11,7 @@ _ONE = 1 << 31
 
 def combine(first: int, second: int, num_bytes: int) -> int:
     """The CRC-32 of two pieces in a row, of which the second has `num_bytes`."""
-    return _multiply(_shift_by(num_bytes), first) ^ second
+    return _multiply(_shift_by(num_bytes), first) ^ second if first else second
 
 
 @lru_cache(maxsize=1024)  # most pieces have the same length

@@ -9,6 +9,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from loaderkit._internal.hashing import address_of_hash
 from loaderkit.native import fallback
 
 P = ParamSpec("P")
@@ -26,7 +30,7 @@ _kernels: Any = _load("loaderkit.native._kernels")
 _jpeg: Any = _load("loaderkit.native._jpeg")
 
 HAS_KERNELS: bool = _kernels is not None
-"""False if there was no compiler; then `StateClock`, `gil_wait`, `hash_blocks`, `read_hashed` and `resample` are missing."""
+"""False if there was no compiler; then `StateClock`, `gil_wait`, `read_hashed` and `resample` are missing."""
 HAS_JPEG: bool = _jpeg is not None
 """False if libjpeg-turbo's headers were missing; then JPEGs are decoded whole, and `decode_pieces` is missing."""
 CAN_RESAMPLE: bool = HAS_KERNELS and _kernels.resample([])
@@ -40,7 +44,6 @@ def _choose(python: Callable[P, R], module: Any = _kernels) -> Callable[P, R]:
 
 
 best_fit = _choose(fallback.best_fit)
-crc32 = _choose(fallback.crc32) if HAS_KERNELS and _kernels.crc32(b"") == 0 else fallback.crc32
 cut = _choose(fallback.cut)
 delayed = _choose(fallback.delayed)
 gather_ranges = _choose(fallback.gather_ranges)
@@ -67,10 +70,35 @@ twins in `fallback` take all, and any number of channels."""
 # These have no fallback: see the constants above.
 StateClock: Any = getattr(_kernels, "StateClock", None)
 gil_wait: Any = getattr(_kernels, "gil_wait", None)
-# None also on a CPU without carry-less multiplication.
-hash_blocks: Any = None if crc32 is fallback.crc32 else getattr(_kernels, "hash_blocks", None)
 read_hashed: Any = getattr(_kernels, "read_hashed", None)
 resample: Any = getattr(_kernels, "resample", None)
 decode_pieces: Any = getattr(_jpeg, "decode", None)
 SPARE_COLUMNS: int = getattr(_jpeg, "BESIDE", 0)
 """The columns that `decode_pieces` may write beyond the part requested."""
+
+ZEROS = 0
+"""The address in a row of `fill_part` that stands for zeros."""
+NO_CRC = -1
+"""The checksum in a row of `fill_part` that is not wanted."""
+
+
+def fill_part(
+    memory: NDArray[np.uint8],
+    rows: NDArray[np.int64],
+    block: int,
+    hashes: NDArray[np.uint64],
+    is_hashed: NDArray[np.bool_],
+) -> float:
+    """Put memory, uint8 [N], together from pieces, and hash it; returns the seconds that the hashes took.
+
+    Each row of `rows`, int64 [R, 4], is a piece: its begin and end in memory, the address from which it is copied, and the
+    CRC-32 of what comes before it, in whose place that of both is put. Pieces are in order; what lies in none of them stays.
+    The XXH3 of each block of `block` bytes that `is_hashed` has, bool [B], is put into `hashes`, uint64 [B]. The caller answers
+    for the addresses. Raises ValueError.
+    """
+    address = address_of_hash()
+    if HAS_KERNELS and address is not None:
+        took_s: float | None = _kernels.fill_part(memory, rows, block, hashes, is_hashed, address)
+        if took_s is not None:
+            return took_s
+    return fallback.fill_part(memory, rows, block, hashes, is_hashed)

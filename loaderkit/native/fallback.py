@@ -5,9 +5,11 @@ Each function has the name, the arguments and the results of its C kernel.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import stat
+import time
 import zlib
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import simplejpeg
 import torch
+import xxhash
 from numpy.typing import NDArray
 
 from loaderkit._internal.splitmix import GOLDEN, MASK, MIX_1, MIX_2, U64, mix
@@ -92,9 +95,22 @@ def cut(buffer: memoryview, lengths: list[int]) -> list[bytes]:
     return [bytes(buffer[end - length : end]) for length, end in zip(lengths, ends, strict=True)]
 
 
-def crc32(data: bytes | bytearray | memoryview) -> int:
-    """The CRC-32 of bytes, as zip archives have it."""
-    return zlib.crc32(data)
+def fill_part(
+    memory: NDArray[np.uint8], rows: Int64s, block: int, hashes: NDArray[np.uint64], is_hashed: NDArray[np.bool_]
+) -> float:
+    """Copy pieces to memory, make their CRC-32, and hash blocks; see `native.fill_part`."""
+    for row in rows:
+        begin, end, source, crc = row.tolist()
+        if source:
+            ctypes.memmove(memory.ctypes.data + begin, source, end - begin)
+        else:
+            memory[begin:end] = 0
+        if crc >= 0:
+            row[3] = zlib.crc32(memory[begin:end].data, crc)
+    begin_s = time.perf_counter()
+    for number in np.flatnonzero(is_hashed).tolist():
+        hashes[number] = xxhash.xxh3_64_intdigest(memory[number * block : (number + 1) * block].data)
+    return time.perf_counter() - begin_s
 
 
 # ---------------------------------------------------------------------------------------------- samples

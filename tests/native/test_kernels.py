@@ -46,9 +46,9 @@ def test_every_kernel_is_offered() -> None:
     assert set(TWINS) == {
         *(
             "best_fit",
-            "crc32",
             "cut",
             "delayed",
+            "fill_part",
             "gather_ranges",
             "group_names",
             "interleave",

@@ -6,6 +6,7 @@
 
 A tensor's archive ends with the tensor's checksum, so the part with that end waits until other workers have copied the tensor's
 other parts. Parts are begun in order, and a part waits only after all its own tensors are copied: the first one never waits.
+A training loop waits for each call that takes the GIL again, so a part is put together and hashed in one.
 """
 
 from __future__ import annotations
@@ -21,27 +22,34 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 
 from loaderkit import native
-from loaderkit._internal.hashing import address_of_hash
 from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES
-from loaderkit.checkpoint.save.file_plan import BytesItem, ElementsItem, FilePlan, Piece, TensorItem
+from loaderkit.checkpoint.save.file_plan import (
+    BytesItem,
+    ElementsItem,
+    ElementSource,
+    FilePlan,
+    Piece,
+    TensorItem,
+    address_of,
+)
 from loaderkit.checkpoint.save.memory import PartBuffers
+from loaderkit.checkpoint.save.tensor_bytes import TensorBytes
 from loaderkit.checkpoint.transfer.stages import stream_of, wait_for_queued
 from loaderkit.connectors.base import ObjectWriter, Writes
 from loaderkit.engine.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 from loaderkit.errors import LoaderkitError
 
 _CPU = torch.device("cpu")
-_BLOCKS_AT_ONCE = 4  # copied and hashed while in the CPU's cache
+_COPIED_AT_ONCE = 2**20  # bytes of elements that have to be made
 
 
 @dataclass
 class SaveTimes:
-    """Seconds of all workers together: copying to host memory, hashing, waiting for another worker's part, writing, and making
-    durable."""
+    """Seconds of all workers together: copying to host memory, with checksums, hashing, waiting for another worker's part,
+    writing, and making durable."""
 
     staging_s: float = 0.0
     hashing_s: float = 0.0
@@ -202,32 +210,24 @@ class _Workers:
 
     def _write(self, part: _Part) -> None:
         fixed = part.file.plan.fixed(part.begin, part.end)
-        if fixed is None:
-            self._write_copy(part)
+        if fixed is not None:
+            self._fill_and_put(part, fixed)
             return
-        times = _hash_fixed(part, *fixed)
-        with self._changed:
-            self._changed.notify_all()
-        item, start = fixed
-        assert item.data.fixed is not None
-        self._put(part, item.data.fixed[start : start + part.end - part.begin], times)
-
-    def _write_copy(self, part: _Part) -> None:
         with self._buffers.buffer(part.file.part_bytes) as buffer:
-            memory = buffer[: part.end - part.begin]
-            filler = _Filler(part, memory)
-            filler.fill()
-            with self._changed:
-                self._changed.notify_all()  # of checksums that are whole now
-            if filler.late:
-                begin_s = time.perf_counter()
-                with self._changed:
-                    self._changed.wait_for(lambda: self._error is not None or filler.can_finish())
-                    if self._error is not None:
-                        return
-                filler.times.waiting_s += time.perf_counter() - begin_s
-                filler.finish()
-            self._put(part, memory, filler.times)
+            self._fill_and_put(part, buffer[: part.end - part.begin])
+
+    def _fill_and_put(self, part: _Part, memory: NDArray[np.uint8]) -> None:
+        filler = _Filler(part, memory)
+        filler.fill()
+        begin_s = time.perf_counter()
+        with self._changed:
+            self._changed.notify_all()  # of checksums that are whole now
+            self._changed.wait_for(lambda: self._error is not None or filler.can_finish())
+            if self._error is not None:
+                return
+        filler.times.waiting_s += time.perf_counter() - begin_s
+        filler.finish()
+        self._put(part, memory, filler.times)
 
     def _put(self, part: _Part, memory: NDArray[np.uint8], times: SaveTimes) -> None:
         begin_s = time.perf_counter()
@@ -237,118 +237,88 @@ class _Workers:
             part.file.times.add(times)
 
 
-def _hash_fixed(part: _Part, item: TensorItem, start: int) -> SaveTimes:
-    """Hash a part that is a range of a tensor, from `start` on, which stays as it is until it is written."""
-    begin_s = time.perf_counter()
-    assert item.data.fixed is not None
-    num_bytes = part.end - part.begin
-    crc = _hash_blocks(part.file, part.begin, item.data.fixed[start : start + num_bytes].data)
-    item.crc.add(start, num_bytes, crc)
-    return SaveTimes(hashing_s=time.perf_counter() - begin_s)
-
-
-def _hash_blocks(file: _OpenFile, start: int, data: memoryview, *, with_crc: bool = True) -> int:
-    """Note the hashes of whole blocks of a file, from `start` on; the CRC-32 of all of them, or 0.
-
-    In one call: each end of a call takes the GIL, for which a training loop then waits.
-    """
-    step = file.block_bytes
-    first, address = start // step, address_of_hash()
-    if native.hash_blocks is not None and address is not None:
-        hashes, crc = native.hash_blocks(data, step, address, with_crc)
-        file.hashes[first : first + len(hashes) // 8] = np.frombuffer(hashes, np.uint64)
-        return int(crc)
-    for at in range(0, len(data), step):
-        file.hashes[first + at // step] = xxhash.xxh3_64_intdigest(data[at : at + step])
-    return native.crc32(data) if with_crc else 0
-
-
 class _Filler:
-    """Fills memory with a part of a file, and hashes it block by block. `late` are the ends of archives whose checksum was not
-    known yet."""
+    """Fills memory with a part of a file, and hashes it; what is there already, as in memory that is written from where it
+    lies, is not copied."""
 
     def __init__(self, part: _Part, memory: NDArray[np.uint8]) -> None:
-        self._part = part
-        self._file = part.file
-        self._memory = memory
-        self.late: list[Piece] = []
+        self._part, self._memory = part, memory
+        self._rows: list[tuple[int, int, int, int]] = []  # as `native.fill_part` takes them
+        self._summed: list[tuple[int, TensorItem, int]] = []  # rows with bytes of tensors, from where on
+        self._tails: list[Piece] = []  # ends of archives, which have the tensors' checksums
+        self._has_tail = np.zeros(-(-len(memory) // part.file.block_bytes), np.bool_)  # by block
         self.times = SaveTimes()
 
     def fill(self) -> None:
-        """Copy and hash everything but `late`."""
-        begin, end, step = self._part.begin, self._part.end, _BLOCKS_AT_ONCE * self._file.block_bytes
-        for start in range(begin, end, step):
-            blocks = self._memory[start - begin : start - begin + step]
-            num_late, done = len(self.late), 0
-            for piece in self._file.plan.pieces(start, start + len(blocks)):
-                blocks[done : piece.at] = 0
-                done = piece.at + piece.hi - piece.lo
-                self._place(piece._replace(at=piece.at + start - begin))
-            blocks[done:] = 0
-            if len(self.late) == num_late:
-                self._hash(start, blocks)
-                continue
-            late = self._late_blocks(self.late[num_late:])
-            for number in range(
-                (start - begin) // self._file.block_bytes, -(-(start - begin + len(blocks)) // self._file.block_bytes)
-            ):
-                if number not in late:
-                    self._hash_block(number)
+        """Copy all but the ends of archives, and hash the blocks that have none."""
+        begin_s, done = time.perf_counter(), 0
+        for piece in self._part.file.plan.pieces(self._part.begin, self._part.end):
+            self._rows.append((done, piece.at, native.ZEROS, native.NO_CRC))
+            self._add(piece)
+            done = piece.at + piece.hi - piece.lo
+        self._rows.append((done, len(self._memory), native.ZEROS, native.NO_CRC))
+        rows = np.array(self._rows, np.int64)
+        hashing_s = _fill_part(self._part, self._memory, rows, ~self._has_tail)
+        for number, item, start in self._summed:
+            begin, end, _, crc = rows[number].tolist()
+            item.crc.add(start, end - begin, crc)
+        self.times.hashing_s += hashing_s
+        self.times.staging_s += time.perf_counter() - begin_s - hashing_s
 
     def can_finish(self) -> bool:
-        """True if the checksums are there that `late` needs."""
-        return all(isinstance(piece.item, TensorItem) and piece.item.crc.is_whole for piece in self.late)
+        """True if the checksums are there that are still to be written."""
+        return all(piece.item.crc.is_whole for piece in self._tails if isinstance(piece.item, TensorItem))
 
     def finish(self) -> None:
-        """Fill `late`, and hash those blocks."""
-        for piece in self.late:
-            self._place(piece)
-        for number in sorted(self._late_blocks(self.late)):
-            self._hash_block(number)
-
-    def _late_blocks(self, late: Sequence[Piece]) -> set[int]:
-        """The numbers, in the part, of the blocks that have some of these pieces, which are shorter than a block."""
-        return {at // self._file.block_bytes for piece in late for at in (piece.at, piece.at + piece.hi - piece.lo - 1)}
-
-    def _hash_block(self, number: int) -> None:
-        step = self._file.block_bytes
-        self._hash(self._part.begin + number * step, self._memory[number * step : (number + 1) * step])
-
-    def _hash(self, start: int, blocks: NDArray[np.uint8]) -> None:
+        """Copy the ends of archives, and hash those blocks."""
+        if not self._tails:
+            return
         begin_s = time.perf_counter()
-        _hash_blocks(self._file, start, blocks.data, with_crc=False)  # each tensor's is made as it is copied
-        self.times.hashing_s += time.perf_counter() - begin_s
+        for item, lo, hi, at in self._tails:
+            assert isinstance(item, TensorItem)
+            tail = item.archive.tail(item.crc.value())[lo - item.data_end : hi - item.data_end]
+            self._memory[at : at + len(tail)] = np.frombuffer(tail, np.uint8)
+        hashing_s = _fill_part(self._part, self._memory, np.empty((0, 4), np.int64), self._has_tail)
+        self.times.hashing_s += hashing_s
+        self.times.staging_s += time.perf_counter() - begin_s - hashing_s
 
-    def _place(self, piece: Piece) -> None:
-        """Copy a piece of an item to memory."""
+    def _add(self, piece: Piece) -> None:
+        """Note from where the bytes of a piece of an item are to be copied; those that do not lie in memory are now."""
         item, lo, hi, at = piece
-        target = self._memory[at : at + hi - lo]
-        begin_s = time.perf_counter()
         if isinstance(item, BytesItem):
-            target[:] = np.frombuffer(item.data[lo:hi], np.uint8)
-            self.times.staging_s += time.perf_counter() - begin_s
+            self._add_bytes(np.frombuffer(item.data, np.uint8), lo, hi, at)
             return
         if isinstance(item, ElementsItem):
-            item.data.copy(lo, target)
-            self.times.staging_s += time.perf_counter() - begin_s
+            self._add_elements(item.data, lo, hi, at)
             return
-        data_begin, data_end = len(item.archive.head), len(item.archive.head) + item.archive.num_bytes
-        if lo < data_begin:
-            head = item.archive.head[lo:hi]
-            target[: len(head)] = np.frombuffer(head, np.uint8)
-        first, last = max(lo, data_begin), min(hi, data_end)
-        if first < last:
-            data = target[first - lo : last - lo]
-            item.data.copy(first - data_begin, data)
-            copied_s = time.perf_counter()
-            item.crc.add(first - data_begin, len(data), native.crc32(data.data))
-            self.times.hashing_s += time.perf_counter() - copied_s
-            begin_s += time.perf_counter() - copied_s
-        if hi > data_end:
-            first = max(lo, data_end)
-            if item.crc.is_whole:
-                tail = item.archive.tail(item.crc.value())[first - data_end : hi - data_end]
-                target[first - lo :] = np.frombuffer(tail, np.uint8)
-            else:
-                self.late.append(Piece(item, first, hi, at + first - lo))
-        self.times.staging_s += time.perf_counter() - begin_s
+        begin, end = item.data_begin, item.data_end
+        if lo < begin:
+            self._add_bytes(np.frombuffer(item.archive.head, np.uint8), lo, min(hi, begin), at)
+        if (first := max(lo, begin)) < (last := min(hi, end)):
+            self._summed.append((len(self._rows), item, first - begin))
+            self._add_elements(item.data, first - begin, last - begin, at + first - lo, crc=0)
+        if hi > end:
+            first = max(lo, end)
+            self._tails.append(Piece(item, first, hi, at + first - lo))
+            block = self._part.file.block_bytes
+            self._has_tail[(at + first - lo) // block] = self._has_tail[(at + hi - lo - 1) // block] = True
+
+    def _add_elements(self, data: ElementSource, lo: int, hi: int, at: int, crc: int = native.NO_CRC) -> None:
+        if isinstance(data, TensorBytes) and data.memory is not None:
+            self._add_bytes(data.memory, lo, hi, at, crc)
+            return
+        end = at + hi - lo
+        for start in range(at // _COPIED_AT_ONCE * _COPIED_AT_ONCE, end, _COPIED_AT_ONCE):
+            first, last = max(start, at), min(start + _COPIED_AT_ONCE, end)
+            data.copy(lo + first - at, self._memory[first:last])
+        self._add_bytes(self._memory, at, end, at, crc)
+
+    def _add_bytes(self, data: NDArray[np.uint8], lo: int, hi: int, at: int, crc: int = native.NO_CRC) -> None:
+        self._rows.append((at, at + hi - lo, address_of(data) + lo, crc))
+
+
+def _fill_part(part: _Part, memory: NDArray[np.uint8], rows: NDArray[np.int64], blocks: NDArray[np.bool_]) -> float:
+    """Do what `rows` say, note the hashes of some blocks, and return the seconds that the hashes took."""
+    file, step = part.file, part.file.block_bytes
+    hashes = file.hashes[part.begin // step : -(-part.end // step)]
+    return native.fill_part(memory, rows, step, hashes, blocks)

@@ -34,6 +34,16 @@ class TensorItem:
         """Its bytes in the file."""
         return self.archive.size
 
+    @property
+    def data_begin(self) -> int:
+        """Where in the archive the elements begin."""
+        return len(self.archive.head)
+
+    @property
+    def data_end(self) -> int:
+        """Where in the archive the elements end."""
+        return len(self.archive.head) + self.archive.num_bytes
+
 
 class BytesItem:
     """Bytes that are written as they are."""
@@ -82,11 +92,12 @@ def _start_of(item: Item, end: int) -> int:
     start = -(-end // ALIGNMENT) * ALIGNMENT
     if isinstance(item, BytesItem) or item.data.fixed is None or item.data.num_bytes < WORTH_ALIGNING:
         return start
-    gap = (_address_of(item.data.fixed) - start - len(item.archive.head)) % PAGE
+    gap = (address_of(item.data.fixed) - start - item.data_begin) % PAGE
     return start if gap % ALIGNMENT else start + gap
 
 
-def _address_of(memory: NDArray[np.uint8]) -> int:
+def address_of(memory: NDArray[np.uint8]) -> int:
+    """The address of its first byte."""
     address: int = memory.ctypes.data
     return address
 
@@ -113,15 +124,15 @@ class FilePlan:
             end = self.starts[-1] + item.size
         self.size = end
 
-    def fixed(self, begin: int, end: int) -> tuple[TensorItem, int] | None:
-        """The tensor of which [begin, end) is a range that can be written from where it lies, and the range's start in it."""
+    def fixed(self, begin: int, end: int) -> NDArray[np.uint8] | None:
+        """The memory of [begin, end), if it is a range of a tensor that can be written from where it lies."""
         number = bisect_right(self.starts, begin) - 1
         item = self.items[number]
         if not isinstance(item, TensorItem) or item.data.fixed is None:
             return None
-        start = begin - self.starts[number] - len(item.archive.head)
-        is_inside = start >= 0 and start + end - begin <= item.archive.num_bytes
-        return (item, start) if is_inside and (_address_of(item.data.fixed) + start) % PAGE == 0 else None
+        start, size = begin - self.starts[number] - item.data_begin, end - begin
+        memory = item.data.fixed[start : start + size] if start >= 0 else None
+        return memory if memory is not None and len(memory) == size and address_of(memory) % PAGE == 0 else None
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
         """The pieces of items in [begin, end), in order."""

@@ -46,28 +46,29 @@ def sample_of(tensor: torch.Tensor) -> bytes:
 
 
 class TensorBytes:
-    """The elements' bytes of a plain tensor on any device. `fixed` are all of them, uint8 [N], if the caller changes none."""
+    """The elements' bytes of a plain tensor on any device. `memory` are all of them, uint8 [N], if they lie in host memory in
+    C order; `fixed` are, too, if the caller changes none."""
 
     def __init__(self, tensor: torch.Tensor, *, is_fixed: bool = False) -> None:
         """`is_fixed`: the caller does not change the tensor while it is being saved."""
         self.num_bytes = tensor.numel() * tensor.itemsize
         self.device = tensor.device
-        self._memory: NDArray[np.uint8] | None = None
+        self.memory: NDArray[np.uint8] | None = None
         self._tensor = tensor
         is_lazy = tensor.is_conj() or tensor.is_neg()  # copying it resolves that
         if tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy:
-            self._memory = memory_of(tensor)
+            self.memory = memory_of(tensor)
         elif tensor.itemsize in _SAME_BYTES and not is_lazy:
             self._tensor = tensor.view(_SAME_BYTES[tensor.itemsize])  # not every type can be copied with strides
-        self.fixed = self._memory if is_fixed else None
+        self.fixed = self.memory if is_fixed else None
 
     def copy(self, start: int, target: NDArray[np.uint8]) -> None:
         """Fill `target` with the bytes from `start` on; both begin and end with an element.
 
         In parts where the tensor is strided; what a device copies is there when this returns.
         """
-        if self._memory is not None:
-            np.copyto(target, self._memory[start : start + len(target)])  # releases the GIL
+        if self.memory is not None:
+            np.copyto(target, self.memory[start : start + len(target)])  # releases the GIL
             return
         tensor, item = self._tensor, self._tensor.itemsize
         first, count, done = start // item, len(target) // item, 0

@@ -1,10 +1,13 @@
-/* CRC-32, the checksum of zip archives, by carry-less multiplication: four times as fast as zlib, which has no such code. */
+/* Parts of files, put together and hashed. CRC-32, the checksum of zip archives, is made by carry-less multiplication: four times as
+ * fast as zlib, which has no such code. */
 #include "kernels.h"
 
 #include <string.h>
+#include <time.h>
 
 #define POLYNOMIAL 0xEDB88320u /* bits reversed: the highest bit is the coefficient of x^0 */
-#define KEEPS_THE_GIL (64 << 10)
+#define AHEAD 4096 /* bytes */
+#define KEEPS_THE_GIL (256 << 10) /* bytes that are copied meanwhile */
 
 #ifdef HAVE_AVX2
 
@@ -37,116 +40,165 @@ static inline __m128i load(const uint8_t *at) {
     return _mm_loadu_si128((const __m128i *)at);
 }
 
-/* The method of Gopal et al., "Fast CRC computation for generic polynomials using PCLMULQDQ instruction" (Intel, 2009). The last 16
- * bytes are reduced byte by byte. */
-__attribute__((target("pclmul,sse4.1"))) static uint32_t folded(uint32_t crc, const uint8_t *at, size_t size) {
+static inline __m128i moved(uint8_t *to, const uint8_t *at) {
+    const __m128i bits = load(at);
+    if (to != at) {
+        _mm_storeu_si128((__m128i *)to, bits);
+    }
+    return bits;
+}
+
+/* Copies 64 bytes or more to `to`, which may be where they are, on the way. The method of Gopal et al., "Fast CRC computation for generic
+ * polynomials using PCLMULQDQ instruction" (Intel, 2009). The last 16 bytes are reduced byte by byte. */
+__attribute__((target("pclmul,sse4.1"))) static uint32_t folded(uint32_t crc, uint8_t *to, const uint8_t *at, size_t size) {
     /* x^(n + 32) and x^(n - 32) modulo the polynomial, reversed and shifted by one, for n of 512 and 128 bits */
     const __m128i by_512 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4), by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
     uint8_t rest[16];
     __m128i sums[4];
     for (int i = 0; i < 4; i++) {
-        sums[i] = load(at + 16 * i);
+        sums[i] = moved(to + 16 * i, at + 16 * i);
     }
     sums[0] = _mm_xor_si128(sums[0], _mm_cvtsi32_si128((int)crc));
-    for (at += 64, size -= 64; size >= 64; at += 64, size -= 64) {
+    for (at += 64, to += 64, size -= 64; size >= 64; at += 64, to += 64, size -= 64) {
+        _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T0); /* the CPU does not by itself, from one page to the next */
         for (int i = 0; i < 4; i++) {
-            sums[i] = fold(sums[i], by_512, load(at + 16 * i));
+            sums[i] = fold(sums[i], by_512, moved(to + 16 * i, at + 16 * i));
         }
     }
     __m128i sum = sums[0];
     for (int i = 1; i < 4; i++) {
         sum = fold(sum, by_128, sums[i]);
     }
-    for (; size >= 16; at += 16, size -= 16) {
-        sum = fold(sum, by_128, load(at));
+    for (; size >= 16; at += 16, to += 16, size -= 16) {
+        sum = fold(sum, by_128, moved(to, at));
     }
     _mm_storeu_si128((__m128i *)rest, sum);
-    return bytewise(bytewise(0, rest, sizeof rest), at, size);
+    memmove(to, at, size);
+    return bytewise(bytewise(0, rest, sizeof rest), to, size);
 }
 
-static uint32_t crc32_of(const uint8_t *at, size_t size) {
-    return ~(size >= 64 ? folded(~0u, at, size) : bytewise(~0u, at, size));
+/* The checksum of what comes before, and of bytes that are copied to `to`, or are there. */
+static uint32_t crc32_after(uint32_t crc, uint8_t *to, const uint8_t *at, size_t size) {
+    if (size < 64) {
+        memmove(to, at, size);
+        return ~bytewise(~crc, to, size);
+    }
+    return ~folded(~crc, to, at, size);
 }
 
-PyObject *crc32(PyObject *self, PyObject *arg) {
-    Py_buffer data;
-    uint32_t crc;
-    (void)self;
-    if (PyObject_GetBuffer(arg, &data, PyBUF_SIMPLE) < 0) {
-        return NULL;
-    }
-    if (!__builtin_cpu_supports("pclmul") || !__builtin_cpu_supports("sse4.1")) {
-        PyBuffer_Release(&data);
-        Py_RETURN_NONE;
-    }
-    if (table[1] == 0) {
-        make_table(); /* under the GIL */
-    }
-    if (data.len < KEEPS_THE_GIL) {
-        crc = crc32_of(data.buf, (size_t)data.len);
-    } else {
-        Py_BEGIN_ALLOW_THREADS;
-        crc = crc32_of(data.buf, (size_t)data.len);
-        Py_END_ALLOW_THREADS;
-    }
-    PyBuffer_Release(&data);
-    return PyLong_FromUnsignedLong(crc);
+/* A row of `fill_part`. */
+typedef struct {
+    int64_t begin, end, from, crc;
+} Piece;
+
+typedef struct {
+    uint8_t *memory;
+    int64_t size, block;
+    Piece *pieces, *last;
+    const uint8_t *is_hashed;
+    uint64_t *hashes;
+    Hash hash;
+} Part;
+
+static double seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* Both while a block lies in the CPU's cache, and without the GIL in between, which a training loop would wait for. `address`:
- * that of a C function, which the caller answers for. With a fourth argument that is false there is no checksum, but 0. */
-PyObject *hash_blocks(PyObject *self, PyObject *args) {
-    Py_buffer data;
+/* Block by block, so that what is hashed lies in the CPU's cache. Returns the seconds that hashes took. */
+static double fill(const Part *part) {
+    double took_s = 0;
+    Piece *piece = part->pieces;
+    for (int64_t number = 0, begin = 0; begin < part->size; number++, begin += part->block) {
+        const int64_t end = part->size - begin < part->block ? part->size : begin + part->block;
+        for (; piece < part->last && piece->begin < end; piece++) {
+            const int64_t lo = piece->begin > begin ? piece->begin : begin, hi = piece->end < end ? piece->end : end;
+            uint8_t *const to = part->memory + lo;
+            const uint8_t *from = piece->from == 0 ? to : (const uint8_t *)(uintptr_t)piece->from + (lo - piece->begin);
+            if (piece->from == 0) {
+                memset(to, 0, (size_t)(hi - lo));
+            }
+            if (piece->crc >= 0) {
+                piece->crc = crc32_after((uint32_t)piece->crc, to, from, (size_t)(hi - lo));
+            } else if (from != to) {
+                memcpy(to, from, (size_t)(hi - lo));
+            }
+            if (piece->end > end) {
+                break; /* it goes on in the next block */
+            }
+        }
+        const double begin_s = seconds();
+        if (part->is_hashed[number]) {
+            part->hashes[number] = part->hash(part->memory + begin, (size_t)(end - begin));
+        }
+        took_s += seconds() - begin_s;
+    }
+    return took_s;
+}
+
+/* The bytes that are copied, and a quarter of those that are hashed, which take as long; -1 with a ValueError unless pieces lie in memory, one after the other. */
+static int64_t work_of(const Part *part) {
+    int64_t bytes = 0, end = 0;
+    for (const Piece *piece = part->pieces; piece < part->last; end = piece->end, piece++) {
+        if (piece->begin < end || piece->end < piece->begin || piece->end > part->size) {
+            PyErr_SetString(PyExc_ValueError, "pieces lie in memory, in order");
+            return -1;
+        }
+        bytes += piece->end - piece->begin;
+    }
+    for (int64_t begin = 0, number = 0; begin < part->size; begin += part->block) {
+        bytes += part->is_hashed[number++] ? part->block / 4 : 0;
+    }
+    return bytes;
+}
+
+PyObject *fill_part(PyObject *self, PyObject *args) {
+    Py_buffer memory, rows, hashes, is_hashed;
     Py_ssize_t block;
     unsigned long long address;
-    int with_crc = 1;
-    PyObject *hashes = NULL, *result = NULL;
+    PyObject *result = NULL;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*nK|p", &data, &block, &address, &with_crc)) {
+    if (!__builtin_cpu_supports("pclmul") || !__builtin_cpu_supports("sse4.1")) {
+        Py_RETURN_NONE;
+    }
+    if (!PyArg_ParseTuple(args, "w*w*nw*y*K", &memory, &rows, &block, &hashes, &is_hashed, &address)) {
         return NULL;
     }
-    if (block < 1 || address == 0) {
-        PyErr_SetString(PyExc_ValueError, "blocks have at least one byte, and a hash has an address");
+    const Py_ssize_t num_blocks = block < 1 ? -1 : memory.len / block + (memory.len % block != 0);
+    if (address == 0 || rows.len % (Py_ssize_t)sizeof(Piece) != 0 || is_hashed.len != num_blocks ||
+        hashes.len != num_blocks * (Py_ssize_t)sizeof(uint64_t)) {
+        PyErr_SetString(PyExc_ValueError, "a block has at least one byte and a hash, a row four numbers, and a hash an address");
     } else {
-        const Py_ssize_t count = data.len / block + (data.len % block != 0);
-        hashes = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(uint64_t));
-    }
-    if (hashes != NULL) {
-        const Hash hash = (Hash)(uintptr_t)address;
-        const uint8_t *at = data.buf;
-        char *to = PyBytes_AS_STRING(hashes);
-        uint32_t crc = ~0u;
+        Piece *const pieces = rows.buf;
+        const Part part = {memory.buf, memory.len, block, pieces, pieces + rows.len / (Py_ssize_t)sizeof(Piece), is_hashed.buf,
+                           hashes.buf, (Hash)(uintptr_t)address};
+        const int64_t bytes = work_of(&part);
+        double took_s = 0;
         if (table[1] == 0) {
             make_table(); /* under the GIL */
         }
-        Py_BEGIN_ALLOW_THREADS;
-        for (Py_ssize_t left = data.len; left > 0; left -= block, at += block, to += sizeof(uint64_t)) {
-            const size_t size = (size_t)(left < block ? left : block);
-            const uint64_t value = hash(at, size);
-            memcpy(to, &value, sizeof value);
-            if (with_crc) {
-                crc = size >= 64 ? folded(crc, at, size) : bytewise(crc, at, size);
-            }
+        if (bytes > KEEPS_THE_GIL) {
+            Py_BEGIN_ALLOW_THREADS;
+            took_s = fill(&part);
+            Py_END_ALLOW_THREADS;
+        } else if (bytes >= 0) {
+            took_s = fill(&part);
         }
-        Py_END_ALLOW_THREADS;
-        result = Py_BuildValue("(NI)", hashes, with_crc ? (unsigned int)~crc : 0u);
+        result = bytes < 0 ? NULL : PyFloat_FromDouble(took_s);
     }
-    PyBuffer_Release(&data);
+    PyBuffer_Release(&memory);
+    PyBuffer_Release(&rows);
+    PyBuffer_Release(&hashes);
+    PyBuffer_Release(&is_hashed);
     return result;
 }
 
 #else
 
-PyObject *hash_blocks(PyObject *self, PyObject *args) {
+PyObject *fill_part(PyObject *self, PyObject *args) {
     (void)self;
     (void)args;
-    PyErr_SetString(PyExc_NotImplementedError, "crc32 says that this CPU cannot");
-    return NULL;
-}
-
-PyObject *crc32(PyObject *self, PyObject *arg) {
-    (void)self;
-    (void)arg;
     Py_RETURN_NONE;
 }
 

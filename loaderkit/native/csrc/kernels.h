@@ -20,8 +20,8 @@
  *     take_pieces(samples, firsts, lengths, places, ...)     the pieces of some sequences
  *     members(indices, offsets, num_members, ...)            the ranges of the members of samples in tars
  *     texts(data, ends, places)                              some of the texts of a packed table
- *     crc32(data)                                            the checksum of zip archives, where the CPU has PCLMULQDQ
- *     hash_blocks(data, block, address, with_crc)            hashes of blocks and the checksum of all, where crc32 can
+ *     fill_part(memory, rows, block, hashes, is_hashed, address)   a part of a file from pieces, with checksums and hashes, where
+ *                                                            the CPU has PCLMULQDQ
  *     StateClock                                             a worker's time by state
  *     delayed()                                              the time that this thread was runnable without a CPU
  *     gil_wait(sleep_s)                                      the time that a waking thread waits for the GIL
@@ -72,8 +72,7 @@ PyObject *group_names(PyObject *self, PyObject *args);
 PyObject *resample(PyObject *self, PyObject *list);
 typedef uint64_t (*Hash)(const void *data, size_t length); /* a function whose address Python gives */
 
-PyObject *crc32(PyObject *self, PyObject *arg);
-PyObject *hash_blocks(PyObject *self, PyObject *args);
+PyObject *fill_part(PyObject *self, PyObject *args);
 PyObject *permute(PyObject *self, PyObject *args);
 PyObject *interleave(PyObject *self, PyObject *args);
 PyObject *interleave_lengths(PyObject *self, PyObject *args);

@@ -3,8 +3,8 @@
 
 static PyMethodDef methods[] = {
     {"resample", resample, METH_O, "resample([(target, pixels, part, antialias), ...]) -> whether this CPU can"},
-    {"crc32", crc32, METH_O, "crc32(data) -> int, or None where the CPU cannot"},
-    {"hash_blocks", hash_blocks, METH_VARARGS, "hash_blocks(data, block, address, with_crc=True) -> (64 bits of each block, crc32 of all)"},
+    {"fill_part", fill_part, METH_VARARGS,
+     "fill_part(memory, rows, block, hashes, is_hashed, address) -> s that hashes took, None where the CPU cannot"},
     {"read_range", read_range, METH_VARARGS, "read_range(path, start, buffer, around) -> (bytes read, mode, size, mtime_ns)"},
     {"read_hashed", read_hashed, METH_VARARGS, "read_hashed(path, start, buffer, block, address, around) -> the same, hashes of blocks, and s they took"},
     {"read_many", read_many, METH_VARARGS, "read_many(path_of, keys, starts, lengths, etags, offsets, buffer) -> places that failed, or None"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 import xxhash
 from checkpoint_states import bytes_in, random_tensor, saved
+from no_kernels import without_kernels
 
 from loaderkit.checkpoint.save.engine import SavedFile, save_files
 from loaderkit.checkpoint.save.file_plan import BytesItem, FilePlan, Item, TensorItem
@@ -34,12 +36,14 @@ def run(store: Any, plans: list[FilePlan], workers: int = 3) -> list[SavedFile]:
     return save_files(plans, store, "a/", num_workers=workers, buffers=PartBuffers())
 
 
-def test_files_are_their_items_one_after_the_other() -> None:
+@pytest.mark.parametrize("kernels", [nullcontext, without_kernels])
+def test_files_are_their_items_one_after_the_other(kernels: Any) -> None:
     store = MemoryConnector()
     tensors = [random_tensor(torch.float32, (n,), n) for n in (0, 10, 100_001, 3)]
     items: list[Item] = [TensorItem(f"{n}", tensor) for n, tensor in enumerate(tensors)]
     items.append(BytesItem("b", memoryview(b"x" * 200_001)))
-    files = run(store, [FilePlan("f", items), FilePlan("g", []), FilePlan("h", [BytesItem("c", memoryview(b"y"))])])
+    with kernels():
+        files = run(store, [FilePlan("f", items), FilePlan("g", []), FilePlan("h", [BytesItem("c", memoryview(b"y"))])])
     assert [file.name for file in files] == ["f", "g", "h"]
     data = written(store, "a/f")
     contents = [*map(saved, tensors), b"x" * 200_001]

@@ -10,7 +10,11 @@ import torch
 from buckets import upload
 
 import loaderkit
+from loaderkit import Pipeline
 from loaderkit.cli import main
+from loaderkit.pipeline.config.parsing import parse
+from loaderkit.shards.planning import Options, plan_shards
+from loaderkit.shards.training import training_pipeline
 
 FOLDER = Path(__file__).parent.parent / "pipelines"
 FILES = sorted(file for file in FOLDER.glob("*.y*ml") if file.stem != "restore")  # its own test is in checkpoint/
@@ -69,6 +73,22 @@ class TestEveryPipeline:
         for command in ("check", "explain"):
             assert main([command, str(file), "--set", "stages.batch.size=16"]) == 0, capsys.readouterr().err
             assert file.stem in capsys.readouterr().out
+
+    def test_trains_from_what_is_packed_of_it(self, file: Path, tmp_path: Path) -> None:
+        out = tmp_path / "packed"
+        assert main(["pack", str(file), "--out", str(out), "--shard", "100kB", "--processes", "1"]) == 0
+        assert len(list(out.glob("*.tar"))) > 2
+        overrides = {"stages.batch.size": 16, "stages.transfer.device": "cpu"}
+        source = Pipeline.from_yaml(file).config
+        plan = plan_shards(source, Options(str(out), shard_bytes=100_000))
+        train = Pipeline.of(training_pipeline(plan, plan.extensions))
+        plan.job.plan.close()
+        with loaderkit.build(train, overrides=overrides) as loader:
+            batches = list(loader)
+        assert len(batches) == len(loader) == 3
+        assert {*batches[0]} == {"image", "label", "__key__"}
+        assert batches[0]["image"].shape == (16, 3, 224, 224)
+        assert Pipeline.of(parse(train.config.to_dict(), expand=False)) == train
 
     def test_has_a_place_without_the_variable(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("IMAGENET")

@@ -209,7 +209,9 @@ def cut(sizes: Int64, shard_bytes: int) -> Int64:
     """
     ends = np.cumsum(sizes)
     total = int(ends[-1])
-    num_shards = max(1, min(len(sizes), -(-total // shard_bytes)))
+    num_shards = max(1, -(-total // shard_bytes))
+    if num_shards >= len(sizes):
+        return np.arange(len(sizes) + 1, dtype=np.int64)
     middles = ends - sizes / 2
     wanted = np.arange(1, num_shards) * (total / num_shards)
     inner = np.searchsorted(middles, wanted)

@@ -11,6 +11,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
@@ -173,6 +174,8 @@ class TarSource(Source):
         patterns = Patterns(self._args.shards)
         try:
             infos = list(self._matching(patterns))
+            if patterns.names is None and not UNFINISHED.startswith(patterns.prefix):
+                self._refuse_unfinished()
         except AccessDeniedError:  # listing a bucket needs a separate permission
             if patterns.names is None:
                 raise
@@ -190,12 +193,21 @@ class TarSource(Source):
     def _matching(self, patterns: Patterns) -> Iterator[ObjectInfo]:
         for info in self._connector.list(patterns.prefix):
             if info.key == UNFINISHED:
-                raise SourceError(
-                    f"the shards below {self._args.root!r} are being written, or `loaderkit pack` was cut off, so some may be "
-                    "missing: wait for it, or run it again, and it goes on"
-                )
+                raise self._unfinished()
             if patterns.matches(info.key):
                 yield info
+
+    def _refuse_unfinished(self) -> None:
+        """For archives whose listing has not shown whether they are all there."""
+        with suppress(ObjectNotFoundError, AccessDeniedError):
+            self._connector.stat(UNFINISHED)
+            raise self._unfinished()
+
+    def _unfinished(self) -> SourceError:
+        return SourceError(
+            f"the shards below {self._args.root!r} are being written, or `loaderkit pack` was cut off, so some may be "
+            "missing: wait for it, or run it again, and it goes on"
+        )
 
     def _stat_all(self, names: list[str]) -> list[ObjectInfo]:
         """The existing ones of the named archives, by one `stat` each."""

@@ -108,17 +108,18 @@ def test_a_full_disk_is_named_and_the_next_run_goes_on(tmp_path: Path, photos: P
     assert files_in(tmp_path / "out") == files_in(tmp_path / "again")
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a Ray cluster of two CPUs."""
+    pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{HELPERS}:{ROOT}")
+        with ray_cluster(2) as started:
+            yield started.address
+
+
 @pytest.mark.xdist_group("ray")
 class TestRay:
-    @pytest.fixture(scope="class")
-    def cluster(self) -> Iterator[str]:
-        """The address of a cluster of two CPUs."""
-        pytest.importorskip("ray")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", f"{HELPERS}:{ROOT}")
-            with ray_cluster(2) as started:
-                yield started.address
-
     def test_tasks_write_the_same_bytes(self, tmp_path: Path, photos: Path, cluster: str) -> None:
         pipeline = described(str(photos))
         packed(pipeline, tmp_path / "here", shard_bytes=30_000)

@@ -122,7 +122,7 @@ to 15 where functions there hold the GIL; one that does not answer within a seco
 
 `loader.series()` is a list of dicts, one for each step of time: `at_s`, `seconds`; shares of it in `stall` (by cause) and `throttled`;
 busy workers on average in `busy` (by stage), CPUs in `cpus`; `samples_per_s`, `bytes_per_s`, `page_cache_hits`; at its end `workers`,
-`queued` (by stage), `ready`, `open`, `batches`, `live_bytes`, `rss_bytes`, `late_s`.
+`queued` (by stage), `ready`, `open`, `batches`, `processes`, `live_bytes`, `rss_bytes`, `late_s`.
 
 In `store`, as far as the connectors in use have them: `first_byte_s` and `body_s` (of all reads together: until the first bytes came,
 and from then on), `num_requests`, `num_retries`, `num_timeouts` (requests given up),

@@ -40,7 +40,7 @@ def make_executor(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Exec
     if plan.is_shared:
         return _make_shared_executor(plan, clock)
     if isinstance(plan.source, IterableSource):
-        num_processes = plan.config.prefetch.processes if plan.executor == "process" else 1
+        num_processes = plan.config.prefetch.first_processes if plan.executor == "process" else 1
         plan.source.check_readers(plan.schedule.world_size, num_processes)
     if plan.executor == "process":
         # Late: it imports this module, and takes a tenth of the time to the first batch.
@@ -205,9 +205,9 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tu
         check_processes(plan, clock)
         pools = pools_of_processes(plan)
     else:
-        if prefetch.processes > 1:
+        if prefetch.processes != 1:
             logger.warning(
-                "prefetch.processes: %d is of no effect with prefetch.executor: %s; executor: process has several",
+                "prefetch.processes: %s is of no effect with prefetch.executor: %s; executor: process has several",
                 prefetch.processes,
                 prefetch.executor,
             )
@@ -220,7 +220,7 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tu
         executor_with_workers=plan.config.executor_with_workers,
         graph=() if compiled.lowering is None else tuple(compiled.lowering.graph.lines()),
         jpeg=None if cropping is None else "whole" if whole else f"crop of {cropping}",
-        processes=prefetch.processes if plan.executor == "process" else None,
+        processes=prefetch.first_processes if plan.executor == "process" else None,
         cpus=num_cpus(),
         pools=pools,
     )

@@ -128,7 +128,7 @@ class ExecutionPlan:
             config = replace(config, stages=tuple(map(_on_cpu, config.stages)))
         else:
             config = self._before_transfer()
-        return replace(self, config=config, shard=Shard(of=config.prefetch.processes))
+        return replace(self, config=config, shard=Shard(of=config.prefetch.first_processes))
 
     @cached_property
     def for_reader(self) -> ExecutionPlan:

@@ -1,4 +1,4 @@
-"""The current number of workers and batches: from the config, from `Loader.resize` or from the tuner.
+"""The current number of workers, batches and processes: from the config, from `Loader.resize` or from the tuner.
 
 The running engine gets every change, and a new engine after an error starts with them.
 """
@@ -11,32 +11,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from loaderkit._internal.system.cgroups import num_cpus
+from loaderkit._internal.system.cgroups import num_cpus, num_cpus_of_rank
 from loaderkit._internal.units import parse_bytes
-from loaderkit.engine.autotune.tuned_setting import TunedSetting
-from loaderkit.engine.autotune.tuner import Tuner
+from loaderkit.engine.autotune.tuned_setting import Move, TunedSetting
+from loaderkit.engine.autotune.tuner import BATCHES_EACH, Tuner
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
-from loaderkit.errors import ClosedError, ConfigError
+from loaderkit.errors import ClosedError, ConfigError, WorkerDiedError
 from loaderkit.pipeline.config.model import PipelineConfig
 
 logger = logging.getLogger("loaderkit")
 
 
 class LiveSettings:
-    """Workers by stage, batches ahead and memory; `tuning` describes them for the stats.
+    """Workers by stage, batches ahead, memory and processes; `tuning` describes them for the stats.
 
     One lock orders changes by the user, the tuner and a new engine, and is held while the engine makes them; `tuning` takes
     none.
     """
 
     def __init__(self, tuning: Tuning, tuner: Tuner | None) -> None:
-        self._tuning = tuning
+        self._first = self._tuning = tuning
         self._tuner = tuner
         self._lock = threading.Lock()
         self._engine: Executor | None = None
         self._workers: dict[str, int] = {}
+        self._wanted = {pool.stages[0]: pool.workers for pool in tuning.pools}  # workers, before they are shared out
+        self._batches = tuning.batches or 0  # ahead, before there are more for more processes
+        self._last_move: Move | None = None
+        self._refusal: str | None = None  # by the engine, of the number of processes, later
         self._depth: tuple[int | None, int | None] = (None, None)
 
     @property
@@ -52,6 +56,8 @@ class LiveSettings:
     def attach(self, engine: Executor) -> None:
         """Apply the current settings to a new engine, and every later change as well."""
         with self._lock:
+            if self._tuning.processes is not None and self._tuning.processes != self._first.processes:
+                engine.set_processes(self._tuning.processes, self._note_refusal)
             for stage, workers in self._workers.items():
                 engine.resize(stage, workers)
             if self._depth != (None, None):
@@ -91,18 +97,36 @@ class LiveSettings:
         with self._lock:
             if self._engine is None:
                 return
+            if self._refusal is not None and self._last_move is not None:
+                self._refuse(self._last_move, self._refusal)
+                return
             move = self._tuner.look(stats)
             if move is None:
                 return
+            self._last_move, self._refusal = move, None
             stages = move.setting.stages
             try:
-                if stages:
+                if move.setting.kind == "processes":
+                    self._set_processes(move.value)
+                elif stages:
                     self._set_workers(stages[0], stages, move.value)
                 else:
                     self._set_depth(move.value, None)
-            except ConfigError as error:
-                self._tuner.refused(move, str(error))
-                logger.warning("the tuner could not set %s to %d: %s", move.setting.name, move.value, error)
+            except (ConfigError, WorkerDiedError) as error:
+                self._refuse(move, str(error))
+
+    def _refuse(self, move: Move, reason: str) -> None:
+        """Take back a move of the tuner that could not be made."""
+        assert self._tuner is not None
+        self._refusal = self._last_move = None
+        self._tuner.refused(move, reason)
+        if move.setting.kind == "processes":
+            self._set_processes(move.before)
+        logger.warning("the tuner could not set %s to %d: %s", move.setting.name, move.value, reason)
+
+    def _note_refusal(self, reason: str) -> None:
+        """Called by the engine, in any thread, when it cannot have as many processes as it was told."""
+        self._refusal = reason
 
     def written_to(self, config: PipelineConfig) -> PipelineConfig:
         """The config with the current settings. When it is read again, pools without `workers` share `concurrency` evenly,
@@ -110,6 +134,8 @@ class LiveSettings:
         tuning = self._tuning
         memory = self._depth[1] or config.prefetch.memory
         update: dict[str, Any] = {"batches": tuning.batches, "memory": memory}
+        if config.prefetch.processes == "auto" and tuning.processes is not None:
+            update |= {"processes": tuning.processes, "max_processes": None}
         own_pools = [pool for pool in tuning.pools if not pool.is_trainers]
         own = {name.partition(".")[0]: pool.workers for pool in own_pools for name in pool.stages}
         if tuning.executor != "inline" and own_pools:
@@ -133,12 +159,31 @@ class LiveSettings:
                 raise
             # The engine has ended meanwhile, after an error: the next one gets the change.
 
+    def _set_processes(self, num: int) -> None:
+        """Set the number of processes, and with it what they share: each has as many workers, and batches ahead of its own."""
+        assert self._tuner is not None
+        self._apply(lambda engine: engine.set_processes(num, self._note_refusal))
+        self._tuning = replace(self._tuning, processes=num)
+        pools = tuple(
+            pool if pool.is_trainers else replace(pool, workers=self._shared_out(self._wanted[pool.stages[0]]))
+            for pool in self._tuning.pools
+        )
+        self._tuning = replace(self._tuning, pools=pools)
+        if any(setting.kind == "batches" for setting in self._tuner.settings):
+            self._tell_depth(max(self._batches, BATCHES_EACH * num), None)
+        workers = {pool.stages[0]: pool.workers for pool in pools}
+        self._tuner.rescale(num, workers, self._tuning.batches)
+
     @property
     def _num_processes(self) -> int:
         return self._tuning.processes or 1
 
+    def _shared_out(self, workers: int) -> int:
+        return -(-workers // self._num_processes) * self._num_processes  # each process has the same number
+
     def _set_workers(self, stage: str, stages: Sequence[str], workers: int) -> None:
-        workers = -(-workers // self._num_processes) * self._num_processes  # each process has the same number
+        self._wanted[stages[0]] = workers
+        workers = self._shared_out(workers)
         stage = stage if stage in stages else stages[0]
         self._apply(lambda engine: engine.resize(stage, workers))
         self._workers[stages[0]] = workers
@@ -147,6 +192,10 @@ class LiveSettings:
         self._tuning = replace(self._tuning, pools=resized)
 
     def _set_depth(self, batches: int | None, memory: int | None) -> None:
+        self._tell_depth(batches, memory)
+        self._batches = batches or self._batches
+
+    def _tell_depth(self, batches: int | None, memory: int | None) -> None:
         self._apply(lambda engine: engine.set_depth(batches, memory))
         self._depth = (batches or self._depth[0], memory or self._depth[1])
         self._tuning = replace(self._tuning, batches=batches or self._tuning.batches)
@@ -189,8 +238,11 @@ def make_tuner(config: PipelineConfig, tuning: Tuning) -> Tuner | None:
             TunedSetting(f"workers of {'+'.join(pool.stages)}", pool.stages, pool.workers, unit=unit) for pool in own
         ]
     if config.prefetch.batches == "auto" and tuning.batches is not None:
-        settings.append(TunedSetting("batches", (), tuning.batches, unit=unit))
-    return Tuner(settings, config.stage("batch").name, num_cpus()) if settings else None
+        settings.append(TunedSetting("batches", (), tuning.batches, unit=unit, kind="batches"))
+    if config.prefetch.processes == "auto" and tuning.processes is not None:
+        settings.append(TunedSetting("processes", (), tuning.processes, kind="processes"))
+    most = config.prefetch.max_processes or num_cpus_of_rank()
+    return Tuner(settings, config.stage("batch").name, num_cpus(), lambda: most) if settings else None
 
 
 def _to_bytes(memory: int | str) -> int:

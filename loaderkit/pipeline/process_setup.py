@@ -44,7 +44,7 @@ def make_process_engine(plan: ExecutionPlan) -> RemoteEngine:
     return RemoteEngine(
         spec,
         WorkerProcess,
-        num_processes=prefetch.processes,
+        num_processes=prefetch.first_processes,
         schedule=plan.schedule,
         timeout_s=prefetch.timeout,
         raises=prefetch.on_timeout == "raise",
@@ -83,7 +83,7 @@ def worker_engine(ahead: ExecutionPlan) -> Callable[[Callable[[int], Bytes], Sha
 
 def pools_of_processes(plan: ExecutionPlan) -> tuple[PoolTuning, ...]:
     """The pools of all worker processes together, and of the trainer's stages."""
-    num_processes = plan.config.prefetch.processes
+    num_processes = plan.config.prefetch.first_processes
     pools = plan.for_workers.compiled.described_pools(num_processes)
     if not plan.trainer_stages:
         return pools
@@ -103,10 +103,13 @@ def check_processes(plan: ExecutionPlan, clock: Clock) -> None:
 
 def check_depth(prefetch: PrefetchArgs) -> None:
     """Raise ConfigError if there are fewer batches than processes."""
-    if prefetch.first_batches < prefetch.processes:
+    key, processes = "processes", prefetch.first_processes
+    if prefetch.max_processes is not None and prefetch.batches != "auto":  # those that are auto grow with them
+        key, processes = "max_processes", prefetch.max_processes
+    if prefetch.first_batches < processes:
         raise ConfigError(
-            f"prefetch.batches: {prefetch.batches} cannot be shared out to prefetch.processes: {prefetch.processes}, which "
-            f"make a batch each at a time: allow at least {prefetch.processes} batches"
+            f"prefetch.batches: {prefetch.batches} cannot be shared out to prefetch.{key}: {processes}, which "
+            f"make a batch each at a time: allow at least {processes} batches"
         )
 
 

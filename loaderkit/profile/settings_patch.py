@@ -6,14 +6,13 @@ cheaper images or a cheaper function are the user's decision; the verdict names 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from loaderkit._internal.config.diagnostics import Problems
 from loaderkit._internal.config.yaml_text import to_yaml
-from loaderkit._internal.system.cgroups import num_cpus
+from loaderkit._internal.system.cgroups import num_cpus_of_rank
 from loaderkit._internal.units import format_bytes
 from loaderkit.engine.metrics import Stats, Verdict
 from loaderkit.engine.metrics.interval import Interval, StageFacts, measure, more_of
@@ -168,8 +167,7 @@ def workers_settings(
 
 def num_processes(config: PipelineConfig, batch_bytes: int) -> int:
     """The number of loading processes: one a CPU of this rank while `memory` holds two batches for each; at least two."""
-    ranks_here = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    cpus = num_cpus() // max(1, int(ranks_here) if ranks_here.isdigit() else 1)
+    cpus = num_cpus_of_rank()
     fitting = config.prefetch.memory // (2 * batch_bytes) if batch_bytes else _MOST_PROCESSES
     return max(2, min(cpus, fitting, _MOST_PROCESSES))
 
@@ -180,7 +178,7 @@ def process_settings(config: PipelineConfig, batch_bytes: int) -> list[Setting]:
     prefetch, processes = config.prefetch, num_processes(config, batch_bytes)
     if 2 * processes * batch_bytes > prefetch.memory:
         return []
-    if prefetch.executor == "process" and prefetch.processes >= processes:
+    if prefetch.executor == "process" and (prefetch.processes == "auto" or prefetch.processes >= processes):
         return []
     settings = [_set(config, "prefetch.executor", "process"), _set(config, "prefetch.processes", processes)]
     if prefetch.first_batches < 2 * processes:

@@ -39,6 +39,12 @@ def num_cpus() -> int:
     return available if quota is None else min(available, max(1, round(quota)))
 
 
+def num_cpus_of_rank() -> int:
+    """The same for one of the ranks of this machine, which share its CPUs evenly; 0 if there are more ranks than CPUs."""
+    ranks_here = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return num_cpus() // max(1, int(ranks_here) if ranks_here.isdigit() else 1)
+
+
 def cpu_quota() -> float | None:
     """CPUs that the quotas of this process's cgroups leave it; None without one."""
     quotas = [_quota_of(folder) for folder in cgroup_folders("cpu")]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 @dataclass
 class TunedSetting:
-    """One number that the tuner changes: the workers that `stages` share, or without stages the batches ahead.
+    """One number that the tuner changes: the workers that `stages` share, the batches ahead, or the processes.
     It is a multiple of `unit`, the number of processes, each of which has as many."""
 
     name: str
@@ -18,6 +18,7 @@ class TunedSetting:
     value: int
     most: int = LADDER[-1]
     unit: int = 1
+    kind: Literal["workers", "batches", "processes"] = "workers"
 
     @property
     def _ladder(self) -> list[int]:

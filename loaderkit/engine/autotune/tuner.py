@@ -5,6 +5,9 @@
                                                       between: leave it
     the next window decides: a change that paid is kept, else it is rolled back and not tried again for a while
 
+Processes are added where those that there are keep a CPU busy each, as code does that holds the GIL, and CPUs are free; they
+are given back where what they do fits into fewer.
+
 This is hill climbing on measured throughput, in steps of a ladder, as autotuners of this kind do. Unlike them it climbs where
 the stall accounts say, it climbs down as well, and a gain must exceed the noise of its own windows. The tuner has no thread
 and no clock: `monitor.py` calls it, tests call it with made-up accounts.
@@ -14,13 +17,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import mean, median, stdev
-from typing import NamedTuple
+from statistics import median
 
 from loaderkit.engine.autotune.tuned_setting import Decision, Move, TunedSetting
-from loaderkit.engine.metrics.stalls import MEMORY, RESTART, WAKEUP
+from loaderkit.engine.autotune.tuner_window import CPUS_FULL, TunerWindow
+from loaderkit.engine.metrics.stalls import MEMORY, RESTART
 from loaderkit.engine.metrics.stats import Stats
 
 _STALLED = 0.03  # share of the time waiting above which a change is worth a trial
@@ -28,6 +31,7 @@ _CALM = 0.01  # share of the time waiting below which training is the limit
 _WINDOW_S = 1.0
 _LONG_WINDOW_S = 4.0  # a fairly steady rate is good enough then
 _SETTLING_S = 0.4  # after a change, for chunks of the old size that are still under way
+_JOINING_S = 1.0  # the same for a process that has joined, and makes its first batches
 _LONGEST_WINDOW_S = 16.0  # any rate must be good enough then, unless too few samples have landed
 _PATIENT_WINDOW_S = 60.0  # after which a window ends with however few samples
 _LEAST_ROUNDS, _LEAST_LANDED = 2, 8  # samples per worker, and in all, that must land in a window
@@ -36,27 +40,15 @@ _ROUGH, _FAIR, _FINE = 0.10, 0.05, 0.02
 _GAIN, _MOST_GAIN = 0.03, 0.25  # a change must bring the first at least, and the second is enough however noisy it is
 _PAUSE_S, _PAUSE_STEPS = 1.0, 4  # a loop that stays away for longer than both pauses
 _NUM_STEPS = 9
-_CPUS_FULL = 0.9
 _WAITING, _COMPUTING = 0.25, 0.75  # share of the busy time on a CPU: a pool below waits for a store, one above computes
 _BURSTY = 0.1  # share of the workers' time without room: if the loop waits, too, the buffer is too small for the jitter
 _SPARE = 1.25  # workers kept, as a multiple of those that are busy
+_BUSY = 0.7  # CPUs that a process uses, above which it may be the GIL that it lacks
+BATCHES_EACH = 2  # of a process, for which there has to be memory
 _PATIENCE = 10  # windows until a change that did not help is tried again; doubled each time
 _MOST_PATIENCE = 640
 _SHIFT = 0.25  # a rate that is off by more, twice in a row, means another workload
 _NUM_DECISIONS = 100
-
-
-class TunerWindow(NamedTuple):
-    """Rates and shares of one window of time."""
-
-    rate: float  # samples/s that landed
-    error: float  # relative standard error of that
-    stalled: float  # share of the time that the loop waited for something that could be quicker
-    cause: str | None  # of most of that
-    cpu_share: float  # of all CPUs, by the workers
-    busy: Mapping[str, float]  # by setting (all workers, for the number of batches): those that were busy, on average
-    computing: Mapping[str, float]  # by setting: share of that time on a CPU
-    blocked: Mapping[str, float]  # by setting: share of the workers' time without room
 
 
 @dataclass
@@ -80,11 +72,14 @@ class _Rest:
 @dataclass
 class Tuner:
     """Changes `settings`. `landing`: the stage whose samples count as done. `num_cpus`: the CPUs the workers may fill, within
-    the cgroup's quota."""
+    the cgroup's quota. `most_processes`: how many there may be at this moment; each brings `cpus_each` of its own, where those
+    are not of this machine."""
 
     settings: list[TunedSetting]
     landing: str
     num_cpus: int
+    most_processes: Callable[[], int] = lambda: 1
+    cpus_each: float = 0.0
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=_NUM_DECISIONS))
 
     def __post_init__(self) -> None:
@@ -108,7 +103,7 @@ class Tuner:
         self.settings = [
             setting
             for setting in self.settings
-            if set(setting.stages).isdisjoint(stages) and (setting.stages or stages)
+            if set(setting.stages).isdisjoint(stages) and (stages or setting.kind != "batches")
         ]
         if self._trial is not None and self._trial.setting not in self.settings:
             self._trial = None
@@ -122,6 +117,22 @@ class Tuner:
             trial.decision.kept, trial.decision.effect = False, f"refused: {reason}"
             self._leave_alone(setting, up=move.value > move.before)
         self._trial = None
+
+    @property
+    def _processes(self) -> TunedSetting | None:
+        return next((setting for setting in self.settings if setting.kind == "processes"), None)
+
+    @property
+    def _depth(self) -> TunedSetting | None:
+        return next((setting for setting in self.settings if setting.kind == "batches"), None)
+
+    def rescale(self, num_processes: int, workers: Mapping[str, int], batches: int | None) -> None:
+        """Note the sizes that come with another number of processes: by first stage the workers, and the batches ahead."""
+        for setting in self.settings:
+            if setting.kind == "workers":
+                setting.unit, setting.value = num_processes, workers[setting.stages[0]]
+            elif setting.kind == "batches" and batches is not None:
+                setting.unit, setting.value = num_processes, batches
 
     def look(self, now: Stats) -> Move | None:
         """Read the accounts, several times a second. Returns the change to be made now, if any; the tuner takes it as made."""
@@ -138,7 +149,7 @@ class Tuner:
             return None
         assert self._begin is not None
         passed = now.since(self._begin)
-        window = self._window(passed)
+        window = TunerWindow.of(passed, self._rates, self.settings, self.num_cpus, self.cpus_each)
         if not self._is_enough(window, passed):
             return None
         self._number += 1
@@ -154,6 +165,12 @@ class Tuner:
         # After an error the engine gets the same sizes again, those on trial included.
         if before.run != now.run or now.num_batches == 0 or now.now_s < self._settles_until_s:
             return True
+        if now.tuning.processes != before.tuning.processes:
+            self._settles_until_s = now.now_s + _JOINING_S
+            return True
+        processes = self._processes
+        if processes is not None and now.tuning.processes not in (None, processes.value):
+            return True  # those that are to join are starting
         is_restarting = now.waits_s.get(RESTART, 0.0) > before.waits_s.get(RESTART, 0.0)
         return is_restarting or now.num_restarts != before.num_restarts
 
@@ -184,34 +201,6 @@ class Tuner:
         self._left = None
         return True
 
-    # --------------------------------------------------------------------------------------------------- the window
-
-    def _window(self, passed: Stats) -> TunerWindow:
-        wall_s = max(passed.wall_s, 1e-9)
-        stalls = {cause: seconds for cause, seconds in passed.stall_s.items() if cause != WAKEUP}
-        if passed.full_turn is not None:  # no sizes would make anything quicker
-            stalls = {}
-        rows = {row.name: row for row in passed.stages}
-        busy, computing, blocked = {}, {}, {}
-        for setting in self.settings:
-            mine = [rows[name] for name in setting.stages] or passed.stages
-            busy_s = sum(row.busy_s for row in mine)
-            busy[setting.name] = busy_s / wall_s
-            computing[setting.name] = sum(row.cpu_s for row in mine) / max(busy_s, 1e-9)
-            blocked[setting.name] = sum(row.blocked_s for row in mine) / max(sum(row.slot_s for row in mine), 1e-9)
-        rate = mean(self._rates)
-        spread = stdev(self._rates) / math.sqrt(len(self._rates)) if len(self._rates) > 1 else rate
-        return TunerWindow(
-            rate=rate,
-            error=spread / rate if rate > 0 else 1.0,
-            stalled=sum(stalls.values()) / wall_s,
-            cause=max(stalls, key=stalls.__getitem__, default=None),
-            cpu_share=sum(row.cpu_s for row in passed.stages) / (wall_s * self.num_cpus),
-            busy=busy,
-            computing=computing,
-            blocked=blocked,
-        )
-
     def _is_enough(self, window: TunerWindow, passed: Stats) -> bool:
         wall_s = passed.wall_s
         if window.stalled > _CALM:
@@ -235,11 +224,23 @@ class Tuner:
         if self._is_another_workload(window):
             self._rests.clear()
             self._reach.clear()
-        if window.stalled > _STALLED:
-            return self._speed_up(window, now)
+        if (processes := self._processes) is not None:
+            self._bound(processes, now)
+        if window.stalled > _STALLED or window.is_in_turn:
+            move = self._speed_up(window, now)
+            return move or (self._give_processes_back(window, now) if not window.is_in_turn else None)
         if window.stalled < _CALM:
             return self._give_back(window, now)
         return None
+
+    def _bound(self, processes: TunedSetting, now: Stats) -> None:
+        """Set how many processes there may be: as many as there is room for, and memory and batches to share out."""
+        most = self.most_processes()
+        if batch_bytes := now.memory.get("batch_bytes", 0):
+            most = min(most, now.memory["budget_bytes"] // (BATCHES_EACH * batch_bytes))
+        if self._depth is None:
+            most = min(most, now.tuning.batches or most)
+        processes.most = max(most, processes.value)
 
     def _is_another_workload(self, window: TunerWindow) -> bool:
         usual = self._usual
@@ -252,30 +253,64 @@ class Tuner:
         return is_odd
 
     def _speed_up(self, window: TunerWindow, now: Stats) -> Move | None:
-        depth = next((setting for setting in self.settings if not setting.stages), None)
-        setting = next((setting for setting in self.settings if window.cause in setting.stages), None)
-        if depth is not None and window.cause != MEMORY:
-            slab_bytes = now.memory["slab_bytes"]
-            depth.most = max(depth.value, now.memory["budget_bytes"] // slab_bytes) if slab_bytes else depth.value
-            # With every batch in work and workers without room, more workers would only find no room either.
-            pool = setting or next((one for one in self.settings if one.stages), depth)
-            if window.blocked[pool.name] > _BURSTY and self._may(depth, up=True):
-                share = f"{window.blocked[pool.name]:.0%}"
-                return self._try(
-                    depth, depth.rung(2), window, now, f"it waits while workers have no room {share} of the time"
-                )
-        if setting is None:
-            return None
         waits = f"{window.stalled:.0%} of the time waiting, most of it for {window.cause}"
-        computing = window.computing[setting.name]
-        if window.cpu_share < _CPUS_FULL and self._may(setting, up=True):
-            num_rungs = min(4 if computing < _WAITING else 2, self._reach.get(setting.name, 4))
-            return self._try(setting, setting.rung(num_rungs), window, now, waits, num_rungs=num_rungs)
-        # Where every worker has a CPU and computes, fewer compute less.
-        computes = computing >= _COMPUTING
-        if self._may(setting, up=False) and not (computes and setting.value <= self.num_cpus):
-            return self._try(setting, setting.rung(-1), window, now, f"{waits}; fewer may hinder one another less")
-        return None
+        processes = self._processes if window.is_in_turn or window.cause in {row.name for row in now.stages} else None
+        if processes is not None and not (window.has_room and self._may(processes, up=True)):
+            processes = None
+        if processes is not None and window.is_in_turn:
+            why = "one worker of each process is busy all the time, and one at a time is all that its stage allows"
+            return self._try(processes, processes.rung(1), window, now, why)
+        if window.is_in_turn:
+            return None
+        if processes is not None and (window.is_gil_held or window.cpus > _BUSY * processes.value):
+            num_rungs = min(2, self._reach.get(processes.name, 2))
+            why = f"{waits}; {_busy(window, processes)}"
+            return self._try(processes, processes.rung(num_rungs), window, now, why, num_rungs=num_rungs)
+        return (
+            self._deepen(window, now)
+            or self._add_workers(window, now, waits)
+            or self._add_process(processes, window, now, waits)
+            or self._take_workers(window, now, waits)
+        )
+
+    def _deepen(self, window: TunerWindow, now: Stats) -> Move | None:
+        depth, slab_bytes = self._depth, now.memory["slab_bytes"]
+        if depth is None or window.cause == MEMORY:
+            return None
+        depth.most = max(depth.value, now.memory["budget_bytes"] // slab_bytes) if slab_bytes else depth.value
+        # With every batch in work and workers without room, more workers would only find no room either.
+        pool = self._awaited(window) or next((one for one in self.settings if one.stages), depth)
+        if window.blocked[pool.name] <= _BURSTY or not self._may(depth, up=True):
+            return None
+        share = f"{window.blocked[pool.name]:.0%}"
+        return self._try(depth, depth.rung(2), window, now, f"it waits while workers have no room {share} of the time")
+
+    def _awaited(self, window: TunerWindow) -> TunedSetting | None:
+        """The workers that the loop waits for, if they are tuned."""
+        return next((setting for setting in self.settings if window.cause in setting.stages), None)
+
+    def _add_workers(self, window: TunerWindow, now: Stats, waits: str) -> Move | None:
+        setting = self._awaited(window)
+        if setting is None or window.cpu_share >= CPUS_FULL or not self._may(setting, up=True):
+            return None
+        is_waiting = window.computing[setting.name] < _WAITING
+        num_rungs = min(4 if is_waiting else 2, self._reach.get(setting.name, 4))
+        return self._try(setting, setting.rung(num_rungs), window, now, waits, num_rungs=num_rungs)
+
+    def _add_process(self, processes: TunedSetting | None, window: TunerWindow, now: Stats, waits: str) -> Move | None:
+        """One more, as there are other locks than the GIL."""
+        if processes is None:
+            return None
+        return self._try(processes, processes.rung(1), window, now, f"{waits}; more workers did not help")
+
+    def _take_workers(self, window: TunerWindow, now: Stats, waits: str) -> Move | None:
+        """Fewer; but where every worker has a CPU and computes, fewer compute less."""
+        setting = self._awaited(window)
+        if setting is None or not self._may(setting, up=False):
+            return None
+        if window.computing[setting.name] >= _COMPUTING and setting.value <= self.num_cpus:
+            return None
+        return self._try(setting, setting.rung(-1), window, now, f"{waits}; fewer may hinder one another less")
 
     def _give_back(self, window: TunerWindow, now: Stats) -> Move | None:
         for setting in self.settings:
@@ -286,7 +321,18 @@ class Tuner:
             if target < setting.value:
                 reason = f"nothing waits; {window.busy[setting.name]:.1f} of {setting.value} workers are busy"
                 return self._try(setting, target, window, now, reason, gives_back=True)
-        return None
+        return self._give_processes_back(window, now)
+
+    def _give_processes_back(self, window: TunerWindow, now: Stats) -> Move | None:
+        """Fewer processes, where the CPUs that they use do not need as many."""
+        processes = self._processes
+        if processes is None or not self._may(processes, up=False):
+            return None
+        is_first = (processes.name, False) not in self._rests
+        target = processes.enough_for(_SPARE * window.cpus) if is_first else processes.rung(-1)
+        if target >= processes.value or target < _SPARE * window.cpus:
+            return None
+        return self._try(processes, target, window, now, _busy(window, processes), gives_back=True)
 
     def _may(self, setting: TunedSetting, *, up: bool) -> bool:
         rest = self._rests.get((setting.name, up))
@@ -318,7 +364,7 @@ class Tuner:
         self._trial = None
         gain, error = _gain(trial, window)
         if trial.gives_back:
-            kept = window.stalled < _STALLED
+            kept = window.stalled < _STALLED or (trial.baseline.stalled >= _STALLED and gain > -max(_GAIN, error))
             effect = f"{window.stalled:.0%} of the time waiting"
         else:
             needed = min(_MOST_GAIN, max(_GAIN, 2 * error))
@@ -331,8 +377,9 @@ class Tuner:
             if went_up:  # workers that were given back and had to be taken again are not given back soon
                 self._leave_alone(trial.setting, up=False)
             return None
-        if went_up and trial.num_rungs > 2 and gain > -_GAIN:
-            self._reach[trial.setting.name] = 2  # it was too far; half as far may not be
+        nearer = 1 if trial.setting.kind == "processes" else 2
+        if went_up and trial.num_rungs > nearer and gain > -_GAIN:
+            self._reach[trial.setting.name] = nearer  # it was too far; half as far may not be
         else:
             self._leave_alone(trial.setting, up=went_up)
         assert self._before is not None
@@ -352,3 +399,7 @@ def _gain(trial: _Trial, window: TunerWindow) -> tuple[float, float]:
     before = trial.baseline.rate
     gain = window.rate / before - 1 if before > 0 else 0.0
     return gain, math.hypot(window.error, trial.baseline.error)
+
+
+def _busy(window: TunerWindow, processes: TunedSetting) -> str:
+    return f"{window.cpus:.1f} CPUs are busy in {processes.value} process{'es' if processes.value > 1 else ''}"

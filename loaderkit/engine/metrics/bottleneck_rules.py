@@ -194,7 +194,7 @@ def gil(facts: Facts) -> Verdict | None:
     processes = words.process_instead(
         interval,
         "prefetch.executor: process gives loading a GIL of its own, prefetch.processes several",
-        f"prefetch.processes: {interval.num_processes + 1} or more, each with a GIL of its own",
+        f"{words.several_processes(interval)}, each with a GIL of its own",
     )
     change = f"{processes}; or do the work in NumPy or torch, which release the GIL; more workers would not help"
     return _of_stage(interval, awaited, "gil", evidence, change, sure=0.95 if trial.holds_gil else 0.75)

@@ -200,7 +200,7 @@ def more_processes(interval: Interval, facts: StageFacts) -> str:
     change = process_instead(
         interval,
         "prefetch.executor: process with a process for every CPU, by prefetch.processes",
-        f"prefetch.processes: {interval.num_processes + 1} or more, while CPUs are free",
+        f"{several_processes(interval)}, while CPUs are free",
     )
     return f"{change}, each with a GIL of its own (more threads help only if {facts.stage.name} releases the GIL)"
 
@@ -211,6 +211,15 @@ def more_cpus(interval: Interval) -> str:
         return "a larger CPU quota"
     others = interval.others_cpus or 0.0
     return f"the {others:.1f} CPUs that other programs take" if others > _OTHERS else "more CPUs"
+
+
+def several_processes(interval: Interval) -> str:
+    """More processes than there are."""
+    more = f"{interval.num_processes + 1} or more"
+    is_auto = "processes" in (interval.stats.tuning.auto or ())
+    return (
+        f"prefetch.max_processes: {more}, which processes: auto comes to" if is_auto else f"prefetch.processes: {more}"
+    )
 
 
 def process_instead(interval: Interval, change: str, otherwise: str = "") -> str:

@@ -220,7 +220,9 @@ class Snapshot:
         """A copy without the fields that a time series does not show."""
         nothing = Histogram()
         stages = [replace(row, services=nothing) for row in self.stages]
-        return replace(self, stages=stages, slowest={}, tuning=Tuning(batches=self.tuning.batches))
+        return replace(
+            self, stages=stages, slowest={}, tuning=Tuning(batches=self.tuning.batches, processes=self.tuning.processes)
+        )
 
     def to_point(self, wall_s: float) -> dict[str, Any]:
         """A point of the time series: what happened on average in an interval of `wall_s`, which may lie before the first wait
@@ -237,6 +239,7 @@ class Snapshot:
             "ready": self.num_ready,
             "open": self.num_open,
             "batches": self.tuning.batches,
+            "processes": self.tuning.processes,
             "live_bytes": self.memory["live_bytes"],
             "rss_bytes": self.host.rss_bytes,
             "cpus": self.host.cpu_s / wall_s,

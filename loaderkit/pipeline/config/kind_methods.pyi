@@ -662,7 +662,8 @@ class KindMethods:
         memory: int | str = 2147483648,
         concurrency: int | Literal["auto"] = "auto",
         executor: Literal["inline", "thread", "process"] = "thread",
-        processes: int = 1,
+        processes: int | Literal["auto"] = 1,
+        max_processes: int | None = None,
         restarts: int = 3,
         timeout: float | str = 60.0,
         on_timeout: Literal["warn", "raise"] = "warn",
@@ -675,7 +676,9 @@ class KindMethods:
         concurrency: worker threads in all; auto: one a CPU to begin with, then measured
         executor: threads here; inline: none, next() does the work; process: threads of another process
         processes: how many, with `executor: process`; they share `batches`, `memory` and all workers out
-            evenly
+            evenly; auto: one to begin with, then measured, and `batches` is auto as well unless it is given
+        max_processes: the most that `processes: auto` comes to; default: a process a CPU of this rank, and
+            as many as `batches`, if that is a number
         restarts: with `executor: process`: how often, in all, one that died is started again, and its
             batches are made again; one death more, or a second one at the same batch, raises
             WorkerDiedError; 0: the first does

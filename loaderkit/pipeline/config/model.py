@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from loaderkit._internal.config.settings import ByteSize, Duration, Model
 from loaderkit._internal.config.yaml_text import to_yaml
@@ -64,8 +64,15 @@ class PrefetchArgs(Model):
     executor: Literal["inline", "thread", "process"] = Field(
         "thread", description="threads here; inline: none, next() does the work; process: threads of another process"
     )
-    processes: PositiveInt = Field(
-        1, description="how many, with `executor: process`; they share `batches`, `memory` and all workers out evenly"
+    processes: PositiveInt | Literal["auto"] = Field(
+        1,
+        description="how many, with `executor: process`; they share `batches`, `memory` and all workers out evenly; auto: one "
+        "to begin with, then measured, and `batches` is auto as well unless it is given",
+    )
+    max_processes: PositiveInt | None = Field(
+        None,
+        description="the most that `processes: auto` comes to; default: a process a CPU of this rank, and as many as "
+        "`batches`, if that is a number",
     )
     restarts: NonNegativeInt = Field(
         3,
@@ -79,12 +86,23 @@ class PrefetchArgs(Model):
         "warn", description="after `timeout`: keep waiting, or raise StallTimeout (not with `executor: inline`)"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _grows_with_processes(cls, data: Any) -> Any:
+        is_auto = isinstance(data, dict) and data.get("processes") == "auto"
+        return {"batches": "auto", **data} if is_auto else data
+
+    @property
+    def first_processes(self) -> int:
+        """The number of processes to begin with."""
+        return 1 if self.processes == "auto" else self.processes
+
     @property
     def first_batches(self) -> int:
         """The depth to begin with."""
         if self.batches != "auto":
             return self.batches
-        return max(4, self.processes) if self.executor == "process" else 4
+        return max(4, self.first_processes) if self.executor == "process" else 4
 
 
 class ErrorsArgs(Model):

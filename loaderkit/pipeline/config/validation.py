@@ -115,6 +115,17 @@ def _check_one(
                 "another process cannot hand over tensors on a GPU: set `prefetch: {executor: thread}`",
                 "device",
             )
+    if (
+        prefetch is not None
+        and prefetch.executor == "process"
+        and prefetch.processes == "auto"
+        and source_kind.is_stream
+    ):
+        problems.error(
+            ("prefetch", "processes"),
+            "auto lets processes join while the loop runs, and each would have to iterate over all that an iterable has given "
+            "before: give their number",
+        )
     if order is not None and order.shuffle == "block" and source_kind.gives == "items":
         problems.error(
             ("order", "shuffle"),

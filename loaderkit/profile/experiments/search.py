@@ -159,6 +159,8 @@ class _Search:
         tuning = looks[-1].tuning
         workers = sum(pool.workers for pool in tuning.pools if not pool.is_trainers)
         self.sizes = {**given, "prefetch.concurrency": workers, "prefetch.batches": tuning.batches}
+        if self._config.prefetch.processes == "auto":
+            self.sizes["prefetch.processes"] = tuning.processes or 1
         passed = looks[-1].since(looks[len(looks) // 2 - 1])
         verdict = verdict_part(passed, self._config)
         self._is_in_turn = passed.full_turn is not None

@@ -59,6 +59,7 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
         "concurrency": "auto",
         "executor": "thread",
         "processes": 1,
+        "max_processes": None,
         "restarts": 3,
         "timeout": "60s",
         "on_timeout": "warn",

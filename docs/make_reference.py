@@ -35,7 +35,7 @@ from loaderkit.checkpoint.manager.settings import (
 from loaderkit.cli.app import app
 from loaderkit.connectors.config import CacheArgs, ReadAheadArgs, RetryArgs, S3Args
 from loaderkit.pipeline.config.mixture import ChangeArgs, MixArgs, MixedArgs
-from loaderkit.pipeline.config.model import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs, RanksArgs
+from loaderkit.pipeline.config.model import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs, RanksArgs, RayArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.profile import ranks, report, report_parts
 from loaderkit.stages.base import StageArgs
@@ -219,6 +219,7 @@ def render() -> str:
         side = f" Stands {where[stage.scope]}." if stage.scope in where else ""
         parts += [f"### `{kind}`\n", summary(stage.args) + side + "\n", table(stage.args, skip=StageArgs.model_fields)]
     parts += ["## Prefetch\n", summary(PrefetchArgs) + "\n", table(PrefetchArgs)]
+    parts += ["`prefetch.ray`, for `executor: ray`:\n", table(RayArgs)]
     parts += ["## Errors\n", summary(ErrorsArgs) + "\n", table(ErrorsArgs)]
     parts += ["## Ranks\n", summary(RanksArgs) + "\n", table(RanksArgs)]
     parts += ["## Checkpoints\n", CHECKPOINTS, table(SaveSettings)]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from buckets import upload
+from ray_nodes import RAY, ray_nodes  # noqa: F401 - a fixture
 
 import loaderkit
 from loaderkit import Pipeline
@@ -62,6 +63,20 @@ class TestEveryPipeline:
             assert batch["image"].dtype == torch.float32
             assert math.isfinite(batch["image"].sum().item())
             assert set(batch["label"].tolist()) <= {0, 1, 2}
+
+    @pytest.mark.usefixtures("ray_nodes")
+    def test_in_actors(self, file: Path) -> None:
+        """The bytes of `inline`, of a cluster whose nodes know nothing of this program's environment."""
+        overrides = {"stages.batch.size": 16, "stages.transfer.device": "cpu"}
+        with loaderkit.build(file, overrides={**overrides, "prefetch.executor": "inline"}) as loader:
+            expected = list(loader)
+        with loaderkit.build(file, overrides={**overrides, **RAY}) as loader:
+            found = list(loader)
+        assert len(found) == len(expected) == 3
+        for batch, other in zip(found, expected, strict=True):
+            assert batch.keys() == other.keys()
+            assert batch["__key__"] == other["__key__"]
+            assert all(torch.equal(batch[name], other[name]) for name in ("image", "label"))
 
     def test_is_its_own_description(self, file: Path, tmp_path: Path) -> None:
         pipeline = loaderkit.Pipeline.from_yaml(file)

@@ -93,7 +93,7 @@ def lower(config: PipelineConfig, decode: StageConfig, device: torch.device | No
         _check_gpu(device)
     border = [stage.kind for stage in stages].index("batch")
     between = stages[stages.index(decode) + 1 : border]
-    is_elsewhere = device is not None and config.prefetch.executor == "process"
+    is_elsewhere = device is not None and config.prefetch.is_remote
     behind = [s for s in stages[border + 1 :] if is_elsewhere or not STAGES[s.kind].keeps_values(s.args)]
     last = behind[0] if behind else None
     finalizer = None

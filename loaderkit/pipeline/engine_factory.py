@@ -40,13 +40,13 @@ def make_executor(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Exec
     if plan.is_shared:
         return _make_shared_executor(plan, clock)
     if isinstance(plan.source, IterableSource):
-        num_processes = plan.config.prefetch.first_processes if plan.executor == "process" else 1
+        num_processes = plan.config.prefetch.first_processes if plan.is_remote else 1
         plan.source.check_readers(plan.schedule.world_size, num_processes)
-    if plan.executor == "process":
+    if plan.is_remote:
         # Late: it imports this module, and takes a tenth of the time to the first batch.
-        from loaderkit.pipeline.process_setup import make_process_engine
+        from loaderkit.pipeline.process_setup import make_remote_engine
 
-        return make_process_engine(plan)
+        return make_remote_engine(plan)
     if plan.executor == "inline":
         compiled = plan.compiled
         return InlineEngine(
@@ -199,7 +199,7 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tu
     if plan.is_shared:
         return _describe_shared(plan, clock)
     prefetch, compiled = plan.config.prefetch, plan.compiled
-    if plan.executor == "process":
+    if plan.is_remote:
         from loaderkit.pipeline.process_setup import check_processes, pools_of_processes  # late, as above
 
         check_processes(plan, clock)
@@ -207,7 +207,7 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tu
     else:
         if prefetch.processes != 1:
             logger.warning(
-                "prefetch.processes: %s is of no effect with prefetch.executor: %s; executor: process has several",
+                "prefetch.processes: %s is of no effect with prefetch.executor: %s; executor: process and ray have several",
                 prefetch.processes,
                 prefetch.executor,
             )
@@ -220,8 +220,8 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tu
         executor_with_workers=plan.config.executor_with_workers,
         graph=() if compiled.lowering is None else tuple(compiled.lowering.graph.lines()),
         jpeg=None if cropping is None else "whole" if whole else f"crop of {cropping}",
-        processes=prefetch.first_processes if plan.executor == "process" else None,
-        cpus=num_cpus(),
+        processes=prefetch.first_processes if plan.is_remote else None,
+        cpus=int(prefetch.first_processes * prefetch.ray.num_cpus) or 1 if plan.executor == "ray" else num_cpus(),
         pools=pools,
     )
 

@@ -100,9 +100,14 @@ class ExecutionPlan:
         return (self.connector,) if self.mixture is None else tuple(one.connector for one in self.part_connectors)
 
     @property
-    def executor(self) -> Literal["inline", "thread", "process"]:
+    def executor(self) -> Literal["inline", "thread", "process", "ray"]:
         """What makes the batches."""
         return "inline" if self.inline_reason is not None else self.config.prefetch.executor
+
+    @property
+    def is_remote(self) -> bool:
+        """True if other processes make the batches, here or on other machines."""
+        return self.executor in ("process", "ray")
 
     @property
     def is_shared(self) -> bool:
@@ -424,7 +429,9 @@ def _num_workers(config: PipelineConfig) -> int:
     prefetch = config.prefetch
     if prefetch.executor == "inline":
         return 1
-    return num_cpus() if prefetch.concurrency == "auto" else prefetch.concurrency
+    if prefetch.concurrency != "auto":
+        return prefetch.concurrency
+    return prefetch.first_processes * max(1, int(prefetch.ray.num_cpus)) if prefetch.executor == "ray" else num_cpus()
 
 
 def _said(stage: StageConfig) -> str:

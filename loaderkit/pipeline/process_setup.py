@@ -1,4 +1,4 @@
-"""`executor: process`: the spec that worker processes get, and the check that it can be pickled."""
+"""`executor: process` and `ray`: the spec that other processes get, and the check that it can be pickled."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from loaderkit.connectors.base import Connector
 from loaderkit.engine.metrics.tuning import PoolTuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.process.worker_process import WorkerProcess
-from loaderkit.engine.remote.contracts import WorkerSpec
+from loaderkit.engine.remote.contracts import MakeProcess, WorkerSpec
 from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.engine.remote.packing import pack
 from loaderkit.engine.restarts import Restarts
 from loaderkit.engine.threaded import ThreadEngine
-from loaderkit.errors import ConfigError
+from loaderkit.errors import ConfigError, MissingExtraError
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.packing import sequence_keys
-from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
+from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs, RayArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.engine_factory import make_worker_engine
 from loaderkit.pipeline.execution_plan import ExecutionPlan
@@ -28,8 +28,8 @@ from loaderkit.sampling.shard import Shard
 from loaderkit.sources.iterable import IterableSource
 
 
-def make_process_engine(plan: ExecutionPlan) -> RemoteEngine:
-    """An executor with worker processes, which are not started yet."""
+def make_remote_engine(plan: ExecutionPlan) -> RemoteEngine:
+    """An executor with worker processes, here or in a Ray cluster, which are not started yet. Raises MissingExtraError."""
     prefetch, ahead, trainer_stages = plan.config.prefetch, plan.for_workers, plan.trainer_stages
     spec = WorkerSpec(
         worker_engine(ahead),
@@ -43,13 +43,28 @@ def make_process_engine(plan: ExecutionPlan) -> RemoteEngine:
     )
     return RemoteEngine(
         spec,
-        WorkerProcess,
+        _actor_maker(prefetch.ray) if prefetch.executor == "ray" else WorkerProcess,
         num_processes=prefetch.first_processes,
         schedule=plan.schedule,
         timeout_s=prefetch.timeout,
         raises=prefetch.on_timeout == "raise",
         restarts=restarts_of(plan),
     )
+
+
+def _actor_maker(settings: RayArgs) -> MakeProcess:
+    """What makes an actor that is not started."""
+    try:
+        # Late: only here it is asked for, and it takes 0.3 s.
+        from loaderkit.engine.ray.actor_process import ActorProcess
+        from loaderkit.engine.ray.cluster import RaySettings
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "ray":
+            raise
+        raise MissingExtraError(
+            f"prefetch.executor: ray needs the package ray ({error}): pip install 'loaderkit[ray]'"
+        ) from error
+    return partial(ActorProcess, RaySettings(**dict(settings)))
 
 
 def restarts_of(plan: ExecutionPlan) -> Restarts:
@@ -93,12 +108,16 @@ def pools_of_processes(plan: ExecutionPlan) -> tuple[PoolTuning, ...]:
 
 def check_processes(plan: ExecutionPlan, clock: Clock) -> None:
     """Raise ConfigError if worker processes cannot run the plan."""
+    prefetch = plan.config.prefetch
     if clock is not time.perf_counter:
         raise ConfigError(
-            "build(clock=...) and prefetch.executor: process: another process cannot read that clock; use executor: thread"
+            f"build(clock=...) and prefetch.executor: {prefetch.executor}: another process cannot read that clock; use "
+            "executor: thread"
         )
-    check_depth(plan.config.prefetch)
+    check_depth(prefetch)
     check_sendable(plan.for_workers.config, plan.connectors)
+    if prefetch.executor == "ray":
+        _actor_maker(prefetch.ray)
 
 
 def check_depth(prefetch: PrefetchArgs) -> None:
@@ -129,7 +148,8 @@ def check_sendable(config: PipelineConfig, connectors: Sequence[Connector | None
             pack(value)
         except Exception as error:
             raise ConfigError(
-                f"{where}: {value!r} cannot be sent to the process that loads (prefetch.executor: process): {error}. Define "
+                f"{where}: {value!r} cannot be sent to the process that loads (prefetch.executor: "
+                f"{config.prefetch.executor}): {error}. Define "
                 'it at the top level of a module that can be imported, and name it as "package.module:name"; or use '
                 "executor: thread"
             ) from error

@@ -34,7 +34,7 @@ class TensorLoader:
         """Opens the checkpoint and reads its table of contents. Raises the errors of `loaderkit.restore`."""
         args = config.source
         assert isinstance(args, CheckpointArgs)
-        if config.prefetch.executor == "process":
+        if config.prefetch.is_remote:
             raise ConfigError("prefetch.executor: tensors of a checkpoint are read by threads: use thread or inline")
         self.config = config
         self._args = args

@@ -65,9 +65,9 @@ def is_accepted(config: PipelineConfig, settings: Mapping[str, Any]) -> bool:
         changed = replace(config, prefetch=PrefetchArgs.model_validate({**dict(config.prefetch), **given}))
         check_structure(changed.source, changed.stages, changed.order, changed.prefetch, problems)
         problems.raise_problems()
-        if changed.prefetch.executor == "process":
+        if changed.prefetch.is_remote:
             check_depth(changed.prefetch)
-            if config.prefetch.executor != "process":
+            if not config.prefetch.is_remote:
                 check_sendable(changed)
     except ValueError:  # of the model, or a ConfigError
         return False
@@ -178,7 +178,8 @@ def process_settings(config: PipelineConfig, batch_bytes: int) -> list[Setting]:
     prefetch, processes = config.prefetch, num_processes(config, batch_bytes)
     if 2 * processes * batch_bytes > prefetch.memory:
         return []
-    if prefetch.executor == "process" and (prefetch.processes == "auto" or prefetch.processes >= processes):
+    is_enough = prefetch.processes == "auto" or prefetch.processes >= processes
+    if prefetch.executor == "ray" or (prefetch.executor == "process" and is_enough):
         return []
     settings = [_set(config, "prefetch.executor", "process"), _set(config, "prefetch.processes", processes)]
     if prefetch.first_batches < 2 * processes:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ray_nodes import RAY, ray_nodes  # noqa: F401 - a fixture
 
 import loaderkit
 from loaderkit import Loader, Pipeline
@@ -34,6 +35,9 @@ EXECUTORS: dict[str, dict[str, Any]] = {
         "stages.read.workers": 2,
         "stages.call-2.workers": 4,
     },
+    "two actors": RAY,
+    "three actors of pools": RAY
+    | {"prefetch.processes": 3, "prefetch.batches": 7, "stages.read.workers": 2, "stages.call-2.workers": 4},
 }
 
 
@@ -55,11 +59,13 @@ def total(batch: dict[str, Any], rng: Any) -> None:
     batch["total"] = int(batch["x"].sum()) + int(rng.integers(1000))
 
 
-LONG = {"a process of pools", "three processes of pools"}
+LONG = {"a process of pools", "three processes of pools", "three actors of pools"}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.prove] if name in LONG else []) for name in EXECUTORS])
 def make(request: pytest.FixtureRequest) -> Callable[..., Loader]:
+    if EXECUTORS[request.param].get("prefetch.executor") == "ray":
+        request.getfixturevalue("ray_nodes")
     pipeline = Pipeline.dataset(Squares()).shuffle(seed=2).read().call(jitter).batch(4).call(total).transfer()
     return lambda **more: loaderkit.build(pipeline, overrides={**EXECUTORS[request.param], **more})
 

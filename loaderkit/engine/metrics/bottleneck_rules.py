@@ -81,7 +81,7 @@ def wakeup(interval: Interval) -> Verdict:
         change = "a larger CPU quota; or less work for the CPUs: fewer workers, and library threads as few as the quota"
         return without_stage(interval, WAKEUP, f"{evidence}; {words.quota(interval)}", change, sure=0.9, kind="quota")
     change = "fewer workers; for batches of less than a millisecond, larger batches or executor: inline"
-    if interval.stats.tuning.executor != "process":
+    if not interval.stats.tuning.is_remote:
         change = (
             f"prefetch.executor: process, so that loading does not hold the GIL when the loop needs it; or {change}"
         )
@@ -154,7 +154,7 @@ def oversubscription(facts: Facts) -> Verdict | None:
     ):
         return None  # no worker, or no function of the user's
     native_s, num_cpus = interval.stats.host.native_s, interval.num_cpus or 1
-    if interval.stats.tuning.executor != "process":
+    if not interval.stats.tuning.is_remote:
         # What the loop may have computed in such threads itself, while it did not wait.
         native_s -= max(0.0, interval.counted_s - interval.waited_s) * (num_cpus - 1)
     if native_s <= _NATIVE * max(interval.stats.host.cpu_s, stage.cpu_s):

@@ -224,7 +224,7 @@ def several_processes(interval: Interval) -> str:
 
 def process_instead(interval: Interval, change: str, otherwise: str = "") -> str:
     """`change`, which sets `prefetch.executor: process`; `otherwise` where it is set."""
-    return otherwise if interval.stats.tuning.executor == "process" else change
+    return otherwise if interval.stats.tuning.is_remote else change
 
 
 def more_memory(interval: Interval) -> str:

@@ -38,8 +38,14 @@ class Tuning:
     settled: bool = False
     decisions: Sequence[Mapping[str, Any]] = ()
     pids: tuple[int, ...] | None = None
+    nodes: tuple[str, ...] | None = None  # of a cluster: that of each process, as far as it has one
     reader: int | None = None  # of ranks that share one, the rank that reads
     peers: tuple[int, ...] = ()  # the other ranks of those
+
+    @property
+    def is_remote(self) -> bool:
+        """True if other processes make the batches, here or on other machines."""
+        return self.executor in ("process", "ray")
 
     @property
     def concurrency(self) -> int:
@@ -70,4 +76,5 @@ class Tuning:
         if self.reader is not None:
             values |= {"reader": self.reader, "peers": [*self.peers]}
         values["pids"] = None if self.pids is None else [*self.pids]
+        values["nodes"] = None if self.nodes is None else [*self.nodes]
         return {key: value for key, value in values.items() if value is not None}

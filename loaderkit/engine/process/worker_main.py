@@ -31,7 +31,7 @@ from loaderkit.engine.remote.log_records import pack_record
 from loaderkit.errors import RemoteError
 
 if TYPE_CHECKING:
-    from loaderkit.engine.process.batch_server import BatchSender
+    from loaderkit.engine.process.batch_sender import BatchSender
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _MESSAGE_BYTES = 2**18
@@ -99,7 +99,7 @@ class WorkerMain:
         try:
             ending_forks(_import)(preload)
             from loaderkit.engine.process import messages
-            from loaderkit.engine.process.batch_server import BatchSender
+            from loaderkit.engine.process.batch_sender import BatchSender
 
             spec = pickle.loads(self._specs.get())  # noqa: S301 - of our own process
             self._forward_logs(spec.pop("log_level"))

@@ -79,6 +79,11 @@ class WorkerProcess:
         return None if self.connection is None else self.connection.pid
 
     @property
+    def node(self) -> None:
+        """See `RunningProcess`."""
+        return None
+
+    @property
     def where(self) -> str:
         """See `RunningProcess`."""
         return f"pid {self.pid}"

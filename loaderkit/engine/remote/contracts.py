@@ -72,6 +72,10 @@ class RunningProcess(Protocol):
         """None while it is not known."""
 
     @property
+    def node(self) -> str | None:
+        """The machine it runs on, if that may be another one, and is known."""
+
+    @property
     def where(self) -> str:
         """Its pid, and its node if it runs on another machine; for messages."""
 

@@ -405,6 +405,7 @@ class RemoteEngine:
                 tuning,
                 processes=self._dealing.num_processes,
                 pids=tuple(process.pid for process in self.processes if process.pid is not None),
+                nodes=tuple(process.node for process in self.processes if process.node is not None) or None,
             ),
         )
 

@@ -96,6 +96,11 @@ class RemoteProcess:
         return self.running.pid if self.running is not None else None
 
     @property
+    def node(self) -> str | None:
+        """See `RunningProcess`."""
+        return None if self.running is None else self.running.node
+
+    @property
     def where(self) -> str:
         """See `RunningProcess`."""
         return self.running.where if self.running is not None else "not started yet"

@@ -661,7 +661,8 @@ class KindMethods:
         batches: int | Literal["auto"] = 4,
         memory: int | str = 2147483648,
         concurrency: int | Literal["auto"] = "auto",
-        executor: Literal["inline", "thread", "process"] = "thread",
+        executor: Literal["inline", "thread", "process", "ray"] = "thread",
+        ray: Mapping[str, Any] = ...,
         processes: int | Literal["auto"] = 1,
         max_processes: int | None = None,
         restarts: int = 3,
@@ -674,13 +675,16 @@ class KindMethods:
             then measured
         memory: bound on the memory of those batches
         concurrency: worker threads in all; auto: one a CPU to begin with, then measured
-        executor: threads here; inline: none, next() does the work; process: threads of another process
-        processes: how many, with `executor: process`; they share `batches`, `memory` and all workers out
-            evenly; auto: one to begin with, then measured, and `batches` is auto as well unless it is given
+        executor: threads here; inline: none, next() does the work; process: threads of another process;
+            ray: of actors of a Ray cluster
+        ray: for `executor: ray`, below
+        processes: how many, with `executor: process` or `ray`; they share `batches`, `memory` and all
+            workers out evenly; auto: one to begin with, then measured, and `batches` is auto as well unless
+            it is given
         max_processes: the most that `processes: auto` comes to; default: a process a CPU of this rank, and
             as many as `batches`, if that is a number
-        restarts: with `executor: process`: how often, in all, one that died is started again, and its
-            batches are made again; one death more, or a second one at the same batch, raises
+        restarts: with `executor: process` or `ray`: how often, in all, one that died is started again, and
+            its batches are made again; one death more, or a second one at the same batch, raises
             WorkerDiedError; 0: the first does
         timeout: a wait this long is reported with the stage, the sample and stacks; first at a quarter of
             it

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from loaderkit._internal.config.settings import ByteSize, Duration, Model
 from loaderkit._internal.config.yaml_text import to_yaml
@@ -50,6 +50,32 @@ class OrderArgs(Model):
     block: BlockArgs = Field(BlockArgs(), description="for `shuffle: block`, below")
 
 
+def _without_client(address: Any) -> Any:
+    if isinstance(address, str) and address.startswith("ray://"):
+        raise ValueError(
+            "Ray Client has no memory in common with the cluster: run this program on one of its nodes, with auto"
+        )
+    return address
+
+
+class RayArgs(Model):
+    """Where the actors of `executor: ray` run: one for each of `processes`."""
+
+    address: Annotated[str, BeforeValidator(_without_client)] = Field(
+        "auto",
+        min_length=1,
+        description="of the cluster, as host:port; auto: of RAY_ADDRESS, else the one that runs on this machine; local: one on "
+        "this machine, begun for this program",
+    )
+    num_cpus: PositiveFloat = Field(
+        1.0, description="of each actor, by which Ray places them; with `concurrency: auto` it has as many workers"
+    )
+    resources: dict[str, PositiveFloat] = Field({}, description="what else each actor needs, by Ray's names")
+    strategy: Literal["spread", "default"] = Field(
+        "spread", description="over as many nodes as there are; default: Ray's own, which fills nodes first"
+    )
+
+
 class PrefetchArgs(Model):
     """How far and how fast to work ahead."""
 
@@ -61,13 +87,16 @@ class PrefetchArgs(Model):
     concurrency: PositiveInt | Literal["auto"] = Field(
         "auto", description="worker threads in all; auto: one a CPU to begin with, then measured"
     )
-    executor: Literal["inline", "thread", "process"] = Field(
-        "thread", description="threads here; inline: none, next() does the work; process: threads of another process"
+    executor: Literal["inline", "thread", "process", "ray"] = Field(
+        "thread",
+        description="threads here; inline: none, next() does the work; process: threads of another process; ray: of actors of "
+        "a Ray cluster",
     )
+    ray: RayArgs = Field(RayArgs(), description="for `executor: ray`, below")
     processes: PositiveInt | Literal["auto"] = Field(
         1,
-        description="how many, with `executor: process`; they share `batches`, `memory` and all workers out evenly; auto: one "
-        "to begin with, then measured, and `batches` is auto as well unless it is given",
+        description="how many, with `executor: process` or `ray`; they share `batches`, `memory` and all workers out evenly; "
+        "auto: one to begin with, then measured, and `batches` is auto as well unless it is given",
     )
     max_processes: PositiveInt | None = Field(
         None,
@@ -76,8 +105,8 @@ class PrefetchArgs(Model):
     )
     restarts: NonNegativeInt = Field(
         3,
-        description="with `executor: process`: how often, in all, one that died is started again, and its batches are made "
-        "again; one death more, or a second one at the same batch, raises WorkerDiedError; 0: the first does",
+        description="with `executor: process` or `ray`: how often, in all, one that died is started again, and its batches are "
+        "made again; one death more, or a second one at the same batch, raises WorkerDiedError; 0: the first does",
     )
     timeout: Duration = Field(
         60.0, description="a wait this long is reported with the stage, the sample and stacks; first at a quarter of it"
@@ -98,11 +127,16 @@ class PrefetchArgs(Model):
         return 1 if self.processes == "auto" else self.processes
 
     @property
+    def is_remote(self) -> bool:
+        """True if other processes make the batches, here or on other machines."""
+        return self.executor in ("process", "ray")
+
+    @property
     def first_batches(self) -> int:
         """The depth to begin with."""
         if self.batches != "auto":
             return self.batches
-        return max(4, self.first_processes) if self.executor == "process" else 4
+        return max(4, self.first_processes) if self.is_remote else 4
 
 
 class ErrorsArgs(Model):

@@ -97,7 +97,7 @@ def _depth(model: PipelineModel, report: Report, config: PipelineConfig) -> Iter
 def _executors(model: PipelineModel, config: PipelineConfig, batch_bytes: int) -> Iterator[Change]:
     executor = config.prefetch.executor
     now = Setting(key="prefetch.executor", before=executor, value=executor)
-    if executor != "process" and not model.is_inline:
+    if not config.prefetch.is_remote and not model.is_inline:
         yield Change("executor: process", model, (now.model_copy(update={"value": "process"}),))
         processes = num_processes(config, batch_bytes)
         if model.gil_s > 0 and config.prefetch.first_batches >= processes:

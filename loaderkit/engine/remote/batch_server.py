@@ -1,28 +1,20 @@
-"""Sends the batches of a worker process's engine to the trainer, in order and within the budget.
+"""The engine of a process that makes batches for another one: hands them out in order and obeys the trainer's commands.
 
-A finished batch is sent at once and stays in the budget until the trainer has taken it, so no more is read ahead than in one
-process. Its memory is reused when the trainer has no reference to it any more.
+A finished batch stays in the budget until the trainer has taken it, so no more is read ahead than in one process.
 """
 
 from __future__ import annotations
 
-import io
 import logging
-import pickle
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
-import torch
-
 from loaderkit.engine.metrics import stalls, trace
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.tuning import Tuning
-from loaderkit.engine.process import messages
-from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
 from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.remote.packing import pack
 from loaderkit.engine.threaded import ThreadEngine
@@ -33,83 +25,53 @@ from loaderkit.sampling.shard import Shard
 
 _REPORT_CHARACTERS = 100_000
 logger = logging.getLogger("loaderkit")
-MakeEngine = Callable[[Allocator, Shard], ThreadEngine]
 
 
-class BatchSender:
-    """Sends batches from the thread that calls `run`; every other public method is called by the control thread.
+class BatchServer:
+    """Gives finished batches to the thread that calls `finished`; every other public method is called by the control thread.
+    How batches travel is decided by a subclass."""
 
-    `spec` holds (a function that makes the engine from an allocator and a shard, the shard, the trainer's number of
-    torch threads). The arena is free from `begin` on; batches start at (`epoch`, `position`), after `generation` seeks.
-    """
-
-    def __init__(
-        self,
-        outbox: socket.socket,
-        descriptor: int,
-        spec: messages.PackedValue,
-        *,
-        begin: int,
-        keep_pages: bool,
-        epoch: int,
-        position: int,
-        generation: int,
-    ) -> None:
-        self._outbox = outbox
-        self._arena = SharedArena(io.FileIO(descriptor, "r+"))
-        self._allocator = Allocator(self._arena, begin=begin, keep_pages=keep_pages)
-        make_engine, self._shard, num_torch_threads = _open_spec(spec, self._arena)
-        torch.set_num_threads(num_torch_threads)
-        self._engine = make_engine(self._allocator, self._shard)
+    def __init__(self, engine: ThreadEngine, shard: Shard, *, generation: int) -> None:
+        """`generation` is the number of seeks so far."""
+        self._engine = engine
+        self._shard = shard
         self._lock = threading.Lock()
-        self._generation = generation  # the number of seeks so far
-        self._held: dict[int, tuple[Any, list[Block]]] = {}  # the memory of batches that the trainer has not released
-        self._number = 0
-        self._num_underway = 0  # sent, and not taken yet
-        self._sent_s: float | None = None  # when the previous batch was sent; None after a seek
+        self._generation = generation
+        self._num_underway = 0  # handed out, and not taken yet
+        self._sent_s: float | None = None  # when the previous batch was handed out; None after a seek
         self._pages: list[trace.Lane] = []  # of the trace that the trainer is fetching
-        self._engine.seek(epoch, position)
 
-    # -------------------------------------------------------------------------------------------------- sending
+    # -------------------------------------------------------------------------------------------------- batches
 
-    def run(self) -> None:
-        """Send every batch when it is complete, until the engine is closed. Raises the error that stopped the workers."""
+    def start(self) -> None:
+        """Start the workers."""
         self._engine.start()
+
+    def finished(self, wanted: int | None = None) -> tuple[int, WorkItem] | None:
+        """Wait for the next finished batch: (number of seeks before it, the batch). None once the engine is closed, or once
+        there were more than `wanted` seeks. Raises the error that stopped the workers."""
         scheduler = self._engine.scheduler
         while True:
             scheduler.ready.wait_until_ready()
             with self._lock:  # a batch taken before a seek must not be sent with the next generation
+                if wanted is not None and wanted < self._generation:
+                    return None
                 try:
                     work_item = scheduler.ready.first(keep=True)
                 except ClosedError:
-                    return
-                if work_item is None:
-                    continue
-                generation = self._generation
-                number = self._number = self._number + 1
-                self._num_underway += 1
-            self._send(generation, number, work_item)
-            del work_item
+                    return None
+                if work_item is not None:
+                    self._num_underway += 1
+                    return self._generation, work_item
 
-    def _send(self, generation: int, number: int, work_item: WorkItem) -> None:
-        record = self._record(work_item)
-        work_item.last_chunk = None
-        work_item.chunks = []  # chunks refer to the item: a cycle, whose memory would wait for the garbage collector
-        try:
-            packed, borrowed = messages.post(record.sealed(), self._arena, self._allocator)
-        except Exception as error:
-            record = _without_result(record, _unsendable(work_item, error))
-            packed, borrowed = messages.post(record.sealed(), self._arena, self._allocator)
-        self._held[number] = (record.result, borrowed)
-        self._outbox.send(pickle.dumps(messages.BatchMessage(generation, number, packed), 5))
-
-    def _record(self, work_item: WorkItem) -> Delivered:
+    def delivered(self, work_item: WorkItem) -> Delivered:
+        """What the trainer gets of a batch; it is not needed any more but for its result."""
         assert work_item.last_chunk is not None
         path = stalls.ChunkPath(work_item.opened_s, work_item.last_chunk.marks, work_item.done_s)
         # The trainer's wait for this batch began after the previous one at the earliest.
         since_s = path.opened_s if self._sent_s is None else self._sent_s
         self._sent_s = self._engine.clock()
-        return Delivered(
+        delivered = Delivered(
             epoch=work_item.epoch,
             end=work_item.end,
             num_items=len(work_item),
@@ -127,42 +89,43 @@ class BatchSender:
             done_s=path.done_s,
             segments=self._engine.trace(since_s, path.done_s, path),
         )
+        work_item.last_chunk = None
+        work_item.chunks = []  # chunks refer to the item: a cycle, whose memory would wait for the garbage collector
+        return delivered
 
     # ------------------------------------------------------------------------------------------- commands of the trainer
 
-    def taken(self, released: list[int]) -> None:
-        """Take a batch that the trainer has taken, or dropped after a seek, out of the budget, and free the memory of the
-        batches `released`."""
-        self.released(released)
+    def leave(self, count: int = 1) -> None:
+        """Take batches that the trainer has taken, or dropped after a seek, out of the budget."""
         with self._lock:
-            self._num_underway -= 1
-        self._engine.scheduler.leave(1)
+            self._num_underway -= count
+        self._engine.scheduler.leave(count)
 
-    def released(self, numbers: list[int]) -> None:
-        """Free the memory of batches that the trainer no longer references."""
-        for number in numbers:
-            _, borrowed = self._held.pop(number)
-            for block in borrowed:
-                self._allocator.spare(block)
-
-    def seek(self, generation: int, epoch: int, position: int, shard: Shard) -> None:
-        """Continue at another position, with the batches of `shard` from there on. Batches already sent stay in the budget
-        until the trainer has dropped them."""
+    def seek(self, generation: int, epoch: int, position: int, shard: Shard) -> int:
+        """Continue at another position, with the batches of `shard` from there on. Returns how many batches are underway to the
+        trainer; they stay in the budget until it has dropped them."""
         with self._lock:
             self._engine.seek(epoch, position, shard)
             self._generation = generation
             self._sent_s = None
+            return self._num_underway
+
+    @property
+    def generation(self) -> int:
+        """The number of seeks so far."""
+        return self._generation
 
     def hold(self) -> None:
         """Make no batch until `seat`."""
         self._engine.scheduler.hold()
 
-    def seat(self, generation: int, epoch: int, position: int, shard: Shard) -> None:
-        """Begin after `hold`, with the batches of `shard` from a position on."""
+    def seat(self, generation: int, epoch: int, position: int, shard: Shard) -> int:
+        """Begin after `hold`, with the batches of `shard` from a position on. Returns what `seek` does."""
         with self._lock:
             self._engine.scheduler.release(epoch, position, shard)
             self._generation = generation
             self._sent_s = None
+            return self._num_underway
 
     def redeal(self, epoch: int, position: int, shard: Shard | None) -> None:
         """Make the batches of another shard from a position on that is ahead of all that were begun; None: no more."""
@@ -222,22 +185,7 @@ def _refusal(change: Callable[[], None]) -> ConfigError | None:
     return None
 
 
-def _open_spec(spec: messages.PackedValue, arena: SharedArena) -> tuple[MakeEngine, Shard, int]:
-    try:
-        opened: tuple[MakeEngine, Shard, int] = spec.open(arena.memory)
-    except Exception as error:
-        raise ConfigError(
-            f"prefetch.executor: process: what the pipeline was given cannot be made again in the process that loads "
-            f"({type(error).__name__}: {error}): put functions and classes into a module that can be imported, or use "
-            "executor: thread"
-        ) from error
-    if isinstance(spec.body, Block):
-        # Memory beside it may hold a data set's tensors.
-        arena.discard(spec.body.start, spec.body.start + spec.body.size)
-    return opened
-
-
-def _unsendable(work_item: WorkItem, error: Exception) -> StageError:
+def unsendable(work_item: WorkItem, error: Exception) -> StageError:
     """The error for a batch that cannot be packed; it names the field."""
     name = next((name for name, value in work_item.result.items() if not _can_pack(value)), None)
     what = "it" if name is None else f"its field {name!r}, a {type(work_item.result[name]).__name__},"
@@ -259,5 +207,6 @@ def _can_pack(value: Any) -> bool:
     return True
 
 
-def _without_result(record: Delivered, error: BaseException) -> Delivered:
-    return Delivered(**{**record.__dict__, "result": None, "error": error})
+def without_result(record: Delivered, error: BaseException) -> Delivered:
+    """The batch with an error in place of its result."""
+    return replace(record, result=None, error=error)

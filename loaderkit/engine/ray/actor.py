@@ -1,0 +1,200 @@
+"""The actor that hosts an engine: its start, its commands, its batches and its end.
+
+    trainer ──begin────────────> start      makes the engine
+            ──tell, ask────────> control    goes to the engine
+            ──next─────────────> batches    returns the next finished batch, into the object store
+            ──live, logs───────> life, logs return at the end, and with log records
+
+Each group of calls has one thread. This module imports nothing heavy at its top, so that an actor answers before it has
+imported torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ray
+
+from loaderkit.engine.ray.surroundings import Surroundings
+from loaderkit.engine.remote import error_transport
+from loaderkit.engine.remote.log_records import pack_record
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from loaderkit.engine.ray.actor_server import ActorServer
+
+ORDERS = ("resize", "set_depth")  # questions that are also executed, even if they come before the engine exists
+_END = None
+
+
+class ActorSpec(NamedTuple):
+    """What an actor gets at its start. `stream` and `buffers` are the packed (function that makes the engine, shard, number of
+    torch threads)."""
+
+    surroundings: Surroundings
+    preload: str
+    stream: bytes
+    buffers: list[np.ndarray[Any, Any]]
+    next_position: tuple[int, int]
+    generation: int
+    log_level: int
+
+
+class Hello(NamedTuple):
+    """Where an actor runs."""
+
+    pid: int
+    node: str  # its address, and the beginning of its number
+    boot_id: str
+
+
+class Parcel(NamedTuple):
+    """A finished batch: its stream, and the memory of its tensors. `generation` is the number of seeks before it."""
+
+    generation: int
+    stream: bytes
+    buffers: list[np.ndarray[Any, Any]]
+
+
+class LoadingActor:
+    """Hosts an engine. Its methods are called by the trainer's `ActorProcess` only."""
+
+    def __init__(self) -> None:
+        self._server: ActorServer | None = None
+        self._failure: error_transport.PackedError | None = None
+        self._lock = threading.Lock()
+        self._early: list[tuple[Any, ...]] = []  # commands that came before the engine existed
+        self._has_begun = threading.Event()
+        self._has_ended = threading.Event()
+        self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+
+    # ---------------------------------------------------------------------------------------------------- start
+
+    @ray.method(concurrency_group="control")
+    def hello(self) -> Hello:
+        """Answers as soon as the actor has a process."""
+        from loaderkit.engine.ray.clock_offset import boot_id
+
+        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        node = f"{address} ({ray.get_runtime_context().get_node_id()[:8]})"
+        return Hello(os.getpid(), node, boot_id())
+
+    @ray.method(concurrency_group="start")
+    def begin(self, spec: ActorSpec) -> None:
+        """Make the engine; what goes wrong is the answer to `next`."""
+        try:
+            self._begin(spec)
+        except BaseException as error:
+            self._failure = error_transport.pack_error(error)
+        finally:
+            self._has_begun.set()
+
+    def _begin(self, spec: ActorSpec) -> None:
+        spec.surroundings.enter()
+        _forward_logs(self._records, spec.log_level)
+        importlib.import_module(spec.preload)
+        from loaderkit.engine.ray.actor_server import ActorServer
+
+        server = ActorServer(spec.stream, spec.buffers, spec.next_position, spec.generation)
+        with self._lock:
+            for name, *arguments in self._early:
+                getattr(server, name)(*arguments)
+            self._early.clear()
+            self._server = server
+        server.start()
+
+    # -------------------------------------------------------------------------------------------------- batches
+
+    @ray.method(concurrency_group="batches")
+    def next(self, generation: int) -> Parcel | error_transport.PackedError | None:
+        """The next finished batch after so many seeks, once it is finished; None if there were more. A PackedError is what has
+        stopped the engine."""
+        self._has_begun.wait()
+        if self._failure is None:
+            assert self._server is not None
+            try:
+                return self._server.next(generation)
+            except BaseException as error:
+                self._failure = error_transport.pack_error(error)
+        return self._failure
+
+    # -------------------------------------------------------------------------------------------------- control
+
+    @ray.method(concurrency_group="control")
+    def clock(self) -> float:
+        """This machine's clock, in s."""
+        return time.perf_counter()
+
+    @ray.method(concurrency_group="control")
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Execute a command, from the start on."""
+        with self._lock:
+            if self._server is None:
+                self._early.append((name, *arguments))
+                return
+        try:
+            getattr(self._server, name)(*arguments)
+        except Exception as error:
+            self._failure = error_transport.pack_error(error)
+
+    @ray.method(concurrency_group="control")
+    def ask(self, question: str, *arguments: Any) -> Any:
+        """The answer to a question; None before there is an engine."""
+        with self._lock:
+            if self._server is None:
+                if question in ORDERS:
+                    self._early.append((question, *arguments))
+                return None
+        return getattr(self._server, question)(*arguments)
+
+    @ray.method(concurrency_group="control")
+    def end(self, join_s: float) -> None:
+        """Stop the engine."""
+        if self._server is not None:
+            self._server.close(join_s)
+        self._has_ended.set()
+        self._records.put(_END)
+
+    # -------------------------------------------------------------------------------------------------- waiting
+
+    @ray.method(concurrency_group="life")
+    def live(self) -> None:
+        """Returns at the end; Ray raises for a call to an actor that dies before."""
+        self._has_ended.wait()
+
+    @ray.method(concurrency_group="logs")
+    def logs(self) -> list[dict[str, Any]] | None:
+        """The log records since the last call, at least one; None at the end."""
+        records = []
+        record = self._records.get()
+        while record is not None:
+            records.append(record)
+            try:
+                record = self._records.get_nowait()
+            except queue.Empty:
+                return records
+        if records:
+            self._records.put(_END)
+        return records or None
+
+
+def _forward_logs(records: queue.SimpleQueue[dict[str, Any] | None], level: int) -> None:
+    class Forwarder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.put(pack_record(record))
+
+    logger = logging.getLogger("loaderkit")
+    logger.addHandler(Forwarder())
+    logger.setLevel(level)
+    logger.propagate = False
+
+
+GROUPS = {"start": 1, "batches": 1, "control": 1, "life": 1, "logs": 1}
+"""The groups of calls, and the threads of each."""

@@ -1,0 +1,64 @@
+"""What is known of an actor that has ended: how, the likely cause, and what to do."""
+
+from __future__ import annotations
+
+from ray import exceptions
+
+from loaderkit.engine.restarts import Death
+
+_LESS_MEMORY = "make prefetch.memory, prefetch.concurrency or the data set's own memory smaller"
+_DETAIL = "Worker exit detail: "
+_CODE_OF_LOSS = "connection error code 2"  # the process was there, and is not any more
+
+
+def actor_death(who: str, error: BaseException | None, *, is_early: bool) -> Death:
+    """How an actor ended, by the `error` that Ray raised for a call to it; None: it does not answer. `is_early`: it had not
+    begun to make batches."""
+    may_pass = True
+    text = str(error)
+    if isinstance(error, exceptions.OutOfMemoryError) or "memory" in _first_line(text).lower():
+        what = "was killed by Ray, as the memory of its node was short"
+        fix = f"{_LESS_MEMORY}, or place fewer actors on a node (prefetch.ray.num_cpus)"
+    elif isinstance(error, exceptions.RuntimeEnvSetupError):
+        what, may_pass = f"could not start: {_first_line(text)}", False
+        fix = "see the runtime environment that ray.init was given"
+    elif isinstance(error, exceptions.ActorUnschedulableError):
+        what, may_pass = f"could not be placed: {_first_line(text)}", False
+        fix = "ask for less in prefetch.ray"
+    elif isinstance(error, exceptions.ObjectLostError):
+        what, fix = (
+            "was lost with batches that it had finished",
+            "its node was lost, or Ray's object store is too small",
+        )
+    elif isinstance(error, exceptions.ActorUnavailableError) or (
+        "node" in text and "dead" in text.lower() and _DETAIL not in text
+    ):
+        what, fix = "was lost with its node, or with the way to it", "see Ray's log of that node"
+    elif error is None:
+        what, fix = "does not answer and was ended", "look for a stage that blocks the whole interpreter"
+    else:
+        what, fix = (
+            f"died ({_detail(text)})",
+            (
+                "another program killed it, the system was out of memory (see dmesg on its node), or a library crashed or "
+                "exited (see its stderr in Ray's logs)"
+            ),
+        )
+    return Death(who, what, fix, is_early=is_early, may_pass=may_pass)
+
+
+def _is_of_node(text: str) -> bool:
+    return "node" in text and "dead" in text.lower() and _DETAIL not in text
+
+
+def _detail(text: str) -> str:
+    """Ray's words for how a process ended, without its list of usual causes."""
+    place = text.find(_DETAIL)
+    if place < 0:
+        return _first_line(text)
+    detail = text[place + len(_DETAIL) :].partition(" Some common causes")[0].strip()
+    return "its process has ended without a word" if _CODE_OF_LOSS in detail else detail.splitlines()[0].rstrip(".")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].rstrip(".")

@@ -1,0 +1,211 @@
+"""The batches of an actor, in order: calls that are outstanding, and a thread that fetches what they return.
+
+    taken() ──next──> actor ──batch──> object store ──fetch──> queue ──> take()
+
+As many calls are outstanding as the actor may have batches finished or in work, so a finished one goes straight into the
+store of its node. The thread brings it to this node, if that is another one, before its turn.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from loaderkit.engine.ray.actor import Hello, Parcel
+from loaderkit.engine.ray.clock_offset import batch_here, boot_id, measure
+from loaderkit.engine.ray.missing_files import name_node
+from loaderkit.engine.ray.object_memory import ObjectMemory
+from loaderkit.engine.remote.contracts import ReceivedBatch
+from loaderkit.engine.remote.delivery import Delivered
+from loaderkit.engine.remote.error_transport import PackedError, unpack_error
+from loaderkit.engine.remote.packing import unpack
+from loaderkit.engine.watchdog import HangReport
+
+_LOOK_S = 1.0  # between checks for the end
+_Arrived = ReceivedBatch | BaseException
+
+
+class ActorInbox:
+    """An `Inbox`. All methods belong to the consumer's thread, or to that which takes batches for it, but for `close`."""
+
+    def __init__(
+        self,
+        actor: Any,
+        memory: ObjectMemory,
+        generation: int,
+        num_batches: int,
+        *,
+        why_not_placed: Callable[[], str],
+        relay_logs: Callable[[], None],
+    ) -> None:
+        """`num_batches` is the actor's share of those read ahead. `why_not_placed` explains why it has no node yet;
+        `relay_logs` logs what it has logged, if that is anything."""
+        self._actor = actor
+        self._memory = memory
+        self._generation = generation
+        self._num_batches = num_batches
+        self._num_outstanding = 0  # batches of this generation that were asked for and are not taken yet
+        self._untaken: deque[int] = deque()  # generations of batches that left `take` and have not been taken
+        self._why_not_placed = why_not_placed
+        self._relay_logs = relay_logs
+        self._refs: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
+        self._arrived: SimpleQueue[_Arrived] = SimpleQueue()
+        self._asking = threading.Lock()
+        self._is_closed = False
+        self.hello: Hello | None = None
+        self.offset_s = 0.0  # of the actor's clock
+        self.lost: BaseException | None = None  # what Ray said of the actor's end
+        self._ask_for_batches()
+        self._thread = threading.Thread(target=self._fetch, name="loaderkit-fetch", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------------- asking
+
+    def _ask_for_batches(self) -> None:
+        with self._asking:
+            while self._num_outstanding < self._num_batches and not self._is_closed:
+                self._num_outstanding += 1
+                self._refs.put((self._generation, self._actor.next.remote(self._generation)))
+
+    def seek(self, generation: int) -> None:
+        """Ask for batches of after a seek. What the actor still makes of earlier ones is dropped."""
+        with self._asking:
+            self._generation = generation
+            self._num_outstanding = 0
+        self._ask_for_batches()
+
+    def set_depth(self, num_batches: int) -> None:
+        """Set the actor's share of the batches read ahead; from any thread."""
+        self._num_batches = num_batches
+        self._ask_for_batches()
+
+    # ------------------------------------------------------------------------------------------------- the consumer
+
+    def take(self, generation: int, timeout_s: float) -> ReceivedBatch | None:
+        """See `Inbox`."""
+        deadline = time.monotonic() + timeout_s
+        self._relay_logs()
+        while True:
+            try:
+                arrived = self._arrived.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                return None
+            if isinstance(arrived, BaseException):
+                self._arrived.put(arrived)
+                raise arrived
+            if arrived.generation >= generation:
+                self._untaken.append(arrived.generation)
+                return arrived
+            del arrived  # made before the last seek
+
+    def taken(self) -> None:
+        """See `Inbox`."""
+        if self._is_closed:
+            return
+        generation = self._untaken.popleft()
+        self._actor.tell.remote("taken", generation)
+        with self._asking:
+            if generation == self._generation:
+                self._num_outstanding -= 1
+        self._ask_for_batches()
+
+    def give_back(self) -> None:
+        """Nothing to tell: an actor keeps no memory of batches that have arrived."""
+
+    def report(self) -> HangReport | None:
+        """See `Inbox`."""
+        if self.hello is None and self.lost is None:
+            return HangReport(self._why_not_placed(), "start")
+        return None
+
+    def end(self) -> None:
+        """Note that the actor has ended: what was asked for before may still come. From any thread."""
+        self._refs.put(None)
+
+    def close(self, join_s: float) -> None:
+        """See `Inbox`."""
+        with self._asking:
+            self._is_closed = True
+        self.end()
+        if self._thread is not threading.current_thread():
+            self._thread.join(join_s)
+        while not self._arrived.empty():
+            self._arrived.get()
+        self._arrived.put(EOFError())
+
+    # ------------------------------------------------------------------------------------------------- fetching
+
+    def _fetch(self) -> None:
+        """Fetch batches in the order in which they were asked for, until the actor's end."""
+        try:
+            self._meet()
+            while (asked := self._refs.get()) is not None:
+                generation, ref = asked
+                del asked
+                if generation < self._generation:
+                    continue
+                arrived = self._received(generation, self._get(ref))
+                del ref
+                if arrived is not None:
+                    self._arrived.put(arrived)
+                del arrived  # otherwise the thread would keep a batch's memory while it waits for the next
+            self._arrived.put(EOFError())
+        except EOFError:
+            self._arrived.put(EOFError())
+        except RayTaskError as error:
+            self._arrived.put(error.with_traceback(None))  # whose frames would hold a reference to an object
+        except RayError as error:
+            self.lost = error.with_traceback(None)
+            self._arrived.put(EOFError())
+        except BaseException as error:
+            self._arrived.put(error)
+        finally:
+            self._drop_refs()
+
+    def _meet(self) -> None:
+        hello: Hello = self._get(self._actor.hello.remote())
+        if hello.boot_id != boot_id():
+            self.offset_s = measure(lambda: float(self._get(self._actor.clock.remote())), time.perf_counter)
+        self.hello = hello
+
+    def _get(self, ref: Any) -> Any:
+        while not self._is_closed:
+            ready, _ = ray.wait([ref], timeout=_LOOK_S)
+            if ready:
+                return ray.get(ref)
+        raise EOFError
+
+    def _received(self, generation: int, answer: Parcel | PackedError | None) -> _Arrived | None:
+        if answer is None:
+            if generation < self._generation:
+                return None  # a seek came in between
+            raise EOFError
+        if isinstance(answer, PackedError):
+            return unpack_error(answer, self.where)
+        record: Delivered = unpack(answer.stream, [self._memory.open(buffer) for buffer in answer.buffers])
+        batch = name_node(record.unsealed(self.where), self.where)
+        return ReceivedBatch(answer.generation, batch_here(batch, self.offset_s))
+
+    @property
+    def where(self) -> str:
+        """The actor, in messages."""
+        return f"the actor that loads ({'not placed yet' if self.hello is None else say_place(self.hello)})"
+
+    def _drop_refs(self) -> None:
+        while True:
+            try:
+                self._refs.get_nowait()
+            except Empty:
+                return
+
+
+def say_place(hello: Hello) -> str:
+    """Where an actor runs, for messages."""
+    return f"pid {hello.pid} on node {hello.node}"

@@ -1,0 +1,254 @@
+"""One actor from the trainer's side: its start, its commands, its end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RayError
+
+from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.ray.actor import GROUPS, ORDERS, ActorSpec, Hello, LoadingActor
+from loaderkit.engine.ray.actor_death import actor_death
+from loaderkit.engine.ray.actor_inbox import ActorInbox, say_place
+from loaderkit.engine.ray.clock_offset import lane_here, stats_here
+from loaderkit.engine.ray.cluster import RaySettings, connect, describe_wait
+from loaderkit.engine.ray.object_memory import ObjectMemory
+from loaderkit.engine.ray.surroundings import Surroundings
+from loaderkit.engine.remote.contracts import WorkerSpec
+from loaderkit.engine.remote.log_records import relay
+from loaderkit.engine.remote.packing import pack
+from loaderkit.engine.restarts import Death
+from loaderkit.errors import ConfigError, WorkerDiedError
+from loaderkit.sampling.shard import Shard
+
+_PATIENCE_S = 1.0  # the longest wait for an answer that should come at once
+_END_S = 5.0  # for Ray to end an actor that was killed
+logger = logging.getLogger("loaderkit")
+
+
+class ActorProcess:
+    """A `RunningProcess` in an actor of a Ray cluster."""
+
+    def __init__(self, settings: RaySettings, spec: WorkerSpec, shard: Shard) -> None:
+        self._settings = settings
+        self._spec = spec
+        self._shard = shard
+        self._actor: Any = None
+        self._inbox: ActorInbox | None = None
+        self._life: Any = None  # the call that returns at the actor's end
+        self._logs: Any = None  # the call that returns log records
+        self._closing: Any = None
+        self._unanswered: Any = None  # a question that was not answered in time
+        self._asking = threading.Lock()
+        self._has_begun = threading.Event()  # it has an engine, or has failed to make one
+        self._has_ended = threading.Event()
+        self._has_logged = threading.Event()
+        self._is_closed = False
+
+    def start(self, next_position: tuple[int, int], generation: int) -> None:
+        """See `RunningProcess`."""
+        connect(self._settings)
+        stream, buffers = pack((self._spec.make_engine, self._shard, torch.get_num_threads()))
+        try:
+            self._actor = _remote_class().options(**self._settings.options()).remote()
+            self._inbox = ActorInbox(
+                self._actor,
+                ObjectMemory(self._spec.pinned_for),
+                generation,
+                self._shard.num_batches(self._spec.num_batches),
+                why_not_placed=lambda: describe_wait(self._settings),
+                relay_logs=self._relay_logs,
+            )
+            self._life = self._actor.live.remote()
+            self._life.future().add_done_callback(self._end)
+            begun = self._actor.begin.remote(
+                ActorSpec(
+                    Surroundings.here(),
+                    self._spec.preload,
+                    stream,
+                    [np.frombuffer(buffer, np.uint8) for buffer in buffers],
+                    next_position,
+                    generation,
+                    logger.getEffectiveLevel(),
+                )
+            )
+            begun.future().add_done_callback(self._begin)
+            self._ask_for_logs()
+        except RayError as error:
+            raise WorkerDiedError(f"an actor could not be started: {error}") from error
+
+    def _begin(self, begun: Any) -> None:
+        """Note that it answers; in a thread of Ray's."""
+        if begun.exception() is None:
+            self._has_begun.set()
+
+    def _end(self, _: Any) -> None:
+        """Note the actor's end; in a thread of Ray's."""
+        self._has_ended.set()
+        self.inbox.end()
+
+    # ------------------------------------------------------------------------------------------------- talking
+
+    @property
+    def _hello(self) -> Hello | None:
+        return None if self._inbox is None else self._inbox.hello
+
+    @property
+    def pid(self) -> int | None:
+        """See `RunningProcess`; of its node."""
+        return None if self._hello is None else self._hello.pid
+
+    @property
+    def node(self) -> str | None:
+        """See `RunningProcess`."""
+        return None if self._hello is None else self._hello.node
+
+    @property
+    def where(self) -> str:
+        """See `RunningProcess`."""
+        return "it has no place yet" if self._hello is None else say_place(self._hello)
+
+    @property
+    def inbox(self) -> ActorInbox:
+        """See `RunningProcess`."""
+        assert self._inbox is not None
+        return self._inbox
+
+    @property
+    def is_awake(self) -> bool:
+        """See `RunningProcess`."""
+        return self._has_begun.is_set() and self._hello is not None
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """See `RunningProcess`."""
+        if self._actor is None or self._is_closed:
+            return
+        self._note(name, arguments)
+        with suppress(RayError):
+            self._actor.tell.remote(name, *arguments)
+
+    def _note(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """What a command changes on this side."""
+        if name in ("seek", "seat"):
+            self.inbox.seek(arguments[0])
+        elif name == "share":
+            self._shard, num_batches, *_ = arguments
+            self.inbox.set_depth(self._shard.num_batches(num_batches))
+        elif name == "set_depth" and arguments[0] is not None:
+            self.inbox.set_depth(self._shard.num_batches(arguments[0]))
+
+    def ask(self, question: str, *arguments: Any) -> Any:
+        """See `RunningProcess`."""
+        if not self.is_awake or self.has_ended or self._is_closed:
+            return None
+        offset_s = self.inbox.offset_s
+        if question == "stats":
+            arguments = tuple(at_s if at_s is None else at_s + offset_s for at_s in arguments)
+        with self._asking:
+            answer = self._ask(question, arguments)
+        if isinstance(answer, Stats):
+            return stats_here(answer, offset_s)
+        if question == "recorded" and answer is not None and answer[1] is not None:
+            return answer[0], lane_here(answer[1], offset_s)
+        if question in ORDERS and not isinstance(answer, ConfigError):
+            self._note(question, arguments)
+        return answer
+
+    def _ask(self, question: str, arguments: tuple[Any, ...]) -> Any:
+        """The answer. While an earlier one is missing only orders are sent: questions would pile up."""
+        deadline = time.monotonic() + _PATIENCE_S
+        try:
+            if self._unanswered is not None and question not in ORDERS:
+                ready, _ = ray.wait([self._unanswered], timeout=_PATIENCE_S)
+                if not ready:
+                    return None
+            self._unanswered = self._actor.ask.remote(question, *arguments)
+            ready, _ = ray.wait([self._unanswered], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return None
+            answer, self._unanswered = ray.get(self._unanswered), None
+        except RayError:
+            self._unanswered = None
+            return None
+        return answer
+
+    def _ask_for_logs(self) -> None:
+        self._has_logged.clear()
+        self._logs = self._actor.logs.remote()
+        self._logs.future().add_done_callback(lambda _: self._has_logged.set())
+
+    def _relay_logs(self) -> None:
+        """Log what the actor has logged, if that is anything."""
+        if not self._has_logged.is_set():  # the store would be asked for 0.2 ms
+            return
+        self._has_logged.clear()
+        with suppress(RayError):
+            records = ray.get(self._logs)
+            if records is not None and not self._is_closed:
+                self._ask_for_logs()
+            for record in records or ():
+                relay(record)
+
+    # -------------------------------------------------------------------------------------------------- ending
+
+    @property
+    def has_ended(self) -> bool:
+        """See `RunningProcess`."""
+        return self._has_ended.is_set()
+
+    def death(self) -> Death:
+        """See `RunningProcess`; an actor that cannot be reached is killed."""
+        error = self.inbox.lost
+        if self._life is not None and self._has_ended.wait(_PATIENCE_S):
+            try:
+                ray.get(self._life)
+            except RayError as ended:
+                error = ended.with_traceback(None)
+        self._kill()
+        return actor_death(f"the actor that loads ({self.where})", error, is_early=not self.is_awake)
+
+    def _kill(self) -> None:
+        if self._actor is not None and ray.is_initialized():
+            with suppress(RayError, ValueError):
+                ray.kill(self._actor, no_restart=True)
+
+    def begin_closing(self, join_s: float) -> None:
+        """See `RunningProcess`."""
+        if self._actor is None or self._is_closed or not ray.is_initialized():
+            return
+        if not self.is_awake or self.has_ended:
+            self._kill()
+        elif self._closing is None:
+            with suppress(RayError):
+                self._closing = self._actor.end.remote(join_s)
+
+    def close(self, join_s: float) -> None:
+        """See `RunningProcess`."""
+        if self._is_closed or not ray.is_initialized():
+            self._is_closed = True
+            return
+        try:
+            if self._closing is not None:
+                ray.wait([self._closing], timeout=join_s + _PATIENCE_S)
+                self._relay_logs()
+        finally:
+            self._is_closed = True
+            self._kill()
+            if self._actor is not None:
+                self._has_ended.wait(_END_S)
+
+    def release(self) -> None:
+        """See `RunningProcess`."""
+        self._actor = self._life = self._logs = self._closing = self._unanswered = None
+
+
+def _remote_class() -> Any:
+    remote: Any = ray.remote  # its types lack the groups
+    return remote(concurrency_groups=GROUPS)(LoadingActor)

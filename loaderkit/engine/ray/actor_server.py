@@ -1,0 +1,93 @@
+"""The engine of an actor: finished batches as values for Ray's object store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from loaderkit.engine.ray.actor import Parcel
+from loaderkit.engine.remote.batch_server import BatchServer, unsendable, without_result
+from loaderkit.engine.remote.packing import pack, unpack
+from loaderkit.engine.threaded import ThreadEngine
+from loaderkit.errors import ConfigError
+from loaderkit.sampling.shard import Shard
+
+MakeEngine = Callable[[None, Shard], ThreadEngine]
+
+
+class ActorServer(BatchServer):
+    """Gives batches to the thread that calls `next`; they leave the budget when the trainer has taken them."""
+
+    def __init__(
+        self,
+        stream: bytes,
+        buffers: list[np.ndarray[Any, Any]],
+        next_position: tuple[int, int],
+        generation: int,
+    ) -> None:
+        make_engine, shard, num_torch_threads = _open_spec(stream, buffers)
+        torch.set_num_threads(num_torch_threads)
+        engine = make_engine(None, shard)
+        super().__init__(engine, shard, generation=generation)
+        engine.seek(*next_position)
+        self._seeks = threading.Condition()
+        self._is_closed = False
+
+    def next(self, generation: int) -> Parcel | None:
+        """The next batch after so many seeks, once it is finished; None if there were more, or at the end. Raises the error
+        that stopped the workers."""
+        with self._seeks:  # the call may have overtaken the command to seek
+            self._seeks.wait_for(lambda: self._is_closed or self.generation >= generation)
+        finished = self.finished(generation)
+        if finished is None:
+            return None
+        found, work_item = finished
+        record = self.delivered(work_item)
+        try:
+            stream, buffers = pack(record.sealed())
+        except Exception as error:
+            stream, buffers = pack(without_result(record, unsendable(work_item, error)).sealed())
+        return Parcel(found, stream, [np.frombuffer(buffer, np.uint8) for buffer in buffers])
+
+    def taken(self, generation: int) -> None:
+        """Take a batch of so many seeks, which the trainer has taken, out of the budget."""
+        if generation == self.generation:
+            self.leave()
+
+    def seek(self, generation: int, epoch: int, position: int, shard: Shard) -> int:
+        """Continue at another position. The trainer drops all batches of before."""
+        return self._drop(super().seek(generation, epoch, position, shard))
+
+    def seat(self, generation: int, epoch: int, position: int, shard: Shard) -> int:
+        """Begin after `hold`. The trainer drops all batches of before."""
+        return self._drop(super().seat(generation, epoch, position, shard))
+
+    def _drop(self, num_underway: int) -> int:
+        self.leave(num_underway)
+        with self._seeks:
+            self._seeks.notify_all()
+        return 0
+
+    def close(self, join_s: float) -> None:
+        """Stop the workers."""
+        with self._seeks:
+            self._is_closed = True
+            self._seeks.notify_all()
+        super().close(join_s)
+
+
+def _open_spec(stream: bytes, buffers: list[np.ndarray[Any, Any]]) -> tuple[MakeEngine, Shard, int]:
+    try:
+        # Copies: the store's memory is read-only, and a data set may write to its arrays.
+        opened: tuple[MakeEngine, Shard, int] = unpack(stream, [buffer.copy() for buffer in buffers])
+    except Exception as error:
+        raise ConfigError(
+            f"prefetch.executor: ray: what the pipeline was given cannot be made again in an actor "
+            f"({type(error).__name__}: {error}): put functions and classes into a module that can be imported on all nodes, or "
+            "use executor: thread"
+        ) from error
+    return opened

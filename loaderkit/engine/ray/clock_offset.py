@@ -1,0 +1,66 @@
+"""Times of another machine as times of this one.
+
+`time.perf_counter` counts from a machine's boot. Two processes of one boot read the same clock; of another machine the
+difference is measured by a round trip, to within half of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.metrics.trace import Lane
+from loaderkit.engine.remote.delivery import Delivered
+
+_NUM_TRIPS = 5
+
+
+def boot_id() -> str:
+    """The same in all processes of this machine, until it is started again."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def measure(ask: Callable[[], float], clock: Callable[[], float]) -> float:
+    """How far the clock that `ask` reads is ahead of `clock`, in s, by the shortest of several round trips."""
+    trips = []
+    for _ in range(_NUM_TRIPS):
+        begin_s = clock()
+        theirs_s = ask()
+        end_s = clock()
+        trips.append((end_s - begin_s, theirs_s - (begin_s + end_s) / 2))
+    return min(trips)[1]
+
+
+def batch_here(batch: Delivered, offset_s: float) -> Delivered:
+    """A batch with its times on this machine's clock, from which that of its maker is `offset_s` ahead."""
+    if not offset_s:
+        return batch
+    segments = [
+        segment._replace(
+            since_s=segment.since_s - offset_s,
+            until_s=segment.until_s - offset_s,
+            work=tuple((stage, since_s - offset_s, until_s - offset_s) for stage, since_s, until_s in segment.work),
+        )
+        for segment in batch.segments
+    ]
+    return replace(batch, done_s=batch.done_s - offset_s, segments=segments)
+
+
+def stats_here(stats: Stats, offset_s: float) -> Stats:
+    """The same for counters."""
+    if not offset_s:
+        return stats
+    slowest = {
+        stage: tuple(slow._replace(at_s=slow.at_s - offset_s) for slow in kept) for stage, kept in stats.slowest.items()
+    }
+    return replace(stats, now_s=stats.now_s - offset_s, slowest=slowest)
+
+
+def lane_here(lane: Lane, offset_s: float) -> Lane:
+    """The same for a page of a trace."""
+    if not offset_s:
+        return lane
+    entries = [(since_s - offset_s, state, item) for since_s, state, item in lane.entries]
+    return lane._replace(entries=entries, until_s=lane.until_s - offset_s)

@@ -1,0 +1,91 @@
+"""The connection of this process to a Ray cluster, and what is asked of it for an actor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from loaderkit.errors import ConfigError
+
+logger = logging.getLogger("loaderkit")
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """Where the cluster is, and what each actor needs."""
+
+    address: str = "auto"
+    num_cpus: float = 1.0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    strategy: str = "spread"
+
+    def options(self) -> dict[str, Any]:
+        """The options of an actor."""
+        return {
+            "num_cpus": self.num_cpus,
+            "resources": dict(self.resources) or None,
+            "scheduling_strategy": self.strategy.upper(),
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
+
+    def needs(self) -> dict[str, float]:
+        """The resources of an actor by Ray's names."""
+        return {"CPU": self.num_cpus, **self.resources}
+
+
+def connect(settings: RaySettings) -> None:
+    """Connect this process, unless it is connected. Raises ConfigError if there is no cluster.
+
+    The connection is kept until the program ends or calls `ray.shutdown()`: batches lie in memory that belongs to it.
+    """
+    if ray.is_initialized():
+        _check_address(settings.address)
+        return
+    try:
+        ray.init(
+            address=settings.address,
+            log_to_driver=False,
+            include_dashboard=False if settings.address == "local" else None,
+            configure_logging=False,
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"prefetch.ray.address: {settings.address}: there is no Ray cluster that can be reached "
+            f"({str(error).splitlines()[0]}): start one with `ray start --head` on this machine and `ray start "
+            "--address=HOST:PORT` on others, give its address, or use address: local"
+        ) from error
+
+
+def _check_address(address: str) -> None:
+    connected = ray.get_runtime_context().gcs_address
+    if address not in ("auto", "local", connected):
+        raise ConfigError(
+            f"prefetch.ray.address: {address}: this program is connected to the cluster at {connected}, and a process has one "
+            "connection: use address: auto, or call ray.shutdown() first"
+        )
+
+
+def describe_wait(settings: RaySettings) -> str:
+    """Why an actor has no place yet, for the watchdog."""
+    wanted = settings.needs()
+    cluster: Any = ray  # these functions have no types
+    total, free = cluster.cluster_resources(), cluster.available_resources()
+    parts = [
+        f"{amount:g} {_name_of(name)}; the cluster has {total.get(name, 0.0):g}, of which {free.get(name, 0.0):g} are free"
+        for name, amount in wanted.items()
+    ]
+    fits = any(
+        node["Alive"] and all(node["Resources"].get(name, 0.0) >= amount for name, amount in wanted.items())
+        for node in cluster.nodes()
+    )
+    lacking = "" if fits else "; no node has as many: make prefetch.ray.num_cpus or resources smaller, or add a node"
+    return f"ray: waits for {', and for '.join(parts)}{lacking}"
+
+
+def _name_of(resource: str) -> str:
+    return "CPUs" if resource == "CPU" else repr(resource)

@@ -1,0 +1,58 @@
+"""What a process on another machine needs of the trainer's surroundings: modules, folder, credentials."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_PREFIXES = (
+    "AWS_",
+    "AZURE_",
+    "GOOGLE_",
+    "GCS",
+    "GCLOUD_",
+    "HF_",
+    "HUGGINGFACE_",
+    "FSSPEC_",
+    "OSS_",
+    "B2_",
+    "DATABRICKS_",
+    "LOADERKIT_",
+)
+_NAMES = (
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy", "all_proxy"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Goes to an actor as an argument: Ray shows a runtime environment to everybody who sees the cluster's dashboard."""
+
+    environment: Mapping[str, str]
+    path: tuple[str, ...]
+    arguments: tuple[str, ...]
+    folder: str
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Those of this process: variables that stores and this package read, `sys.path`, `sys.argv` and the current folder."""
+        environment = {
+            name: value for name, value in os.environ.items() if name.startswith(_PREFIXES) or name in _NAMES
+        }
+        path = tuple(folder for folder in sys.path if isinstance(folder, str))
+        return cls(environment, path, tuple(map(str, sys.argv)), os.getcwd())
+
+    def enter(self) -> None:
+        """Make them those of this process; of its own `sys.path` what the trainer's lacks stays, behind it."""
+        os.environ.update(self.environment)
+        own = [folder for folder in sys.path if folder not in self.path]
+        sys.path[:] = [*self.path, *own]
+        sys.argv[:] = self.arguments
+        if os.path.isdir(self.folder):
+            os.chdir(self.folder)
+
+    def __repr__(self) -> str:
+        return f"Surroundings({len(self.environment)} variables)"  # never their values

@@ -1,0 +1,138 @@
+"""`executor: ray`: the batches of actors are those of one thread, and are the user's."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from numbers_dataset import is_running, numbers, pids_of
+from ray_nodes import (
+    RAY,
+    build_ray,
+    check_nothing_left,
+    ray_nodes,  # noqa: F401 - a fixture
+    stored_bytes,
+)
+from waiting import wait_for
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.errors import StageError
+
+pytestmark = pytest.mark.usefixtures("ray_nodes")
+
+
+class Large:
+    """Sample i is a hundred thousand bytes of i, too large for a message."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.full((100_000,), index, dtype=torch.uint8), "text": f"number {index}"}
+
+
+def large() -> Pipeline:
+    return Pipeline.dataset(Large()).shuffle(seed=3).read().batch(8)
+
+
+def frozen(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def of_inline(pipeline: Pipeline, num_epochs: int = 1) -> list[dict[str, Any]]:
+    with loaderkit.build(pipeline, overrides={"prefetch.executor": "inline"}) as loader:
+        return [frozen(batch) for _ in range(num_epochs) for batch in loader]
+
+
+class TestBatches:
+    @pytest.mark.parametrize("num", [1, 3])
+    def test_are_those_of_inline(self, num: int) -> None:
+        with build_ray(numbers(200), num) as loader:
+            found = [frozen(batch) for _ in range(2) for batch in loader]
+            stats = loader.stats()
+        assert found == of_inline(numbers(200), 2)
+        assert (stats.num_batches, stats.num_samples, stats.num_restarts) == (50, 400, 0)
+        assert len(stats.tuning.pids or ()) == len(set(stats.tuning.nodes or ())) == num  # spread over the nodes
+        assert sum(stats.stall_s.values()) == pytest.approx(stats.to_dict()["stall"]["total_s"])
+        check_nothing_left()
+
+    def test_are_the_users(self) -> None:
+        """They may be changed in place, stay valid when the loader goes on, is closed and its actors are dead, and leave the
+        store with their last tensor."""
+        with build_ray(large()) as loader:
+            stream = iter(loader)
+            kept = [next(stream) for _ in range(3)]
+            expected = [batch["x"].clone() + 1 for batch in kept]
+            for batch in kept:
+                batch["x"] += 1
+            pids = pids_of(loader)
+            others = list(stream)
+            assert all(torch.equal(batch["x"], values) for batch, values in zip(kept, expected, strict=True))
+        wait_for(lambda: not any(map(is_running, pids)))
+        for _ in range(20):  # others would be given memory that was free
+            ray.get(ray.put(np.full(800_000, 255, np.uint8)))
+        assert all(torch.equal(batch["x"], values) for batch, values in zip(kept, expected, strict=True))
+        view = kept[0]["x"][3]
+        del kept, batch, others
+        gc.collect()
+        assert torch.equal(view, expected[0][3])
+        del view
+        check_nothing_left()
+
+    def test_a_dropped_batch_leaves_the_store(self) -> None:
+        with build_ray(large(), **{"prefetch.batches": 4}) as loader:
+            most = 0
+            for _ in range(3):
+                for batch in loader:
+                    del batch
+                    most = max(most, stored_bytes())
+        assert most <= 4 * 800_000 + 4096 * 12
+        check_nothing_left()
+
+    def test_seeks_and_states_across_executors(self) -> None:
+        pipeline = large()
+        expected = of_inline(pipeline, 2)
+        for first, second in ((RAY, {"prefetch.executor": "inline"}), ({"prefetch.executor": "thread"}, RAY)):
+            with loaderkit.build(pipeline, overrides=first) as loader:
+                stream = iter(loader)
+                found = [frozen(next(stream)) for _ in range(5)]
+                state = loader.state_dict()
+            with loaderkit.build(pipeline, overrides=second) as loader:
+                loader.load_state_dict(state)
+                found += [frozen(batch) for _ in range(2) for batch in loader]
+            assert found == expected
+        with build_ray(pipeline, 2) as loader:  # while batches are underway
+            stream = iter(loader)
+            for _ in range(3):
+                next(stream)
+            loader.load_state_dict(state)
+            assert [frozen(batch) for batch in loader] == expected[5:12]
+            for _ in range(3):
+                next(iter(loader))
+        del stream
+        check_nothing_left()
+
+
+def fail_at_20(sample: dict[str, Any]) -> None:
+    logging.getLogger("loaderkit").warning("about to fail, in %d", os.getpid())
+    if sample["__key__"] == "20":
+        raise ArithmeticError("twenty")
+
+
+def test_errors_and_log_records_name_the_node(caplog: pytest.LogCaptureFixture) -> None:
+    pipeline = Pipeline.dataset(Large()).shuffle("none").read().call(fail_at_20).batch(8)
+    with build_ray(pipeline) as loader, pytest.raises(StageError, match=r"'20'.*twenty") as caught:
+        list(loader)
+    notes = "".join(caught.value.__notes__)
+    assert "the actor that loads (pid " in notes
+    assert " on node " in notes
+    assert "about to fail" in caplog.text
+    del caught
+    check_nothing_left()

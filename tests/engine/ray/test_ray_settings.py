@@ -1,0 +1,137 @@
+"""`prefetch.ray`: what is refused, and that ray is imported only where it is asked for. No cluster is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from numbers_dataset import numbers
+
+import loaderkit
+from loaderkit.engine.metrics.stalls import WaitSegment
+from loaderkit.engine.ray import cluster, surroundings
+from loaderkit.engine.ray.clock_offset import batch_here, measure
+from loaderkit.engine.ray.cluster import RaySettings
+from loaderkit.engine.ray.object_memory import ObjectMemory
+from loaderkit.engine.remote.delivery import Delivered
+from loaderkit.errors import ConfigError
+
+RAY = {"prefetch.executor": "ray"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"prefetch.ray": {"num_cpus": 2}}, r"prefetch\.ray.*is for `executor: ray`, and the executor is thread"),
+        (RAY | {"prefetch.ray": {"cpus": 2}}, r"prefetch\.ray\.cpus.*num_cpus"),
+        (RAY | {"prefetch.ray": {"num_cpus": 0}}, r"prefetch\.ray\.num_cpus"),
+        (RAY | {"prefetch.ray": {"strategy": "pack"}}, r"prefetch\.ray\.strategy"),
+        (RAY | {"prefetch.ray": {"address": "ray://head:10001"}}, "Ray Client has no memory in common"),
+        (RAY | {"prefetch.processes": 8}, "cannot be shared out to prefetch.processes: 8"),
+    ],
+)
+def test_refused(overrides: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        loaderkit.build(numbers(), overrides=overrides)
+
+
+def test_a_function_that_cannot_be_sent_is_refused_by_name() -> None:
+    pipeline = numbers().call(lambda batch: None)
+    with pytest.raises(ConfigError, match=r"stages\.call\.function.*cannot be sent.*prefetch\.executor: ray"):
+        loaderkit.build(pipeline, overrides=RAY)
+
+
+def test_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance.\nMore.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", refuse)
+    with (
+        loaderkit.build(numbers(), overrides=RAY) as loader,
+        pytest.raises(
+            ConfigError, match=r"auto: there is no Ray cluster.*running Ray instance.*`ray start --head`.*local"
+        ),
+    ):
+        next(iter(loader))
+
+
+def test_ray_is_imported_only_where_it_is_asked_for() -> None:
+    program = (
+        "import sys, loaderkit\n"
+        "from numbers_dataset import numbers\n"
+        "for executor in ('thread', 'process'):\n"
+        "    with loaderkit.build(numbers(), overrides={'prefetch.executor': executor}) as loader: list(loader)\n"
+        "assert 'ray' not in sys.modules\n"
+        "sys.modules['ray'] = None\n"
+        "try: loaderkit.build(numbers(), overrides={'prefetch.executor': 'ray'})\n"
+        "except loaderkit.errors.MissingExtraError as error: print(error)\n"
+    )
+    helpers = Path(__file__).parents[2] / "helpers"
+    paths = f"import sys; sys.path[:0] = [{str(helpers)!r}]\n"
+    ran = subprocess.run([sys.executable, "-c", paths + program], capture_output=True, text=True, check=True)
+    assert "prefetch.executor: ray needs the package ray" in ran.stdout
+    assert "pip install 'loaderkit[ray]'" in ran.stdout
+
+
+def test_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Credentials travel, what is the machine's own does not, and no text of them shows a value."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    monkeypatch.setenv("HOSTNAME", "here")
+    monkeypatch.chdir(tmp_path)
+    sent = surroundings.Surroundings.here()
+    assert sent.environment["AWS_SECRET_ACCESS_KEY"] == "hidden"
+    assert "HOSTNAME" not in sent.environment
+    assert sent.folder == str(tmp_path)
+    assert "hidden" not in repr(sent) + str(sent)
+
+
+def test_times_of_another_machine() -> None:
+    now_s = 100.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 1.0
+        return now_s
+
+    trips = iter([3.0, 1.0, 9.0, 2.0, 4.0])  # how long the answer takes on its way back
+
+    def ask() -> float:
+        nonlocal now_s
+        theirs = now_s + 5000.0
+        now_s += next(trips) - 1.0
+        return theirs
+
+    offset_s = measure(ask, clock)
+    assert offset_s == pytest.approx(5000.0, abs=0.5)  # half of the shortest round trip
+    segments = [WaitSegment(5101.0, 5102.0, "read"), WaitSegment(5102.0, 5103.0, None, (("read", 5102.0, 5102.5),))]
+    batch = Delivered(0, 8, 8, "it", None, None, (), 0, False, False, None, None, 5103.0, segments)
+    here = batch_here(batch, 5000.0)
+    assert here.done_s == 103.0
+    assert [(one.since_s, one.until_s) for one in here.segments] == [(101.0, 102.0), (102.0, 103.0)]
+    assert here.segments[1].work == (("read", 102.0, 102.5),)
+
+
+def test_memory_that_cannot_be_written_is_copied() -> None:
+    """Of an object's memory only the mapping says whether it may be written to."""
+    constant = np.frombuffer(b"x" * 100_000, np.uint8)  # the memory of a bytes object may be written to, all the same
+    assert np.shares_memory(ObjectMemory().open(constant), constant)
+    mapped = np.memmap(__file__, np.uint8, "r")
+    opened = ObjectMemory().open(mapped)
+    assert not np.shares_memory(opened, mapped)
+    opened[:] = 0
+    own = np.zeros(10, np.uint8)
+    assert ObjectMemory().open(own) is own
+
+
+def test_options() -> None:
+    settings = RaySettings(num_cpus=2.0, resources={"fast_disk": 1.0}, strategy="default")
+    options = settings.options()
+    assert options["scheduling_strategy"] == "DEFAULT"
+    assert (options["num_cpus"], options["resources"], options["max_restarts"]) == (2.0, {"fast_disk": 1.0}, 0)
+    assert "runtime_env" not in options
+    assert cluster.RaySettings().options()["resources"] is None

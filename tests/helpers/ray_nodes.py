@@ -1,0 +1,121 @@
+"""Ray clusters on this machine: a head, and nodes that are processes of their own."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from waiting import wait_for
+
+import loaderkit
+from loaderkit import Pipeline
+
+STORE_BYTES = 150 * 2**20
+# A node that was lost is noticed within 3 s, and no process is begun before it is asked for.
+_SYSTEM = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 1000,
+    "health_check_failure_threshold": 3,
+    "enable_worker_prestart": False,
+}
+
+
+class Nodes:
+    """A cluster to whose nodes tests add, and which they take away. Its head has no CPUs."""
+
+    def __init__(self, folder: str) -> None:
+        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder, "_system_config": _SYSTEM}
+        self._cluster = Cluster(initialize_head=True, head_node_args={**head, "object_store_memory": STORE_BYTES})
+        self.address: str = self._cluster.address
+        self._nodes: list[Any] = []
+
+    def add(self, num: int = 1, num_cpus: int = 4, **resources: float) -> list[Any]:
+        """Add nodes with these CPUs."""
+        more = {"object_store_memory": STORE_BYTES, "resources": resources or None}
+        added = [self._cluster.add_node(num_cpus=num_cpus, wait=True, **more) for _ in range(num)]
+        self._nodes += added
+        return added
+
+    def named(self, name: str) -> Any:
+        """The node that the stats call so."""
+        return next(node for node in self._nodes if f"({node.node_id[:8]})" in name)
+
+    def lose(self, node: Any) -> None:
+        """Kill a node's raylet; its actors end with it."""
+        self._nodes.remove(node)
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def close(self) -> None:
+        """End all that was started."""
+        own: Any = self._cluster
+        connection: Any = ray
+        connection.shutdown()
+        own.shutdown()
+
+
+@contextmanager
+def cluster_of(num_nodes: int) -> Iterator[Nodes]:
+    """A cluster to which this process is connected."""
+    folder = tempfile.mkdtemp(prefix="lk", dir="/tmp")
+    nodes = Nodes(folder)
+    try:
+        nodes.add(num_nodes)
+        ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
+        yield nodes
+    finally:
+        nodes.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def ray_nodes() -> Iterator[Nodes]:
+    """A cluster of a head and three nodes, to which this process is connected."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        with cluster_of(3) as nodes:
+            yield nodes
+
+
+RAY: dict[str, Any] = {"prefetch.executor": "ray", "prefetch.processes": 2, "prefetch.ray": {"num_cpus": 0.5}}
+
+
+def build_ray(pipeline: Pipeline | str, num: int = 2, **overrides: Any) -> loaderkit.Loader:
+    """A loader with `num` actors, for the cluster that this process is connected to."""
+    more = {"prefetch.processes": num, **overrides}
+    return loaderkit.build(pipeline, overrides={**RAY, **more})
+
+
+def live_actors() -> list[str]:
+    """The actors of the cluster that are not dead."""
+    actors: dict[str, Any] = ray._private.state.actors()
+    return [number for number, actor in actors.items() if actor["State"] != "DEAD"]
+
+
+def references() -> dict[Any, Any]:
+    """The objects in the cluster's stores that this process has made or refers to."""
+    gc.collect()  # frames of an error that was caught
+    worker: Any = ray._private.worker.global_worker
+    counts: dict[Any, Any] = worker.core_worker.get_all_reference_counts()
+    return counts
+
+
+def stored_bytes() -> int:
+    """The bytes that objects take in all stores of the cluster, as its nodes last said."""
+    cluster: Any = ray
+    total, free = cluster.cluster_resources(), cluster.available_resources()
+    return int(total["object_store_memory"] - free.get("object_store_memory", 0.0))
+
+
+def check_nothing_left() -> None:
+    """No actor lives, and no store holds an object."""
+    wait_for(lambda: not live_actors(), 30)
+    wait_for(lambda: not references(), 30)
+    wait_for(lambda: not stored_bytes(), 30)

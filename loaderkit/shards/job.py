@@ -35,7 +35,8 @@ from loaderkit.sources.formats.tar_index import wds_index_key
 Format = Literal["tar", "array"]
 FOLDER = ".loaderkit-shards/"
 """Where the plan and the records are until all shards are there."""
-_NUM_THREADS = 8  # that wait for a remote store
+_NUM_THREADS = 8  # that write to a remote store
+_REMOTE_CHUNK = 4  # samples that one of many threads reads from it
 Int64 = NDArray[np.int64]
 
 
@@ -179,7 +180,7 @@ def _made(
     shard, records = TarShard(Extensions(job.layout.fields)), bytearray()
     num_samples = num_dropped = done = 0
     bad: list[dict[str, Any]] = []
-    for made in _chunks(maker, positions, indices, _threads_for(job.plan.connector)):
+    for made in _chunks(maker, positions, indices, _threads_for(job.plan)):
         failures = {failure.slot: failure.error for failure in made.failures}
         for row, sample in enumerate(made.samples):
             position, index = int(positions[done + row]), int(indices[done + row])
@@ -232,22 +233,27 @@ def _described(error: StageError, position: int, index: int) -> dict[str, Any]:
     }
 
 
-def _threads_for(connector: Connector | None) -> int:
-    return _NUM_THREADS if connector is not None and traits_of(connector).is_remote else 1
+def _threads_for(plan: ExecutionPlan) -> int:
+    """As many as requests are made ahead in training, where reads wait for a store."""
+    args, connector = plan.config.source, plan.connector
+    if connector is None or not traits_of(connector).is_remote or not isinstance(args, StoreArgs):
+        return 1
+    return args.read_ahead.requests
 
 
 def _chunks(maker: SampleMaker, positions: Int64, indices: Int64, num_threads: int) -> Iterator[MadeChunk]:
     """The samples in chunks, in their order; several threads work ahead."""
-    begins = range(0, len(positions), CHUNK)
+    size = CHUNK if num_threads == 1 else _REMOTE_CHUNK
+    begins = range(0, len(positions), size)
     if num_threads == 1:
         for begin in begins:
-            yield maker.make(positions[begin : begin + CHUNK], indices[begin : begin + CHUNK])
+            yield maker.make(positions[begin : begin + size], indices[begin : begin + size])
         return
     with ThreadPoolExecutor(num_threads, thread_name_prefix="loaderkit-shards") as pool:
         ahead: deque[Future[MadeChunk]] = deque()
         try:
             for begin in begins:
-                ahead.append(pool.submit(maker.make, positions[begin : begin + CHUNK], indices[begin : begin + CHUNK]))
+                ahead.append(pool.submit(maker.make, positions[begin : begin + size], indices[begin : begin + size]))
                 if len(ahead) > 2 * num_threads:
                     yield ahead.popleft().result()
             while ahead:

@@ -49,7 +49,7 @@ def calling(path: Path, at: int, name: str = "SIGKILL") -> dict[str, Any]:
 ARRAY = {"stages": ["read", "decode", {"resize": {"size": [40, 48]}}, {"batch": {"size": 8}}], "output": ["image"]}
 
 
-@pytest.mark.parametrize("num", [4, pytest.param(100, marks=pytest.mark.prove)])
+@pytest.mark.parametrize("num", [4, pytest.param(40, marks=pytest.mark.prove)])
 @pytest.mark.parametrize("form", ["tar", "array"])
 def test_killed_anywhere_and_run_again(tmp_path: Path, photos: Path, rng: random.Random, form: str, num: int) -> None:
     """Each run dies at a call on files drawn at random, if it comes so far, and the last one gets through."""

@@ -16,6 +16,7 @@ import torch
 from conftest import make_photo
 from packed_shards import READERS, Things, members_in, packed, pixels_of, write_photos_with_odd_names
 from PIL import Image
+from token_files import random_documents, write_megatron
 
 import loaderkit
 from loaderkit import Pipeline
@@ -96,6 +97,15 @@ class TestValues:
         items = [{"image": np.zeros((1, 8, 9), np.uint8)}]
         with pytest.raises(loaderkit.errors.StageError, match="three channels"):
             packed(Pipeline.dataset(items).read().decode().batch(1), tmp_path / "out")
+
+    def test_documents_of_tokens(self, tmp_path: Path, rng: random.Random) -> None:
+        documents = random_documents(np.random.default_rng(rng.randrange(2**32)), 70, 30.0)
+        path = write_megatron(tmp_path / "corpus", documents, "uint16")
+        pipeline = Pipeline.tokens(str(path)).shuffle("none").read().pack(64).batch(2)
+        result = packed(pipeline, tmp_path / "out", shard_bytes=20_000)
+        assert [stage.kind for stage in result.pipeline.stages] == ["read", "decode", "pack", "batch"]
+        members = members_in(tmp_path / "out")
+        assert [READERS["npy"](data).tolist() for data in members.values()] == [each.tolist() for each in documents]
 
     def test_records_become_arrays_and_arrays_become_records(self, tmp_path: Path, rng: random.Random) -> None:
         numbers = np.random.default_rng(rng.randrange(2**32)).integers(0, 2**16, (200, 3, 2), np.uint16)

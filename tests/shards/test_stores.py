@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from seaweed import Seaweed
 import loaderkit
 from loaderkit._internal.config.yaml_text import to_yaml
 from loaderkit.errors import StageError, WorkerDiedError
-from loaderkit.shards.run import Workers
+from loaderkit.pipeline.config.builder import to_config
+from loaderkit.shards.planning import Options, plan_shards
+from loaderkit.shards.run import Progress, Workers, pack_shards
 
 
 @pytest.fixture(autouse=True)
@@ -157,3 +160,28 @@ class TestRay:
         (tmp_path / "armed").unlink()
         result = packed(pipeline, tmp_path / "out", shard_bytes=30_000)
         assert result.manifest["num_samples"] == 100
+
+
+@pytest.mark.prove
+@pytest.mark.xdist_group("ray")
+def test_a_node_that_is_lost_costs_nothing_but_time(
+    tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two nodes is taken away when the first shards are there; the other one makes its shards, too."""
+    pytest.importorskip("ray")
+    monkeypatch.setenv("PYTHONPATH", f"{HELPERS}:{ROOT}")
+    pipeline = described(str(photos))
+    with ray_cluster(1, nodes=2) as cluster:
+        nodes = list(cluster.worker_nodes)
+
+        def lose_one(progress: Progress) -> None:
+            if progress.num_shards == 2 and len(nodes) == 2:
+                cluster.remove_node(nodes.pop(), allow_graceful=False)
+
+        plan = plan_shards(to_config(pipeline), Options(str(tmp_path / "out"), shard_bytes=12_000))
+        with closing(plan.job.plan):
+            result = pack_shards(plan, Workers(ray=True, ray_address=cluster.address), lose_one)
+    assert len(nodes) == 1
+    assert len(result.manifest["shards"]) > 8
+    packed(pipeline, tmp_path / "here", shard_bytes=12_000)
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "here")

@@ -21,7 +21,10 @@ def ray_cluster(num_cpus: int = 4, *, nodes: int = 0) -> Iterator[Any]:
 
     folder = tempfile.mkdtemp(prefix="r-")  # short, as sockets lie in it
     Path(folder, "ray").mkdir()
-    before, os.environ["RAY_TMPDIR"] = os.environ.get("RAY_TMPDIR"), folder  # else `ray.init()` of others would find it
+    # Else `ray.init()` of others would find it, and it would report its use.
+    set_here = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    before = {name: os.environ.get(name) for name in set_here}
+    os.environ |= set_here
     common: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
     cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0 if nodes else num_cpus, **common})
     try:
@@ -30,7 +33,8 @@ def ray_cluster(num_cpus: int = 4, *, nodes: int = 0) -> Iterator[Any]:
         yield cluster
     finally:
         cluster.shutdown()
-        os.environ.pop("RAY_TMPDIR")
-        if before is not None:
-            os.environ["RAY_TMPDIR"] = before
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
         shutil.rmtree(folder, ignore_errors=True)

@@ -159,7 +159,8 @@ class CheckpointManager:
         is committed. `metrics` are numbers for `keep.best`, which may be NumPy's or tensors of one element. Raises what the
         previous save met; its checkpoint is then not there, and those before it stand. Raises what an upload has met, on rank
         0: this step is being saved all the same, and the upload is tried again. Raises ConfigError for a state that could not
-        be restored, and after `restore(state, step=)` if there are later steps than this one: the next start would take them.
+        be restored, and after `restore(state, step=)` if there are later whole steps than this one, as the next start would
+        take those.
         """
         self._check_open()
         number, numbers = _whole(step), _numbers(metrics or {})

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from itertools import takewhile
 
 from loaderkit.checkpoint.manager.directory import RunDirectory, step_name
 from loaderkit.checkpoint.manager.settings import SaveSettings
@@ -91,15 +92,16 @@ class Tiers:
             yield
 
     def check_rewound(self, chosen: int, step: int) -> None:
-        """Raise ConfigError on every rank if there are later steps than `step`: a job that went back to `chosen` would save
-        beside them, and the next start would take them."""
+        """Raise ConfigError on every rank if there are later whole steps than `step`: a job that went back to `chosen` would
+        save beside them, and the next start would take them."""
         board, key = self._board, f"rewound-{self._num_rewound}"
         self._num_rewound += 1
         if board is not None and board.rank > 0:
             later = [int(one) for one in board.wait_for(key, 0, about=key, doing=_DOING).split()]
         else:
             try:
-                later = [other for other in self.steps() if other > step]
+                with nullcontext() if board is None else board.alive(key):
+                    later = self._whole_after(step)
             except BaseException as error:
                 if board is not None:
                     board.fail(key, error)
@@ -111,9 +113,15 @@ class Tiers:
             where = " and ".join(map(str, self._directories()))
             raise ConfigError(
                 f"step {step} is not saved: step {chosen} was restored by number, and {where} has {len(later)} later steps "
-                f"({names}): the next start would go on from the newest of them that is whole, and not from what is saved "
-                "now. Remove them, or save to another directory"
+                f"({names}): the next start would go on from the newest of them, and not from what is saved now. Remove them, "
+                "or save to another directory"
             )
+
+    def _whole_after(self, step: int) -> list[int]:
+        """The later steps of which there is a whole checkpoint, ascending; others are passed over with a warning."""
+        with suppress(CheckpointError):  # none is whole
+            return sorted({other for other, _ in takewhile(lambda found: found[0] > step, self.whole())})
+        return []
 
     def committed(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is committed, on rank 0: upload it, and remove what is not to be kept any more."""

@@ -70,7 +70,7 @@ def test_after_going_back_later_steps_are_refused_until_they_are_gone(tmp_path: 
         assert checkpoints.restore(state_of(0), step=2) == 2
         for step in (3, 4, 3):
             with pytest.raises(
-                ConfigError, match=rf"step {step} is not saved: step 2 was restored .* that is whole, and not"
+                ConfigError, match=rf"step {step} is not saved: step 2 was restored .* the newest of them, and not"
             ):
                 checkpoints.save(step, state_of(step))
         for step in (4, 6):
@@ -84,6 +84,25 @@ def test_after_going_back_later_steps_are_refused_until_they_are_gone(tmp_path: 
         assert checkpoints.restore(state_of(0), step=6) == 6
         checkpoints.save(9, state_of(9))  # and that is the newest now
         assert checkpoints.restore(state_of(0)) == 9
+
+
+def test_after_going_back_later_steps_that_are_not_whole_do_not_count(tmp_path: Path) -> None:
+    with loaderkit.CheckpointManager(tmp_path) as checkpoints:
+        for step in range(1, 6):
+            checkpoints.save(step, state_of(step))
+    for step in (3, 5):
+        os.truncate(tmp_path / f"step-000000000{step}" / "__0_0.distcp", 100)
+    with loaderkit.CheckpointManager(tmp_path) as checkpoints:
+        assert checkpoints.restore(state_of(0), step=1) == 1
+        with pytest.raises(ConfigError, match=r"has 2 later steps \(step-0000000002, step-0000000004\)"):
+            checkpoints.save(1, state_of(1))
+        with pytest.raises(ConfigError, match=r"has 1 later steps \(step-0000000004\)"):
+            checkpoints.save(3, state_of(3))
+        checkpoints.save(4, state_of(40))
+    with loaderkit.CheckpointManager(tmp_path) as checkpoints:
+        state = state_of(0)
+        assert checkpoints.restore(state) == 4
+        assert state["n"] == 40
 
 
 def test_a_step_that_is_not_there_is_an_error_that_says_which_are(tmp_path: Path) -> None:

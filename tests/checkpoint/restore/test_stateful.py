@@ -233,6 +233,22 @@ class TestWhatDoesNotFit:
                 r"by DistributedDataParallel and torch.compile, .* put .*, model.module._orig_mod, into",
             ),
             (
+                "",
+                "_orig_mod.module",
+                r"by torch.compile and DistributedDataParallel, .* put .*, model._orig_mod.module, into",
+            ),
+            (
+                "_orig_mod.module",
+                "",
+                r"saved wrapped by torch.compile and DistributedDataParallel, .* save .*, model._orig_mod.module, whose",
+            ),
+            (
+                "_orig_mod.module",
+                "module",
+                r"saved wrapped by torch.compile, .* save the module in it, model._orig_mod,",
+            ),
+            ("module._orig_mod", "_orig_mod.module", r"by torch.compile and DistributedDataParallel in another order"),
+            (
                 "_orig_mod",
                 "module",
                 r"wrapped by DistributedDataParallel, .*; and it was saved wrapped by torch.compile",

@@ -9,6 +9,7 @@ from functools import partial
 
 from loaderkit._internal.dtypes import Bytes
 from loaderkit.connectors.base import Connector
+from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.tuning import PoolTuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.process.worker_process import WorkerProcess
@@ -40,6 +41,7 @@ def make_remote_engine(plan: ExecutionPlan) -> RemoteEngine:
         memory_bytes=prefetch.memory,
         trainer_stages=trainer_stages,
         pinned_for=plan.compiled.device if trainer_stages else None,
+        ledger=NodeLedger() if prefetch.executor == "ray" else None,
     )
     return RemoteEngine(
         spec,

@@ -59,15 +59,10 @@ def driver(found: Found) -> str:
     rows = found["driver"]
     names = list(dict.fromkeys(row["executor"] for row in rows))
     by_size = {size: {row["executor"]: row for row in rows if row["batch_bytes"] == size} for size in _sizes(rows)}
-    titles = ["a batch of", *(f"`{name}`: loop" for name in names), *(f"`{name}`: process" for name in names[1:])]
-    lines = [
-        [
-            _bytes(size),
-            *(_seconds(row[name]["loop_s"]) for name in names),
-            *(_seconds(row[name]["process_s"]) for name in names[1:]),
-        ]
-        for size, row in by_size.items()
-    ]
+    columns = [(names[0], "loop_s")] + [(name, key) for name in names[1:] for key in ("loop_s", "process_s")]
+    columns += [(name, "raylet_s") for name in names if name == "ray"]
+    titles = ["a batch of", *(f"`{name}`: {key.removesuffix('_s')}" for name, key in columns)]
+    lines = [[_bytes(size), *(_seconds(row[name][key]) for name, key in columns)] for size, row in by_size.items()]
     return _table(titles, lines)
 
 

@@ -81,10 +81,9 @@ class LoadingActor:
     def hello(self) -> Hello:
         """Answers as soon as the actor has a process."""
         from loaderkit.engine.ray.clock_offset import boot_id
+        from loaderkit.engine.ray.cluster import node_here
 
-        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        node = f"{address} ({ray.get_runtime_context().get_node_id()[:8]})"
-        return Hello(os.getpid(), node, boot_id())
+        return Hello(os.getpid(), node_here(), boot_id())
 
     @ray.method(concurrency_group="start")
     def begin(self, spec: ActorSpec) -> None:

@@ -12,14 +12,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from loaderkit.engine.metrics.nodes.ledger import NodeLedger
+from loaderkit.engine.metrics.stalls import NETWORK, WaitSegment
 from loaderkit.engine.ray.actor import Hello, Parcel
 from loaderkit.engine.ray.clock_offset import batch_here, boot_id, measure
+from loaderkit.engine.ray.cluster import cpus_of
 from loaderkit.engine.ray.missing_files import name_node
 from loaderkit.engine.ray.object_memory import ObjectMemory
 from loaderkit.engine.remote.contracts import ReceivedBatch
@@ -39,6 +43,7 @@ class ActorInbox:
         self,
         actor: Any,
         memory: ObjectMemory,
+        ledger: NodeLedger,
         generation: int,
         num_batches: int,
         *,
@@ -49,6 +54,7 @@ class ActorInbox:
         `relay_logs` logs what it has logged, if that is anything."""
         self._actor = actor
         self._memory = memory
+        self._ledger = ledger
         self._generation = generation
         self._num_batches = num_batches
         self._num_outstanding = 0  # batches of this generation that were asked for and are not taken yet
@@ -171,8 +177,11 @@ class ActorInbox:
 
     def _meet(self) -> None:
         hello: Hello = self._get(self._actor.hello.remote())
+        trip_s, ahead_s = measure(lambda: float(self._get(self._actor.clock.remote())), time.perf_counter)
         if hello.boot_id != boot_id():
-            self.offset_s = measure(lambda: float(self._get(self._actor.clock.remote())), time.perf_counter)
+            self.offset_s = ahead_s
+        self._ledger.placed(hello.node, cpus_of(hello.node))
+        self._ledger.round_trip(hello.node, trip_s)
         self.hello = hello
 
     def _get(self, ref: Any) -> Any:
@@ -189,9 +198,22 @@ class ActorInbox:
             raise EOFError
         if isinstance(answer, PackedError):
             return unpack_error(answer, self.where)
+        arrived_s = time.perf_counter()
         record: Delivered = unpack(answer.stream, [self._memory.open(buffer) for buffer in answer.buffers])
-        batch = name_node(record.unsealed(self.where), self.where)
-        return ReceivedBatch(answer.generation, batch_here(batch, self.offset_s))
+        batch = batch_here(name_node(record.unsealed(self.where), self.where), self.offset_s)
+        num_bytes = len(answer.stream) + sum(buffer.nbytes for buffer in answer.buffers)
+        return ReceivedBatch(answer.generation, self._counted(batch, num_bytes, arrived_s))
+
+    def _counted(self, batch: Delivered, num_bytes: int, arrived_s: float) -> Delivered:
+        """The batch, with its way here as the last part of its path if that was a network."""
+        assert self.hello is not None
+        if batch.is_end:
+            return batch
+        self._ledger.arrived(self.hello.node, num_bytes, batch.done_s, arrived_s)
+        if not self._ledger.is_away(self.hello.node) or arrived_s <= batch.done_s:
+            return batch
+        way = WaitSegment(batch.done_s, arrived_s, NETWORK)
+        return replace(batch, done_s=arrived_s, segments=[*batch.segments, way])
 
     @property
     def where(self) -> str:

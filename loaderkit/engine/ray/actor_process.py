@@ -13,12 +13,13 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.ray.actor import GROUPS, ORDERS, ActorSpec, Hello, LoadingActor
 from loaderkit.engine.ray.actor_death import actor_death
 from loaderkit.engine.ray.actor_inbox import ActorInbox, say_place
 from loaderkit.engine.ray.clock_offset import lane_here, stats_here
-from loaderkit.engine.ray.cluster import RaySettings, connect, describe_wait
+from loaderkit.engine.ray.cluster import RaySettings, connect, describe_wait, node_here
 from loaderkit.engine.ray.object_memory import ObjectMemory
 from loaderkit.engine.ray.surroundings import Surroundings
 from loaderkit.engine.remote.contracts import WorkerSpec
@@ -55,12 +56,15 @@ class ActorProcess:
     def start(self, next_position: tuple[int, int], generation: int) -> None:
         """See `RunningProcess`."""
         connect(self._settings)
+        ledger = self._spec.ledger or NodeLedger()
+        ledger.stands_on(node_here())
         stream, buffers = pack((self._spec.make_engine, self._shard, torch.get_num_threads()))
         try:
             self._actor = _remote_class().options(**self._settings.options()).remote()
             self._inbox = ActorInbox(
                 self._actor,
                 ObjectMemory(self._spec.pinned_for),
+                ledger,
                 generation,
                 self._shard.num_batches(self._spec.num_batches),
                 why_not_placed=lambda: describe_wait(self._settings),

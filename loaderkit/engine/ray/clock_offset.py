@@ -22,15 +22,15 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def measure(ask: Callable[[], float], clock: Callable[[], float]) -> float:
-    """How far the clock that `ask` reads is ahead of `clock`, in s, by the shortest of several round trips."""
+def measure(ask: Callable[[], float], clock: Callable[[], float]) -> tuple[float, float]:
+    """The shortest of several round trips, and by it how far the clock that `ask` reads is ahead of `clock`; in s."""
     trips = []
     for _ in range(_NUM_TRIPS):
         begin_s = clock()
         theirs_s = ask()
         end_s = clock()
         trips.append((end_s - begin_s, theirs_s - (begin_s + end_s) / 2))
-    return min(trips)[1]
+    return min(trips)
 
 
 def batch_here(batch: Delivered, offset_s: float) -> Delivered:

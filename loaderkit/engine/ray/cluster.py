@@ -70,6 +70,25 @@ def _check_address(address: str) -> None:
         )
 
 
+def node_here() -> str:
+    """The node of this process: its address, and the beginning of its number, as several may have one address."""
+    address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return _say_node(address, ray.get_runtime_context().get_node_id())
+
+
+def cpus_of(node: str) -> float | None:
+    """The CPUs that a node, named as by `node_here`, has for actors and tasks; None if it is gone."""
+    cluster: Any = ray  # this function has no types
+    for found in cluster.nodes():
+        if _say_node(found["NodeManagerAddress"], found["NodeID"]) == node:
+            return float(found["Resources"].get("CPU", 0.0))
+    return None
+
+
+def _say_node(address: str, number: str) -> str:
+    return f"{address} ({number[:8]})"
+
+
 def describe_wait(settings: RaySettings) -> str:
     """Why an actor has no place yet, for the watchdog."""
     wanted = settings.needs()

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.restarts import Death
@@ -30,6 +31,7 @@ class WorkerSpec:
     memory_bytes: int  # of all processes
     trainer_stages: Sequence[Stage] = ()
     pinned_for: torch.device | None = None  # to which the trainer's stages copy
+    ledger: NodeLedger | None = None  # counts what comes from which node, where processes may be on several
 
 
 @dataclass

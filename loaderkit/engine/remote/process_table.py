@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from loaderkit.engine.metrics.snapshot import as_past, merged
@@ -16,6 +17,7 @@ from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import Lane
 from loaderkit.engine.remote.contracts import MakeProcess, WorkerSpec
 from loaderkit.engine.remote.remote_process import RemoteProcess
+from loaderkit.engine.remote.wait_causes import wakeup_as_network
 from loaderkit.sampling.dealing import Place
 from loaderkit.sampling.shard import Shard
 
@@ -106,6 +108,8 @@ class ProcessTable:
         if is_recorded:
             self._past_lanes += [lane for process in surplus for lane in process.recorded()]
         for process in surplus:
+            if self._spec.ledger is not None and process.node is not None:
+                self._spec.ledger.left(process.node, process.cpu_s)
             process.begin_closing(_LEAVE_S)
         self._leaving = (*self._leaving, *surplus)
         self._account = kept, merged([*counters, *([] if past is None else [past])])
@@ -128,7 +132,14 @@ class ProcessTable:
         parts = [
             process.stats(waiting_since_s if process is awaited else None, at_s, may_ask=may_ask) for process in seated
         ]
-        return merged([*parts, *([] if past is None else [past])])
+        stats = merged([*parts, *([] if past is None else [past])])
+        ledger = self._spec.ledger
+        if ledger is None:
+            return stats
+        if awaited is not None and ledger.is_away(awaited.node):
+            stats = replace(stats, waits_s=wakeup_as_network(stats.waits_s))
+        placed = [(process.node, process.cpu_s) for process in seated]
+        return replace(stats, nodes=ledger.stats((node, cpu_s) for node, cpu_s in placed if node is not None))
 
     def lanes(self) -> list[Lane]:
         """The trace of all of them, which ends it."""

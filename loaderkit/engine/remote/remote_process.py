@@ -216,6 +216,9 @@ class RemoteProcess:
         """Free what a process that has ended leaves, but for batches that are referenced. Commands are queued until `start`."""
         with self._telling:
             self._has_told_early = False
+        if self._spec.ledger is not None and self.node is not None:
+            self._spec.ledger.restarted(self.node)
+            self._spec.ledger.left(self.node, self.cpu_s)
         self._release(_PATIENCE_S)
         self._counters = _Counters(self._no_counters(), as_past(self._counters.total()))
         if self._trainer_stages is not None:
@@ -251,6 +254,11 @@ class RemoteProcess:
         stats = counters.total()
         trainer_rows = [] if self._trainer_stages is None else self._trainer_stages.rows(time.perf_counter())
         return replace(stats, stages=[*stats.stages, *trainer_rows])
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time as it was last told, without that of processes whose place it has taken."""
+        return self._counters.latest.host.cpu_s
 
     @property
     def has_ended(self) -> bool:

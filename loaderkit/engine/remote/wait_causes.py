@@ -32,8 +32,17 @@ def causes_of(
 
 def start_as_restart(causes: Mapping[str, float]) -> dict[str, float]:
     """The causes of a wait for a process that was started in another one's place."""
-    causes = dict(causes)
-    seconds = causes.pop(stalls.START, 0.0)
+    return _renamed(causes, stalls.START, stalls.RESTART)
+
+
+def wakeup_as_network(causes: Mapping[str, float]) -> dict[str, float]:
+    """The causes of a wait for a batch that may be finished on another node, as that node tells them."""
+    return _renamed(causes, stalls.WAKEUP, stalls.NETWORK)
+
+
+def _renamed(causes: Mapping[str, float], cause: str, name: str) -> dict[str, float]:
+    renamed = dict(causes)
+    seconds = renamed.pop(cause, 0.0)
     if seconds:
-        causes[stalls.RESTART] = causes.get(stalls.RESTART, 0.0) + seconds
-    return causes
+        renamed[name] = renamed.get(name, 0.0) + seconds
+    return renamed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,10 @@ from waiting import wait_for
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import StageError
+from loaderkit.profile.render.html import to_html
+from loaderkit.profile.render.terminal import to_text
+from loaderkit.profile.report import Report
+from profiles.bottlenecks import text_contradictions
 
 pytestmark = pytest.mark.usefixtures("ray_nodes")
 
@@ -118,6 +123,43 @@ class TestBatches:
                 next(iter(loader))
         del stream
         check_nothing_left()
+
+
+def test_rows_by_node_say_what_came_from_where() -> None:
+    """Of two actors on two nodes, neither the trainer's, one of which is killed."""
+    with build_ray(large(), **{"prefetch.batches": 4, "order.epochs": 4}) as loader:
+        batches = [batch for _ in range(2) for batch in loader]
+        with loader.profile() as recording:
+            stream = iter(loader)
+            batches += [next(stream) for _ in range(3)]
+            os.kill(pids_of(loader)[0], signal.SIGKILL)
+            batches += [*stream, *loader]
+        stats = loader.stats()
+    assert len(batches) == 4 * 12
+    here, *others = stats.nodes.rows
+    assert (here.is_trainers, here.num_workers, here.num_batches, here.way_s) == (True, 0, 0, 0.0)
+    assert [(row.is_trainers, row.cpus) for row in others] == [(False, 4.0)] * len(others)
+    assert sum(row.num_workers for row in others) == 2
+    assert sum(row.num_restarts for row in others) == stats.num_restarts == 1
+    # What a dead actor had finished may have come, and is made again.
+    assert 48 <= sum(row.num_batches for row in others) <= 48 + 4
+    assert all(row.num_bytes >= 800_000 * row.num_batches for row in others)
+    for row in others:
+        assert 0 <= row.carrying_s <= row.way_s
+        assert row.cpu_s > 0
+        assert (row.latency_s or 0) > 0
+    assert stats.nodes.carrying_s <= sum(row.carrying_s for row in others)
+    assert stats.waits_s["network"] > 0
+    assert sum(stats.stall_s.values()) == pytest.approx(sum(stats.waits_s.values()))
+    report = Report.from_json(recording.result.to_json())
+    assert sum(row.num_batches for row in report.nodes) <= sum(row.num_batches for row in others) - 24
+    assert not text_contradictions(report)
+    text, page = to_text(report, width=200), to_html(report)
+    for name in [row.name for row in report.nodes]:
+        assert name in text.partition("\nNodes\n")[2]
+        assert name in page
+    assert "(training)" in text
+    check_nothing_left()
 
 
 def fail_at_20(sample: dict[str, Any]) -> None:

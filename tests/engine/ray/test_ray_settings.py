@@ -106,7 +106,7 @@ def test_times_of_another_machine() -> None:
         now_s += next(trips) - 1.0
         return theirs
 
-    offset_s = measure(ask, clock)
+    _, offset_s = measure(ask, clock)
     assert offset_s == pytest.approx(5000.0, abs=0.5)  # half of the shortest round trip
     segments = [WaitSegment(5101.0, 5102.0, "read"), WaitSegment(5102.0, 5103.0, None, (("read", 5102.0, 5102.5),))]
     batch = Delivered(0, 8, 8, "it", None, None, (), 0, False, False, None, None, 5103.0, segments)

@@ -51,17 +51,30 @@ class _Counts:
     way_s: float = 0.0
     latency_s: float | None = None
     num_restarts: int = 0
+    past_cpu_s: float = 0.0  # of workers that have ended
 
 
 class NodeLedger:
-    """The counters of an executor with workers on several nodes; `here` is the trainer's, which may have none. For any
-    thread."""
+    """The counters of an executor with workers on several nodes. `here` is the trainer's, which may have no worker; None
+    until it is known. For any thread."""
 
-    def __init__(self, here: str) -> None:
-        self._here = here
+    def __init__(self, here: str | None = None) -> None:
+        self._here: str | None = None
         self._lock = threading.Lock()
-        self._nodes = {here: _Counts(None, Cover())}
+        self._nodes: dict[str, _Counts] = {}
         self._cover = Cover()  # of batches from all other nodes
+        if here is not None:
+            self.stands_on(here)
+
+    def stands_on(self, node: str) -> None:
+        """The trainer runs on `node`."""
+        with self._lock:
+            self._here = node
+            self._of(node)
+
+    def is_away(self, node: str | None) -> bool:
+        """True if what comes from `node` passes a network."""
+        return node is not None and node != self._here
 
     def placed(self, node: str, cpus: float | None = None) -> None:
         """A worker runs on `node`, which has so many CPUs for workers."""
@@ -85,6 +98,11 @@ class NodeLedger:
         with self._lock:
             self._of(node).num_restarts += 1
 
+    def left(self, node: str, cpu_s: float) -> None:
+        """A worker on `node` has ended; its process has used so much CPU time."""
+        with self._lock:
+            self._of(node).past_cpu_s += cpu_s
+
     def round_trip(self, node: str, seconds: float) -> None:
         """A small message to `node` was answered after `seconds`."""
         with self._lock:
@@ -104,7 +122,7 @@ class NodeLedger:
                     is_trainers=name == self._here,
                     num_workers=len(cpu_s.get(name, ())),
                     cpus=counts.cpus,
-                    cpu_s=sum(cpu_s.get(name, ())),
+                    cpu_s=counts.past_cpu_s + sum(cpu_s.get(name, ())),
                     num_batches=counts.num_batches,
                     num_bytes=counts.num_bytes,
                     way_s=counts.way_s,

@@ -242,7 +242,7 @@ def make_tuner(config: PipelineConfig, tuning: Tuning) -> Tuner | None:
     if config.prefetch.processes == "auto" and tuning.processes is not None:
         settings.append(TunedSetting("processes", (), tuning.processes, kind="processes"))
     most = config.prefetch.max_processes or num_cpus_of_rank()
-    return Tuner(settings, config.stage("batch").name, num_cpus(), lambda: most) if settings else None
+    return Tuner(settings, config.stage("batch").name, tuning.cpus or num_cpus(), lambda: most) if settings else None
 
 
 def _to_bytes(memory: int | str) -> int:

@@ -25,6 +25,7 @@ _SYSTEM = {
     "health_check_period_ms": 1000,
     "health_check_failure_threshold": 3,
     "enable_worker_prestart": False,
+    "worker_niceness": 0,  # at 15, its own, programs beside a busy machine's would wait for minutes
 }
 
 

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
-from loaderkit.engine.ray.surroundings import Surroundings
+from loaderkit.engine.ray.cluster import node_here
+from loaderkit.engine.ray.surroundings import Surroundings, boot_id
 from loaderkit.engine.remote import error_transport
 from loaderkit.engine.remote.log_records import pack_record
 
@@ -80,9 +81,6 @@ class LoadingActor:
     @ray.method(concurrency_group="control")
     def hello(self) -> Hello:
         """Answers as soon as the actor has a process."""
-        from loaderkit.engine.ray.clock_offset import boot_id
-        from loaderkit.engine.ray.cluster import node_here
-
         return Hello(os.getpid(), node_here(), boot_id())
 
     @ray.method(concurrency_group="start")

@@ -22,10 +22,11 @@ from ray.exceptions import RayError, RayTaskError
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.stalls import NETWORK, WaitSegment
 from loaderkit.engine.ray.actor import Hello, Parcel
-from loaderkit.engine.ray.clock_offset import batch_here, boot_id, measure
+from loaderkit.engine.ray.clock_offset import batch_here, measure
 from loaderkit.engine.ray.cluster import cpus_of
 from loaderkit.engine.ray.missing_files import name_node
 from loaderkit.engine.ray.object_memory import ObjectMemory
+from loaderkit.engine.ray.surroundings import boot_id
 from loaderkit.engine.remote.contracts import ReceivedBatch
 from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.remote.error_transport import PackedError, unpack_error

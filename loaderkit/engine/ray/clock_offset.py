@@ -8,18 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import Lane
 from loaderkit.engine.remote.delivery import Delivered
 
 _NUM_TRIPS = 5
-
-
-def boot_id() -> str:
-    """The same in all processes of this machine, until it is started again."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def measure(ask: Callable[[], float], clock: Callable[[], float]) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,7 +64,7 @@ def connect(settings: RaySettings) -> None:
 
 def _check_address(address: str) -> None:
     connected = ray.get_runtime_context().gcs_address
-    if address not in ("auto", "local", connected):
+    if address not in ("auto", "local") and not _is_same(address, connected):
         raise ConfigError(
             f"prefetch.ray.address: {address}: this program is connected to the cluster at {connected}, and a process has one "
             "connection: use address: auto, or call ray.shutdown() first"
@@ -87,6 +88,17 @@ def cpus_of(node: str) -> float | None:
 
 def _say_node(address: str, number: str) -> str:
     return f"{address} ({number[:8]})"
+
+
+def _is_same(address: str, other: str) -> bool:
+    """True if two addresses lead to one place, by whatever names."""
+    (host, _, port), (other_host, _, other_port) = address.rpartition(":"), other.rpartition(":")
+    if address == other or port != other_port:
+        return address == other
+    try:
+        return socket.gethostbyname(host) == socket.gethostbyname(other_host)
+    except OSError:
+        return False
 
 
 def describe_wait(settings: RaySettings) -> str:

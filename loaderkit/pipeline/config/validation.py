@@ -117,12 +117,7 @@ def _check_one(
                 "another process cannot hand over tensors on a GPU: set `prefetch: {executor: thread}`",
                 "device",
             )
-    if (
-        prefetch is not None
-        and prefetch.executor == "process"
-        and prefetch.processes == "auto"
-        and source_kind.is_stream
-    ):
+    if prefetch is not None and prefetch.is_remote and prefetch.processes == "auto" and source_kind.is_stream:
         problems.error(
             ("prefetch", "processes"),
             "auto lets processes join while the loop runs, and each would have to iterate over all that an iterable has given "

@@ -60,6 +60,21 @@ def test_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         next(iter(loader))
 
 
+def test_another_cluster_than_that_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Context:
+        gcs_address = "127.0.0.1:6379"
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", Context)
+    for address in ("auto", "127.0.0.1:6379", "localhost:6379"):
+        cluster.connect(RaySettings(address))
+    for address in ("127.0.0.1:6380", "127.0.0.2:6379"):
+        with pytest.raises(
+            ConfigError, match=r"is connected to the cluster at 127\.0\.0\.1:6379, and a process has one"
+        ):
+            cluster.connect(RaySettings(address))
+
+
 def test_ray_is_imported_only_where_it_is_asked_for() -> None:
     program = (
         "import sys, loaderkit\n"

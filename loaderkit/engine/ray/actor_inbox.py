@@ -178,12 +178,13 @@ class ActorInbox:
 
     def _meet(self) -> None:
         hello: Hello = self._get(self._actor.hello.remote())
-        trip_s, ahead_s = measure(lambda: float(self._get(self._actor.clock.remote())), time.perf_counter)
-        if hello.boot_id != boot_id():
-            self.offset_s = ahead_s
+        if hello.boot_id == boot_id():
+            self.hello = hello  # the same clock: nothing has to be known before it is asked
         self._ledger.placed(hello.node, cpus_of(hello.node))
+        trip_s, ahead_s = measure(lambda: float(self._get(self._actor.clock.remote())), time.perf_counter)
         self._ledger.round_trip(hello.node, trip_s)
-        self.hello = hello
+        if self.hello is None:
+            self.offset_s, self.hello = ahead_s, hello
 
     def _get(self, ref: Any) -> Any:
         while not self._is_closed:

@@ -19,8 +19,9 @@ from loaderkit.engine.contracts import Executor
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from loaderkit.errors import ClosedError, ConfigError, WorkerDiedError
-from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
 
+_MOST_ACTORS = 1024
 logger = logging.getLogger("loaderkit")
 
 
@@ -38,6 +39,9 @@ class LiveSettings:
         self._engine: Executor | None = None
         self._workers: dict[str, int] = {}
         self._wanted = {pool.stages[0]: pool.workers for pool in tuning.pools}  # workers, before they are shared out
+        self._scales_workers = (
+            tuner is not None and tuner.cpus_each > 0 and any(one.kind == "workers" for one in tuner.settings)
+        )  # with the processes, each of which brings CPUs
         self._batches = tuning.batches or 0  # ahead, before there are more for more processes
         self._last_move: Move | None = None
         self._refusal: str | None = None  # by the engine, of the number of processes, later
@@ -163,6 +167,10 @@ class LiveSettings:
         """Set the number of processes, and with it what they share: each has as many workers, and batches ahead of its own."""
         assert self._tuner is not None
         self._apply(lambda engine: engine.set_processes(num, self._note_refusal))
+        if each := self._tuner.cpus_each:
+            self._tuning = replace(self._tuning, cpus=max(1, int(num * each)))
+        if self._scales_workers:
+            self._wanted = {stage: num * -(-workers // self._num_processes) for stage, workers in self._wanted.items()}
         self._tuning = replace(self._tuning, processes=num)
         pools = tuple(
             pool if pool.is_trainers else replace(pool, workers=self._shared_out(self._wanted[pool.stages[0]]))
@@ -241,8 +249,24 @@ def make_tuner(config: PipelineConfig, tuning: Tuning) -> Tuner | None:
         settings.append(TunedSetting("batches", (), tuning.batches, unit=unit, kind="batches"))
     if config.prefetch.processes == "auto" and tuning.processes is not None:
         settings.append(TunedSetting("processes", (), tuning.processes, kind="processes"))
-    most = config.prefetch.max_processes or num_cpus_of_rank()
-    return Tuner(settings, config.stage("batch").name, tuning.cpus or num_cpus(), lambda: most) if settings else None
+    if not settings:
+        return None
+    each = config.prefetch.ray.num_cpus if config.prefetch.executor == "ray" else 0.0
+    return Tuner(
+        settings, config.stage("batch").name, tuning.cpus or num_cpus(), _most_processes(config.prefetch), each
+    )
+
+
+def _most_processes(prefetch: PrefetchArgs) -> Callable[[int], int]:
+    """How many processes there may be at a moment, where there are so many."""
+    if prefetch.executor != "ray":
+        most = prefetch.max_processes or num_cpus_of_rank()
+        return lambda num: most
+    # Late: the package is an extra.
+    from loaderkit.engine.ray.cluster import RaySettings, num_that_fit
+
+    settings = RaySettings(**dict(prefetch.ray))
+    return lambda num: min(prefetch.max_processes or _MOST_ACTORS, num + num_that_fit(settings))
 
 
 def _to_bytes(memory: int | str) -> int:

@@ -39,6 +39,7 @@ def make_remote_engine(plan: ExecutionPlan) -> RemoteEngine:
         pools=[pool.stages for pool in ahead.compiled.described_pools(1)],
         num_batches=prefetch.first_batches,
         memory_bytes=prefetch.memory,
+        scales_workers=prefetch.executor == "ray" and prefetch.concurrency == "auto",
         trainer_stages=trainer_stages,
         pinned_for=plan.compiled.device if trainer_stages else None,
         ledger=NodeLedger() if prefetch.executor == "ray" else None,

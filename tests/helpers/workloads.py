@@ -54,7 +54,7 @@ class Simulation:
         self.num_seated = processes  # those that are to join have turns a tick later
         if processes is not None:
             settings.append(self.processes)
-        self.tuner = Tuner(settings, "batch", num_cpus, lambda: most_processes)
+        self.tuner = Tuner(settings, "batch", num_cpus, lambda num: most_processes)
         self.num_cpus = num_cpus
         self.values: list[int] = []  # of workers, at every tick
         self.processes_at: list[int] = []

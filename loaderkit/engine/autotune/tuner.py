@@ -72,13 +72,13 @@ class _Rest:
 @dataclass
 class Tuner:
     """Changes `settings`. `landing`: the stage whose samples count as done. `num_cpus`: the CPUs the workers may fill, within
-    the cgroup's quota. `most_processes`: how many there may be at this moment; each brings `cpus_each` of its own, where those
-    are not of this machine."""
+    the cgroup's quota. `most_processes`: how many there may be now, of how many there are; each brings `cpus_each` of
+    its own, where those are not of this machine."""
 
     settings: list[TunedSetting]
     landing: str
     num_cpus: int
-    most_processes: Callable[[], int] = lambda: 1
+    most_processes: Callable[[int], int] = lambda num: num
     cpus_each: float = 0.0
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=_NUM_DECISIONS))
 
@@ -235,7 +235,7 @@ class Tuner:
 
     def _bound(self, processes: TunedSetting, now: Stats) -> None:
         """Set how many processes there may be: as many as there is room for, and memory and batches to share out."""
-        most = self.most_processes()
+        most = self.most_processes(processes.value)
         if batch_bytes := now.memory.get("batch_bytes", 0):
             most = min(most, now.memory["budget_bytes"] // (BATCHES_EACH * batch_bytes))
         if self._depth is None:

@@ -101,6 +101,15 @@ def _is_same(address: str, other: str) -> bool:
         return False
 
 
+def num_that_fit(settings: RaySettings) -> int:
+    """How many more actors the cluster has free resources for; 0 while this process is not connected."""
+    cluster: Any = ray  # these functions have no types
+    if not cluster.is_initialized():
+        return 0
+    free = cluster.available_resources()
+    return min(int(free.get(name, 0.0) // amount) for name, amount in settings.needs().items())
+
+
 def describe_wait(settings: RaySettings) -> str:
     """Why an actor has no place yet, for the watchdog."""
     wanted = settings.needs()

@@ -29,6 +29,7 @@ class WorkerSpec:
     pools: Sequence[Sequence[str]]
     num_batches: int  # read ahead, by all processes together
     memory_bytes: int  # of all processes
+    scales_workers: bool = False  # with another number of processes each has as many workers; False: all together
     trainer_stages: Sequence[Stage] = ()
     pinned_for: torch.device | None = None  # to which the trainer's stages copy
     ledger: NodeLedger | None = None  # counts what comes from which node, where processes may be on several

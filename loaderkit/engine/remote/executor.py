@@ -45,7 +45,7 @@ from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.shard import Shard
 
 _JOIN_S = 10.0
-_WARM_S = 60.0  # in which one that is to join is ready
+_WARM_S = 180.0  # in which one that is to join is ready
 _LOOK_S = 1.0  # between checks of the processes that are not awaited
 logger = logging.getLogger("loaderkit")
 
@@ -287,16 +287,17 @@ class RemoteEngine:
         self._check_usable()
         with self._closing, self._sizes.lock:
             self._check_usable()
-            self._num_wanted, self._refused = num, refused
             table, dealing = self._table, self._dealing
             if self._is_started:
                 numbers = range(dealing.num_behind + len(table.warming), num)
                 table.warm([Shard(number, num) for number in numbers], dealing.next_position, self._sizes.order_for)
+                self._num_wanted, self._refused = num, refused
                 return
+            self._num_wanted, self._refused = num, refused
             self._table = ProcessTable(self._spec, self._make, num)
             self._dealing = BatchDealing(self._schedule, num)
             self._dealing.seek(*dealing.next_position)
-            self._sizes.num_sharing = num
+            self._sizes.share_out((), num)
             for process in self.processes:
                 for order in self._orders(process):
                     process.tell(*order)
@@ -305,13 +306,14 @@ class RemoteEngine:
         """Deal to as many processes as are wanted from a border on, once those that are to join are ready to begin there."""
         table, dealing = self._table, self._dealing
         table.reap()
-        num_before, wanted = dealing.num_processes, self._num_wanted
-        if dealing.border is not None or (wanted == num_before and not table.warming):
+        num_before = dealing.num_processes
+        if dealing.border is not None or (self._num_wanted == num_before and not table.warming):
             return
         if any(process.num_cautious for process in self.processes):
             return
         with self._closing, self._sizes.lock:
             self._check_open()
+            wanted = self._num_wanted
             joining = self._joining(wanted - num_before)
             if joining is None:
                 return

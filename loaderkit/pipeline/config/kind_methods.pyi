@@ -681,8 +681,8 @@ class KindMethods:
         processes: how many, with `executor: process` or `ray`; they share `batches`, `memory` and all
             workers out evenly; auto: one to begin with, then measured, and `batches` is auto as well unless
             it is given
-        max_processes: the most that `processes: auto` comes to; default: a process a CPU of this rank, and
-            as many as `batches`, if that is a number
+        max_processes: the most that `processes: auto` comes to; default: a process a CPU of this rank (with
+            `ray` what the cluster has room for), and as many as `batches`, if that is a number
         restarts: with `executor: process` or `ray`: how often, in all, one that died is started again, and
             its batches are made again; one death more, or a second one at the same batch, raises
             WorkerDiedError; 0: the first does

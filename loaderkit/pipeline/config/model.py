@@ -100,8 +100,8 @@ class PrefetchArgs(Model):
     )
     max_processes: PositiveInt | None = Field(
         None,
-        description="the most that `processes: auto` comes to; default: a process a CPU of this rank, and as many as "
-        "`batches`, if that is a number",
+        description="the most that `processes: auto` comes to; default: a process a CPU of this rank (with `ray` what the "
+        "cluster has room for), and as many as `batches`, if that is a number",
     )
     restarts: NonNegativeInt = Field(
         3,

@@ -220,4 +220,5 @@ def test_for_many_epochs(drop_last: bool, rng: random.Random) -> None:
             found += take(engine, rng.randrange(1, 30))
             if rng.random() < 0.7:
                 found += take_until(engine, num)
-    assert found == expected(pipeline, len(found), **{"stages.batch.drop_last": drop_last})
+    whole = expected(pipeline, len(found), **{"stages.batch.drop_last": drop_last})
+    assert [one[:2] for one in found] == [one[:2] for one in whole]

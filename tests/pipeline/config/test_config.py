@@ -60,6 +60,7 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
         "executor": "thread",
         "processes": 1,
         "max_processes": None,
+        "ray": {"address": "auto", "num_cpus": 1.0, "resources": {}, "strategy": "spread"},
         "restarts": 3,
         "timeout": "60s",
         "on_timeout": "warn",

@@ -104,7 +104,7 @@ def test_the_error_comes_in_its_place(make: Callable[..., Loader]) -> None:
 def test_quarantine_and_bounds(make: Callable[..., Loader], tmp_path: Path) -> None:
     """One line for every bad sample and epoch, the same with every executor; one too many stops the loop."""
     lines = []
-    for number, executor in enumerate(({}, EXECUTORS["inline"])):
+    for number, executor in enumerate(({}, EXECUTORS["inline"] | {"prefetch.ray": {}})):
         quarantine = tmp_path / f"{number}.jsonl"
         policy = {"errors.on_bad_sample": "skip", "errors.quarantine": str(quarantine)}
         with make(**policy, **executor) as opened:

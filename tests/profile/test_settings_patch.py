@@ -149,7 +149,7 @@ def test_the_check_itself_can_fail(verdict: dict[str, Any], tuning: dict[str, An
 @pytest.mark.parametrize(("executor", "workers"), [("thread", 1), ("process", 1), ("process", 2)])
 def test_what_may_hold_the_gil_gets_processes(executor: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that has a process for itself, and computes: whether a second thread would have a CPU is not known."""
-    monkeypatch.setattr("loaderkit.profile.settings_patch.num_cpus", lambda: CPUS)
+    monkeypatch.setattr("loaderkit._internal.system.cgroups.num_cpus", lambda: CPUS)
     _, verdict = made_up(BUSY_CALL | {"workers": workers, "processes": workers, "executor": executor})
     settings = {one.key: one.value for one in verdict.settings}
     assert verdict.kind == "computing"

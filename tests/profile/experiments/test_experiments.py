@@ -204,12 +204,12 @@ class TestProcesses:
     def test_as_many_as_cpus_of_this_rank(
         self, cpus: int, ranks: str, expected: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("loaderkit.profile.settings_patch.num_cpus", lambda: cpus)
+        monkeypatch.setattr("loaderkit._internal.system.cgroups.num_cpus", lambda: cpus)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         assert num_processes(self.config("2GiB"), 2**20) == expected
 
     def test_the_memory_they_share_holds_two_batches_of_each(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("loaderkit.profile.settings_patch.num_cpus", lambda: 64)
+        monkeypatch.setattr("loaderkit._internal.system.cgroups.num_cpus", lambda: 64)
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         config = self.config("512MiB")
         found = {one.key: one.value for one in process_settings(config, 64 * 2**20)}

@@ -103,7 +103,7 @@ def save_and_be_killed(
     orders = folder / f"orders-{rank}"
     orders.write_text("")
     store = Mortal(store_of(kind, where), Killing(orders, [*others, os.getpid()]))
-    patience_s = 300.0 if is_apart else 10.0  # one process may start long after the other
+    patience_s = 300.0 if is_apart else 20.0  # one process may start long after the other, or be slow on a busy machine
     checkpoints = loaderkit.CheckpointManager(
         "given://", keep={"last": 2}, timeout_s=patience_s, connectors={"given": store}, **settings
     )

@@ -25,16 +25,27 @@ from numpy.typing import NDArray
 from loaderkit.connectors.base import Connector, Writes, traits_of, writes_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.connectors.factory import open_connector
-from loaderkit.errors import ConfigError, ConnectorError, LoaderkitError, StageError
+from loaderkit.errors import (
+    ConfigError,
+    ConnectorError,
+    FormatError,
+    LoaderkitError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StageError,
+)
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.shards.layout import Extensions, Layout, tar_keys
 from loaderkit.shards.samples import CHUNK, MadeChunk, SampleMaker
 from loaderkit.shards.tar_shard import TarShard
 from loaderkit.sources.formats.tar_index import wds_index_key
+from loaderkit.sources.tar import UNFINISHED
 
 Format = Literal["tar", "array"]
 FOLDER = ".loaderkit-shards/"
 """Where the plan and the records are until all shards are there."""
+VERSION = 1
+"""Of the plan and the manifest."""
 _NUM_THREADS = 8  # that write to a remote store
 _REMOTE_CHUNK = 4  # samples that one of many threads reads from it
 Int64 = NDArray[np.int64]
@@ -62,6 +73,7 @@ class ShardRecord:
     hash: str
     num_dropped: int
     extensions: dict[str, list[str]]  # of a tar, by field
+    plan: str  # the digest of the plan that it belongs to
     bad: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> bytes:
@@ -91,6 +103,8 @@ class ShardJob:
     wanted: tuple[str, ...] | None  # of an array: the fields of the pipeline's `output`
     layout: Layout
     bounds: Int64
+    digest: str = ""  # of the plan at the place
+    run: str = ""  # a token of the run that writes there
 
     @property
     def num_shards(self) -> int:
@@ -150,12 +164,18 @@ def make_shard(job: ShardJob, number: int, on_samples: Callable[[int, int], None
         finally:
             maker.close()
         with closing(job.place.open()) as connector:
-            writes = writes_of(connector)
-            if record.num_samples:
-                write_object(connector, writes, record.name, memoryview(data))
-                if index:
-                    writes.put(wds_index_key(record.name), index)
-            writes.put(record_key(number), record.to_json())
+            check_own(connector, job)
+            try:
+                writes = writes_of(connector)
+                if record.num_samples:
+                    write_object(connector, writes, record.name, memoryview(data))
+                    if index:
+                        writes.put(wds_index_key(record.name), index)
+                check_own(connector, job)
+                writes.put(record_key(number), record.to_json())
+            except ConnectorError:
+                check_own(connector, job)  # another run removes what was being written
+                raise
     except StageError as error:
         raise StageError(
             f"shard {number} of {job.num_shards}: {error}",
@@ -168,6 +188,19 @@ def make_shard(job: ShardJob, number: int, on_samples: Callable[[int, int], None
         kind = type(error) if isinstance(error, ConnectorError) else LoaderkitError
         raise kind(f"shard {number} of {job.num_shards}: {error}") from error
     return record
+
+
+def check_own(connector: Connector, job: ShardJob) -> None:
+    """Raise LoaderkitError unless the plan at the place is still that of this run."""
+    try:
+        found = read_json(connector, UNFINISHED)
+    except ObjectChangedError:
+        found = None
+    if found is None or found.get("run") != job.run:
+        raise LoaderkitError(
+            f"another `loaderkit pack` is at work in {connector.describe('')}: the one that began last goes on, and this one "
+            "stops; to write other shards choose another --out"
+        )
 
 
 def _made(
@@ -209,6 +242,7 @@ def _made(
         xxhash.xxh3_64_hexdigest(data),
         num_dropped,
         {name: sorted(used) for name, used in shard.used.items()},
+        job.digest,
         bad,
     )
     return record, data, shard.index() if job.format == "tar" and num_samples else b""
@@ -260,6 +294,23 @@ def _chunks(maker: SampleMaker, positions: Int64, indices: Int64, num_threads: i
                 yield ahead.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)  # an error is not to wait for all the others
+
+
+def read_json(connector: Connector, key: str) -> dict[str, Any] | None:
+    """An object that holds JSON; None if there is none. Raises FormatError, ConnectorError."""
+    try:
+        info = connector.stat(key)
+        data = bytearray(info.size)
+        connector.read_into(key, 0, memoryview(data), etag=info.etag)
+    except ObjectNotFoundError:
+        return None
+    try:
+        values = json.loads(data)
+        if not isinstance(values, dict) or values.get("version") != VERSION:
+            raise ValueError("it is of another version, or of another program")
+    except ValueError as error:
+        raise FormatError(f"{connector.describe(key)} is not what `loaderkit pack` has written: {error}") from None
+    return values
 
 
 def write_object(connector: Connector, writes: Writes, key: str, data: memoryview) -> None:

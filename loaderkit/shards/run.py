@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 
 from loaderkit._internal.system.cgroups import num_cpus
-from loaderkit.connectors.base import Connector
+from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.errors import ConnectorError, ObjectNotFoundError, SourceError, StageError, TooManyBadSamplesError
 from loaderkit.pipeline.bad_samples import BadSamples
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.shards import state
-from loaderkit.shards.job import ShardJob, ShardRecord
+from loaderkit.shards.job import ShardJob, ShardRecord, check_own, read_json
 from loaderkit.shards.joining import join_parts
 from loaderkit.shards.planning import ShardPlan
 from loaderkit.shards.training import array_name, check_left, training_pipeline
 from loaderkit.shards.workers import MadeShard, make_here, make_in_processes
+from loaderkit.sources.tar import MANIFEST
 from loaderkit.stages.base import BatchWork, SampleFailure
 
 _WORTH_PROCESSES = 32 * 10**6  # bytes to write: starting processes takes 3 s
@@ -65,8 +66,10 @@ class PackResult:
 def found_so_far(plan: ShardPlan) -> tuple[int, bool]:
     """The shards that are there already, and True if the manifest is. Raises ConfigError if others are there."""
     with closing(plan.job.place.open()) as connector:
-        if _whole(connector, plan) is not None:
-            return plan.job.num_shards, True
+        manifest = _whole(connector, plan)
+        if manifest is not None:
+            num_lost = len(state.lost(connector, manifest))
+            return max(1, len(manifest["shards"])) - num_lost, not num_lost
         job = state.planned(connector, plan.job, plan.fingerprint)
         return (0 if job is None else len(state.done(connector, job))), False
 
@@ -77,19 +80,27 @@ def pack_shards(plan: ShardPlan, workers: Workers, on_progress: Callable[[Progre
     begin_s = time.perf_counter()
     with closing(plan.job.place.open()) as connector:
         manifest = _whole(connector, plan)
-        if manifest is not None:
+        lost = [] if manifest is None else state.lost(connector, manifest)
+        if manifest is not None and lost and plan.job.format == "tar":
+            _mend(connector, plan, manifest, lost, workers=workers, on_progress=on_progress)
+            num_found = len(manifest["shards"]) - len(lost)
+            return _result(plan, manifest, begin_s, was_whole=False, num_found=num_found)
+        if manifest is not None and not lost:
             state.clear(connector)
             return _result(plan, manifest, begin_s, was_whole=True, num_found=len(manifest["shards"]))
+        for key in lost and (MANIFEST, *lost):  # an array is made as a whole
+            writes_of(connector).delete(key)
         job = state.planned(connector, plan.job, plan.fingerprint)
         if job is None:
-            job = plan.job
-            state.begin(connector, job, plan.fingerprint)
+            job = state.begin(connector, plan.job, plan.fingerprint)
         else:
+            job = state.own(connector, job, plan.fingerprint)
             state.clear_unfinished(connector)
         plan = replace(plan, job=job)
         records = state.done(connector, job)
         num_found = len(records)
-        _make_missing(connector, plan, records, workers, on_progress)
+        missing = [number for number in range(job.num_shards) if number not in records]
+        _make_missing(connector, plan, records, missing, workers=workers, on_progress=on_progress)
         ordered = [records[number] for number in range(job.num_shards)]
         if not any(record.num_samples for record in ordered):
             raise SourceError(
@@ -99,15 +110,43 @@ def pack_shards(plan: ShardPlan, workers: Workers, on_progress: Callable[[Progre
         manifest = _manifest(plan, ordered)
         if job.format == "array":
             (name,) = job.layout.fields
+            check_own(connector, job)
             size = join_parts(connector, array_name(name), job.layout, ordered, lambda num_bytes: None)
             manifest |= {"shards": [], "array": array_name(name), "num_bytes": size}
         state.finish(connector, manifest, job)
     return _result(plan, manifest, begin_s, was_whole=False, num_found=num_found)
 
 
+def _mend(
+    connector: Connector,
+    plan: ShardPlan,
+    manifest: Mapping[str, Any],
+    lost: list[str],
+    *,
+    workers: Workers,
+    on_progress: Callable[[Progress], None],
+) -> None:
+    """Make the shards again that were lost since all were there. Raises SourceError if they are not as they were."""
+    job = state.own(connector, plan.job, plan.fingerprint)
+    numbers = [number for number in range(job.num_shards) if job.name(number) in lost]
+    records: dict[int, ShardRecord] = {}
+    _make_missing(connector, replace(plan, job=job), records, numbers, workers=workers, on_progress=on_progress)
+    made = {record.name: record.summary for record in records.values()}
+    changed = [shard["name"] for shard in manifest["shards"] if made.get(shard["name"], shard) != shard]
+    changed += [name for name in lost if name not in made]
+    if changed:
+        for name in changed:
+            writes_of(connector).delete(name)
+        raise SourceError(
+            f"{connector.describe(changed[0])} was lost, and what is made in its place differs from what the manifest has: the "
+            "data or what stages make of them has changed; remove all of these shards, or choose another --out"
+        )
+    state.clear(connector)
+
+
 def _whole(connector: Connector, plan: ShardPlan) -> dict[str, Any] | None:
     """The manifest of what is there; None without one. Raises ConfigError if it is of other shards."""
-    manifest = state.read_json(connector, state.MANIFEST)
+    manifest = read_json(connector, MANIFEST)
     if manifest is not None:
         state.check_fingerprint(
             manifest, plan.fingerprint, connector.describe(""), "finished shards of other data or settings"
@@ -126,12 +165,13 @@ def _make_missing(
     connector: Connector,
     plan: ShardPlan,
     records: dict[int, ShardRecord],
+    missing: list[int],
+    *,
     workers: Workers,
     on_progress: Callable[[Progress], None],
 ) -> None:
-    """Make the shards that are not among `records`, and add them there."""
+    """Make the shards `missing`, and add them to `records`."""
     job, errors = plan.job, plan.job.plan.config.errors
-    missing = [number for number in range(job.num_shards) if number not in records]
     bad = BadSamples(errors, job.plan.source)
     bad.recall(one["sample"] for record in records.values() for one in record.bad)
     samples_done = sum(int(job.bounds[number + 1] - job.bounds[number]) for number in records)

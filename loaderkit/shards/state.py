@@ -1,6 +1,7 @@
 """What is there already: the plan of shards that were begun, the records of those that are done, the manifest of all.
 
-.loaderkit-shards/plan.json   first; while it is there, `kind: tar` refuses to read the shards, since some may be missing
+.loaderkit-shards/plan.json   first, with a token of the run that writes; while it is there, `kind: tar` refuses to read the
+                              shards, since some may be missing
 .loaderkit-shards/shard-*.json   the record of each shard, behind the shard
 loaderkit-shards.json   the manifest, last: with it the shards are whole
 """
@@ -8,40 +9,23 @@ loaderkit-shards.json   the manifest, last: with it the shards are whole
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
 from loaderkit.connectors.base import Connector, writes_of
-from loaderkit.errors import AccessDeniedError, ConfigError, FormatError, ObjectNotFoundError
-from loaderkit.shards.job import FOLDER, ShardJob, ShardRecord, record_key
+from loaderkit.errors import AccessDeniedError, ConfigError, LoaderkitError, ObjectNotFoundError
+from loaderkit.shards.job import FOLDER, VERSION, ShardJob, ShardRecord, check_own, read_json, record_key
 from loaderkit.shards.layout import Layout
 from loaderkit.sources.formats.tar_index import wds_index_key
-from loaderkit.sources.tar import UNFINISHED
+from loaderkit.sources.tar import MANIFEST, UNFINISHED
 
-MANIFEST = "loaderkit-shards.json"
-_VERSION = 1
 assert UNFINISHED.startswith(FOLDER)
-
-
-def read_json(connector: Connector, key: str) -> dict[str, Any] | None:
-    """An object that holds JSON; None if there is none. Raises FormatError."""
-    try:
-        info = connector.stat(key)
-        data = bytearray(info.size)
-        connector.read_into(key, 0, memoryview(data), etag=info.etag)
-    except ObjectNotFoundError:
-        return None
-    try:
-        values = json.loads(data)
-        if not isinstance(values, dict) or values.get("version") != _VERSION:
-            raise ValueError("it is of another version, or of another program")
-    except ValueError as error:
-        raise FormatError(f"{connector.describe(key)} is not what `loaderkit pack` has written: {error}") from None
-    return values
 
 
 def check_fingerprint(found: Mapping[str, Any], fingerprint: Mapping[str, str], where: str, what: str) -> None:
@@ -60,25 +44,41 @@ def planned(connector: Connector, job: ShardJob, fingerprint: Mapping[str, str])
     if found is None:
         return None
     check_fingerprint(found, fingerprint, connector.describe(""), "unfinished shards of other data or settings")
-    return replace(job, bounds=np.array(found["bounds"], np.int64), layout=Layout.of(found["layout"]))
+    job = replace(job, bounds=np.array(found["bounds"], np.int64), layout=Layout.of(found["layout"]))
+    return replace(job, digest=_digest(_described(job, fingerprint)))
 
 
-def begin(connector: Connector, job: ShardJob, fingerprint: Mapping[str, str]) -> None:
-    """Write the plan. Raises ConfigError if something else is where the shards would be."""
-    ending = ".tar" if job.format == "tar" else ".npy"
-    others = [info.key for info in connector.list("") if info.key.endswith(ending)] if _exists(connector) else []
-    if others:
-        raise ConfigError(
-            f"{connector.describe('')} is not empty: there is {others[0]!r}, which training would read for a shard, or which "
-            "would be overwritten: choose another --out"
-        )
-    plan = {
-        "version": _VERSION,
-        "fingerprint": dict(fingerprint),
-        "bounds": job.bounds.tolist(),
-        "layout": job.layout.to_dict(),
-    }
-    writes_of(connector).put(UNFINISHED, json.dumps(plan).encode())
+def begin(connector: Connector, job: ShardJob, fingerprint: Mapping[str, str]) -> ShardJob:
+    """Remove what is left of another plan, and write this one; see `own`. Raises ConfigError if something else is where the
+    shards would be."""
+    if _exists(connector):
+        ending = ".tar" if job.format == "tar" else ".npy"
+        others = [info.key for info in connector.list("") if info.key.endswith(ending)]
+        if others:
+            raise ConfigError(
+                f"{connector.describe('')} is not empty: there is {others[0]!r}, which training would read for a shard, or "
+                "which would be overwritten: choose another --out"
+            )
+        _empty(connector)
+    return own(connector, job, fingerprint)
+
+
+def own(connector: Connector, job: ShardJob, fingerprint: Mapping[str, str]) -> ShardJob:
+    """Write the plan in the name of this run; another one that is at work there stops before its next shard. Raises
+    LoaderkitError if another one has done the same just now."""
+    plan = _described(job, fingerprint)
+    job = replace(job, digest=_digest(plan), run=secrets.token_hex(8))
+    writes_of(connector).put(UNFINISHED, json.dumps({"version": VERSION, "run": job.run, **plan}).encode())
+    check_own(connector, job)
+    return job
+
+
+def _described(job: ShardJob, fingerprint: Mapping[str, str]) -> dict[str, Any]:
+    return {"fingerprint": dict(fingerprint), "bounds": job.bounds.tolist(), "layout": job.layout.to_dict()}
+
+
+def _digest(plan: Mapping[str, Any]) -> str:
+    return blake2b(json.dumps(plan, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _exists(connector: Connector) -> bool:
@@ -106,25 +106,51 @@ def done(connector: Connector, job: ShardJob) -> dict[int, ShardRecord]:
         is_there = sizes.get(record.name) == record.num_bytes
         if job.format == "tar":
             is_there = is_there and wds_index_key(record.name) in sizes
-        if is_there or not record.num_samples:
+        if record.plan == job.digest and (is_there or not record.num_samples):
             records[number] = record
     return records
 
 
+def lost(connector: Connector, manifest: Mapping[str, Any]) -> list[str]:
+    """The names of shards, or of the array, that the manifest has and that are not there in their size, with their index."""
+    sizes = {info.key: info.size for info in connector.list("")}
+    if manifest["format"] == "array":
+        return [] if sizes.get(manifest["array"]) == manifest["num_bytes"] else [manifest["array"]]
+    return [
+        shard["name"]
+        for shard in manifest["shards"]
+        if sizes.get(shard["name"]) != shard["num_bytes"] or wds_index_key(shard["name"]) not in sizes
+    ]
+
+
 def finish(connector: Connector, manifest: Mapping[str, Any], job: ShardJob) -> None:
-    """Write the manifest, then remove what is needed no more."""
-    data = json.dumps({"version": _VERSION, **manifest}, indent=1).encode()
+    """Write the manifest, then remove what is needed no more. Raises LoaderkitError if another run has been at work there."""
+    if job.format == "tar":
+        names = {shard["name"] for shard in manifest["shards"]}
+        others = [info.key for info in connector.list("") if info.key.endswith(".tar") and info.key not in names]
+        if others:
+            raise LoaderkitError(
+                f"{connector.describe(others[0])} is none of these shards, and training would read it: remove it, and run "
+                "this again"
+            )
+    check_own(connector, job)
+    data = json.dumps({"version": VERSION, **manifest}, indent=1).encode()
     writes_of(connector).put(MANIFEST, data)
     clear(connector)
 
 
 def clear(connector: Connector) -> None:
     """Remove the plan, the records and what writers that died have left."""
+    writes_of(connector).delete(UNFINISHED)  # first: the manifest is there
+    _empty(connector)
+    clear_unfinished(connector)
+
+
+def _empty(connector: Connector) -> None:
+    """Remove the records, and the parts of an array."""
     writes = writes_of(connector)
-    writes.delete(UNFINISHED)  # first: the manifest is there
     for key in [info.key for info in connector.list(FOLDER)]:
         writes.delete(key)
-    clear_unfinished(connector)
 
 
 def clear_unfinished(connector: Connector) -> None:

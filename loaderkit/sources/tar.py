@@ -6,6 +6,7 @@ shards (listing) -> their indexes (a few at a time) -> `tar_samples.group_member
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from bisect import bisect_right
@@ -34,6 +35,8 @@ from loaderkit.sources.tar_samples import TarSamples, group_members
 
 UNFINISHED = ".loaderkit-shards/plan.json"
 """What lies beside shards while `loaderkit pack` has not written all of them."""
+MANIFEST = "loaderkit-shards.json"
+"""What lies beside them when it has: their names and sizes, among others."""
 _NUM_THREADS = 4
 _NUM_REMOTE_THREADS = 32  # they wait for the store, not for a CPU
 _MAX_NAMED = 20
@@ -191,11 +194,34 @@ class TarSource(Source):
         return infos
 
     def _matching(self, patterns: Patterns) -> Iterator[ObjectInfo]:
+        manifest: ObjectInfo | None = None
+        sizes: dict[str, int] = {}
         for info in self._connector.list(patterns.prefix):
             if info.key == UNFINISHED:
                 raise self._unfinished()
+            if info.key == MANIFEST:
+                manifest = info
             if patterns.matches(info.key):
+                sizes[info.key] = info.size
                 yield info
+        if manifest is not None:
+            self._compare(manifest, patterns, sizes)
+
+    def _compare(self, manifest: ObjectInfo, patterns: Patterns, sizes: dict[str, int]) -> None:
+        """Raise SourceError for a shard that the manifest has and that is not there in its size."""
+        data = bytearray(manifest.size)
+        self._connector.read_into(manifest.key, 0, memoryview(data), etag=manifest.etag)
+        try:
+            shards = [(shard["name"], shard["num_bytes"]) for shard in json.loads(data)["shards"]]
+        except (ValueError, TypeError, KeyError):  # another program's
+            return
+        for name, num_bytes in shards:
+            if patterns.matches(name) and sizes.get(name) != num_bytes:
+                there = f"has {sizes[name]} bytes" if name in sizes else "is not there"
+                raise SourceError(
+                    f"{self._connector.describe(name)} {there}, and {MANIFEST} beside it has it with {num_bytes}: run "
+                    "`loaderkit pack` again, which makes it anew; if the shards are meant to be others now, remove that file"
+                )
 
     def _refuse_unfinished(self) -> None:
         """For archives whose listing has not shown whether they are all there."""

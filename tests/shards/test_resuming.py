@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import HELPERS, ROOT
 from packed_shards import files_in, packed
 
+import loaderkit
 from loaderkit._internal.config.yaml_text import to_yaml
-from loaderkit.errors import ConfigError, WorkerDiedError
-from loaderkit.shards.run import Workers
+from loaderkit.connectors.file import FileConnector
+from loaderkit.errors import ConfigError, LoaderkitError, ObjectNotFoundError, SourceError, WorkerDiedError
+from loaderkit.pipeline.config.builder import to_config
+from loaderkit.shards import state
+from loaderkit.shards.planning import Options, ShardPlan, plan_shards
+from loaderkit.shards.run import PackResult, Progress, Workers, pack_shards
 
 
 @pytest.fixture(autouse=True)
@@ -146,3 +155,138 @@ def test_a_shard_that_was_lost_is_made_again(tmp_path: Path, photos: Path, rng: 
     packed(pipeline, tmp_path / "out", shard_bytes=20_000)
     packed(pipeline, tmp_path / "again", shard_bytes=20_000)
     assert files_in(tmp_path / "out") == files_in(tmp_path / "again")
+
+
+@contextmanager
+def planned(pipeline: Any, out: Path, **options: Any) -> Iterator[ShardPlan]:
+    plan = plan_shards(to_config(pipeline), Options(str(out), **options))
+    with closing(plan.job.plan):
+        yield plan
+
+
+def packed_with(pipeline: Any, out: Path, at: int, do: Callable[[], Any], **options: Any) -> PackResult:
+    """Pack; `do` is called once, when `at` shards are there."""
+    calls: list[Any] = []
+
+    def watch(progress: Progress) -> None:
+        if progress.num_shards == at and not calls:
+            calls.append(do())
+
+    with planned(pipeline, out, **options) as plan:
+        return pack_shards(plan, Workers(1), watch)
+
+
+class TestTwoAtOnce:
+    """The one that began last goes on, and the other one stops."""
+
+    def test_other_settings_at_a_place_that_both_have_seen_empty(self, tmp_path: Path, photos: Path) -> None:
+        out, other = tmp_path / "out", described(photos, order={"seed": 4})
+
+        def begin() -> None:
+            with planned(other, out, shard_bytes=30_000) as plan:
+                state.begin(FileConnector(out), plan.job, plan.fingerprint)
+
+        with pytest.raises(LoaderkitError, match=r"another `loaderkit pack` is at work in .*out"):
+            packed_with(described(photos), out, 0, begin, shard_bytes=20_000)
+        assert not list(out.glob("shard-*"))
+        assert packed(other, out, shard_bytes=30_000).num_found == 0
+        packed(other, tmp_path / "again", shard_bytes=30_000)
+        assert files_in(out) == files_in(tmp_path / "again")
+
+    def test_the_same_settings(self, tmp_path: Path, photos: Path, rng: random.Random) -> None:
+        out, pipeline = tmp_path / "out", described(photos)
+        with pytest.raises(LoaderkitError, match="another `loaderkit pack` is at work"):
+            packed_with(
+                pipeline, out, rng.randrange(3), lambda: packed(pipeline, out, shard_bytes=20_000), shard_bytes=20_000
+            )
+        packed(pipeline, tmp_path / "again", shard_bytes=20_000)
+        assert files_in(out) == files_in(tmp_path / "again")
+
+    def test_a_file_that_the_other_one_has_removed(
+        self, tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It clears away what it takes for the rest of a run that died: the error says so."""
+        out = tmp_path / "out"
+
+        def overtaken(*arguments: Any) -> None:
+            with planned(described(photos), out) as plan:
+                state.own(FileConnector(out), plan.job, plan.fingerprint)
+            raise ObjectNotFoundError("there is no file")
+
+        monkeypatch.setattr("loaderkit.shards.job.write_object", overtaken)
+        with pytest.raises(LoaderkitError, match="another `loaderkit pack` is at work"):
+            packed(described(photos), out)
+
+    def test_one_that_was_overtaken_writes_no_manifest(self, tmp_path: Path, photos: Path) -> None:
+        out = tmp_path / "out"
+        with planned(described(photos), out) as plan:
+            job = state.begin(FileConnector(out), plan.job, plan.fingerprint)
+            state.own(FileConnector(out), plan.job, plan.fingerprint)
+            with pytest.raises(LoaderkitError, match="another `loaderkit pack` is at work"):
+                state.finish(FileConnector(out), {"shards": []}, job)
+        assert not (out / "loaderkit-shards.json").exists()
+
+    def test_a_shard_of_neither_is_not_left_among_the_others(self, tmp_path: Path, photos: Path) -> None:
+        out = tmp_path / "out"
+        with pytest.raises(LoaderkitError, match=r"shard-000099\.tar.* is none of these shards"):
+            packed_with(described(photos), out, 0, lambda: (out / "shard-000099.tar").write_bytes(b"x"))
+        assert not (out / "loaderkit-shards.json").exists()
+
+
+def test_what_is_left_of_other_shards_is_not_taken_for_these(tmp_path: Path, photos: Path) -> None:
+    """Of a run that was killed while it removed its records, and whose results were then removed by hand."""
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    array = described(photos) | ARRAY
+    options: dict[str, Any] = {"format": "array", "shard_bytes": 40_000}
+    packed_with(array, out, 3, lambda: shutil.copytree(out / ".loaderkit-shards", kept), **options)
+    shutil.rmtree(out)
+    shutil.copytree(kept, out / ".loaderkit-shards")
+    assert len(list((out / ".loaderkit-shards").glob("part-*.bin"))) >= 3
+    (out / ".loaderkit-shards" / "plan.json").unlink()
+    other = array | {"order": {"seed": 9}}
+    assert packed(other, out, **options).num_found == 0
+    packed(other, tmp_path / "again", **options)
+    assert files_in(out) == files_in(tmp_path / "again")
+
+
+class TestLostWhenAllWereThere:
+    @pytest.mark.parametrize("how", ["removed", "cut", "index"])
+    def test_a_shard_is_made_again(self, tmp_path: Path, photos: Path, rng: random.Random, how: str) -> None:
+        out, pipeline = tmp_path / "out", described(photos)
+        result = packed(pipeline, out, shard_bytes=20_000)
+        before = files_in(out)
+        lost = rng.choice(sorted(out.glob("shard-*.tar")))
+        if how == "cut":
+            lost.write_bytes(lost.read_bytes()[:-512])
+        else:
+            (lost if how == "removed" else lost.with_suffix(".idx")).unlink()
+        if how != "index":
+            with pytest.raises(SourceError, match=rf"{lost.name}.* (is not there|has \d+ bytes).*pack` again"):
+                loaderkit.build(result.pipeline.to_dict())
+        again = packed(pipeline, out, shard_bytes=20_000)
+        assert (again.was_whole, again.num_found) == (False, len(result.manifest["shards"]) - 1)
+        assert files_in(out) == before
+
+    def test_an_array_is_made_again(self, tmp_path: Path, photos: Path, rng: random.Random) -> None:
+        out, pipeline = tmp_path / "out", described(photos) | ARRAY
+        packed(pipeline, out, format="array")
+        before = files_in(out)
+        if rng.random() < 0.5:
+            (out / "image.npy").unlink()
+        else:
+            np.save(out / "image.npy", np.zeros(3))
+        assert not packed(pipeline, out, format="array").was_whole
+        assert files_in(out) == before
+
+    def test_one_that_would_be_another_is_an_error(self, tmp_path: Path, photos: Path) -> None:
+        """A picture has changed, and has the size that it had."""
+        mine = tmp_path / "photos"
+        shutil.copytree(photos, mine)
+        out, pipeline = tmp_path / "out", described(mine, order={"shuffle": "none"})
+        packed(pipeline, out, shard_bytes=20_000)
+        small, large = sorted(sorted(mine.rglob("*.jpg"))[:2], key=lambda path: path.stat().st_size)
+        large.write_bytes(small.read_bytes().ljust(large.stat().st_size, b"\0"))
+        (out / "shard-000000.tar").unlink()
+        with pytest.raises(SourceError, match="differs from what the manifest has"):
+            packed(pipeline, out, shard_bytes=20_000)
+        assert not (out / "shard-000000.tar").exists()

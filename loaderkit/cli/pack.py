@@ -146,9 +146,10 @@ def _run(plan: ShardPlan, workers: Workers) -> PackResult:
 
 
 def _planned(plan: ShardPlan) -> dict[str, Any]:
+    from loaderkit.shards.planning import NUM_TRIED
     from loaderkit.shards.training import check_left, training_pipeline
 
-    check_left(plan.config, plan.split, plan.job.layout.values)
+    check_left(plan.config, plan.split, plan.job.layout)
     return {
         "pipeline": plan.config.name,
         "out": plan.job.place.url,
@@ -159,6 +160,7 @@ def _planned(plan: ShardPlan) -> dict[str, Any]:
         "stages_run": [stage.name for stage in plan.split.run],
         "stages_left": [stage.name for stage in plan.split.left],
         "why_left": plan.split.reason or None,
+        "num_tried": None if plan.is_copy or plan.job.format == "array" else min(plan.num_samples, NUM_TRIED),
         "train": training_pipeline(plan, plan.extensions).to_yaml(),
     }
 
@@ -195,6 +197,11 @@ def _tell_plan(document: dict[str, Any]) -> None:
     elif document["num_found"]:
         console.tell(f"{document['num_found']} shards are there already.")
     _tell_stages(document)
+    if document["num_tried"]:
+        console.tell(
+            f"\nThe extensions in `fields` are those of {document['num_tried']} samples that were tried: others may have "
+            "more, and the run itself prints all."
+        )
 
 
 def _tell_result(document: dict[str, Any]) -> None:

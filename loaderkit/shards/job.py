@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -35,7 +35,7 @@ from loaderkit.errors import (
     StageError,
 )
 from loaderkit.pipeline.execution_plan import ExecutionPlan
-from loaderkit.shards.layout import Extensions, Layout, tar_keys
+from loaderkit.shards.layout import Extensions, Layout, tar_key
 from loaderkit.shards.samples import CHUNK, MadeChunk, SampleMaker
 from loaderkit.shards.tar_shard import TarShard
 from loaderkit.sources.formats.tar_index import wds_index_key
@@ -103,6 +103,7 @@ class ShardJob:
     wanted: tuple[str, ...] | None  # of an array: the fields of the pipeline's `output`
     layout: Layout
     bounds: Int64
+    clashing: Mapping[int, str]  # of samples of the source that have a name of their own in a tar; see `clashing_keys`
     digest: str = ""  # of the plan at the place
     run: str = ""  # a token of the run that writes there
 
@@ -114,6 +115,12 @@ class ShardJob:
     def name(self, number: int) -> str:
         """The key of a shard below the place."""
         return f"shard-{number:06}.tar" if self.format == "tar" else f"{FOLDER}part-{number:06}.bin"
+
+    def tar_keys(self, indices: Int64) -> list[str]:
+        """The names of samples of the source (int64 [n]) in a tar."""
+        keys = self.plan.source.keys(indices)
+        numbers = indices.tolist()
+        return [self.clashing.get(number) or tar_key(key) for number, key in zip(numbers, keys, strict=True)]
 
     def maker(self) -> SampleMaker:
         """A maker of this job's samples."""
@@ -209,7 +216,7 @@ def _made(
     first, end = int(job.bounds[number]), int(job.bounds[number + 1])
     positions = np.arange(first, end, dtype=np.int64)
     indices = job.plan.order().indices(0, positions)
-    keys = tar_keys(job.plan.source.keys(indices), first) if job.format == "tar" else []
+    keys = job.tar_keys(indices) if job.format == "tar" else []
     shard, records = TarShard(Extensions(job.layout.fields)), bytearray()
     num_samples = num_dropped = done = 0
     bad: list[dict[str, Any]] = []

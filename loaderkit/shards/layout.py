@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from loaderkit.sources.fields import FieldMap
 
+Int64 = NDArray[np.int64]
+_BLOCK = 65_536  # samples whose keys are looked up at a time
 _DEFAULT = FieldMap(None, {"cls": "label"})
 _META = re.compile(r"__[^/]*__($|/)")  # WebDataset's metadata, at the top of an archive
 
@@ -85,28 +89,50 @@ class Extensions:
         return content if _DEFAULT.field_of(content) == field else f"{self._names[field]}.{content}"
 
 
-def tar_keys(keys: Sequence[str], first: int) -> list[str]:
-    """The names of a shard's samples in its tar, without extensions, from their keys in the source; `first` is the position of
-    the first. No two are the same.
+def tar_key(key: str) -> str:
+    """The name of a sample in a tar, without extensions, from its key in the source.
 
     What a tar of samples cannot hold in a name is replaced: a dot in the last part (behind it the extension would begin), a
     blank (an index cannot hold it), an absolute path, a name of metadata.
     """
-    names: list[str] = []
-    taken: set[str] = set()
-    for position, key in enumerate(keys, first):
-        name = plain = _tar_key(key)
-        while name in taken:
-            name = f"{plain}-{position}" if name == plain else f"{name}-{position}"
-        taken.add(name)
-        names.append(name)
+    folders, base = _parts(key)
+    stem, dot, _ = base.rpartition(".")
+    return _joined(folders, stem if dot and stem else base)
+
+
+def clashing_keys(keys_of: Callable[[Int64], list[str]], num: int) -> dict[int, str]:
+    """The names of the samples (of `num`) that would have one in common with others, by number, so that all names differ; the
+    others have their `tar_key`. Their extension becomes part of them ("x_jpg", "x_png"), then their number if need be."""
+    hashes = np.empty(num, np.uint64)
+    for begin in range(0, num, _BLOCK):
+        keys = keys_of(np.arange(begin, min(begin + _BLOCK, num), dtype=np.int64))
+        hashes[begin : begin + len(keys)] = [_hash(tar_key(key)) for key in keys]
+    found, counts = np.unique(hashes, return_counts=True)
+    clashing = np.flatnonzero(np.isin(hashes, found[counts > 1]))
+    taken = set(found.tolist()) if len(clashing) else set()
+    names: dict[int, str] = {}
+    for begin in range(0, len(clashing), _BLOCK):
+        numbers = clashing[begin : begin + _BLOCK]
+        for number, key in zip(numbers.tolist(), keys_of(numbers), strict=True):
+            name = _joined(*_parts(key))
+            while (hashed := _hash(name)) in taken:
+                name = f"{name}-{number}"
+            taken.add(hashed)
+            names[number] = name
     return names
 
 
-def _tar_key(key: str) -> str:
+def _hash(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogateescape"))
+
+
+def _parts(key: str) -> tuple[str, str]:
     folders, _, base = key.rpartition("/")
-    stem, dot, _ = base.rpartition(".")
-    base = (stem if dot and stem else base).replace(".", "_") or "_"
+    return folders, base
+
+
+def _joined(folders: str, base: str) -> str:
     parts = [part for part in folders.split("/") if part not in ("", ".", "..")]
+    base = base.replace(".", "_") or "_"
     name = "".join("_" if sign.isspace() or sign == "\0" else sign for sign in "/".join([*parts, base]))
     return f"x{name}" if _META.match(name) else name

@@ -6,6 +6,8 @@ the source; else each counts as much as the mean of the trial.
 
 from __future__ import annotations
 
+import inspect
+import os
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -21,16 +23,17 @@ from loaderkit.pipeline.config.source_parsing import absolute_url
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
 from loaderkit.shards.encoding import Member
 from loaderkit.shards.job import Format, Place, ShardJob
-from loaderkit.shards.layout import Extensions, Layout
+from loaderkit.shards.layout import Extensions, Layout, clashing_keys
 from loaderkit.shards.samples import SampleMaker
 from loaderkit.shards.split import Split, split_stages
 from loaderkit.shards.tar_shard import tar_bytes
 from loaderkit.sources.base import Source
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.batch import BatchArgs
+from loaderkit.stages.call import CallArgs, load_function
 from loaderkit.stages.image.decode import DecodeArgs
 
-_NUM_TRIED = 16
+NUM_TRIED = 16
 _BLOCK = 65_536  # samples whose sizes are looked up at a time
 Int64 = NDArray[np.int64]
 
@@ -54,7 +57,8 @@ class ShardPlan:
     split: Split
     num_samples: int
     expected_bytes: int
-    extensions: dict[str, list[str]]  # of the samples that were tried, by field
+    extensions: dict[str, list[str]]  # by field, of all samples
+    is_copy: bool  # else `extensions` are those of the samples that were tried
     fingerprint: dict[str, str]
 
 
@@ -75,14 +79,26 @@ def plan_shards(config: PipelineConfig, options: Options) -> ShardPlan:
             wanted=wanted,
         )
         try:
-            layout, mean_bytes, extensions = _tried(plan, maker, options.format)
+            layout, mean_bytes, contents = _tried(plan, maker, options.format)
         finally:
             maker.close()
         is_copy = not split.run and config.kind.gives == "ranges" and options.format == "tar"
-        sizes = _sizes(plan, mean_bytes, is_copy=is_copy)
+        sizes = _sizes(plan, mean_bytes, contents, is_copy=is_copy)
+        names = Extensions(layout.fields)
+        extensions = {name: sorted(names.of(name, one) for one in contents.get(name, ())) for name in layout.fields}
         bounds = cut(sizes, options.shard_bytes)
-        job = ShardJob(plan, place, options.format, options.quality, decodes_later, wanted, layout, bounds)
-        return ShardPlan(config, job, split, len(sizes), int(sizes.sum()), extensions, _fingerprint(plan, job, options))
+        clashing = clashing_keys(plan.source.keys, len(plan.source)) if options.format == "tar" else {}
+        job = ShardJob(plan, place, options.format, options.quality, decodes_later, wanted, layout, bounds, clashing)
+        return ShardPlan(
+            config,
+            job,
+            split,
+            len(sizes),
+            int(sizes.sum()),
+            extensions,
+            is_copy,
+            _fingerprint(plan, job, options, split),
+        )
     except BaseException:
         plan.close()
         raise
@@ -113,7 +129,7 @@ def _place(config: PipelineConfig, out: str) -> Place:
         root = config.kind.root(source) if config.kind.root is not None else ""
         if url.startswith("s3://") and root.startswith("s3://"):
             args = StoreArgs(s3=source.s3, retry=source.retry)
-        above, below = f"{root.rstrip('/')}/", f"{url.rstrip('/')}/"
+        above, below = (f"{_real(place).rstrip('/')}/" for place in (root, url))
         if (config.source_kind == "files" and below.startswith(above)) or above == below:
             raise ConfigError(
                 f"--out {out}: it lies in {root}, where the source's samples are, and shards would be taken for some: choose "
@@ -122,11 +138,16 @@ def _place(config: PipelineConfig, out: str) -> Place:
     return Place(url, args)
 
 
-def _tried(plan: ExecutionPlan, maker: SampleMaker, form: Format) -> tuple[Layout, float, dict[str, list[str]]]:
-    """What samples look like, the bytes that one takes on average, and the extensions of each field's members, by some of them.
+def _real(url: str) -> str:
+    """A path without symbolic links; a URL as it is."""
+    return url if "://" in url else os.path.realpath(url)
+
+
+def _tried(plan: ExecutionPlan, maker: SampleMaker, form: Format) -> tuple[Layout, float, dict[str, set[str]]]:
+    """What samples look like, the bytes that one takes on average, and what each field's members hold, by some of them.
     Raises StageError, SourceError if all are bad."""
     num = len(plan.source)
-    positions = np.unique(np.linspace(0, num - 1, min(num, _NUM_TRIED)).astype(np.int64))
+    positions = np.unique(np.linspace(0, num - 1, min(num, NUM_TRIED)).astype(np.int64))
     first_error: StageError | None = None
     layout, sizes = None, []
     contents: dict[str, set[str]] = {}
@@ -149,9 +170,7 @@ def _tried(plan: ExecutionPlan, maker: SampleMaker, form: Format) -> tuple[Layou
     if layout is None:
         reason = f"the first: {first_error}" if first_error is not None else "stages drop all of them"
         raise SourceError(f"none of {len(positions)} samples that were tried can be written: {reason}") from first_error
-    names = Extensions(layout.fields)
-    extensions = {name: sorted(names.of(name, one) for one in contents.get(name, ())) for name in layout.fields}
-    return layout, float(np.mean(sizes)), extensions
+    return layout, float(np.mean(sizes)), contents
 
 
 def _layout_of(sample: dict[str, Any], key: str, form: Format) -> Layout:
@@ -168,8 +187,9 @@ def _layout_of(sample: dict[str, Any], key: str, form: Format) -> Layout:
     return Layout({name: False}, key, array.dtype.str, array.shape)
 
 
-def _sizes(plan: ExecutionPlan, mean_bytes: float, *, is_copy: bool) -> Int64:
-    """The bytes of every sample, in the order in which they are written: int64 [samples]."""
+def _sizes(plan: ExecutionPlan, mean_bytes: float, contents: dict[str, set[str]], *, is_copy: bool) -> Int64:
+    """The bytes of every sample, in the order in which they are written: int64 [samples]. Of samples that are copied `contents`
+    gets what each field holds."""
     num, order = len(plan.source), plan.order()
     if not is_copy:
         ends = (np.arange(num + 1) * mean_bytes).astype(np.int64)
@@ -177,16 +197,18 @@ def _sizes(plan: ExecutionPlan, mean_bytes: float, *, is_copy: bool) -> Int64:
     sizes = np.empty(num, np.int64)
     for begin in range(0, num, _BLOCK):
         positions = np.arange(begin, min(begin + _BLOCK, num), dtype=np.int64)
-        sizes[begin : begin + len(positions)] = _sizes_in(plan.source, order.indices(0, positions))
+        sizes[begin : begin + len(positions)] = _sizes_in(plan.source, order.indices(0, positions), contents)
     return sizes
 
 
-def _sizes_in(source: Source, indices: Int64) -> Int64:
+def _sizes_in(source: Source, indices: Int64, contents: dict[str, set[str]]) -> Int64:
     """The bytes that samples take in a tar if they are copied."""
     table = source.table(indices)
     if table is not None:
         lengths = np.array(table.ranges.lengths, np.int64).reshape(len(indices), -1)
         num_constants = len(table.constants)
+        for name, extension in table.fields:
+            contents.setdefault(name, set()).add(extension.rpartition(".")[2])
         return tar_bytes(
             np.concatenate([lengths, np.ones((len(indices), num_constants), np.int64)], axis=1),
             lengths.shape[1] + num_constants,
@@ -194,9 +216,12 @@ def _sizes_in(source: Source, indices: Int64) -> Int64:
     sizes = []
     for index in indices.tolist():
         try:
-            members = [each.range.length for each in source.ranges(index)]
+            ranges = source.ranges(index)
         except SourceError:  # a bad sample, which is named when it is read
-            members = []
+            ranges = []
+        for each in ranges:
+            contents.setdefault(each.field, set()).add(each.extension.rpartition(".")[2])
+        members = [each.range.length for each in ranges]
         members += [1] * len(source.constants(index))
         sizes.append(int(tar_bytes(np.array([members], np.int64), len(members))[0]))
     return np.array(sizes, np.int64)
@@ -218,12 +243,14 @@ def cut(sizes: Int64, shard_bytes: int) -> Int64:
     return np.unique(np.concatenate([[0], inner, [len(sizes)]])).astype(np.int64)
 
 
-def _fingerprint(plan: ExecutionPlan, job: ShardJob, options: Options) -> dict[str, str]:
+def _fingerprint(plan: ExecutionPlan, job: ShardJob, options: Options, split: Split) -> dict[str, str]:
     """What must be equal for shards to belong together."""
+    codes = {f"code of {stage.name}": _code(stage.args) for stage in split.run if isinstance(stage.args, CallArgs)}
     order = plan.config.order
     fields = blake2b(repr(sorted(job.layout.to_dict().items())).encode(), digest_size=8).hexdigest()
     named = {
         **plan.fingerprint(),
+        **codes,
         "seed": str(order.seed) if order.shuffle != "none" else "-",
         "format": options.format,
         "shard": str(options.shard_bytes),
@@ -232,3 +259,13 @@ def _fingerprint(plan: ExecutionPlan, job: ShardJob, options: Options) -> dict[s
         "on_bad_sample": plan.config.errors.on_bad_sample,
     }
     return {name: value for name, value in named.items() if not name.startswith("stages.batch")}
+
+
+def _code(args: CallArgs) -> str:
+    """A digest of the text of a user's function; "-" where there is none. What it calls is not seen."""
+    function = load_function(args.function) if isinstance(args.function, str) else args.function
+    try:
+        text = inspect.getsource(function if inspect.isroutine(function) else type(function))
+    except (OSError, TypeError):
+        return "-"
+    return blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()

@@ -76,7 +76,7 @@ def found_so_far(plan: ShardPlan) -> tuple[int, bool]:
 
 def pack_shards(plan: ShardPlan, workers: Workers, on_progress: Callable[[Progress], None]) -> PackResult:
     """Write what is missing. Raises LoaderkitError; what is done then stays, and the next call goes on."""
-    check_left(plan.config, plan.split, plan.job.layout.values)
+    check_left(plan.config, plan.split, plan.job.layout)
     begin_s = time.perf_counter()
     with closing(plan.job.place.open()) as connector:
         manifest = _whole(connector, plan)

@@ -35,7 +35,9 @@ def check_fingerprint(found: Mapping[str, Any], fingerprint: Mapping[str, str], 
     if names:
         said = "; ".join(f"{name} was {before.get(name)!r} and is {fingerprint.get(name)!r}" for name in names[:3])
         more = f", and {len(names) - 3} more" if len(names) > 3 else ""
-        raise ConfigError(f"{where} holds {what} ({said}{more}): choose another --out, or remove what is there")
+        raise ConfigError(
+            f"{where} holds {what} ({said}{more}): choose another --out, or remove what is there, {FOLDER} too"
+        )
 
 
 def planned(connector: Connector, job: ShardJob, fingerprint: Mapping[str, str]) -> ShardJob | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import STAGES
-from loaderkit.shards.layout import Extensions
+from loaderkit.shards.layout import Extensions, Layout
 from loaderkit.shards.planning import ShardPlan
 from loaderkit.shards.split import Split
 from loaderkit.sources.array import ArrayArgs
@@ -43,8 +45,18 @@ def array_name(field: str) -> str:
     return Extensions([field]).of(field, "npy")
 
 
-def check_left(config: PipelineConfig, split: Split, values: Sequence[str]) -> None:
-    """Raise ConfigError if a user's function that is left would see bytes where it sees values now."""
+def check_left(config: PipelineConfig, split: Split, layout: Layout) -> None:
+    """Raise ConfigError if a user's function that is left would see bytes where it sees values now, or if a stage that is left
+    needs images and an array has none."""
+    values = layout.values
+    if layout.dtype and (layout.dtype != "|u1" or len(layout.shape) not in (2, 3)):
+        for stage in (*split.left, *config.stages[config.stages.index(config.stage("batch")) :]):
+            if STAGES[stage.kind].needs_images:
+                raise ConfigError(
+                    f"{config.name}: {stage.name} is left for training and needs images, and the array has "
+                    f"{np.dtype(layout.dtype)} {list(layout.shape)} of {values[0]!r}: name images in `output`, leave the stage "
+                    "out, or write --format tar"
+                )
     for stage in split.left:
         if STAGES[stage.kind].decodes:
             return

@@ -208,11 +208,14 @@ class TarSource(Source):
             self._compare(manifest, patterns, sizes)
 
     def _compare(self, manifest: ObjectInfo, patterns: Patterns, sizes: dict[str, int]) -> None:
-        """Raise SourceError for a shard that the manifest has and that is not there in its size."""
+        """Take the classes' names from the manifest. Raises SourceError for a shard that it has and that is not there in its
+        size."""
         data = bytearray(manifest.size)
         self._connector.read_into(manifest.key, 0, memoryview(data), etag=manifest.etag)
         try:
-            shards = [(shard["name"], shard["num_bytes"]) for shard in json.loads(data)["shards"]]
+            written = json.loads(data)
+            shards = [(shard["name"], shard["num_bytes"]) for shard in written["shards"]]
+            self.classes = written["classes"]
         except (ValueError, TypeError, KeyError):  # another program's
             return
         for name, num_bytes in shards:

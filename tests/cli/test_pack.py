@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -71,6 +72,26 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be(pipeline: Path, ask: Ca
     assert (again["num_found"], again["was_whole"]) == (planned["num_shards"], True)
 
 
+def test_a_dry_run_knows_the_extensions_of_all_files_that_are_copied(
+    described: dict[str, Any], photos: Path, tmp_path: Path, ask: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of 60, which is none of the 16 that are tried."""
+    mine = tmp_path / "mine"
+    shutil.copytree(photos, mine)
+    second = sorted(mine.rglob("*.jpg"))[1]
+    second.rename(second.with_suffix(".jpeg"))
+    described |= {"source": {"kind": "files", "url": str(mine), "label": "parent"}, "order": {"shuffle": "none"}}
+    del described["stages"][2]
+    Path("p.yaml").write_text(to_yaml(described))
+    planned = ask("p.yaml", "--out", "shards", "--dry-run")
+    assert "jpeg;jpg" in planned["train"]
+    assert planned["train"] == ask("p.yaml", "--out", "shards")["train"]
+    described["stages"].insert(2, {"resize": {"size": [40, 48]}})
+    Path("p.yaml").write_text(to_yaml(described))
+    assert main(["pack", "p.yaml", "--out", "others", "--dry-run"]) == 0
+    assert "those of 16 samples that were tried" in capsys.readouterr().out
+
+
 def test_the_pipeline_that_it_prints_trains(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pack", str(pipeline), "--out", "shards", "--quality", "80"]) == 0
     said = capsys.readouterr()
@@ -95,6 +116,10 @@ def test_the_pipeline_that_it_prints_trains(pipeline: Path, capsys: pytest.Captu
         (["--format", "zip"], "expected tar or array"),
         (["--quality", "0"], "--quality"),
         (["--format", "array"], "an array has one field, and samples have image, label"),
+        (
+            ["--format", "array", "--set", "output=[label]"],
+            "random_horizontal_flip is left for training and needs images",
+        ),
         (["--set", "stages.resize.size=0"], "resize.size: expected"),
     ],
 )

@@ -138,6 +138,24 @@ def test_archives_of_others_are_not_mixed_with(tmp_path: Path, photos: Path, sha
     assert files_in(shards) == before
     with pytest.raises(ConfigError, match="where the source's samples are"):
         packed(described(photos), photos / "packed")
+    (tmp_path / "link").symlink_to(photos)
+    with pytest.raises(ConfigError, match="where the source's samples are"):
+        packed(described(photos), tmp_path / "link" / "packed")
+
+
+def test_another_text_of_a_function_is_another_setting(
+    tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pipeline = described(photos, {"call": {"function": "mine_of_a_kind:mark"}})
+    for mark in ("1", "22"):
+        (tmp_path / "mine_of_a_kind.py").write_text(f"def mark(sample):\n    sample['mark'] = {mark}\n")
+        monkeypatch.delitem(sys.modules, "mine_of_a_kind", raising=False)
+        if mark == "1":
+            packed(pipeline, tmp_path / "out")
+            assert packed(pipeline, tmp_path / "out").was_whole
+    with pytest.raises(ConfigError, match=r"code of call was .*remove what is there, \.loaderkit-shards/ too"):
+        packed(pipeline, tmp_path / "out")
 
 
 def test_a_shard_that_was_lost_is_made_again(tmp_path: Path, photos: Path, rng: random.Random) -> None:

@@ -20,7 +20,7 @@ from token_files import random_documents, write_megatron
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.shards.layout import tar_keys
+from loaderkit.shards.layout import clashing_keys, tar_key
 from loaderkit.sources.formats.tar_index import parse_wds_index
 
 
@@ -177,6 +177,7 @@ class TestPictures:
             for one, other in zip(source, shards, strict=True):
                 assert torch.equal(one["image"], other["image"])
                 assert torch.equal(one["label"].long(), other["label"])
+            assert shards.classes == source.classes == ["ant", "bee", "cat"]
 
     @pytest.mark.parametrize("quality", [60, 95])
     def test_pictures_that_stages_change_are_encoded_anew(self, tmp_path: Path, photos: Path, quality: int) -> None:
@@ -299,14 +300,37 @@ class TestStages:
         assert [each["shift"] for each in found[0].values()] == [each["shift"] for each in found[1].values()]
 
 
-def test_no_two_samples_of_a_shard_have_one_name(rng: random.Random) -> None:
+def names_of(keys: list[str]) -> list[str]:
+    clashing = clashing_keys(lambda numbers: [keys[number] for number in numbers], len(keys))
+    return [clashing.get(number) or tar_key(key) for number, key in enumerate(keys)]
+
+
+def test_no_two_samples_have_one_name_in_whichever_shard(tmp_path: Path, rng: random.Random) -> None:
+    """And names do not depend on the size of shards, or the order."""
+    for name in ("ant/x.jpg", "ant/x.png", "ant/x_jpg.jpg", "bee/x.jpg", *(f"bee/{n}.jpg" for n in range(20))):
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (9, 9)).save(path)
+    pipeline = Pipeline.files(str(tmp_path / "photos")).shuffle("global", seed=rng.randrange(99)).read().decode()
+    found = []
+    for number, size in enumerate((1500, 10**9)):
+        packed(pipeline.batch(1, ragged={"image": "list"}), tmp_path / str(number), shard_bytes=size)
+        found.append({name.rpartition(".")[0] for name in members_in(tmp_path / str(number))})
+    assert found[0] == found[1]
+    assert len(found[0]) == 24
+    assert {"ant/x_png", "bee/x", "bee/7"} <= found[0]
+    assert "ant/x" not in found[0]
+
+
+def test_what_names_are_made_of(rng: random.Random) -> None:
     letters = ["a", ".", "/", "_", " ", "é", "__", "..", "\n", "\udce9"]
     keys = ["".join(rng.choice(letters) for _ in range(rng.randrange(1, 7))) for _ in range(500)]
-    names = tar_keys(keys, 7)
+    names = names_of(keys)
     assert len(set(names)) == 500
     for name in names:
         assert not name.startswith("/")
         assert name.rpartition("/")[2].strip()
         assert "." not in name.rpartition("/")[2]
         assert not any(part in ("", ".", "..") for part in name.split("/"))
-    assert tar_keys(["b/000.jpg", "c/1"], 0) == ["b/000", "c/1"]
+    assert names_of(["b/000.jpg", "c/1"]) == ["b/000", "c/1"]
+    assert names_of(["x.jpg", "x.png", "x_jpg", "y.png", "z", "z"]) == ["x_jpg-0", "x_png", "x_jpg", "y", "z-4", "z-5"]

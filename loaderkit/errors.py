@@ -245,4 +245,4 @@ class StateError(LoaderkitError, ValueError):
 
 
 class ClosedError(LoaderkitError, RuntimeError):
-    """The loader was closed, or belongs to the parent of a fork."""
+    """The loader was closed, belongs to the parent of a fork, or to a connection to a Ray cluster that has ended."""

@@ -61,13 +61,15 @@ def _actor_maker(settings: RayArgs) -> MakeProcess:
         # Late: only here it is asked for, and it takes 0.3 s.
         from loaderkit.engine.ray.actor_process import ActorProcess
         from loaderkit.engine.ray.cluster import RaySettings
+        from loaderkit.engine.ray.connection import Connection
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
         raise MissingExtraError(
             f"prefetch.executor: ray needs the package ray ({error}): pip install 'loaderkit[ray]'"
         ) from error
-    return partial(ActorProcess, RaySettings(**dict(settings)))
+    of_actors = RaySettings(**dict(settings))
+    return partial(ActorProcess, of_actors, Connection(of_actors))
 
 
 def restarts_of(plan: ExecutionPlan) -> Restarts:

@@ -24,6 +24,7 @@ from loaderkit.engine.metrics.stalls import NETWORK, WaitSegment
 from loaderkit.engine.ray.actor import Hello, Parcel
 from loaderkit.engine.ray.clock_offset import batch_here, measure
 from loaderkit.engine.ray.cluster import cpus_of
+from loaderkit.engine.ray.connection import Connection
 from loaderkit.engine.ray.missing_files import name_node
 from loaderkit.engine.ray.object_memory import ObjectMemory
 from loaderkit.engine.ray.surroundings import boot_id
@@ -32,6 +33,7 @@ from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.remote.error_transport import PackedError, unpack_error
 from loaderkit.engine.remote.packing import unpack
 from loaderkit.engine.watchdog import HangReport
+from loaderkit.errors import ClosedError
 
 _LOOK_S = 1.0  # between checks for the end
 _Arrived = ReceivedBatch | BaseException
@@ -48,11 +50,13 @@ class ActorInbox:
         generation: int,
         num_batches: int,
         *,
+        connection: Connection,
         why_not_placed: Callable[[], str],
         relay_logs: Callable[[], None],
     ) -> None:
         """`num_batches` is the actor's share of those read ahead. `why_not_placed` explains why it has no node yet;
         `relay_logs` logs what it has logged, if that is anything."""
+        self._connection = connection
         self._actor = actor
         self._memory = memory
         self._ledger = ledger
@@ -78,8 +82,9 @@ class ActorInbox:
     def _ask_for_batches(self) -> None:
         with self._asking:
             while self._num_outstanding < self._num_batches and not self._is_closed:
+                ref = self._connection.do(self._actor.next.remote, self._generation)
+                self._refs.put((self._generation, ref))
                 self._num_outstanding += 1
-                self._refs.put((self._generation, self._actor.next.remote(self._generation)))
 
     def seek(self, generation: int) -> None:
         """Ask for batches of after a seek. What the actor still makes of earlier ones is dropped."""
@@ -96,7 +101,8 @@ class ActorInbox:
     # ------------------------------------------------------------------------------------------------- the consumer
 
     def take(self, generation: int, timeout_s: float) -> ReceivedBatch | None:
-        """See `Inbox`."""
+        """See `Inbox`; raises ClosedError once the memory of batches that have arrived is gone with the connection."""
+        self._connection.check()
         deadline = time.monotonic() + timeout_s
         self._relay_logs()
         while True:
@@ -117,7 +123,7 @@ class ActorInbox:
         if self._is_closed:
             return
         generation = self._untaken.popleft()
-        self._actor.tell.remote("taken", generation)
+        self._connection.do(self._actor.tell.remote, "taken", generation)
         with self._asking:
             if generation == self._generation:
                 self._num_outstanding -= 1
@@ -166,7 +172,7 @@ class ActorInbox:
             self._arrived.put(EOFError())
         except EOFError:
             self._arrived.put(EOFError())
-        except RayTaskError as error:
+        except (RayTaskError, ClosedError) as error:
             self._arrived.put(error.with_traceback(None))  # whose frames would hold a reference to an object
         except RayError as error:
             self.lost = error.with_traceback(None)
@@ -177,20 +183,22 @@ class ActorInbox:
             self._drop_refs()
 
     def _meet(self) -> None:
-        hello: Hello = self._get(self._actor.hello.remote())
+        hello: Hello = self._get(self._connection.do(self._actor.hello.remote))
         if hello.boot_id == boot_id():
             self.hello = hello  # the same clock: nothing has to be known before it is asked
-        self._ledger.placed(hello.node, cpus_of(hello.node))
-        trip_s, ahead_s = measure(lambda: float(self._get(self._actor.clock.remote())), time.perf_counter)
+        self._ledger.placed(hello.node, self._connection.do(cpus_of, hello.node))
+        trip_s, ahead_s = measure(
+            lambda: float(self._get(self._connection.do(self._actor.clock.remote))), time.perf_counter
+        )
         self._ledger.round_trip(hello.node, trip_s)
         if self.hello is None:
             self.offset_s, self.hello = ahead_s, hello
 
     def _get(self, ref: Any) -> Any:
         while not self._is_closed:
-            ready, _ = ray.wait([ref], timeout=_LOOK_S)
+            ready, _ = self._connection.do(ray.wait, [ref], timeout=_LOOK_S)
             if ready:
-                return ray.get(ref)
+                return self._connection.do(ray.get, ref)
         raise EOFError
 
     def _received(self, generation: int, answer: Parcel | PackedError | None) -> _Arrived | None:

@@ -19,14 +19,15 @@ from loaderkit.engine.ray.actor import GROUPS, ORDERS, ActorSpec, Hello, Loading
 from loaderkit.engine.ray.actor_death import actor_death
 from loaderkit.engine.ray.actor_inbox import ActorInbox, say_place
 from loaderkit.engine.ray.clock_offset import lane_here, stats_here
-from loaderkit.engine.ray.cluster import RaySettings, connect, describe_wait, node_here
+from loaderkit.engine.ray.cluster import RaySettings, describe_wait, node_here
+from loaderkit.engine.ray.connection import Connection
 from loaderkit.engine.ray.object_memory import ObjectMemory
 from loaderkit.engine.ray.surroundings import Surroundings
 from loaderkit.engine.remote.contracts import WorkerSpec
 from loaderkit.engine.remote.log_records import relay
 from loaderkit.engine.remote.packing import pack
 from loaderkit.engine.restarts import Death
-from loaderkit.errors import ConfigError, WorkerDiedError
+from loaderkit.errors import ClosedError, ConfigError, WorkerDiedError
 from loaderkit.sampling.shard import Shard
 
 _PATIENCE_S = 1.0  # the longest wait for an answer that should come at once
@@ -37,8 +38,9 @@ logger = logging.getLogger("loaderkit")
 class ActorProcess:
     """A `RunningProcess` in an actor of a Ray cluster."""
 
-    def __init__(self, settings: RaySettings, spec: WorkerSpec, shard: Shard) -> None:
+    def __init__(self, settings: RaySettings, connection: Connection, spec: WorkerSpec, shard: Shard) -> None:
         self._settings = settings
+        self._connection = connection
         self._spec = spec
         self._shard = shard
         self._actor: Any = None
@@ -55,24 +57,27 @@ class ActorProcess:
 
     def start(self, next_position: tuple[int, int], generation: int) -> None:
         """See `RunningProcess`."""
-        connect(self._settings)
+        self._connection.open()
+        do = self._connection.do
         ledger = self._spec.ledger or NodeLedger()
-        ledger.stands_on(node_here())
+        ledger.stands_on(do(node_here))
         stream, buffers = pack((self._spec.make_engine, self._shard, torch.get_num_threads()))
         try:
-            self._actor = _remote_class().options(**self._settings.options()).remote()
+            self._actor = do(_remote_class().options(**self._settings.options()).remote)
             self._inbox = ActorInbox(
                 self._actor,
                 ObjectMemory(self._spec.pinned_for),
                 ledger,
                 generation,
                 self._shard.num_batches(self._spec.num_batches),
-                why_not_placed=lambda: describe_wait(self._settings),
+                connection=self._connection,
+                why_not_placed=lambda: str(do(describe_wait, self._settings)),
                 relay_logs=self._relay_logs,
             )
-            self._life = self._actor.live.remote()
+            self._life = do(self._actor.live.remote)
             self._life.future().add_done_callback(self._end)
-            begun = self._actor.begin.remote(
+            begun = do(
+                self._actor.begin.remote,
                 ActorSpec(
                     Surroundings.here(),
                     self._spec.preload,
@@ -81,7 +86,7 @@ class ActorProcess:
                     next_position,
                     generation,
                     logger.getEffectiveLevel(),
-                )
+                ),
             )
             begun.future().add_done_callback(self._begin)
             self._ask_for_logs()
@@ -134,9 +139,9 @@ class ActorProcess:
         """See `RunningProcess`."""
         if self._actor is None or self._is_closed:
             return
-        self._note(name, arguments)
-        with suppress(RayError):
-            self._actor.tell.remote(name, *arguments)
+        with suppress(RayError, ClosedError):
+            self._note(name, arguments)
+            self._connection.do(self._actor.tell.remote, name, *arguments)
 
     def _note(self, name: str, arguments: tuple[Any, ...]) -> None:
         """What a command changes on this side."""
@@ -168,24 +173,25 @@ class ActorProcess:
     def _ask(self, question: str, arguments: tuple[Any, ...]) -> Any:
         """The answer. While an earlier one is missing only orders are sent: questions would pile up."""
         deadline = time.monotonic() + _PATIENCE_S
+        do = self._connection.do
         try:
             if self._unanswered is not None and question not in ORDERS:
-                ready, _ = ray.wait([self._unanswered], timeout=_PATIENCE_S)
+                ready, _ = do(ray.wait, [self._unanswered], timeout=_PATIENCE_S)
                 if not ready:
                     return None
-            self._unanswered = self._actor.ask.remote(question, *arguments)
-            ready, _ = ray.wait([self._unanswered], timeout=max(0.0, deadline - time.monotonic()))
+            self._unanswered = do(self._actor.ask.remote, question, *arguments)
+            ready, _ = do(ray.wait, [self._unanswered], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 return None
-            answer, self._unanswered = ray.get(self._unanswered), None
-        except RayError:
+            answer, self._unanswered = do(ray.get, self._unanswered), None
+        except (RayError, ClosedError):
             self._unanswered = None
             return None
         return answer
 
     def _ask_for_logs(self) -> None:
         self._has_logged.clear()
-        self._logs = self._actor.logs.remote()
+        self._logs = self._connection.do(self._actor.logs.remote)
         self._logs.future().add_done_callback(lambda _: self._has_logged.set())
 
     def _relay_logs(self) -> None:
@@ -193,8 +199,8 @@ class ActorProcess:
         if not self._has_logged.is_set():  # the store would be asked for 0.2 ms
             return
         self._has_logged.clear()
-        with suppress(RayError):
-            records = ray.get(self._logs)
+        with suppress(RayError, ClosedError):
+            records = self._connection.do(ray.get, self._logs)
             if records is not None and not self._is_closed:
                 self._ask_for_logs()
             for record in records or ():
@@ -212,35 +218,36 @@ class ActorProcess:
         error = self.inbox.lost
         if self._life is not None and self._has_ended.wait(_PATIENCE_S):
             try:
-                ray.get(self._life)
+                self._connection.do(ray.get, self._life)
             except RayError as ended:
                 error = ended.with_traceback(None)
         self._kill()
         return actor_death(f"the actor that loads ({self.where})", error, is_early=not self.is_awake)
 
     def _kill(self) -> None:
-        if self._actor is not None and ray.is_initialized():
-            with suppress(RayError, ValueError):
-                ray.kill(self._actor, no_restart=True)
+        if self._actor is not None:
+            with suppress(RayError, ValueError, ClosedError):
+                self._connection.do(ray.kill, self._actor, no_restart=True)
 
     def begin_closing(self, join_s: float) -> None:
         """See `RunningProcess`."""
-        if self._actor is None or self._is_closed or not ray.is_initialized():
+        if self._actor is None or self._is_closed or not self._connection.is_there:
             return
         if not self.is_awake or self.has_ended:
             self._kill()
         elif self._closing is None:
-            with suppress(RayError):
-                self._closing = self._actor.end.remote(join_s)
+            with suppress(RayError, ClosedError):
+                self._closing = self._connection.do(self._actor.end.remote, join_s)
 
     def close(self, join_s: float) -> None:
         """See `RunningProcess`."""
-        if self._is_closed or not ray.is_initialized():
+        if self._is_closed or not self._connection.is_there:
             self._is_closed = True
             return
         try:
             if self._closing is not None:
-                ray.wait([self._closing], timeout=join_s + _PATIENCE_S)
+                with suppress(ClosedError):
+                    self._connection.do(ray.wait, [self._closing], timeout=join_s + _PATIENCE_S)
                 self._relay_logs()
         finally:
             self._is_closed = True

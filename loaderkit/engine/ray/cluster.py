@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,22 +47,43 @@ def connect(settings: RaySettings) -> None:
 
     The connection is kept until the program ends or calls `ray.shutdown()`: batches lie in memory that belongs to it.
     """
-    if ray.is_initialized():
-        _check_address(settings.address)
-        return
+    with _CONNECTING:
+        if ray.is_initialized():
+            _check_address(settings.address)
+        else:
+            _begin(settings.address)
+
+
+_CONNECTING = threading.Lock()  # a process has one connection, whichever of its loaders begins it
+
+
+def _begin(address: str) -> None:
     try:
-        ray.init(
-            address=settings.address,
-            log_to_driver=False,
-            include_dashboard=False if settings.address == "local" else None,
-            configure_logging=False,
-        )
+        with _kept_handler(signal.SIGTERM):
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                include_dashboard=False if address == "local" else None,
+                configure_logging=False,
+            )
     except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"prefetch.ray.address: {settings.address}: there is no Ray cluster that can be reached "
-            f"({str(error).splitlines()[0]}): start one with `ray start --head` on this machine and `ray start "
+            f"prefetch.ray.address: {address}: there is no Ray cluster that can be reached "
+            f"({reason}): start one with `ray start --head` on this machine and `ray start "
             "--address=HOST:PORT` on others, give its address, or use address: local"
         ) from error
+
+
+@contextmanager
+def _kept_handler(number: signal.Signals) -> Iterator[None]:
+    """Put a signal's handler back behind the block: `ray.init` sets its own for SIGTERM, in the main thread."""
+    handler = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(number, handler)
 
 
 def _check_address(address: str) -> None:

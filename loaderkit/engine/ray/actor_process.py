@@ -173,21 +173,21 @@ class ActorProcess:
     def _ask(self, question: str, arguments: tuple[Any, ...]) -> Any:
         """The answer. While an earlier one is missing only orders are sent: questions would pile up."""
         deadline = time.monotonic() + _PATIENCE_S
-        do = self._connection.do
+        do, actor, missing = self._connection.do, self._actor, self._unanswered  # `release` may come meanwhile
+        if actor is None:
+            return None
         try:
-            if self._unanswered is not None and question not in ORDERS:
-                ready, _ = do(ray.wait, [self._unanswered], timeout=_PATIENCE_S)
+            if missing is not None and question not in ORDERS:
+                ready, _ = do(ray.wait, [missing], timeout=_PATIENCE_S)
                 if not ready:
                     return None
-            self._unanswered = do(self._actor.ask.remote, question, *arguments)
-            ready, _ = do(ray.wait, [self._unanswered], timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return None
-            answer, self._unanswered = do(ray.get, self._unanswered), None
+            asked = do(actor.ask.remote, question, *arguments)
+            ready, _ = do(ray.wait, [asked], timeout=max(0.0, deadline - time.monotonic()))
+            self._unanswered = None if ready or self._actor is None else asked
+            return do(ray.get, asked) if ready else None
         except (RayError, ClosedError):
             self._unanswered = None
             return None
-        return answer
 
     def _ask_for_logs(self) -> None:
         self._has_logged.clear()
@@ -199,8 +199,11 @@ class ActorProcess:
         if not self._has_logged.is_set():  # the store would be asked for 0.2 ms
             return
         self._has_logged.clear()
+        logs = self._logs  # `release` may come meanwhile
+        if logs is None:
+            return
         with suppress(RayError, ClosedError):
-            records = self._connection.do(ray.get, self._logs)
+            records = self._connection.do(ray.get, logs)
             if records is not None and not self._is_closed:
                 self._ask_for_logs()
             for record in records or ():

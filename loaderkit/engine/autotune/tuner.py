@@ -226,11 +226,12 @@ class Tuner:
             self._reach.clear()
         if (processes := self._processes) is not None:
             self._bound(processes, now)
-        if window.stalled > _STALLED or window.is_in_turn:
-            move = self._speed_up(window, now)
-            return move or (self._give_processes_back(window, now) if not window.is_in_turn else None)
+        if window.is_in_turn:
+            return self._speed_up(window, now) or self._give_workers_back(window, now)
+        if window.stalled > _STALLED:
+            return self._speed_up(window, now) or self._give_processes_back(window, now)
         if window.stalled < _CALM:
-            return self._give_back(window, now)
+            return self._give_workers_back(window, now) or self._give_processes_back(window, now)
         return None
 
     def _bound(self, processes: TunedSetting, now: Stats) -> None:
@@ -312,7 +313,7 @@ class Tuner:
             return None
         return self._try(setting, setting.rung(-1), window, now, f"{waits}; fewer may hinder one another less")
 
-    def _give_back(self, window: TunerWindow, now: Stats) -> Move | None:
+    def _give_workers_back(self, window: TunerWindow, now: Stats) -> Move | None:
         for setting in self.settings:
             rest = self._rests.get((setting.name, False))
             if not setting.stages or not self._may(setting, up=False):
@@ -321,7 +322,7 @@ class Tuner:
             if target < setting.value:
                 reason = f"nothing waits; {window.busy[setting.name]:.1f} of {setting.value} workers are busy"
                 return self._try(setting, target, window, now, reason, gives_back=True)
-        return self._give_processes_back(window, now)
+        return None
 
     def _give_processes_back(self, window: TunerWindow, now: Stats) -> Move | None:
         """Fewer processes, where the CPUs that they use do not need as many."""

@@ -265,7 +265,7 @@ class Tuner:
             return None
         if processes is not None and (window.is_gil_held or window.cpus > _BUSY * processes.value):
             num_rungs = min(2, self._reach.get(processes.name, 2))
-            why = f"{waits}; {_busy(window, processes)}"
+            why = f"{waits}; {'a worker holds the GIL' if window.is_gil_held else _busy(window, processes)}"
             return self._try(processes, processes.rung(num_rungs), window, now, why, num_rungs=num_rungs)
         return (
             self._deepen(window, now)

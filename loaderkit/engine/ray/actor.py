@@ -139,7 +139,7 @@ class LoadingActor:
         try:
             getattr(self._server, name)(*arguments)
         except Exception as error:
-            self._failure = error_transport.pack_error(error)
+            self._server.fail(error)
 
     @ray.method(concurrency_group="control")
     def ask(self, question: str, *arguments: Any) -> Any:

@@ -30,9 +30,7 @@ def actor_death(who: str, error: BaseException | None, *, is_early: bool) -> Dea
             "was lost with batches that it had finished",
             "its node was lost, or Ray's object store is too small",
         )
-    elif isinstance(error, exceptions.ActorUnavailableError) or (
-        "node" in text and "dead" in text.lower() and _DETAIL not in text
-    ):
+    elif isinstance(error, exceptions.ActorUnavailableError) or _is_of_node(text):
         what, fix = "was lost with its node, or with the way to it", "see Ray's log of that node"
     elif error is None:
         what, fix = "does not answer and was ended", "look for a stage that blocks the whole interpreter"

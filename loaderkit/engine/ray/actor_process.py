@@ -92,6 +92,8 @@ class ActorProcess:
             self._ask_for_logs()
         except RayError as error:
             raise WorkerDiedError(f"an actor could not be started: {error}") from error
+        except ValueError as error:
+            raise ConfigError(f"prefetch.ray: Ray refuses what each actor needs: {error}") from error
 
     def _begin(self, begun: Any) -> None:
         """Note that it answers; in a thread of Ray's."""

@@ -36,12 +36,15 @@ class ActorServer(BatchServer):
         engine.seek(*next_position)
         self._seeks = threading.Condition()
         self._is_closed = False
+        self._failure: Exception | None = None
 
     def next(self, generation: int) -> Parcel | None:
         """The next batch after so many seeks, once it is finished; None if there were more, or at the end. Raises the error
         that stopped the workers."""
         with self._seeks:  # the call may have overtaken the command to seek
-            self._seeks.wait_for(lambda: self._is_closed or self.generation >= generation)
+            self._seeks.wait_for(lambda: self._is_closed or self._failure or self.generation >= generation)
+            if self._failure is not None:
+                raise self._failure
         finished = self.finished(generation)
         if finished is None:
             return None
@@ -52,6 +55,12 @@ class ActorServer(BatchServer):
         except Exception as error:
             stream, buffers = pack(without_result(record, unsendable(work_item, error)).sealed())
         return Parcel(found, stream, [np.frombuffer(buffer, np.uint8) for buffer in buffers])
+
+    def fail(self, error: Exception) -> None:
+        """Raise this from `next` on, as a command has failed: a call that waits for a seek would wait for ever."""
+        with self._seeks:
+            self._failure = error
+            self._seeks.notify_all()
 
     def taken(self, generation: int) -> None:
         """Take a batch of so many seeks, which the trainer has taken, out of the budget."""

@@ -135,10 +135,13 @@ def num_that_fit(settings: RaySettings) -> int:
 
 
 def describe_wait(settings: RaySettings) -> str:
-    """Why an actor has no place yet, for the watchdog."""
+    """Why an actor has not answered yet, for the watchdog."""
     wanted = settings.needs()
     cluster: Any = ray  # these functions have no types
     total, free = cluster.cluster_resources(), cluster.available_resources()
+    asks = ", and for ".join(f"{amount:g} {_name_of(name)}" for name, amount in wanted.items())
+    if all(free.get(name, 0.0) >= amount for name, amount in wanted.items()):
+        return f"ray: an actor for {asks} has not answered yet: as many are free, so its process may be starting"
     parts = [
         f"{amount:g} {_name_of(name)}; the cluster has {total.get(name, 0.0):g}, of which {free.get(name, 0.0):g} are free"
         for name, amount in wanted.items()

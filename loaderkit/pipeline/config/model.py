@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from loaderkit._internal.config.settings import ByteSize, Duration, Model
 from loaderkit._internal.config.yaml_text import to_yaml
@@ -58,6 +58,19 @@ def _without_client(address: Any) -> Any:
     return address
 
 
+_RayAmount = Annotated[float, Field(ge=0.0001)]  # Ray counts in such steps
+
+
+def _rays_own(resources: Any) -> Any:
+    for name in ("CPU", "GPU", "memory", "object_store_memory"):
+        if isinstance(resources, dict) and name in resources:
+            raise ValueError(
+                f"{name} is not a name for it: CPUs are num_cpus, and Ray's GPUs and memory cannot be asked for; a node "
+                "may be given resources by names of your own (`ray start --resources='{\"fast_disk\": 4}'`)"
+            )
+    return resources
+
+
 class RayArgs(Model):
     """Where the actors of `executor: ray` run: one for each of `processes`."""
 
@@ -67,10 +80,12 @@ class RayArgs(Model):
         description="of the cluster, as host:port; auto: of RAY_ADDRESS, else the one that runs on this machine; local: one on "
         "this machine, begun for this program",
     )
-    num_cpus: PositiveFloat = Field(
+    num_cpus: _RayAmount = Field(
         1.0, description="of each actor, by which Ray places them; with `concurrency: auto` it has as many workers"
     )
-    resources: dict[str, PositiveFloat] = Field({}, description="what else each actor needs, by Ray's names")
+    resources: Annotated[dict[str, _RayAmount], BeforeValidator(_rays_own)] = Field(
+        {}, description="what else each actor needs, by Ray's names"
+    )
     strategy: Literal["spread", "default"] = Field(
         "spread", description="over as many nodes as there are; default: Ray's own, which fills nodes first"
     )

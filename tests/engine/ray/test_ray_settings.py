@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
+import torch
 from numbers_dataset import numbers
 
 import loaderkit
 from loaderkit.engine.metrics.stalls import WaitSegment
 from loaderkit.engine.ray import cluster, surroundings
+from loaderkit.engine.ray.actor_server import ActorServer
 from loaderkit.engine.ray.clock_offset import batch_here, measure
 from loaderkit.engine.ray.cluster import RaySettings
 from loaderkit.engine.ray.object_memory import ObjectMemory
 from loaderkit.engine.remote.delivery import Delivered
+from loaderkit.engine.remote.packing import pack
 from loaderkit.errors import ConfigError
+from loaderkit.sampling.shard import Shard
 
 RAY = {"prefetch.executor": "ray"}
 
@@ -29,6 +34,10 @@ RAY = {"prefetch.executor": "ray"}
         ({"prefetch.ray": {"num_cpus": 2}}, r"prefetch\.ray.*is for `executor: ray`, and the executor is thread"),
         (RAY | {"prefetch.ray": {"cpus": 2}}, r"prefetch\.ray\.cpus.*num_cpus"),
         (RAY | {"prefetch.ray": {"num_cpus": 0}}, r"prefetch\.ray\.num_cpus"),
+        (RAY | {"prefetch.ray": {"num_cpus": 0.00001}}, r"prefetch\.ray\.num_cpus.*0\.0001"),
+        (RAY | {"prefetch.ray": {"resources": {"disk": 0.00001}}}, r"prefetch\.ray\.resources.*0\.0001"),
+        (RAY | {"prefetch.ray": {"resources": {"CPU": 2}}}, r"prefetch\.ray\.resources.*CPUs are num_cpus"),
+        (RAY | {"prefetch.ray": {"resources": {"GPU": 1}}}, r"prefetch\.ray\.resources.*cannot be asked for"),
         (RAY | {"prefetch.ray": {"strategy": "pack"}}, r"prefetch\.ray\.strategy"),
         (RAY | {"prefetch.ray": {"address": "ray://head:10001"}}, "Ray Client has no memory in common"),
         (RAY | {"prefetch.processes": 8}, "cannot be shared out to prefetch.processes: 8"),
@@ -150,3 +159,46 @@ def test_options() -> None:
     assert (options["num_cpus"], options["resources"], options["max_restarts"]) == (2.0, {"fast_disk": 1.0}, 0)
     assert "runtime_env" not in options
     assert cluster.RaySettings().options()["resources"] is None
+
+
+def test_the_wait_for_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is placement's only where what the actor asks for is not free."""
+    node = {"Alive": True, "Resources": {"CPU": 8.0}}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0})
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 6.0})
+    monkeypatch.setattr(ray, "nodes", lambda: [node])
+    assert cluster.describe_wait(RaySettings(num_cpus=6.0)).endswith("so its process may be starting")
+    assert cluster.describe_wait(RaySettings(num_cpus=7.0)) == (
+        "ray: waits for 7 CPUs; the cluster has 8, of which 6 are free"
+    )
+    assert "no node has as many" in cluster.describe_wait(RaySettings(num_cpus=9.0))
+
+
+class _Idle:
+    """An engine that makes nothing."""
+
+    def __init__(self, allocate: object, shard: Shard) -> None:
+        pass
+
+    def seek(self, epoch: int, position: int) -> None:
+        pass
+
+
+def test_a_command_that_fails_ends_the_wait_for_it() -> None:
+    """The trainer asks for batches of after a seek, which fails in the actor."""
+    stream, buffers = pack((_Idle, Shard(0, 1), torch.get_num_threads()))
+    server = ActorServer(stream, [np.frombuffer(buffer, np.uint8) for buffer in buffers], (0, 0), 0)
+    caught: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            server.next(1)
+        except ArithmeticError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    error = ArithmeticError("no such place")
+    server.fail(error)
+    thread.join(60)
+    assert caught == [error]

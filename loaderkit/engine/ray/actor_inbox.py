@@ -12,11 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import ray
 from ray.exceptions import RayError, RayTaskError
 
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
@@ -195,10 +195,13 @@ class ActorInbox:
             self.offset_s, self.hello = ahead_s, hello
 
     def _get(self, ref: Any) -> Any:
+        # Not in ray.wait: a thread in there when the program calls ray.shutdown() ends it by a segmentation fault.
+        future = self._connection.do(ref.future)
         while not self._is_closed:
-            ready, _ = self._connection.do(ray.wait, [ref], timeout=_LOOK_S)
-            if ready:
-                return self._connection.do(ray.get, ref)
+            self._connection.check()
+            done, _ = wait([future], _LOOK_S)
+            if done:
+                return future.result()
         raise EOFError
 
     def _received(self, generation: int, answer: Parcel | PackedError | None) -> _Arrived | None:

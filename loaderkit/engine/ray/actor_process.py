@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
@@ -48,7 +49,7 @@ class ActorProcess:
         self._life: Any = None  # the call that returns at the actor's end
         self._logs: Any = None  # the call that returns log records
         self._closing: Any = None
-        self._unanswered: Any = None  # a question that was not answered in time
+        self._unanswered: Future[Any] | None = None  # a question that was not answered in time
         self._asking = threading.Lock()
         self._has_begun = threading.Event()  # it has an engine, or has failed to make one
         self._has_ended = threading.Event()
@@ -179,14 +180,13 @@ class ActorProcess:
         if actor is None:
             return None
         try:
-            if missing is not None and question not in ORDERS:
-                ready, _ = do(ray.wait, [missing], timeout=_PATIENCE_S)
-                if not ready:
-                    return None
-            asked = do(actor.ask.remote, question, *arguments)
-            ready, _ = do(ray.wait, [asked], timeout=max(0.0, deadline - time.monotonic()))
-            self._unanswered = None if ready or self._actor is None else asked
-            return do(ray.get, asked) if ready else None
+            # Not by ray.wait: see ActorInbox.
+            if missing is not None and question not in ORDERS and not wait([missing], _PATIENCE_S).done:
+                return None
+            asked: Future[Any] = do(do(actor.ask.remote, question, *arguments).future)
+            is_answered = bool(wait([asked], max(0.0, deadline - time.monotonic())).done)
+            self._unanswered = None if is_answered or self._actor is None else asked
+            return asked.result() if is_answered else None
         except (RayError, ClosedError):
             self._unanswered = None
             return None

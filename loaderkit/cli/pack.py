@@ -17,9 +17,8 @@ from loaderkit.cli.terminal.byte_progress import ByteProgress, byte_progress
 from loaderkit.cli.terminal.options import AsJson, Assignments, Debug, PipelineFile, described
 
 if TYPE_CHECKING:
-    from loaderkit.pipeline.config.model import PipelineConfig
     from loaderkit.shards.planning import Options, ShardPlan
-    from loaderkit.shards.run import PackResult, Progress, Workers
+    from loaderkit.shards.run import PackProgress, PackResult, Workers
 
 _MAX_NAMED = 5
 
@@ -82,7 +81,7 @@ def pack(
             else:
                 _tell_plan(document)
             return
-        result = _run(plan, Workers(processes, ray, _ray_address(config)))
+        result = _run(plan, Workers(processes, ray, config.prefetch.ray.address))
     document = _done(plan, result)
     if as_json:
         console.tell_json(document)
@@ -105,22 +104,16 @@ def _options(out: str, form: str, shard: str, quality: int) -> Options:
     return Options(out, "tar" if form == "tar" else "array", shard_bytes, quality)
 
 
-def _ray_address(config: PipelineConfig) -> str | None:
-    """That of `prefetch.ray`, where the pipeline has it."""
-    address = getattr(getattr(config.prefetch, "ray", None), "address", None)
-    return address if isinstance(address, str) and address != "auto" else None
-
-
 @dataclass
 class _Watch:
     """How far the work is, for the bar."""
 
     total_bytes: int
     begin_s: float = field(default_factory=time.perf_counter)
-    progress: Progress | None = None
+    progress: PackProgress | None = None
     show: Any = None
 
-    def take(self, progress: Progress) -> None:
+    def take(self, progress: PackProgress) -> None:
         self.progress = progress
         self.show()
 
@@ -152,7 +145,7 @@ def _planned(plan: ShardPlan) -> dict[str, Any]:
     check_left(plan.config, plan.split, plan.job.layout)
     return {
         "pipeline": plan.config.name,
-        "out": plan.job.place.url,
+        "out": plan.job.destination.url,
         "format": plan.job.format,
         "num_samples": plan.num_samples,
         "num_shards": plan.job.num_shards,
@@ -169,7 +162,7 @@ def _done(plan: ShardPlan, result: PackResult) -> dict[str, Any]:
     manifest = result.manifest
     return {
         "pipeline": plan.config.name,
-        "out": plan.job.place.url,
+        "out": plan.job.destination.url,
         "format": plan.job.format,
         "num_samples": manifest["num_samples"],
         "num_shards": len(manifest["shards"]),

@@ -69,7 +69,7 @@ def _actor_maker(settings: RayArgs) -> MakeProcess:
             f"prefetch.executor: ray needs the package ray ({error}): pip install 'loaderkit[ray]'"
         ) from error
     of_actors = RaySettings(**dict(settings))
-    return partial(ActorProcess, of_actors, Connection(of_actors))
+    return partial(ActorProcess, of_actors, Connection(of_actors.address))
 
 
 def restarts_of(plan: ExecutionPlan) -> Restarts:

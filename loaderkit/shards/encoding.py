@@ -21,7 +21,7 @@ from loaderkit.stages.values import describe
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class Member(NamedTuple):
+class EncodedField(NamedTuple):
     """One field of a sample: what its bytes hold ("jpg", "cls", "npy", ...), and True if they are those of the source."""
 
     content: str
@@ -59,32 +59,32 @@ def digest_of(image: Image) -> tuple[Any, ...]:
     return image.mask, pixels.shape, xxhash.xxh3_128_digest(pixels.data)
 
 
-def member_of(  # noqa: PLR0911 - a kind of value each
+def encoded_field(  # noqa: PLR0911 - a kind of value each
     value: Any, original: Original | None, *, quality: int, decodes_later: bool
-) -> Member:
+) -> EncodedField:
     """The member of a value. `decodes_later`: the stage `decode` is left for training, so pictures among bytes are named as
     such. Raises ValueError for what no member can hold."""
     if type(value) is Encoded:
-        return Member(value.extension.rpartition(".")[2], bytes(value.data), is_raw=True)
+        return EncodedField(value.extension.rpartition(".")[2], bytes(value.data), is_raw=True)
     if type(value) is Image:
         if original is not None and original.digest == digest_of(value):
-            return Member(original.extension, bytes(original.data))
+            return EncodedField(original.extension, bytes(original.data))
         return _picture(value, quality)
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         file = io.BytesIO()
         np.save(file, _array(value), allow_pickle=False)
-        return Member("npy", file.getvalue())
+        return EncodedField("npy", file.getvalue())
     if isinstance(value, str):
         try:
-            return Member("txt", value.encode())
+            return EncodedField("txt", value.encode())
         except UnicodeEncodeError as error:
             raise ValueError(f"a text that is no UTF-8 cannot be written: {error}") from None
     if isinstance(value, (bytes, bytearray, memoryview)):
         found = picture_extension(memoryview(value)) if decodes_later else None
-        return Member(found or "bin", bytes(value))
+        return EncodedField(found or "bin", bytes(value))
     if type(value) is int:
-        return Member("cls", str(value).encode())
-    return Member("json", _json(value))
+        return EncodedField("cls", str(value).encode())
+    return EncodedField("json", _json(value))
 
 
 def array_of(value: Any) -> NDArray[Any]:
@@ -110,18 +110,18 @@ def _array(value: Any) -> NDArray[Any]:
     return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
 
 
-def _picture(image: Image, quality: int) -> Member:
+def _picture(image: Image, quality: int) -> EncodedField:
     if image.mask:
         file = io.BytesIO()
         Pillow.fromarray(np.ascontiguousarray(image.pixels[:, :, 0])).save(file, "PNG")
-        return Member("png", file.getvalue())
+        return EncodedField("png", file.getvalue())
     if image.pixels.shape[2] != 3:
         raise ValueError(
             f"{describe(image)} would come back with three channels: make it three (in `call`), or name it in `masks` of "
             "`decode` if its values are labels"
         )
     pixels = np.ascontiguousarray(packed(image.pixels))
-    return Member("jpg", simplejpeg.encode_jpeg(pixels, quality, "RGB", "420", fastdct=False))
+    return EncodedField("jpg", simplejpeg.encode_jpeg(pixels, quality, "RGB", "420", fastdct=False))
 
 
 def _json(value: Any) -> bytes:

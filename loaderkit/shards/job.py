@@ -35,7 +35,7 @@ from loaderkit.errors import (
     StageError,
 )
 from loaderkit.pipeline.execution_plan import ExecutionPlan
-from loaderkit.shards.layout import Extensions, Layout, tar_key
+from loaderkit.shards.layout import Extensions, SampleLayout, tar_key
 from loaderkit.shards.samples import CHUNK, MadeChunk, SampleMaker
 from loaderkit.shards.tar_shard import TarShard
 from loaderkit.sources.formats.tar_index import wds_index_key
@@ -52,7 +52,7 @@ Int64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Place:
+class Destination:
     """Where shards go."""
 
     url: str
@@ -65,7 +65,7 @@ class Place:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What became of one shard; without samples there is no file. `name` is its key below the place."""
+    """What became of one shard; without samples there is no file. `name` is its key below the destination."""
 
     name: str
     num_samples: int
@@ -96,15 +96,15 @@ class ShardJob:
     """What all shards have in common, and the first position of each and the end: int64 [shards + 1]. It can be pickled."""
 
     plan: ExecutionPlan  # the stages that run, and `batch`, which does not
-    place: Place
+    destination: Destination
     format: Format
     quality: int
     decodes_later: bool  # `decode` is left for training
     wanted: tuple[str, ...] | None  # of an array: the fields of the pipeline's `output`
-    layout: Layout
+    layout: SampleLayout
     bounds: Int64
     clashing: Mapping[int, str]  # of samples of the source that have a name of their own in a tar; see `clashing_keys`
-    digest: str = ""  # of the plan at the place
+    digest: str = ""  # of the plan at the destination
     run: str = ""  # a token of the run that writes there
 
     @property
@@ -113,7 +113,7 @@ class ShardJob:
         return len(self.bounds) - 1
 
     def name(self, number: int) -> str:
-        """The key of a shard below the place."""
+        """The key of a shard below the destination."""
         return f"shard-{number:06}.tar" if self.format == "tar" else f"{FOLDER}part-{number:06}.bin"
 
     def tar_keys(self, indices: Int64) -> list[str]:
@@ -170,7 +170,7 @@ def make_shard(job: ShardJob, number: int, on_samples: Callable[[int, int], None
             record, data, index = _made(job, number, maker, on_samples)
         finally:
             maker.close()
-        with closing(job.place.open()) as connector:
+        with closing(job.destination.open()) as connector:
             check_own(connector, job)
             try:
                 writes = writes_of(connector)
@@ -198,7 +198,7 @@ def make_shard(job: ShardJob, number: int, on_samples: Callable[[int, int], None
 
 
 def check_own(connector: Connector, job: ShardJob) -> None:
-    """Raise LoaderkitError unless the plan at the place is still that of this run."""
+    """Raise LoaderkitError unless the plan at the destination is still that of this run."""
     try:
         found = read_json(connector, UNFINISHED)
     except ObjectChangedError:
@@ -255,7 +255,7 @@ def _made(
     return record, data, shard.index() if job.format == "tar" and num_samples else b""
 
 
-def _misfit(layout: Layout, sample: dict[str, Any]) -> str | None:
+def _misfit(layout: SampleLayout, sample: dict[str, Any]) -> str | None:
     if layout.dtype:
         if (found := layout.misfit(dict.fromkeys(sample, False))) is not None:
             return found

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import io
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 
 from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.shards.job import ShardRecord, write_parts
-from loaderkit.shards.layout import Layout
+from loaderkit.shards.layout import SampleLayout
 
 
 def join_parts(
     connector: Connector,
     key: str,
-    layout: Layout,
+    layout: SampleLayout,
     records: Sequence[ShardRecord],
-    on_bytes: Callable[[int], None],
 ) -> int:
-    """Write the array of all records' samples; returns its bytes. `on_bytes` gets those of each part of it. Raises
+    """Write the array of all records' samples; returns its bytes. Raises
     ConnectorError."""
     there = [record for record in records if record.num_samples]
     header = _header(layout, sum(record.num_samples for record in there))
@@ -40,14 +39,13 @@ def join_parts(
             num = min(length - num_filled, there[number].num_bytes - within)
             connector.read_into(there[number].name, within, part[num_filled : num_filled + num])
             num_filled += num
-        on_bytes(length)
         return part
 
     write_parts(connector, writes_of(connector), key, size, part_at)
     return size
 
 
-def _header(layout: Layout, num_samples: int) -> bytes:
+def _header(layout: SampleLayout, num_samples: int) -> bytes:
     file = io.BytesIO()
     described = {"descr": layout.dtype, "fortran_order": False, "shape": (num_samples, *layout.shape)}
     np.lib.format.write_array_header_1_0(file, described)

@@ -20,7 +20,7 @@ _META = re.compile(r"__[^/]*__($|/)")  # WebDataset's metadata, at the top of an
 
 
 @dataclass(frozen=True)
-class Layout:
+class SampleLayout:
     """What all samples have in common, as the sample `example` has it: field -> True if it is written as the bytes that it is
     in the source; of an array also the type and shape of its one field."""
 
@@ -60,7 +60,7 @@ class Layout:
         return {"fields": dict(self.fields), "example": self.example, "dtype": self.dtype, "shape": list(self.shape)}
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Layout:
+    def of(cls, values: Mapping[str, Any]) -> SampleLayout:
         """The layout that `to_dict` has described."""
         return cls(values["fields"], values["example"], values["dtype"], tuple(values["shape"]))
 

@@ -21,9 +21,9 @@ from loaderkit.errors import ConfigError, SourceError, StageError
 from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
 from loaderkit.pipeline.config.source_parsing import absolute_url
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
-from loaderkit.shards.encoding import Member
-from loaderkit.shards.job import Format, Place, ShardJob
-from loaderkit.shards.layout import Extensions, Layout, clashing_keys
+from loaderkit.shards.encoding import EncodedField
+from loaderkit.shards.job import Destination, Format, ShardJob
+from loaderkit.shards.layout import Extensions, SampleLayout, clashing_keys
 from loaderkit.shards.samples import SampleMaker
 from loaderkit.shards.split import Split, split_stages
 from loaderkit.shards.tar_shard import tar_bytes
@@ -40,7 +40,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Options:
-    """What the command says besides the pipeline: the place, the format, the bytes of a shard, the quality of JPEGs."""
+    """What the command says besides the pipeline: the destination, the format, the bytes of a shard, the quality of JPEGs."""
 
     out: str
     format: Format = "tar"
@@ -66,7 +66,7 @@ def plan_shards(config: PipelineConfig, options: Options) -> ShardPlan:
     """Open the source, try some samples, and cut all of them into shards. The caller closes `job.plan`. Raises
     LoaderkitError."""
     split = split_stages(config, keeps_encoded=options.format == "tar")
-    place = _place(config, options.out)
+    destination = _destination(config, options.out)
     plan = compile_pipeline(_running(config, split), rank=0, world_size=1)
     try:
         wanted = config.output if options.format == "array" else None
@@ -88,7 +88,9 @@ def plan_shards(config: PipelineConfig, options: Options) -> ShardPlan:
         extensions = {name: sorted(names.of(name, one) for one in contents.get(name, ())) for name in layout.fields}
         bounds = cut(sizes, options.shard_bytes)
         clashing = clashing_keys(plan.source.keys, len(plan.source)) if options.format == "tar" else {}
-        job = ShardJob(plan, place, options.format, options.quality, decodes_later, wanted, layout, bounds, clashing)
+        job = ShardJob(
+            plan, destination, options.format, options.quality, decodes_later, wanted, layout, bounds, clashing
+        )
         return ShardPlan(
             config,
             job,
@@ -121,7 +123,7 @@ def _running(config: PipelineConfig, split: Split) -> PipelineConfig:
     return replace(config, stages=stages, output=None, errors=errors, prefetch=PrefetchArgs(executor="inline"))
 
 
-def _place(config: PipelineConfig, out: str) -> Place:
+def _destination(config: PipelineConfig, out: str) -> Destination:
     """Where shards go: a bucket is reached as that of the source is."""
     url, args = absolute_url(out, Path.cwd()), StoreArgs()
     source = config.source
@@ -135,7 +137,7 @@ def _place(config: PipelineConfig, out: str) -> Place:
                 f"--out {out}: it lies in {root}, where the source's samples are, and shards would be taken for some: choose "
                 "another place"
             )
-    return Place(url, args)
+    return Destination(url, args)
 
 
 def _real(url: str) -> str:
@@ -143,7 +145,7 @@ def _real(url: str) -> str:
     return url if "://" in url else os.path.realpath(url)
 
 
-def _tried(plan: ExecutionPlan, maker: SampleMaker, form: Format) -> tuple[Layout, float, dict[str, set[str]]]:
+def _tried(plan: ExecutionPlan, maker: SampleMaker, form: Format) -> tuple[SampleLayout, float, dict[str, set[str]]]:
     """What samples look like, the bytes that one takes on average, and what each field's members hold, by some of them.
     Raises StageError, SourceError if all are bad."""
     num = len(plan.source)
@@ -173,18 +175,20 @@ def _tried(plan: ExecutionPlan, maker: SampleMaker, form: Format) -> tuple[Layou
     return layout, float(np.mean(sizes)), contents
 
 
-def _layout_of(sample: dict[str, Any], key: str, form: Format) -> Layout:
+def _layout_of(sample: dict[str, Any], key: str, form: Format) -> SampleLayout:
     if form == "tar":
         if not sample:
             raise SourceError(f"sample {key!r} has no fields, so there is nothing to write")
-        return Layout({name: member.is_raw for name, member in sample.items() if isinstance(member, Member)}, key)
+        return SampleLayout(
+            {name: member.is_raw for name, member in sample.items() if isinstance(member, EncodedField)}, key
+        )
     if len(sample) != 1:
         raise ConfigError(
             f"--format array: an array has one field, and samples have {', '.join(sample) or 'none'}: name the one that is "
             f"wanted in the pipeline's `output` (--set output=[{next(iter(sample), 'image')}]), or write --format tar"
         )
     ((name, array),) = sample.items()
-    return Layout({name: False}, key, array.dtype.str, array.shape)
+    return SampleLayout({name: False}, key, array.dtype.str, array.shape)
 
 
 def _sizes(plan: ExecutionPlan, mean_bytes: float, contents: dict[str, set[str]], *, is_copy: bool) -> Int64:

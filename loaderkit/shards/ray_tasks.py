@@ -3,37 +3,25 @@ that imports ray."""
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from loaderkit.errors import ConfigError, LoaderkitError, MissingExtraError, WorkerDiedError
+from loaderkit.errors import LoaderkitError, MissingExtraError, WorkerDiedError
 from loaderkit.shards.job import ShardJob, make_shard, pack_job, unpack_job
 from loaderkit.shards.workers import MadeShard
 
 _RETRIES = 3
 _CANCEL_S = 30.0
-_CONNECT_S = 10.0
 
 
 def make_on_ray(
-    job: ShardJob, numbers: Sequence[int], address: str | None, num_at_once: int | None
+    job: ShardJob, numbers: Sequence[int], address: str, num_at_once: int | None
 ) -> Generator[MadeShard, None, None]:
-    """Make shards on the cluster at `address` (None: $RAY_ADDRESS, or the one that runs here), one CPU each; `num_at_once`:
+    """Make shards on the cluster at `address`, as in `prefetch.ray`, one CPU each; `num_at_once`:
     None for as many as it has CPUs. Raises MissingExtraError, ConfigError, WorkerDiedError."""
-    ray = _imported()
+    ray, connect = _imported()
     is_ours = not ray.is_initialized()
-    if is_ours:
-        where = address or os.environ.get("RAY_ADDRESS") or "auto"
-        try:
-            _check_reachable(where)
-            ray.init(address=where, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-            raise ConfigError(
-                f"--ray: no Ray cluster can be reached ({str(error).splitlines()[0]}): set RAY_ADDRESS, start one (`ray start "
-                "--head`), or use --processes"
-            ) from error
+    connect(address)
     try:
         yield from _made(ray, job, numbers, num_at_once)
     finally:
@@ -41,19 +29,14 @@ def make_on_ray(
             ray.shutdown()
 
 
-def _check_reachable(address: str) -> None:
-    """Raise OSError unless something answers there: Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if port.isdecimal() and "/" not in host:
-        socket.create_connection((host, int(port)), _CONNECT_S).close()
-
-
-def _imported() -> Any:
+def _imported() -> tuple[Any, Callable[[str], None]]:
     try:
         import ray
+
+        from loaderkit.engine.ray.cluster import connect
     except ImportError as error:
         raise MissingExtraError(f"--ray needs the package ray ({error}): pip install 'loaderkit[ray]'") from error
-    return ray
+    return ray, connect
 
 
 def _made(ray: Any, job: ShardJob, numbers: Sequence[int], num_at_once: int | None) -> Generator[MadeShard, None, None]:

@@ -31,7 +31,7 @@ _WORTH_PROCESSES = 32 * 10**6  # bytes to write: starting processes takes 3 s
 
 
 @dataclass(frozen=True)
-class Progress:
+class PackProgress:
     """How far it is: bytes written of those expected, samples of all, shards of all."""
 
     num_bytes: int
@@ -48,7 +48,7 @@ class Workers:
 
     processes: int | None = None
     ray: bool = False
-    ray_address: str | None = None
+    ray_address: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PackResult:
 
 def found_so_far(plan: ShardPlan) -> tuple[int, bool]:
     """The shards that are there already, and True if the manifest is. Raises ConfigError if others are there."""
-    with closing(plan.job.place.open()) as connector:
+    with closing(plan.job.destination.open()) as connector:
         manifest = _whole(connector, plan)
         if manifest is not None:
             num_lost = len(state.lost(connector, manifest))
@@ -74,11 +74,11 @@ def found_so_far(plan: ShardPlan) -> tuple[int, bool]:
         return (0 if job is None else len(state.done(connector, job))), False
 
 
-def pack_shards(plan: ShardPlan, workers: Workers, on_progress: Callable[[Progress], None]) -> PackResult:
+def pack_shards(plan: ShardPlan, workers: Workers, on_progress: Callable[[PackProgress], None]) -> PackResult:
     """Write what is missing. Raises LoaderkitError; what is done then stays, and the next call goes on."""
     check_left(plan.config, plan.split, plan.job.layout)
     begin_s = time.perf_counter()
-    with closing(plan.job.place.open()) as connector:
+    with closing(plan.job.destination.open()) as connector:
         manifest = _whole(connector, plan)
         lost = [] if manifest is None else state.lost(connector, manifest)
         if manifest is not None and lost and plan.job.format == "tar":
@@ -88,8 +88,9 @@ def pack_shards(plan: ShardPlan, workers: Workers, on_progress: Callable[[Progre
         if manifest is not None and not lost:
             state.clear(connector)
             return _result(plan, manifest, begin_s, was_whole=True, num_found=len(manifest["shards"]))
-        for key in lost and (MANIFEST, *lost):  # an array is made as a whole
-            writes_of(connector).delete(key)
+        if lost:  # an array, which is made as a whole
+            for key in (MANIFEST, *lost):
+                writes_of(connector).delete(key)
         job = state.planned(connector, plan.job, plan.fingerprint)
         if job is None:
             job = state.begin(connector, plan.job, plan.fingerprint)
@@ -111,7 +112,7 @@ def pack_shards(plan: ShardPlan, workers: Workers, on_progress: Callable[[Progre
         if job.format == "array":
             (name,) = job.layout.fields
             check_own(connector, job)
-            size = join_parts(connector, array_name(name), job.layout, ordered, lambda num_bytes: None)
+            size = join_parts(connector, array_name(name), job.layout, ordered)
             manifest |= {"shards": [], "array": array_name(name), "num_bytes": size}
         state.finish(connector, manifest, job)
     return _result(plan, manifest, begin_s, was_whole=False, num_found=num_found)
@@ -124,7 +125,7 @@ def _mend(
     lost: list[str],
     *,
     workers: Workers,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[PackProgress], None],
 ) -> None:
     """Make the shards again that were lost since all were there. Raises SourceError if they are not as they were."""
     job = state.own(connector, plan.job, plan.fingerprint)
@@ -168,7 +169,7 @@ def _make_missing(
     missing: list[int],
     *,
     workers: Workers,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[PackProgress], None],
 ) -> None:
     """Make the shards `missing`, and add them to `records`."""
     job, errors = plan.job, plan.job.plan.config.errors
@@ -179,7 +180,7 @@ def _make_missing(
 
     def show(num_samples: int = 0, num_bytes: int = 0) -> None:
         on_progress(
-            Progress(
+            PackProgress(
                 bytes_done + num_bytes, plan.expected_bytes, samples_done + num_samples, len(records), job.num_shards
             )
         )

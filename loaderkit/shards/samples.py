@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from loaderkit.errors import USER_ERRORS, StageError
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.pipeline.execution_plan import ExecutionPlan
-from loaderkit.shards.encoding import Member, Original, array_of, member_of, original_of
+from loaderkit.shards.encoding import EncodedField, Original, array_of, encoded_field, original_of
 from loaderkit.stages.base import BatchWork, Image, SampleChunk, SampleFailure
 from loaderkit.stages.read import read_values
 from loaderkit.stages.runner import FailureNamer, raise_store_failure
@@ -112,7 +112,7 @@ class SampleMaker:
                     if self._wanted is None or field in self._wanted:
                         made[field] = array_of(value).copy()  # else memory of the chunk, which the next one gets
                     continue
-                member = member_of(
+                member = encoded_field(
                     value, originals.get(field), quality=self._quality, decodes_later=self._decodes_later
                 )
                 made[field] = _checked(member)
@@ -122,7 +122,7 @@ class SampleMaker:
         return made
 
 
-def _checked(member: Member) -> Member:
+def _checked(member: EncodedField) -> EncodedField:
     if _CONTENT.fullmatch(member.content) is None:
         raise ValueError(f"the extension {member.content!r} cannot be that of a member of a shard: rename the file")
     return member

@@ -21,7 +21,7 @@ import numpy as np
 from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.errors import AccessDeniedError, ConfigError, LoaderkitError, ObjectNotFoundError
 from loaderkit.shards.job import FOLDER, VERSION, ShardJob, ShardRecord, check_own, read_json, record_key
-from loaderkit.shards.layout import Layout
+from loaderkit.shards.layout import SampleLayout
 from loaderkit.sources.formats.tar_index import wds_index_key
 from loaderkit.sources.tar import MANIFEST, UNFINISHED
 
@@ -46,7 +46,7 @@ def planned(connector: Connector, job: ShardJob, fingerprint: Mapping[str, str])
     if found is None:
         return None
     check_fingerprint(found, fingerprint, connector.describe(""), "unfinished shards of other data or settings")
-    job = replace(job, bounds=np.array(found["bounds"], np.int64), layout=Layout.of(found["layout"]))
+    job = replace(job, bounds=np.array(found["bounds"], np.int64), layout=SampleLayout.of(found["layout"]))
     return replace(job, digest=_digest(_described(job, fingerprint)))
 
 

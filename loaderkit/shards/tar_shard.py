@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.shards.encoding import Member
+from loaderkit.shards.encoding import EncodedField
 from loaderkit.shards.layout import Extensions
 from loaderkit.sources.formats.tar_index import TarIndex, write_wds_index
 
@@ -27,7 +27,7 @@ class TarShard:
         self._sizes: list[int] = []
         self._names: list[str] = []
 
-    def add(self, key: str, members: Mapping[str, Member]) -> None:
+    def add(self, key: str, members: Mapping[str, EncodedField]) -> None:
         """Add one sample."""
         for field, member in members.items():
             extension = self._extensions.of(field, member.content)

@@ -11,7 +11,7 @@ from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import STAGES
-from loaderkit.shards.layout import Extensions, Layout
+from loaderkit.shards.layout import Extensions, SampleLayout
 from loaderkit.shards.planning import ShardPlan
 from loaderkit.shards.split import Split
 from loaderkit.sources.array import ArrayArgs
@@ -23,15 +23,15 @@ from loaderkit.stages.image.decode import DecodeArgs
 def training_pipeline(plan: ShardPlan, extensions: Mapping[str, Sequence[str]]) -> PipelineConfig:
     """The pipeline that reads the shards. `extensions` are those of every field's members in a tar."""
     config, split, job = plan.config, plan.split, plan.job
-    args = job.place.args
+    args = job.destination.args
     source: SourceArgs
     if job.format == "tar":
         fields = {name: ";".join(extensions[name]) for name in job.layout.fields if name in extensions}
-        source = TarArgs(url=job.place.url, fields=fields, s3=args.s3, retry=args.retry)
+        source = TarArgs(url=job.destination.url, fields=fields, s3=args.s3, retry=args.retry)
     else:
         (name,) = job.layout.fields
         source = ArrayArgs(
-            url=f"{job.place.url.rstrip('/')}/{array_name(name)}", field=name, s3=args.s3, retry=args.retry
+            url=f"{job.destination.url.rstrip('/')}/{array_name(name)}", field=name, s3=args.s3, retry=args.retry
         )
     batch = config.stages.index(config.stage("batch"))
     left = tuple(_named(stage) for stage in (*split.left, *config.stages[batch:]))
@@ -45,7 +45,7 @@ def array_name(field: str) -> str:
     return Extensions([field]).of(field, "npy")
 
 
-def check_left(config: PipelineConfig, split: Split, layout: Layout) -> None:
+def check_left(config: PipelineConfig, split: Split, layout: SampleLayout) -> None:
     """Raise ConfigError if a user's function that is left would see bytes where it sees values now, or if a stage that is left
     needs images and an array has none."""
     values = layout.values

@@ -186,4 +186,4 @@ def test_a_cluster_that_is_not_there(
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert main(["pack", str(pipeline), "--out", "shards", "--ray"]) == 2
-    assert "no Ray cluster can be reached" in capsys.readouterr().err
+    assert "127.0.0.1:1: there is no Ray cluster that can be reached" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from loaderkit.errors import ConfigError, LoaderkitError, ObjectNotFoundError, S
 from loaderkit.pipeline.config.builder import to_config
 from loaderkit.shards import state
 from loaderkit.shards.planning import Options, ShardPlan, plan_shards
-from loaderkit.shards.run import PackResult, Progress, Workers, pack_shards
+from loaderkit.shards.run import PackProgress, PackResult, Workers, pack_shards
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,7 @@ def packed_with(pipeline: Any, out: Path, at: int, do: Callable[[], Any], **opti
     """Pack; `do` is called once, when `at` shards are there."""
     calls: list[Any] = []
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: PackProgress) -> None:
         if progress.num_shards == at and not calls:
             calls.append(do())
 

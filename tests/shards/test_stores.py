@@ -22,7 +22,7 @@ from loaderkit._internal.config.yaml_text import to_yaml
 from loaderkit.errors import StageError, WorkerDiedError
 from loaderkit.pipeline.config.builder import to_config
 from loaderkit.shards.planning import Options, plan_shards
-from loaderkit.shards.run import Progress, Workers, pack_shards
+from loaderkit.shards.run import PackProgress, Workers, pack_shards
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +174,7 @@ def test_a_node_that_is_lost_costs_nothing_but_time(
     with ray_cluster(1, nodes=2) as cluster:
         nodes = list(cluster.worker_nodes)
 
-        def lose_one(progress: Progress) -> None:
+        def lose_one(progress: PackProgress) -> None:
             if progress.num_shards == 2 and len(nodes) == 2:
                 cluster.remove_node(nodes.pop(), allow_graceful=False)
 

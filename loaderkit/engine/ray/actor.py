@@ -111,8 +111,8 @@ class LoadingActor:
 
     @ray.method(concurrency_group="batches")
     def next(self, generation: int) -> Parcel | error_transport.PackedError | None:
-        """The next finished batch after so many seeks, once it is finished; None if there were more. A PackedError is what has
-        stopped the engine."""
+        """The next finished batch after `generation` seeks, once it is finished; None if there were more. A PackedError is what
+        has stopped the engine."""
         self._has_begun.wait()
         if self._failure is None:
             assert self._server is not None

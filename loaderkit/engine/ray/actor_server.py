@@ -39,8 +39,8 @@ class ActorServer(BatchServer):
         self._failure: Exception | None = None
 
     def next(self, generation: int) -> Parcel | None:
-        """The next batch after so many seeks, once it is finished; None if there were more, or at the end. Raises the error
-        that stopped the workers."""
+        """The next batch after `generation` seeks, once it is finished; None if there were more, or at the end. Raises the
+        error that stopped the workers."""
         with self._seeks:  # the call may have overtaken the command to seek
             self._seeks.wait_for(lambda: self._is_closed or self._failure or self.generation >= generation)
             if self._failure is not None:
@@ -63,7 +63,7 @@ class ActorServer(BatchServer):
             self._seeks.notify_all()
 
     def taken(self, generation: int) -> None:
-        """Take a batch of so many seeks, which the trainer has taken, out of the budget."""
+        """Take a batch of after `generation` seeks, which the trainer has taken, out of the budget."""
         if generation == self.generation:
             self.leave()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import signal
 import socket
 import threading
@@ -15,7 +15,7 @@ import ray
 
 from loaderkit.errors import ConfigError
 
-logger = logging.getLogger("loaderkit")
+_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,26 @@ class RaySettings:
         return {"CPU": self.num_cpus, **self.resources}
 
 
-def connect(settings: RaySettings) -> None:
+def connect(address: str) -> None:
     """Connect this process, unless it is connected. Raises ConfigError if there is no cluster.
 
     The connection is kept until the program ends or calls `ray.shutdown()`: batches lie in memory that belongs to it.
     """
     with _CONNECTING:
         if ray.is_initialized():
-            _check_address(settings.address)
+            _check_address(address)
         else:
-            _begin(settings.address)
+            _begin(address)
 
 
 _CONNECTING = threading.Lock()  # a process has one connection, whichever of its loaders begins it
 
 
 def _begin(address: str) -> None:
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or address
     try:
+        _check_reachable(address)
         with _kept_handler(signal.SIGTERM):
             ray.init(
                 address=address,
@@ -66,13 +69,20 @@ def _begin(address: str) -> None:
                 include_dashboard=False if address == "local" else None,
                 configure_logging=False,
             )
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"prefetch.ray.address: {address}: there is no Ray cluster that can be reached "
             f"({reason}): start one with `ray start --head` on this machine and `ray start "
-            "--address=HOST:PORT` on others, give its address, or use address: local"
+            "--address=HOST:PORT` on others, give its address (also in RAY_ADDRESS), or use address: local"
         ) from error
+
+
+def _check_reachable(address: str) -> None:
+    """Raise OSError unless something answers there: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
 
 
 @contextmanager

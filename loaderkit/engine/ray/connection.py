@@ -13,29 +13,31 @@ from typing import Any
 
 import ray
 
-from loaderkit.engine.ray.cluster import RaySettings, connect
+from loaderkit.engine.ray.cluster import connect
 from loaderkit.errors import ClosedError
+
+_IS_EXITING = threading.Event()
+atexit.register(_IS_EXITING.set)  # after Ray's own hook, which importing it has registered, so this runs before that
 
 
 class Connection:
     """The connection that a loader has found or begun. Methods are for any thread."""
 
-    def __init__(self, settings: RaySettings) -> None:
-        self._settings = settings
+    def __init__(self, address: str) -> None:
+        """`address` as in `prefetch.ray`."""
+        self._address = address
         self._opening = threading.Lock()
         self._context: Any = None
         self._opened: tuple[str, str] | None = None  # the node and the job
-        self._is_exiting = threading.Event()
 
     def open(self) -> None:
         """Connect this process, unless it is connected. Raises ConfigError if there is no cluster, and ClosedError if the
         connection has ended since the first call: batches and actors belong to that one."""
         with self._opening:
             if self._opened is None:
-                connect(self._settings)
+                connect(self._address)
                 self._context = ray.get_runtime_context()
                 self._opened = self._current()
-                atexit.register(self._is_exiting.set)  # after Ray's own was registered, so it runs before it
         self.check()
 
     def _current(self) -> tuple[str, str]:
@@ -44,7 +46,7 @@ class Connection:
     @property
     def is_there(self) -> bool:
         """False before `open`, after `ray.shutdown()` (with another connection begun, too), and while the program ends."""
-        if self._opened is None or self._is_exiting.is_set() or not ray.is_initialized():
+        if self._opened is None or _IS_EXITING.is_set() or not ray.is_initialized():
             return False
         try:
             return self._current() == self._opened
@@ -65,7 +67,5 @@ class Connection:
         try:
             return function(*arguments, **options)
         except Exception:
-            if self.is_there:
-                raise
-        self.check()
-        raise AssertionError
+            self.check()
+            raise

@@ -406,7 +406,9 @@ class RemoteEngine:
             tuning=replace(
                 tuning,
                 processes=self._dealing.num_processes,
-                pids=tuple(process.pid for process in self.processes if process.pid is not None),
+                pids=tuple(
+                    pid for process in self.processes if (pid := process.pid) is not None and not process.has_ended
+                ),
                 nodes=tuple(process.node for process in self.processes if process.node is not None) or None,
             ),
         )

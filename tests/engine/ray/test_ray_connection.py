@@ -14,7 +14,7 @@ import pytest
 import ray
 from ray_nodes import Nodes, check_nothing_left, ray_nodes  # noqa: F401 - a fixture
 
-from loaderkit.engine.ray.cluster import RaySettings, connect
+from loaderkit.engine.ray.cluster import connect
 from loaderkit.errors import ConfigError
 
 _BEGIN = """
@@ -126,7 +126,7 @@ class FakeRay:
 
 def test_two_threads_begin_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeRay(monkeypatch)
-    threads = [threading.Thread(target=connect, args=(RaySettings(),)) for _ in range(2)]
+    threads = [threading.Thread(target=connect, args=("auto",)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -140,7 +140,7 @@ def test_the_handler_of_a_signal_stays(monkeypatch: pytest.MonkeyPatch, error: E
     own = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with suppress(ConfigError):
-            connect(RaySettings())
+            connect("auto")
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, own)

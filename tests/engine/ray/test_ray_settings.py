@@ -76,12 +76,12 @@ def test_another_cluster_than_that_of_the_program(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get_runtime_context", Context)
     for address in ("auto", "127.0.0.1:6379", "localhost:6379"):
-        cluster.connect(RaySettings(address))
+        cluster.connect(address)
     for address in ("127.0.0.1:6380", "127.0.0.2:6379"):
         with pytest.raises(
             ConfigError, match=r"is connected to the cluster at 127\.0\.0\.1:6379, and a process has one"
         ):
-            cluster.connect(RaySettings(address))
+            cluster.connect(address)
 
 
 def test_ray_is_imported_only_where_it_is_asked_for() -> None:

@@ -77,7 +77,7 @@ class NodeLedger:
         return node is not None and node != self._here
 
     def placed(self, node: str, cpus: float | None = None) -> None:
-        """A worker runs on `node`, which has so many CPUs for workers."""
+        """A worker runs on `node`, which has `cpus` for workers."""
         with self._lock:
             counts = self._of(node)
             counts.cpus = counts.cpus if cpus is None else cpus
@@ -99,7 +99,7 @@ class NodeLedger:
             self._of(node).num_restarts += 1
 
     def left(self, node: str, cpu_s: float) -> None:
-        """A worker on `node` has ended; its process has used so much CPU time."""
+        """A worker on `node` has ended; its process has used `cpu_s` of CPU time."""
         with self._lock:
             self._of(node).past_cpu_s += cpu_s
 

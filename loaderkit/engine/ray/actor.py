@@ -2,11 +2,12 @@
 
     trainer ──begin────────────> start      makes the engine
             ──tell, ask────────> control    goes to the engine
-            ──next─────────────> batches    returns the next finished batch, into the object store
+            ──next─────────────> batches    takes batches that have left out of the budget, at once; returns the next
+                                            finished one, in its turn, into the object store
             ──live, logs───────> life, logs return at the end, and with log records
 
-Each group of calls has one thread. This module imports nothing heavy at its top, so that an actor answers before it has
-imported torch.
+Each group of calls has one thread, but for `batches`, all of whose calls are to begin when they come. This module imports
+nothing heavy at its top, so that an actor answers before it has imported torch.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class LoadingActor:
         self._failure: error_transport.PackedError | None = None
         self._lock = threading.Lock()
         self._early: list[tuple[Any, ...]] = []  # commands that came before the engine existed
+        self._turns = threading.Condition()
+        self._turn = 0  # the number of the call that gets the next batch
         self._has_begun = threading.Event()
         self._has_ended = threading.Event()
         self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -110,10 +113,23 @@ class LoadingActor:
     # -------------------------------------------------------------------------------------------------- batches
 
     @ray.method(concurrency_group="batches")
-    def next(self, generation: int) -> Parcel | error_transport.PackedError | None:
+    def next(self, number: int, generation: int, num_taken: int) -> Parcel | error_transport.PackedError | None:
         """The next finished batch after `generation` seeks, once it is finished; None if there were more. A PackedError is what
-        has stopped the engine."""
+        has stopped the engine. `number` is the number of calls before this one; `num_taken` more batches of after `generation`
+        seeks have been taken since."""
         self._has_begun.wait()
+        if num_taken and self._server is not None:
+            self._server.taken(generation, num_taken)
+        with self._turns:
+            self._turns.wait_for(lambda: self._turn == number)
+        try:
+            return self._next(generation)
+        finally:
+            with self._turns:
+                self._turn += 1
+                self._turns.notify_all()
+
+    def _next(self, generation: int) -> Parcel | error_transport.PackedError | None:
         if self._failure is None:
             assert self._server is not None
             try:
@@ -193,5 +209,6 @@ def _forward_logs(records: queue.SimpleQueue[dict[str, Any] | None], level: int)
     logger.propagate = False
 
 
-GROUPS = {"start": 1, "batches": 1, "control": 1, "life": 1, "logs": 1}
-"""The groups of calls, and the threads of each."""
+GROUPS = {"start": 1, "batches": 16, "control": 1, "life": 1, "logs": 1}
+"""The groups of calls, and the threads of each. Of more than 16 calls for batches the last ones begin later, so that what they
+say was taken is known later."""

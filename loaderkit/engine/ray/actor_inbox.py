@@ -3,7 +3,8 @@
     taken() ──next──> actor ──batch──> object store ──fetch──> queue ──> take()
 
 As many calls are outstanding as the actor may have batches finished or in work, so a finished one goes straight into the
-store of its node. The thread brings it to this node, if that is another one, before its turn.
+store of its node. The thread brings it to this node, if that is another one, before its turn. A call also says how many batches
+were taken since the last one, as a message of its own would cost as much as the call.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class ActorInbox:
         self._ledger = ledger
         self._generation = generation
         self._num_batches = num_batches
+        self._num_asked = 0
         self._num_outstanding = 0  # batches of this generation that were asked for and are not taken yet
+        self._num_untold = 0  # batches of this generation that were taken, and the actor does not know it yet
         self._untaken: deque[int] = deque()  # generations of batches that left `take` and have not been taken
         self._why_not_placed = why_not_placed
         self._relay_logs = relay_logs
@@ -82,15 +85,18 @@ class ActorInbox:
     def _ask_for_batches(self) -> None:
         with self._asking:
             while self._num_outstanding < self._num_batches and not self._is_closed:
-                ref = self._connection.do(self._actor.next.remote, self._generation)
+                asked = (self._num_asked, self._generation, self._num_untold)
+                ref = self._connection.do(self._actor.next.remote, *asked)
                 self._refs.put((self._generation, ref))
+                self._num_asked += 1
                 self._num_outstanding += 1
+                self._num_untold = 0
 
     def seek(self, generation: int) -> None:
         """Ask for batches of after a seek. What the actor still makes of earlier ones is dropped."""
         with self._asking:
             self._generation = generation
-            self._num_outstanding = 0
+            self._num_outstanding = self._num_untold = 0
         self._ask_for_batches()
 
     def set_depth(self, num_batches: int) -> None:
@@ -123,11 +129,15 @@ class ActorInbox:
         if self._is_closed:
             return
         generation = self._untaken.popleft()
-        self._connection.do(self._actor.tell.remote, "taken", generation)
         with self._asking:
-            if generation == self._generation:
+            if generation == self._generation:  # otherwise a seek has taken it out of the budget
                 self._num_outstanding -= 1
+                self._num_untold += 1
         self._ask_for_batches()
+        with self._asking:  # if nothing was asked for, as there are to be fewer, the actor waits for this
+            num_untold, self._num_untold = self._num_untold, 0
+        if num_untold:
+            self._connection.do(self._actor.tell.remote, "taken", generation, num_untold)
 
     def give_back(self) -> None:
         """Nothing to tell: an actor keeps no memory of batches that have arrived."""

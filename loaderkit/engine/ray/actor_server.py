@@ -62,10 +62,9 @@ class ActorServer(BatchServer):
             self._failure = error
             self._seeks.notify_all()
 
-    def taken(self, generation: int) -> None:
-        """Take a batch of after `generation` seeks, which the trainer has taken, out of the budget."""
-        if generation == self.generation:
-            self.leave()
+    def taken(self, generation: int, count: int) -> None:
+        """Take batches of after `generation` seeks, which the trainer has taken, out of the budget; from any thread."""
+        self.leave(count, generation=generation)
 
     def seek(self, generation: int, epoch: int, position: int, shard: Shard) -> int:
         """Continue at another position. The trainer drops all batches of before."""

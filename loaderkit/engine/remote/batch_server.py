@@ -95,9 +95,12 @@ class BatchServer:
 
     # ------------------------------------------------------------------------------------------- commands of the trainer
 
-    def leave(self, count: int = 1) -> None:
-        """Take batches that the trainer has taken, or dropped after a seek, out of the budget."""
+    def leave(self, count: int = 1, *, generation: int | None = None) -> None:
+        """Take batches that the trainer has taken, or dropped after a seek, out of the budget; with `generation` only if
+        there were not more seeks."""
         with self._lock:
+            if generation is not None and generation != self._generation:
+                return
             self._num_underway -= count
         self._engine.scheduler.leave(count)
 

@@ -1,6 +1,7 @@
 """What `profiles.ray` compares: `executor: process`, `executor: ray` and Ray Data, which do the same to the same samples.
 
 images    JPEGs of 56 kB: decode, random resized crop to 224, flip, float32; batches of 64
+uint8     the same in batches of 256 that are normalised by whoever takes them, as with `transfer` to a GPU before `normalize`
 tar       the same from tar shards
 raw       small samples of tar shards as bytes; batches of 64
 sleep     nothing but a wait, as of a machine that one does not have
@@ -25,6 +26,7 @@ from profiles.peers.contestants import pixels
 from profiles.peers.places import Places, labelled
 
 BATCH = 64
+UINT8_BATCH = 256
 SLEEP_BATCH = 16
 SLEEP_S = 0.02
 NUM_PATHS = 12_000  # of an execution of Ray Data, so that it does not end while it is measured
@@ -57,6 +59,7 @@ def batches_of(work: str, contestant: str, places: Places, num_workers: int) -> 
 
 CONTESTANTS = {
     "images": ("ray", "process", "ray-data", "ray-data-simplejpeg"),
+    "uint8": ("ray", "process"),
     "tar": ("ray", "process", "ray-data", "ray-data-simplejpeg"),
     "raw": ("ray", "process", "ray-data"),
 }
@@ -83,11 +86,13 @@ def _pipeline(work: str, places: Places) -> Pipeline:
     if work == "raw":
         return Pipeline.tar(places.small_shards).shuffle("none").read().batch(BATCH)
     source = (
-        Pipeline.files(places.photos, include="**/*.jpg", label="parent")
-        if work == "images"
-        else Pipeline.tar(places.shards)
+        Pipeline.tar(places.shards)
+        if work == "tar"
+        else Pipeline.files(places.photos, include="**/*.jpg", label="parent")
     )
     cropped = source.read().decode().random_resized_crop(pixels.SIZE).random_horizontal_flip()
+    if work == "uint8":
+        return cropped.batch(UINT8_BATCH, drop_last=True)
     return cropped.batch(BATCH, drop_last=True).normalize()
 
 

@@ -12,7 +12,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
@@ -175,18 +174,18 @@ class TarSource(Source):
 
     def _list_shards(self) -> list[ObjectInfo]:
         patterns = Patterns(self._args.shards)
+        is_listed = True
         try:
-            infos = list(self._matching(patterns))
-            if patterns.names is None and not UNFINISHED.startswith(patterns.prefix):
-                self._refuse_unfinished()
+            listed = list(self._matching(patterns))
         except AccessDeniedError:  # listing a bucket needs a separate permission
             if patterns.names is None:
                 raise
-            infos = self._stat_all(patterns.names)
+            listed, is_listed = [], False
+        if patterns.names is not None and not listed:  # most web servers do not list
+            listed, is_listed = self._stat_all(patterns.names), False
+        infos = [info for info in listed if patterns.matches(info.key)]
+        self._check_packs(patterns, infos, listed if is_listed else None)
         missing = patterns.without_match(info.key for info in infos)
-        if missing and not infos and patterns.names is not None:  # most web servers do not list
-            infos = self._stat_all(patterns.names)
-            missing = patterns.without_match(info.key for info in infos)
         if missing:
             named = ", ".join(map(repr, missing[:_MAX_NAMED]))
             more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
@@ -194,58 +193,86 @@ class TarSource(Source):
         return infos
 
     def _matching(self, patterns: Patterns) -> Iterator[ObjectInfo]:
-        manifest: ObjectInfo | None = None
-        sizes: dict[str, int] = {}
+        """The archives, and what `loaderkit pack` has written beside some."""
         for info in self._connector.list(patterns.prefix):
-            if info.key == UNFINISHED:
-                raise self._unfinished()
-            if info.key == MANIFEST:
-                manifest = info
-            if patterns.matches(info.key):
-                sizes[info.key] = info.size
+            if patterns.matches(info.key) or _is_of_pack(info.key):
                 yield info
-        if manifest is not None:
-            self._compare(manifest, patterns, sizes)
 
-    def _compare(self, manifest: ObjectInfo, patterns: Patterns, sizes: dict[str, int]) -> None:
-        """Take the classes' names from the manifest. Raises SourceError for a shard that it has and that is not there in its
-        size."""
+    def _check_packs(self, patterns: Patterns, infos: list[ObjectInfo], listed: list[ObjectInfo] | None) -> None:
+        """Compare the archives with the manifests of `loaderkit pack` in their folders; take the classes' names from these.
+
+        Raises SourceError for shards that are not all written, that are missing or of other sizes, or among which others are.
+        """
+        beside = {info.key: info for info in listed or () if _is_of_pack(info.key)}
+        folders = [_folder_of(key) for key in (patterns.prefix, *(patterns.names or ()))]
+        folders += [key.removesuffix(UNFINISHED).removesuffix(MANIFEST) for key in beside]
+        sizes: dict[str, dict[str, int]] = {folder: {} for folder in folders}
+        for info in infos:
+            sizes.setdefault(_folder_of(info.key), {})[info.key] = info.size
+        unseen = [folder for folder in sizes if listed is None or not folder.startswith(patterns.prefix)]
+        names = [folder + name for folder in unseen for name in (UNFINISHED, MANIFEST)]
+        stated = self._stat_all(names)
+        if listed is None:  # some web servers have a page for every name
+            stated = [info for info in stated if self._begins_as_json(info)]
+        beside |= {info.key: info for info in stated}
+        classes: list[Any] = []
+        for folder, sizes_there in sizes.items():
+            if folder + UNFINISHED in beside and (sizes_there or patterns.matches(f"{folder}shard-000000.tar")):
+                raise SourceError(
+                    f"the shards in {self._connector.describe(folder)} are being written, or `loaderkit pack` was cut off, so "
+                    "some may be missing: wait for it, or run it again, and it goes on"
+                )
+            manifest = beside.get(folder + MANIFEST)
+            found = None if manifest is None else self._compare(manifest, patterns, sizes_there)
+            classes += [found] if sizes_there else []
+        if classes and all(each == classes[0] for each in classes):
+            self.classes = classes[0]
+
+    def _begins_as_json(self, info: ObjectInfo) -> bool:
+        first = bytearray(min(1, info.size))
+        self._connector.read_into(info.key, 0, memoryview(first), etag=info.etag)
+        return first == b"{"
+
+    def _compare(self, manifest: ObjectInfo, patterns: Patterns, sizes: dict[str, int]) -> list[str] | None:
+        """The classes' names in a manifest that lies beside archives of these sizes, by key; see `_check_packs`."""
         data = bytearray(manifest.size)
         self._connector.read_into(manifest.key, 0, memoryview(data), etag=manifest.etag)
+        folder = _folder_of(manifest.key)
         try:
             written = json.loads(data)
-            shards = [(shard["name"], shard["num_bytes"]) for shard in written["shards"]]
-            self.classes = written["classes"]
+            shards = {folder + shard["name"]: shard["num_bytes"] for shard in written["shards"]}
+            classes: list[str] | None = written["classes"]
         except (ValueError, TypeError, KeyError):  # another program's
-            return
-        for name, num_bytes in shards:
-            if patterns.matches(name) and sizes.get(name) != num_bytes:
-                there = f"has {sizes[name]} bytes" if name in sizes else "is not there"
+            return None
+        wanted = {key: num_bytes for key, num_bytes in shards.items() if patterns.matches(key)}
+        for key, num_bytes in wanted.items():
+            if sizes.get(key) != num_bytes:
+                there = f"has {sizes[key]} bytes" if key in sizes else "is not there"
                 raise SourceError(
-                    f"{self._connector.describe(name)} {there}, and {MANIFEST} beside it has it with {num_bytes}: run "
+                    f"{self._connector.describe(key)} {there}, and {MANIFEST} beside it has it with {num_bytes}: run "
                     "`loaderkit pack` again, which makes it anew; if the shards are meant to be others now, remove that file"
                 )
-
-    def _refuse_unfinished(self) -> None:
-        """For archives whose listing has not shown whether they are all there."""
-        with suppress(ObjectNotFoundError, AccessDeniedError):
-            self._connector.stat(UNFINISHED)
-            raise self._unfinished()
-
-    def _unfinished(self) -> SourceError:
-        return SourceError(
-            f"the shards below {self._args.root!r} are being written, or `loaderkit pack` was cut off, so some may be "
-            "missing: wait for it, or run it again, and it goes on"
-        )
+        others = [key for key in sizes if key not in shards]
+        if wanted and others:
+            more = f", nor are {len(others) - 1} more" if len(others) > 1 else ""
+            raise SourceError(
+                f"{self._connector.describe(others[0])} is none of the shards in {MANIFEST} beside it{more}: it is of another "
+                "run, or was added: remove it, or say in `include` which archives are meant"
+            )
+        return classes if wanted else None
 
     def _stat_all(self, names: list[str]) -> list[ObjectInfo]:
-        """The existing ones of the named archives, by one `stat` each."""
+        """The existing ones of the named objects, by one `stat` each."""
 
         def stat(name: str) -> ObjectInfo | None:
             try:
                 return self._connector.stat(name)
             except ObjectNotFoundError:
                 return None
+            except AccessDeniedError:  # so a bucket says of what does not exist where it may not be listed
+                if _is_of_pack(name):
+                    return None
+                raise
 
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="loaderkit-index") as pool:
             infos = [*filter(None, pool.map(stat, names))]
@@ -356,6 +383,15 @@ class TarSource(Source):
 
     def _extensions_of(self, index: int) -> list[str]:
         return [self._extensions[i] for i in self._member_extensions[self._members_of(index)]]
+
+
+def _folder_of(key: str) -> str:
+    """With its slash; "" at the top."""
+    return key[: key.rfind("/") + 1]
+
+
+def _is_of_pack(key: str) -> bool:
+    return f"/{key}".endswith((f"/{UNFINISHED}", f"/{MANIFEST}"))
 
 
 class _Timed:

@@ -58,7 +58,7 @@ def in_child(function: Any, *arguments: Any) -> int:
 
 def refuses_to_read(out: str) -> int:
     """1 if `kind: tar` refuses what is there as unfinished."""
-    for include in ("*.tar", "shard-*.tar"):
+    for include in ("*.tar", "shard-*.tar", "shard-{000000..000001}.tar", ["shard-000000.tar"]):
         source = {"kind": "tar", "url": out, "include": include}
         try:
             loaderkit.build({"source": source, "stages": ["read", {"batch": {"size": 1}}]}).close()

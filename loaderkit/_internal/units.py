@@ -22,6 +22,11 @@ def say_age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
+def say_count(number: int, noun: str) -> str:
+    """A number of things: "1 shard", "2 shards"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 _SIZE_UNITS = {
     "": 1, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loaderkit._internal.units import parse_bytes, say_size
+from loaderkit._internal.units import parse_bytes, say_count, say_size
 from loaderkit.cli.terminal import console
 from loaderkit.cli.terminal.byte_progress import ByteProgress, byte_progress
 from loaderkit.cli.terminal.options import AsJson, Assignments, Debug, PipelineFile, described
@@ -182,31 +182,34 @@ def _done(plan: ShardPlan, result: PackResult) -> dict[str, Any]:
 
 def _tell_plan(document: dict[str, Any]) -> None:
     console.tell(
-        f"{document['pipeline']}: {document['num_samples']} samples in {document['num_shards']} shards, about "
-        f"{say_size(document['expected_bytes'])}, would go to {document['out']}"
+        f"{document['pipeline']}: {say_count(document['num_samples'], 'sample')} in "
+        f"{say_count(document['num_shards'], 'shard')}, about {say_size(document['expected_bytes'])}, would go to "
+        f"{document['out']}"
     )
     if document["was_whole"]:
-        console.tell("They are there already.")
+        console.tell("All of it is there already.")
     elif document["num_found"]:
-        console.tell(f"{document['num_found']} shards are there already.")
+        console.tell(f"There already: {say_count(document['num_found'], 'shard')}.")
     _tell_stages(document)
     if document["num_tried"]:
         console.tell(
-            f"\nThe extensions in `fields` are those of {document['num_tried']} samples that were tried: others may have "
+            f"\nThe extensions in `fields` are those of {say_count(document['num_tried'], 'sample')} tried: others may have "
             "more, and the run itself prints all."
         )
 
 
 def _tell_result(document: dict[str, Any]) -> None:
-    what = f"{document['num_shards']} shards" if document["format"] == "tar" else "one array"
-    counts = f"{document['num_samples']} samples in {what}, {say_size(document['num_bytes'])}"
+    what = say_count(document["num_shards"], "shard") if document["format"] == "tar" else "one array"
+    counts = f"{say_count(document['num_samples'], 'sample')} in {what}, {say_size(document['num_bytes'])}"
     if document["was_whole"]:
         console.tell(f"{document['out']}: whole already, {counts}")
     else:
-        found = f", {document['num_found']} shards of it from an earlier run" if document["num_found"] else ""
+        found = (
+            f", {say_count(document['num_found'], 'shard')} of it from an earlier run" if document["num_found"] else ""
+        )
         console.tell(f"{document['out']}: {counts} in {document['seconds']:.1f} s{found}")
     if document["num_dropped"]:
-        console.tell(f"{document['num_dropped']} samples were dropped by a filter")
+        console.tell(f"dropped by a filter: {say_count(document['num_dropped'], 'sample')}")
     for one in document["bad"][:_MAX_NAMED]:
         console.tell(f"left out, as it is bad: {one['error']}")
     if document["num_bad"] > _MAX_NAMED:

@@ -66,7 +66,7 @@ def plan_shards(config: PipelineConfig, options: Options) -> ShardPlan:
     """Open the source, try some samples, and cut all of them into shards. The caller closes `job.plan`. Raises
     LoaderkitError."""
     split = split_stages(config, keeps_encoded=options.format == "tar")
-    destination = _destination(config, options.out)
+    destination = _destination(config, options)
     plan = compile_pipeline(_running(config, split), rank=0, world_size=1)
     try:
         wanted = config.output if options.format == "array" else None
@@ -123,9 +123,17 @@ def _running(config: PipelineConfig, split: Split) -> PipelineConfig:
     return replace(config, stages=stages, output=None, errors=errors, prefetch=PrefetchArgs(executor="inline"))
 
 
-def _destination(config: PipelineConfig, out: str) -> Destination:
+def _destination(config: PipelineConfig, options: Options) -> Destination:
     """Where shards go: a bucket is reached as that of the source is."""
+    out = options.out
     url, args = absolute_url(out, Path.cwd()), StoreArgs()
+    if not out:
+        raise ConfigError("--out is empty: expected the folder or the URL below which the shards are to be")
+    if options.format == "tar" and url.endswith(".tar"):
+        raise ConfigError(
+            f"--out {out}: this is to be the folder of all shards, and `kind: tar` takes a name that ends in .tar for one "
+            "archive: choose another name"
+        )
     source = config.source
     if isinstance(source, StoreArgs):
         root = config.kind.root(source) if config.kind.root is not None else ""

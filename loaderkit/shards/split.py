@@ -49,7 +49,9 @@ def _check_source(config: PipelineConfig) -> None:
             "pipeline of its own, and mix the shards"
         )
     if config.kind.gives == "tensors":
-        raise ConfigError(f"{config.name}: its source is a checkpoint, which has tensors and no samples")
+        raise ConfigError(
+            f"{config.name}: its source is a checkpoint, which has tensors and no samples: `loaderkit.restore` reads it"
+        )
     if config.kind.is_stream:
         raise ConfigError(
             f"{config.name}: the items of kind: {config.source_kind} come in their own order only, and shards are planned by "

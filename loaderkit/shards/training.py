@@ -42,7 +42,7 @@ def training_pipeline(plan: ShardPlan, extensions: Mapping[str, Sequence[str]]) 
 
 def array_name(field: str) -> str:
     """The key of the array of a field."""
-    return Extensions([field]).of(field, "npy")
+    return Extensions([field]).of(field, "npy").removesuffix(".npy") + ".npy"
 
 
 def check_left(config: PipelineConfig, split: Split, layout: SampleLayout) -> None:

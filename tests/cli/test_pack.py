@@ -89,14 +89,14 @@ def test_a_dry_run_knows_the_extensions_of_all_files_that_are_copied(
     described["stages"].insert(2, {"resize": {"size": [40, 48]}})
     Path("p.yaml").write_text(to_yaml(described))
     assert main(["pack", "p.yaml", "--out", "others", "--dry-run"]) == 0
-    assert "those of 16 samples that were tried" in capsys.readouterr().out
+    assert "those of 16 samples tried" in capsys.readouterr().out
 
 
 def test_the_pipeline_that_it_prints_trains(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pack", str(pipeline), "--out", "shards", "--quality", "80"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
-    assert "60 samples in 1 shards" in said.out
+    assert "60 samples in 1 shard," in said.out
     assert "stages that run once: decode, resize\n" in said.out
     text = said.out.partition("to train from them:\n\n")[2]
     Path("train.yaml").write_text("".join(line[2:] for line in text.splitlines(keepends=True)))
@@ -129,6 +129,30 @@ def test_wrong_use(pipeline: Path, capsys: pytest.CaptureFixture[str], arguments
     assert not Path("shards").exists()
 
 
+@pytest.mark.parametrize(
+    ("out", "code", "said"),
+    [
+        (
+            "/proc/x",
+            1,
+            "'/proc/x' cannot be made (the file system of '/proc' has no place for it); choose another place",
+        ),
+        ("/dev/null", 1, "a part of its path is a file"),
+        ("shards/" + 300 * "n", 1, "cannot be made (File name too long)"),
+        ("shards.tar", 2, "takes a name that ends in .tar for one archive: choose another name"),
+        ("", 2, "--out is empty"),
+    ],
+)
+def test_places_that_cannot_be(
+    pipeline: Path, capsys: pytest.CaptureFixture[str], out: str, code: int, said: str
+) -> None:
+    assert main(["pack", str(pipeline), "--out", out]) == code
+    captured = capsys.readouterr().err
+    assert said in captured
+    assert "moved or deleted" not in captured
+    assert {path.name for path in Path().iterdir()} <= {"small.yaml", "cache", "shards"}
+
+
 def test_other_settings_at_the_same_place(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pack", str(pipeline), "--out", "shards"]) == 0
     assert main(["pack", str(pipeline), "--out", "shards", "--quality", "50"]) == 2
@@ -146,7 +170,7 @@ def test_a_bad_sample(described: dict[str, Any], photos: Path, capsys: pytest.Ca
     capsys.readouterr()
     assert main(["pack", "p.yaml", "--out", "others", "--set", "errors.on_bad_sample=skip"]) == 0
     out = capsys.readouterr().out
-    assert "59 samples in 1 shards" in out
+    assert "59 samples in 1 shard," in out
     assert "left out, as it is bad: call failed for sample 'bee/049.jpg'" in out
 
 

@@ -207,6 +207,16 @@ class TestPictures:
             for one, other in zip(source, shards, strict=True):
                 assert torch.equal(one["image"], other["image"])
 
+    @pytest.mark.parametrize("field", ["npy", "Npy", "x.npy", "a/b", "label"])
+    def test_an_array_of_a_field_of_any_name(self, tmp_path: Path, field: str) -> None:
+        pipeline = Pipeline.dataset([{field: np.arange(3) + n} for n in range(9)]).shuffle("none").read().batch(9)
+        result = packed(pipeline, tmp_path / "out", format="array")
+        assert np.load(tmp_path / "out" / result.manifest["array"]).shape == (9, 3)
+        with loaderkit.build(result.pipeline.to_dict()) as loader:
+            (batch,) = loader
+        assert batch.keys() == {field, "__key__"}
+        assert batch[field][8].tolist() == [8, 9, 10]
+
     def test_masks_stay_what_they_are_and_unchanged_pictures_are_not_encoded_again(self, tmp_path: Path) -> None:
         rng = np.random.default_rng(5)
         for name in ("images", "masks"):

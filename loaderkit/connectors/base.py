@@ -200,9 +200,10 @@ class Writes(Protocol):
     def sync(self, prefix: str) -> None:
         """Make the names of all objects below the directory `prefix` durable, and its own; "" is the whole store."""
 
-    def clear(self, prefix: str) -> None:
+    def clear(self, prefix: str, *, deep: bool = True) -> None:
         """Remove what is no object below the directory `prefix`: empty directories, it included, and what writers that died
-        left, such as unfinished uploads. Only for a directory that no other writer is at work in."""
+        left, such as unfinished uploads; durably. A writer at work there cannot commit then, unless its store
+        takes objects at once. Without `deep` the directories in it are left alone."""
 
 
 class BulkConnector(Connector):

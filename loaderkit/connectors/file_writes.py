@@ -13,9 +13,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 
 import numpy as np
 
@@ -34,6 +35,7 @@ _MAX_NAME = 255  # bytes
 _NO_RENAME = {errno.ENOSYS, errno.EPERM, errno.ENOTSUP, errno.EINVAL}
 _NO_OVERWRITE = {errno.EPERM, errno.EACCES, errno.EEXIST}
 _NO_SYNC = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF}
+_NO_PLACE = {errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -64,6 +66,8 @@ class FileWrites(Writes):
             _make_directories(os.path.dirname(path))
             return FileWriter(path, parts, key, translate, self._counts)
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in _NO_PLACE:
+                raise ConnectorError(f"{path!r} cannot be written: {_no_place(error)}") from error
             raise translate(error) from error
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
@@ -103,22 +107,23 @@ class FileWrites(Writes):
         return True
 
     def sync(self, prefix: str) -> None:
-        """fsync the directory and all below it; one that is gone was deleted, so the one above it."""
+        """fsync the directory and all below it; one that is gone was deleted, so only the one above it."""
         path = self._directory(prefix)
+        is_there = os.path.isdir(path)
         while not os.path.isdir(path) and len(path) > len(self._root):
             path = os.path.dirname(path)
         with self._counts.timed("syncing_s"):
             try:
-                for directory, _, _ in os.walk(path, topdown=False, onerror=_raise):
+                for directory, _, _ in _walked(path, deep=is_there):
                     _sync_directory(directory)
             except OSError as error:
                 raise self._translate(prefix, error) from error
 
-    def clear(self, prefix: str) -> None:
+    def clear(self, prefix: str, *, deep: bool = True) -> None:
         """Remove temporary files and empty directories below the directory, and it if it is empty."""
         path = self._directory(prefix)
         try:
-            for directory, _, names in os.walk(path, topdown=False, onerror=_raise):
+            for directory, _, names in _walked(path, deep=deep):
                 for name in filter(_TEMPORARY_NAME.fullmatch, names):
                     with suppress(FileNotFoundError):
                         os.unlink(f"{directory}/{name}")
@@ -126,7 +131,10 @@ class FileWrites(Writes):
                     _remove_if_empty(directory)
         except OSError as error:
             raise self._translate(prefix, error) from error
-        self.sync(prefix)
+        if deep:
+            self.sync(prefix)
+        else:
+            _sync_directory(path)
 
     def _directory(self, prefix: str) -> str:
         return self._path_of(prefix.removesuffix("/")) if prefix else self._root
@@ -267,6 +275,16 @@ def _make_directories(path: str) -> None:
         _sync_directory(os.path.dirname(directory))
 
 
+def _no_place(error: OSError) -> str:
+    """Why a file, or a directory above it, cannot be made."""
+    name = os.fsdecode(error.filename or "")
+    above = os.path.dirname(name)
+    why = error.strerror or str(error)
+    if error.errno == errno.ENOENT and os.path.isdir(above):  # as in /proc
+        why = f"the file system of {above!r} has no place for it"
+    return f"{name!r} cannot be made ({why}); choose another place"
+
+
 def _sync_directory(path: str) -> None:
     """fsync a directory; one that is gone, or a file system that cannot, is no error. Raises ConnectorError."""
     try:
@@ -277,6 +295,11 @@ def _sync_directory(path: str) -> None:
     except OSError as error:
         if error.errno not in _NO_SYNC:
             raise _not_durable(path, error) from error
+
+
+def _walked(path: str, *, deep: bool) -> Iterator[tuple[str, list[str], list[str]]]:
+    """`os.walk` from below; without `deep` of this directory alone."""
+    return os.walk(path, topdown=False, onerror=_raise) if deep else islice(os.walk(path, onerror=_raise), 1)
 
 
 def _raise(error: OSError) -> None:

@@ -220,10 +220,13 @@ class FsspecConnector(BulkConnector):
     def sync(self, prefix: str) -> None:
         """Nothing to do: fsspec has no such call."""
 
-    def clear(self, prefix: str) -> None:
+    def clear(self, prefix: str, *, deep: bool = True) -> None:
         """Remove temporary objects and the directory, if there is one and nothing else is in it."""
-        keys = [info.key for info in self.list(f"{prefix.removesuffix('/')}/" if prefix else "")]
-        temporary = [key for key in keys if _TEMPORARY_NAME.search(key)]
+        folder = f"{prefix.removesuffix('/')}/" if prefix else ""
+        keys = [info.key for info in self.list(folder)]
+        temporary = [
+            key for key in keys if _TEMPORARY_NAME.search(key) and (deep or "/" not in key.removeprefix(folder))
+        ]
         for key in temporary:
             self.delete(key)
         if prefix and len(temporary) == len(keys):

@@ -116,7 +116,7 @@ class MemoryConnector(BulkConnector):
     def sync(self, prefix: str) -> None:
         """Nothing to do."""
 
-    def clear(self, prefix: str) -> None:
+    def clear(self, prefix: str, *, deep: bool = True) -> None:
         """Nothing to remove: objects that are not committed belong to their writers."""
 
     def describe(self, key: str) -> str:

@@ -170,9 +170,9 @@ class WritesLayer(Writes):
         """Sync `inner`."""
         self.inner.sync(prefix)
 
-    def clear(self, prefix: str) -> None:
+    def clear(self, prefix: str, *, deep: bool = True) -> None:
         """Clear `inner`."""
-        self.inner.clear(prefix)
+        self.inner.clear(prefix, deep=deep)
 
 
 class WriterLayer(ObjectWriter):

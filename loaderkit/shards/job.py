@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from loaderkit.connectors.base import Connector, Writes, traits_of, writes_of
+from loaderkit.connectors.base import Connector, traits_of, writes_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.connectors.factory import open_connector
 from loaderkit.errors import (
@@ -173,13 +173,11 @@ def make_shard(job: ShardJob, number: int, on_samples: Callable[[int, int], None
         with closing(job.destination.open()) as connector:
             check_own(connector, job)
             try:
-                writes = writes_of(connector)
                 if record.num_samples:
-                    write_object(connector, writes, record.name, memoryview(data))
+                    write_own(connector, job, record.name, data)
                     if index:
-                        writes.put(wds_index_key(record.name), index)
-                check_own(connector, job)
-                writes.put(record_key(number), record.to_json())
+                        write_own(connector, job, wds_index_key(record.name), index)
+                write_own(connector, job, record_key(number), record.to_json())
             except ConnectorError:
                 check_own(connector, job)  # another run removes what was being written
                 raise
@@ -202,8 +200,13 @@ def check_own(connector: Connector, job: ShardJob) -> None:
     try:
         found = read_json(connector, UNFINISHED)
     except ObjectChangedError:
-        found = None
-    if found is None or found.get("run") != job.run:
+        found = {}
+    if found is None:
+        raise LoaderkitError(
+            f"{connector.describe(UNFINISHED)} is gone: another `loaderkit pack` has finished there, or it was removed by "
+            "hand; this one stops: run it again, and it goes on with what is there"
+        )
+    if found.get("run") != job.run:
         raise LoaderkitError(
             f"another `loaderkit pack` is at work in {connector.describe('')}: the one that began last goes on, and this one "
             "stops; to write other shards choose another --out"
@@ -320,16 +323,22 @@ def read_json(connector: Connector, key: str) -> dict[str, Any] | None:
     return values
 
 
-def write_object(connector: Connector, writes: Writes, key: str, data: memoryview) -> None:
-    """Write an object whole, or leave nothing of it. Raises ConnectorError."""
-    write_parts(connector, writes, key, len(data), lambda start, length: data[start : start + length])
+def write_own(connector: Connector, job: ShardJob, key: str, data: bytes | bytearray) -> None:
+    """Write an object whole, or leave nothing of it. Raises ConnectorError, and LoaderkitError if another run has begun."""
+    view = memoryview(data)
+    write_parts(connector, job, key, len(view), lambda start, length: view[start : start + length])
 
 
 def write_parts(
-    connector: Connector, writes: Writes, key: str, size: int, part_at: Callable[[int, int], memoryview]
+    connector: Connector, job: ShardJob, key: str, size: int, part_at: Callable[[int, int], memoryview]
 ) -> None:
     """Write an object of `size` bytes, whose parts `part_at(start, length)` gives, from several threads if the store is remote;
-    whole, or leave nothing of it. Raises ConnectorError, and what `part_at` raises."""
+    whole, or leave nothing of it. Raises ConnectorError, LoaderkitError if another run has begun, and what `part_at` raises.
+
+    The plan is looked at when all bytes are written, and another run that has written its own plan removes what is not
+    committed by then: so nothing of this run appears among that one's shards.
+    """
+    writes = writes_of(connector)
     part_bytes = writes.part_bytes_of(size)
     writer = writes.create(key, size)
 
@@ -348,6 +357,7 @@ def write_parts(
                     deque(pool.map(write, starts), maxlen=0)  # the first error of any
                 finally:
                     pool.shutdown(cancel_futures=True)
+        check_own(connector, job)
         writer.commit()
     except BaseException:
         with suppress(ConnectorError):  # the first error says more

@@ -9,21 +9,16 @@ from itertools import accumulate
 
 import numpy as np
 
-from loaderkit.connectors.base import Connector, writes_of
-from loaderkit.shards.job import ShardRecord, write_parts
+from loaderkit.connectors.base import Connector
+from loaderkit.shards.job import ShardJob, ShardRecord, write_parts
 from loaderkit.shards.layout import SampleLayout
 
 
-def join_parts(
-    connector: Connector,
-    key: str,
-    layout: SampleLayout,
-    records: Sequence[ShardRecord],
-) -> int:
-    """Write the array of all records' samples; returns its bytes. Raises
-    ConnectorError."""
+def join_parts(connector: Connector, job: ShardJob, key: str, records: Sequence[ShardRecord]) -> int:
+    """Write the array of all records' samples; returns its bytes. Raises ConnectorError, and LoaderkitError if another run
+    has begun."""
     there = [record for record in records if record.num_samples]
-    header = _header(layout, sum(record.num_samples for record in there))
+    header = _header(job.layout, sum(record.num_samples for record in there))
     starts = list(accumulate((record.num_bytes for record in there), initial=len(header)))
     size = starts.pop()
 
@@ -41,7 +36,7 @@ def join_parts(
             num_filled += num
         return part
 
-    write_parts(connector, writes_of(connector), key, size, part_at)
+    write_parts(connector, job, key, size, part_at)
     return size
 
 

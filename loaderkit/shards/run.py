@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from loaderkit._internal.system.cgroups import num_cpus
+from loaderkit._internal.units import say_count
 from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.errors import ConnectorError, ObjectNotFoundError, SourceError, StageError, TooManyBadSamplesError
 from loaderkit.pipeline.bad_samples import BadSamples
@@ -91,12 +92,10 @@ def pack_shards(plan: ShardPlan, workers: Workers, on_progress: Callable[[PackPr
         if lost:  # an array, which is made as a whole
             for key in (MANIFEST, *lost):
                 writes_of(connector).delete(key)
-        job = state.planned(connector, plan.job, plan.fingerprint)
-        if job is None:
-            job = state.begin(connector, plan.job, plan.fingerprint)
-        else:
-            job = state.own(connector, job, plan.fingerprint)
-            state.clear_unfinished(connector)
+        begun = state.planned(connector, plan.job, plan.fingerprint)
+        begin = state.begin if begun is None else state.own
+        job = begin(connector, begun or plan.job, plan.fingerprint)
+        state.check_unfinished(connector)
         plan = replace(plan, job=job)
         records = state.done(connector, job)
         num_found = len(records)
@@ -105,14 +104,14 @@ def pack_shards(plan: ShardPlan, workers: Workers, on_progress: Callable[[PackPr
         ordered = [records[number] for number in range(job.num_shards)]
         if not any(record.num_samples for record in ordered):
             raise SourceError(
-                f"no sample is left to write: of {plan.num_samples}, {sum(len(record.bad) for record in ordered)} are bad and "
+                f"no sample is left to write: {sum(len(record.bad) for record in ordered)} of {plan.num_samples} are bad, "
                 f"{sum(record.num_dropped for record in ordered)} were dropped"
             )
         manifest = _manifest(plan, ordered)
         if job.format == "array":
             (name,) = job.layout.fields
             check_own(connector, job)
-            size = join_parts(connector, array_name(name), job.layout, ordered)
+            size = join_parts(connector, job, array_name(name), ordered)
             manifest |= {"shards": [], "array": array_name(name), "num_bytes": size}
         state.finish(connector, manifest, job)
     return _result(plan, manifest, begin_s, was_whole=False, num_found=num_found)
@@ -200,8 +199,8 @@ def _make_missing(
     num_bad = sum(len(record.bad) for record in records.values())
     if num_bad > errors.max_bad_samples:
         raise TooManyBadSamplesError(
-            f"{num_bad} samples are bad, more than errors.max_bad_samples = {errors.max_bad_samples}: the shards are not "
-            "finished; allow more, and run it again"
+            f"{say_count(num_bad, 'bad sample')}, more than errors.max_bad_samples = {errors.max_bad_samples}: the shards are "
+            "not finished; allow more, and run it again"
         )
 
 

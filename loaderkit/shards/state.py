@@ -20,7 +20,7 @@ import numpy as np
 
 from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.errors import AccessDeniedError, ConfigError, LoaderkitError, ObjectNotFoundError
-from loaderkit.shards.job import FOLDER, VERSION, ShardJob, ShardRecord, check_own, read_json, record_key
+from loaderkit.shards.job import FOLDER, VERSION, ShardJob, ShardRecord, check_own, read_json, record_key, write_own
 from loaderkit.shards.layout import SampleLayout
 from loaderkit.sources.formats.tar_index import wds_index_key
 from loaderkit.sources.tar import MANIFEST, UNFINISHED
@@ -55,7 +55,7 @@ def begin(connector: Connector, job: ShardJob, fingerprint: Mapping[str, str]) -
     shards would be."""
     if _exists(connector):
         ending = ".tar" if job.format == "tar" else ".npy"
-        others = [info.key for info in connector.list("") if info.key.endswith(ending)]
+        others = [info.key for info in connector.list("") if info.key.endswith(ending) and "/" not in info.key]
         if others:
             raise ConfigError(
                 f"{connector.describe('')} is not empty: there is {others[0]!r}, which training would read for a shard, or "
@@ -66,13 +66,24 @@ def begin(connector: Connector, job: ShardJob, fingerprint: Mapping[str, str]) -
 
 
 def own(connector: Connector, job: ShardJob, fingerprint: Mapping[str, str]) -> ShardJob:
-    """Write the plan in the name of this run; another one that is at work there stops before its next shard. Raises
-    LoaderkitError if another one has done the same just now."""
+    """Write the plan in the name of this run, then remove what is not committed, by runs that died or by one that is at work:
+    that one stops, and nothing that it still writes appears. Raises LoaderkitError if another one has begun just now."""
     plan = _described(job, fingerprint)
     job = replace(job, digest=_digest(plan), run=secrets.token_hex(8))
     writes_of(connector).put(UNFINISHED, json.dumps({"version": VERSION, "run": job.run, **plan}).encode())
+    _clear_uncommitted(connector)
     check_own(connector, job)
     return job
+
+
+def check_unfinished(connector: Connector) -> None:
+    """Raise LoaderkitError, with this run's plan removed, if another run has finished since this one looked."""
+    if read_json(connector, MANIFEST) is not None:
+        clear(connector)
+        raise LoaderkitError(
+            f"another `loaderkit pack` has finished in {connector.describe('')} just now: run this again, and it compares "
+            "what is there with what is wanted"
+        )
 
 
 def _described(job: ShardJob, fingerprint: Mapping[str, str]) -> dict[str, Any]:
@@ -126,18 +137,24 @@ def lost(connector: Connector, manifest: Mapping[str, Any]) -> list[str]:
 
 
 def finish(connector: Connector, manifest: Mapping[str, Any], job: ShardJob) -> None:
-    """Write the manifest, then remove what is needed no more. Raises LoaderkitError if another run has been at work there."""
+    """Write the manifest, then remove what is needed no more. Raises LoaderkitError if not all is there as it was written, or
+    another run has begun."""
     if job.format == "tar":
         names = {shard["name"] for shard in manifest["shards"]}
-        others = [info.key for info in connector.list("") if info.key.endswith(".tar") and info.key not in names]
-        if others:
+        there = [info.key for info in connector.list("") if info.key.endswith(".tar") and "/" not in info.key]
+        if others := [key for key in there if key not in names]:
             raise LoaderkitError(
                 f"{connector.describe(others[0])} is none of these shards, and training would read it: remove it, and run "
                 "this again"
             )
     check_own(connector, job)
-    data = json.dumps({"version": VERSION, **manifest}, indent=1).encode()
-    writes_of(connector).put(MANIFEST, data)
+    if missing := lost(connector, manifest):
+        raise LoaderkitError(
+            f"{connector.describe(missing[0])} is no longer as it was written a while ago: another program has changed or "
+            "removed it; run this again, and it is made anew"
+        )
+    write_own(connector, job, MANIFEST, json.dumps({"version": VERSION, **manifest}, indent=1).encode())
+    _clear_uncommitted(connector)  # which makes all names durable
     clear(connector)
 
 
@@ -145,7 +162,7 @@ def clear(connector: Connector) -> None:
     """Remove the plan, the records and what writers that died have left."""
     writes_of(connector).delete(UNFINISHED)  # first: the manifest is there
     _empty(connector)
-    clear_unfinished(connector)
+    _clear_uncommitted(connector)
 
 
 def _empty(connector: Connector) -> None:
@@ -155,10 +172,11 @@ def _empty(connector: Connector) -> None:
         writes.delete(key)
 
 
-def clear_unfinished(connector: Connector) -> None:
-    """Remove what writers that died have left."""
+def _clear_uncommitted(connector: Connector) -> None:
+    """Remove what writers have not committed, so that they no longer can."""
     with suppress(AccessDeniedError):  # to list unfinished uploads takes a permission of its own
-        writes_of(connector).clear("")
+        writes_of(connector).clear("", deep=False)
+        writes_of(connector).clear(FOLDER)
 
 
 def merged_extensions(records: Iterable[ShardRecord]) -> dict[str, list[str]]:

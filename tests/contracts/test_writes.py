@@ -306,6 +306,24 @@ def test_clear_removes_what_is_no_object(store: Store) -> None:
     died.abort()
 
 
+def test_clear_of_one_directory_leaves_those_in_it_alone(store: Store) -> None:
+    """And what was in flight there can be committed no more, if any of it was in the store."""
+    store.writes.put("a/b/c", b"1")
+    before = store.debris()
+    here, below = (store.writes.create(key, 100) for key in ("a/x", "a/b/x"))
+    for writer in (here, below):
+        writer.write(0, memoryview(bytes(100)))
+    has_begun = len(store.debris()) == len(before) + 2
+    store.writes.clear("a", deep=False)
+    below.commit()
+    if has_begun:
+        with pytest.raises(ConnectorError):
+            here.commit()
+        assert store.listed() == ["a/b/c", "a/b/x"]
+    here.abort()
+    assert store.read("a/b/x") == bytes(100)
+
+
 @pytest.mark.parametrize("key", ["../x", "/x", "a/../../x", "..", ".", "", "a//b", "a/", "./a", "a\0b", "\ud800"])
 def test_keys_do_not_lead_out(store: Store, key: str) -> None:
     if key in ("a\0b", "\ud800") and not isinstance(store.connector, (FileConnector, FsspecConnector, S3Connector)):

@@ -92,8 +92,8 @@ class _MortalWrites(WritesLayer):
     def sync(self, prefix: str) -> None:
         self._clock.run("sync", lambda: self.inner.sync(prefix))
 
-    def clear(self, prefix: str) -> None:
-        self._clock.run("clear", lambda: self.inner.clear(prefix))
+    def clear(self, prefix: str, *, deep: bool = True) -> None:
+        self._clock.run("clear", lambda: self.inner.clear(prefix, deep=deep))
 
 
 class _MortalWriter(WriterLayer):

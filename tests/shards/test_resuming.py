@@ -213,7 +213,7 @@ class TestTwoAtOnce:
 
     def test_the_same_settings(self, tmp_path: Path, photos: Path, rng: random.Random) -> None:
         out, pipeline = tmp_path / "out", described(photos)
-        with pytest.raises(LoaderkitError, match="another `loaderkit pack` is at work"):
+        with pytest.raises(LoaderkitError, match="another `loaderkit pack` has finished there"):
             packed_with(
                 pipeline, out, rng.randrange(3), lambda: packed(pipeline, out, shard_bytes=20_000), shard_bytes=20_000
             )
@@ -231,7 +231,7 @@ class TestTwoAtOnce:
                 state.own(FileConnector(out), plan.job, plan.fingerprint)
             raise ObjectNotFoundError("there is no file")
 
-        monkeypatch.setattr("loaderkit.shards.job.write_object", overtaken)
+        monkeypatch.setattr("loaderkit.shards.job.write_parts", overtaken)
         with pytest.raises(LoaderkitError, match="another `loaderkit pack` is at work"):
             packed(described(photos), out)
 

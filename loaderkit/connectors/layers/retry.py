@@ -179,8 +179,8 @@ class _RetryWrites(WritesLayer):
     def sync(self, prefix: str) -> None:
         self._retries(lambda: self.inner.sync(prefix))
 
-    def clear(self, prefix: str) -> None:
-        self._retries(lambda: self.inner.clear(prefix))
+    def clear(self, prefix: str, *, deep: bool = True) -> None:
+        self._retries(lambda: self.inner.clear(prefix, deep=deep))
 
 
 class _RetryWriter(WriterLayer):

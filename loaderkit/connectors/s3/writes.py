@@ -74,12 +74,13 @@ class S3Writes(Writes):
     def sync(self, prefix: str) -> None:
         """Nothing to do: an object is durable when it is there."""
 
-    def clear(self, prefix: str) -> None:
+    def clear(self, prefix: str, *, deep: bool = True) -> None:
         """Abort the unfinished uploads below `prefix`."""
         folder = f"{prefix.removesuffix('/')}/" if prefix else ""
         full = self.full(f"{folder}x")[:-1]
         for upload in self.requests.ask(lambda client, call: client.uploads.unfinished(full), self.describe(folder)):
-            self.abort(upload, self.describe(folder))
+            if deep or "/" not in upload.key.removeprefix(full):
+                self.abort(upload, self.describe(folder))
 
     def abort(self, upload: Upload, where: str) -> None:
         """Abort an upload; one that is gone is no error."""

@@ -197,7 +197,7 @@ def test_what_cannot_be_cleared_is_said_and_the_save_goes_on(caplog: pytest.LogC
 
 def test_whoever_may_not_list_uploads_saves_all_the_same() -> None:
     class Restricted(MemoryConnector):
-        def clear(self, prefix: str) -> None:
+        def clear(self, prefix: str, *, deep: bool = True) -> None:
             raise AccessDeniedError("ListMultipartUploads is not allowed")
 
     store = Restricted()

@@ -41,7 +41,7 @@ class BatchDealing:
         self._round = self.next_position  # of the batch of process 0 in the round that the next batch is of
         self.border: Place | None = None  # of the first batch that is dealt to another number of processes
         self.num_behind = num_processes  # that have turns behind the border
-        self._num_left = 0  # batches until the border
+        self.num_left = 0  # batches until the border
 
     def seek(self, epoch: int, position: int) -> None:
         """Begin a round at another position, behind the border if there is one."""
@@ -54,14 +54,14 @@ class BatchDealing:
         border. `num_ahead`: how many batches a process may have opened that are not delivered. One border at a time."""
         assert self.border is None, "a border is ahead already"
         num_rounds = num_ahead + (self.turn > 0)
-        self._num_left = num_rounds * self.num_processes - self.turn
-        self.border, self.num_behind = self._after(self.next_position, self._num_left), num_processes
+        self.num_left = num_rounds * self.num_processes - self.turn
+        self.border, self.num_behind = self._after(self.next_position, self.num_left), num_processes
         return self.border
 
     @property
     def is_at_border(self) -> bool:
         """True if the next batch is the first one behind the border."""
-        return self.border is not None and not self._num_left
+        return self.border is not None and not self.num_left
 
     def pass_border(self) -> None:
         """Deal to the other number of processes from now on."""
@@ -70,12 +70,22 @@ class BatchDealing:
         self.next_position = self._round = self.border  # type: ignore[assignment]
         self.num_processes, self.border = self.num_behind, None
 
+    def check(self, epoch: int, end: int) -> None:
+        """Raise RuntimeError unless the next batch is the one that ends at position `end` of `epoch`; it may have been cut."""
+        due = self._after(self.next_position, 1)
+        if (epoch, end) <= self.next_position or self._schedule.next_position_after(epoch, end, 0) > due:
+            raise RuntimeError(
+                f"process {self.turn} of {self.num_processes} gave the batch that ends at {end} of epoch {epoch}, and the one "
+                f"from {self.next_position} to {due} was due: an error of loaderkit, which ends the run rather than to give "
+                "other batches"
+            )
+
     def delivered(self, epoch: int, end: int) -> None:
         """Note that the next batch was delivered; it ends at position `end` of `epoch`."""
         assert not self.is_at_border
         self.next_position = self._schedule.next_position_after(epoch, end, 0)
         self.turn = (self.turn + 1) % self.num_processes
-        self._num_left -= self.border is not None
+        self.num_left -= self.border is not None
         if self.turn == 0:
             self._round = self.next_position
 
@@ -103,7 +113,7 @@ class BatchDealing:
             return None
         if number >= self.num_processes:
             return 0
-        num_rounds = (self._num_left + self.turn) // self.num_processes
+        num_rounds = (self.num_left + self.turn) // self.num_processes
         return num_rounds - (number < self.turn)
 
     def _after(self, place: Place, num_batches: int) -> Place:

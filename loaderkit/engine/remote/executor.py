@@ -45,7 +45,6 @@ from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.shard import Shard
 
 _JOIN_S = 10.0
-_WARM_S = 180.0  # in which one that is to join is ready
 _LOOK_S = 1.0  # between checks of the processes that are not awaited
 logger = logging.getLogger("loaderkit")
 
@@ -141,7 +140,9 @@ class RemoteEngine:
             self._fit_to_deal()
             self._sizes.forget_depth()
             for process in self.processes:
-                process.tell("seek", self._generation, epoch, position, process.shard)
+                order = "seat" if process in self._table.held else "seek"
+                process.tell(order, self._generation, epoch, position, process.shard)
+            self._table.held = ()
             try:
                 for process in self.processes:
                     process.skim(self._generation)
@@ -175,6 +176,7 @@ class RemoteEngine:
             self._num_dropped += batch.num_dropped
             self._by_source = self._by_source.plus(batch.by_source)
         self._dealing.delivered(batch.epoch, batch.end)
+        self._seat_held()
         if self._dealing.is_at_border:
             self._dealing.pass_border()
             self._fit_to_deal()
@@ -196,6 +198,7 @@ class RemoteEngine:
                     arrived, has_died = None, True
                 if arrived is not None:
                     process.taken()
+                    self._dealing.check(arrived.batch.epoch, arrived.batch.end)
                     return arrived.batch
                 if has_died:  # its end may not be known yet
                     self._replace(process)
@@ -254,6 +257,7 @@ class RemoteEngine:
             if process.failure is not None:
                 return
             process.release()
+            self._table.held = tuple(one for one in self._table.held if one is not process)  # it begins at once
             process.shard = seat.shard
             self._sizes.be_cautious(process, num_finished)
             orders = self._orders(process)
@@ -313,11 +317,13 @@ class RemoteEngine:
             return
         with self._closing, self._sizes.lock:
             self._check_open()
-            wanted = self._num_wanted
-            joining = self._joining(wanted - num_before)
+            joining, reason = table.joining(self._num_wanted - num_before)
             if joining is None:
                 return
-            num_after = num_before + len(joining) if wanted > num_before else wanted
+            if reason:
+                self._num_wanted = num_before + len(joining)
+                self._refused(reason)
+            num_after = self._num_wanted
             if num_after == num_before:
                 table.take_warm([])
                 return
@@ -326,28 +332,22 @@ class RemoteEngine:
                 process.tell("redeal", *border, self._shard_behind(process))
             for number, process in enumerate(joining, num_before):
                 process.shard = Shard(number, num_after)
-                process.tell("seat", self._generation, *border, process.shard)
                 if self._is_recorded:
                     process.record()
             table.take_warm(joining)
             self._sizes.share_out(self.processes, max(num_before, num_after))
+            self._seat_held()
         logger.info("%d processes load instead of %d, from %s on", num_after, num_before, border)
-        if dealing.is_at_border:
-            dealing.pass_border()
-            self._fit_to_deal()
 
-    def _joining(self, num: int) -> list[RemoteProcess] | None:
-        """Up to `num` processes that can join; None while some are still starting. If one has ended, or takes too long, it is
-        done without it."""
-        if num <= 0:
-            return []
-        ready, reason = self._table.ready()
-        if len(ready) < num:
-            if not reason and self._table.warming_s < _WARM_S:
-                return None
-            self._num_wanted = self._dealing.num_processes + len(ready)
-            self._refused(reason or f"{num - len(ready)} of {num} more processes were not ready in {_WARM_S:.0f} s")
-        return ready[:num]
+    def _seat_held(self) -> None:
+        """Let those that have joined begin, as soon as the others hold no more than their new share: so all together hold no
+        more than before. They know their share then: more than that may not be begun ahead of the next border."""
+        table, dealing = self._table, self._dealing
+        if table.held and dealing.num_left <= dealing.num_processes * self._sizes.num_of_each(dealing.num_behind):
+            assert dealing.border is not None
+            for process in table.held:
+                process.tell("seat", self._generation, *dealing.border, process.shard)
+            table.held = ()
 
     def _shard_behind(self, process: RemoteProcess) -> Shard | None:
         """Its shard behind the border; None if it leaves there."""

@@ -21,6 +21,7 @@ from loaderkit.engine.remote.wait_causes import wakeup_as_network
 from loaderkit.sampling.dealing import Place
 from loaderkit.sampling.shard import Shard
 
+_WARM_S = 180.0  # in which one that is to join is ready
 _LEAVE_S = 10.0  # in which one that is not needed any more ends by itself
 _NO_GENERATION = -1  # of batches that one has begun before it was told to wait: they are dropped
 
@@ -36,6 +37,7 @@ class ProcessTable:
         self._account: tuple[tuple[RemoteProcess, ...], Stats | None] = ((), None)
         self.seat([self._new(Shard(number, num_processes)) for number in range(num_processes)])
         self.warming: tuple[RemoteProcess, ...] = ()
+        self.held: tuple[RemoteProcess, ...] = ()  # that have turns behind a border, and may not begin yet
         self._warming_since_s = 0.0
         self._leaving: tuple[RemoteProcess, ...] = ()
         self._past_lanes: list[Lane] = []
@@ -70,10 +72,17 @@ class ProcessTable:
             raise
         self.warming = (*self.warming, *started)
 
-    @property
-    def warming_s(self) -> float:
-        """How long the last of them have been starting."""
-        return time.monotonic() - self._warming_since_s
+    def joining(self, num: int) -> tuple[list[RemoteProcess] | None, str]:
+        """Up to `num` that can join, and why there are fewer, if there are; None while some are still starting. If one has
+        ended, or they take too long, it is done without."""
+        if num <= 0:
+            return [], ""
+        ready, reason = self.ready()
+        if len(ready) >= num:
+            return ready[:num], ""
+        if not reason and time.monotonic() - self._warming_since_s < _WARM_S:
+            return None, ""
+        return ready, reason or f"{num - len(ready)} of {num} more processes were not ready in {_WARM_S:.0f} s"
 
     def ready(self) -> tuple[list[RemoteProcess], str]:
         """Those of them that can begin, and why one cannot, if one has ended."""
@@ -90,12 +99,14 @@ class ProcessTable:
         return ready, reason
 
     def take_warm(self, joining: Sequence[RemoteProcess]) -> None:
-        """Let these have turns, and end the others."""
+        """Let these have turns, once they may begin, and the others end."""
         self.seat(joining)
+        self.held = tuple(joining)
         dropped = [process for process in self.warming if process not in joining]
         self.warming = ()
+        self._leaving = (*self._leaving, *dropped)
         for process in dropped:
-            process.close(0.0)
+            process.begin_closing(_LEAVE_S)
 
     # ------------------------------------------------------------------------------------------------------ shrinking
 

@@ -70,6 +70,10 @@ class SharedSizes:
         """How many batches any of them may have begun that are not taken."""
         return max(process.num_finished + process.shard.num_batches(self._deepest) for process in processes)
 
+    def num_of_each(self, num_processes: int) -> int:
+        """How many batches each of so many processes may have ahead, at least."""
+        return Shard(num_processes - 1, num_processes).num_batches(self._depth[0])
+
     def be_cautious(self, process: RemoteProcess, num_finished: int) -> None:
         """Let a process that takes a dead one's place make one batch at a time, until those are taken that may have been in
         work when that one died."""

@@ -21,10 +21,13 @@ from loaderkit import Pipeline
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.process.connection import WorkerConnection
 from loaderkit.engine.remote.executor import RemoteEngine
+from loaderkit.engine.remote.process_table import ProcessTable
+from loaderkit.engine.remote.remote_process import RemoteProcess
 from loaderkit.errors import ClosedError, WorkerDiedError
 from loaderkit.pipeline.config.builder import to_config
 from loaderkit.pipeline.engine_factory import make_executor
 from loaderkit.pipeline.execution_plan import compile_pipeline
+from loaderkit.sampling.dealing import BatchDealing
 
 pytestmark = pytest.mark.matrix(1)
 
@@ -145,6 +148,91 @@ def test_nothing_is_left_of_those_that_left() -> None:
         wait_for(lambda: (engine.next().error, resources() <= before)[1])
     assert [batch.result["x"][0].item() for batch in kept] == list(range(0, 80, 8))
     assert all((batch.result["filling"] == batch.result["x"][:, None]).all() for batch in kept)
+
+
+def test_all_together_hold_no_more_than_before() -> None:
+    """While those that are there still hold what they made when they were fewer, those that join hold nothing."""
+    with opened(numbers(100_000)) as engine:
+        take(engine, 1)
+        wait_for(lambda: num_open(engine) == DEPTH)
+        engine.set_processes(3)
+        while len(engine.processes) < 3:
+            take(engine, 1)
+        for _ in range(2 * DEPTH):
+            assert max(num_open(engine) for _ in range(20)) <= DEPTH
+            take(engine, 1)
+        assert num_now(engine) == 3
+        wait_for(lambda: num_open(engine) == DEPTH)
+
+
+def num_open(engine: RemoteEngine) -> int:
+    return engine.stats(Tuning(), 0).num_open
+
+
+def test_those_that_join_know_their_share_before_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process has begun beyond its share would lie behind the next border, and be made twice."""
+    told: dict[int, list[tuple[Any, ...]]] = {}
+    tell = RemoteProcess.tell
+
+    def noted(process: RemoteProcess, *order: Any) -> None:
+        told.setdefault(id(process), []).append(order)
+        tell(process, *order)
+
+    monkeypatch.setattr(RemoteProcess, "tell", noted)
+    with opened(numbers(400)) as engine:
+        take(engine, 1)
+        engine.set_processes(3)
+        take_until(engine, 3)
+        for process in engine.processes[1:]:
+            share, seat = told[id(process)][:2]
+            assert (share[0], share[1].of, seat[0]) == ("share", 3, "seat")
+
+
+def test_one_that_is_not_needed_any_more_ends_in_peace(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was ready when fewer were wanted; nothing hangs, so nothing is said to."""
+    tables: list[ProcessTable] = []
+    warm = ProcessTable.warm
+
+    def noted(table: ProcessTable, *arguments: Any) -> None:
+        tables.append(table)
+        warm(table, *arguments)
+
+    monkeypatch.setattr(ProcessTable, "warm", noted)
+    with opened(numbers(400)) as engine:
+        take(engine, 1)
+        engine.set_processes(2)
+        wait_for(lambda: len(tables[0].ready()[0]) == 1)
+        (warming,) = tables[0].warming
+        engine.set_processes(1)
+        take(engine, 1)
+        assert not tables[0].warming
+        wait_for(lambda: warming.has_ended)
+        assert len(take(engine, 10)) == 10
+        assert num_now(engine) == 1
+    assert "hangs" not in caplog.text
+
+
+def test_another_batch_than_the_next_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not delivered: here both processes believe that the border is a batch later."""
+    redeal = BatchDealing.redeal
+
+    def mistaken(dealing: BatchDealing, num_processes: int, num_ahead: int) -> tuple[int, int]:
+        epoch, position = redeal(dealing, num_processes, num_ahead)
+        return epoch, position + 8
+
+    with opened(numbers(100_000)) as engine:
+        take(engine, 1)
+        monkeypatch.setattr(BatchDealing, "redeal", mistaken)
+        engine.set_processes(2)
+        found: Found = []
+        with pytest.raises(RuntimeError, match="was due: an error of loaderkit"):
+            while True:
+                found += take(engine, 1)
+        with pytest.raises(RuntimeError, match="was due"):
+            engine.next()
+        assert [end for _, _, end in found] == list(range(16, 16 + 8 * len(found), 8))
 
 
 def test_before_it_starts() -> None:

@@ -32,6 +32,7 @@ from loaderkit.sources.iterable import IterableSource
 def make_remote_engine(plan: ExecutionPlan) -> RemoteEngine:
     """An executor with worker processes, here or in a Ray cluster, which are not started yet. Raises MissingExtraError."""
     prefetch, ahead, trainer_stages = plan.config.prefetch, plan.for_workers, plan.trainer_stages
+    make, free = _actor_maker(prefetch.ray) if prefetch.executor == "ray" else (WorkerProcess, None)
     spec = WorkerSpec(
         worker_engine(ahead),
         preload=make_worker_engine.__module__,
@@ -43,10 +44,11 @@ def make_remote_engine(plan: ExecutionPlan) -> RemoteEngine:
         trainer_stages=trainer_stages,
         pinned_for=plan.compiled.device if trainer_stages else None,
         ledger=NodeLedger() if prefetch.executor == "ray" else None,
+        free=free,
     )
     return RemoteEngine(
         spec,
-        _actor_maker(prefetch.ray) if prefetch.executor == "ray" else WorkerProcess,
+        make,
         num_processes=prefetch.first_processes,
         schedule=plan.schedule,
         timeout_s=prefetch.timeout,
@@ -55,13 +57,14 @@ def make_remote_engine(plan: ExecutionPlan) -> RemoteEngine:
     )
 
 
-def _actor_maker(settings: RayArgs) -> MakeProcess:
-    """What makes an actor that is not started."""
+def _actor_maker(settings: RayArgs) -> tuple[MakeProcess, Callable[[], None]]:
+    """What makes an actor that is not started, and what frees the memory that all of these share."""
     try:
         # Late: only here it is asked for, and it takes 0.3 s.
         from loaderkit.engine.ray.actor_process import ActorProcess
         from loaderkit.engine.ray.cluster import RaySettings
         from loaderkit.engine.ray.connection import Connection
+        from loaderkit.engine.ray.shared_engine import SharedEngine
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
@@ -69,7 +72,9 @@ def _actor_maker(settings: RayArgs) -> MakeProcess:
             f"prefetch.executor: ray needs the package ray ({error}): pip install 'loaderkit[ray]'"
         ) from error
     of_actors = RaySettings(**dict(settings))
-    return partial(ActorProcess, of_actors, Connection(of_actors.address))
+    connection = Connection(of_actors.address)
+    engine = SharedEngine(connection)
+    return partial(ActorProcess, of_actors, connection, engine), engine.free
 
 
 def restarts_of(plan: ExecutionPlan) -> Restarts:

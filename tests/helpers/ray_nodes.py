@@ -8,15 +8,21 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.experimental import get_local_object_locations
 from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.engine.ray.actor_process import ActorProcess
+from loaderkit.engine.ray.cluster import RaySettings
+from loaderkit.engine.ray.connection import Connection
+from loaderkit.engine.ray.shared_engine import SharedEngine
 
 STORE_BYTES = 150 * 2**20
 # A node that was lost is noticed within 3 s, and no process is begun before it is asked for.
@@ -94,6 +100,13 @@ def build_ray(pipeline: Pipeline | str, num: int = 2, **overrides: Any) -> loade
     return loaderkit.build(pipeline, overrides={**RAY, **more})
 
 
+def actor_maker() -> dict[str, Any]:
+    """What makes the processes of an engine actors of the cluster that this process is connected to."""
+    connection = Connection("auto")
+    engine = SharedEngine(connection)
+    return {"make": partial(ActorProcess, RaySettings(num_cpus=0.5), connection, engine), "free": engine.free}
+
+
 def live_actors() -> list[str]:
     """The actors of the cluster that are not dead."""
     actors: dict[str, Any] = ray._private.state.actors()
@@ -106,6 +119,13 @@ def references() -> dict[Any, Any]:
     worker: Any = ray._private.worker.global_worker
     counts: dict[Any, Any] = worker.core_worker.get_all_reference_counts()
     return counts
+
+
+def object_sizes() -> list[int]:
+    """The bytes of each object in the cluster's stores that this process has made or refers to, as it knows now."""
+    refs: list[Any] = [ray.ObjectRef(bytes.fromhex(number.decode())) for number in references()]
+    found = get_local_object_locations(refs).values()
+    return [about["object_size"] for about in found if about["node_ids"]]
 
 
 def stored_bytes() -> int:

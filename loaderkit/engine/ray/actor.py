@@ -36,14 +36,22 @@ ORDERS = ("resize", "set_depth")  # questions that are also executed, even if th
 _END = None
 
 
+class PackedEngine(NamedTuple):
+    """What all actors of a loader get: the packed function that makes an engine. `is_constant` says of each buffer that it may
+    not be written to in the trainer either."""
+
+    stream: np.ndarray[Any, Any]
+    buffers: list[np.ndarray[Any, Any]]
+    is_constant: list[bool]
+
+
 class ActorSpec(NamedTuple):
-    """What an actor gets at its start. `stream` and `buffers` are the packed (function that makes the engine, shard, number of
-    torch threads)."""
+    """What one actor gets at its start. `shard` is (number, of): the module of `Shard` imports torch."""
 
     surroundings: Surroundings
     preload: str
-    stream: bytes
-    buffers: list[np.ndarray[Any, Any]]
+    shard: tuple[int, int]
+    num_torch_threads: int
     next_position: tuple[int, int]
     generation: int
     log_level: int
@@ -87,22 +95,22 @@ class LoadingActor:
         return Hello(os.getpid(), node_here(), boot_id())
 
     @ray.method(concurrency_group="start")
-    def begin(self, spec: ActorSpec) -> None:
+    def begin(self, packed: PackedEngine, spec: ActorSpec) -> None:
         """Make the engine; what goes wrong is the answer to `next`."""
         try:
-            self._begin(spec)
+            self._begin(packed, spec)
         except BaseException as error:
             self._failure = error_transport.pack_error(error)
         finally:
             self._has_begun.set()
 
-    def _begin(self, spec: ActorSpec) -> None:
+    def _begin(self, packed: PackedEngine, spec: ActorSpec) -> None:
         spec.surroundings.enter()
         _forward_logs(self._records, spec.log_level)
         importlib.import_module(spec.preload)
         from loaderkit.engine.ray.actor_server import ActorServer
 
-        server = ActorServer(spec.stream, spec.buffers, spec.next_position, spec.generation)
+        server = ActorServer(packed, spec)
         with self._lock:
             for name, *arguments in self._early:
                 getattr(server, name)(*arguments)

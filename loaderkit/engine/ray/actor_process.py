@@ -9,7 +9,6 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 from ray.exceptions import RayError
@@ -23,10 +22,10 @@ from loaderkit.engine.ray.clock_offset import lane_here, stats_here
 from loaderkit.engine.ray.cluster import RaySettings, describe_wait, node_here
 from loaderkit.engine.ray.connection import Connection
 from loaderkit.engine.ray.object_memory import ObjectMemory
+from loaderkit.engine.ray.shared_engine import SharedEngine
 from loaderkit.engine.ray.surroundings import Surroundings
 from loaderkit.engine.remote.contracts import WorkerSpec
 from loaderkit.engine.remote.log_records import relay
-from loaderkit.engine.remote.packing import pack
 from loaderkit.engine.restarts import Death
 from loaderkit.errors import ClosedError, ConfigError, WorkerDiedError
 from loaderkit.sampling.shard import Shard
@@ -39,9 +38,13 @@ logger = logging.getLogger("loaderkit")
 class ActorProcess:
     """A `RunningProcess` in an actor of a Ray cluster."""
 
-    def __init__(self, settings: RaySettings, connection: Connection, spec: WorkerSpec, shard: Shard) -> None:
+    def __init__(
+        self, settings: RaySettings, connection: Connection, engine: SharedEngine, spec: WorkerSpec, shard: Shard
+    ) -> None:
+        """`engine` is that of all actors of the loader."""
         self._settings = settings
         self._connection = connection
+        self._engine = engine
         self._spec = spec
         self._shard = shard
         self._actor: Any = None
@@ -62,7 +65,10 @@ class ActorProcess:
         do = self._connection.do
         ledger = self._spec.ledger or NodeLedger()
         ledger.stands_on(do(node_here))
-        stream, buffers = pack((self._spec.make_engine, self._shard, torch.get_num_threads()))
+        try:
+            packed = self._engine.argument(self._spec.make_engine)
+        except RayError as error:
+            raise WorkerDiedError(f"Ray's object store does not take what the actors are given: {error}") from error
         try:
             self._actor = do(_remote_class().options(**self._settings.options()).remote)
             self._inbox = ActorInbox(
@@ -79,11 +85,12 @@ class ActorProcess:
             self._life.future().add_done_callback(self._end)
             begun = do(
                 self._actor.begin.remote,
+                packed,
                 ActorSpec(
                     Surroundings.here(),
                     self._spec.preload,
-                    stream,
-                    [np.frombuffer(buffer, np.uint8) for buffer in buffers],
+                    (self._shard.number, self._shard.of),
+                    torch.get_num_threads(),
                     next_position,
                     generation,
                     logger.getEffectiveLevel(),

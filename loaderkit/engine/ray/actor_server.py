@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 
-from loaderkit.engine.ray.actor import Parcel
+from loaderkit.engine.ray.actor import ActorSpec, PackedEngine, Parcel
 from loaderkit.engine.remote.batch_server import BatchServer, unsendable, without_result
 from loaderkit.engine.remote.packing import pack, unpack
 from loaderkit.engine.threaded import ThreadEngine
@@ -22,18 +21,12 @@ MakeEngine = Callable[[None, Shard], ThreadEngine]
 class ActorServer(BatchServer):
     """Gives batches to the thread that calls `next`; they leave the budget when the trainer has taken them."""
 
-    def __init__(
-        self,
-        stream: bytes,
-        buffers: list[np.ndarray[Any, Any]],
-        next_position: tuple[int, int],
-        generation: int,
-    ) -> None:
-        make_engine, shard, num_torch_threads = _open_spec(stream, buffers)
-        torch.set_num_threads(num_torch_threads)
+    def __init__(self, packed: PackedEngine, spec: ActorSpec) -> None:
+        make_engine, shard = _opened(packed), Shard(*spec.shard)
+        torch.set_num_threads(spec.num_torch_threads)
         engine = make_engine(None, shard)
-        super().__init__(engine, shard, generation=generation)
-        engine.seek(*next_position)
+        super().__init__(engine, shard, generation=spec.generation)
+        engine.seek(*spec.next_position)
         self._seeks = threading.Condition()
         self._is_closed = False
         self._failure: Exception | None = None
@@ -88,10 +81,14 @@ class ActorServer(BatchServer):
         super().close(join_s)
 
 
-def _open_spec(stream: bytes, buffers: list[np.ndarray[Any, Any]]) -> tuple[MakeEngine, Shard, int]:
+def _opened(packed: PackedEngine) -> MakeEngine:
     try:
-        # Copies: the store's memory is read-only, and a data set may write to its arrays.
-        opened: tuple[MakeEngine, Shard, int] = unpack(stream, [buffer.copy() for buffer in buffers])
+        # Copies: a data set may write to its arrays, and the store's memory is that of all actors of the node.
+        buffers = [
+            buffer if is_constant else buffer.copy()
+            for buffer, is_constant in zip(packed.buffers, packed.is_constant, strict=True)
+        ]
+        opened: MakeEngine = unpack(packed.stream.data, buffers)
     except Exception as error:
         raise ConfigError(
             f"prefetch.executor: ray: what the pipeline was given cannot be made again in an actor "

@@ -33,6 +33,7 @@ class WorkerSpec:
     trainer_stages: Sequence[Stage] = ()
     pinned_for: torch.device | None = None  # to which the trainer's stages copy
     ledger: NodeLedger | None = None  # counts what comes from which node, where processes may be on several
+    free: Callable[[], None] | None = None  # frees what all processes share, once they have ended
 
 
 @dataclass

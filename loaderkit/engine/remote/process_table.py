@@ -158,9 +158,11 @@ class ProcessTable:
         return [*past, *(lane for process in self.seated for lane in process.recorded())]
 
     def end(self, join_s: float) -> None:
-        """End all of them."""
+        """End all of them; no other one is started."""
         processes = (*self.seated, *self.warming, *self._leaving)
         with ExitStack() as ending:  # all of them, also if closing one is interrupted
+            if self._spec.free is not None:
+                ending.callback(self._spec.free)
             for process in processes:
                 ending.callback(process.close, join_s)
             for process in processes:  # these callbacks run first: the stack calls the last one first

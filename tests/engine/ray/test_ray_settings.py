@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from numbers_dataset import numbers
 import loaderkit
 from loaderkit.engine.metrics.stalls import WaitSegment
 from loaderkit.engine.ray import cluster, surroundings
+from loaderkit.engine.ray.actor import ActorSpec, PackedEngine
 from loaderkit.engine.ray.actor_server import ActorServer
 from loaderkit.engine.ray.clock_offset import batch_here, measure
 from loaderkit.engine.ray.cluster import RaySettings
@@ -186,8 +188,9 @@ class _Idle:
 
 def test_a_command_that_fails_ends_the_wait_for_it() -> None:
     """The trainer asks for batches of after a seek, which fails in the actor."""
-    stream, buffers = pack((_Idle, Shard(0, 1), torch.get_num_threads()))
-    server = ActorServer(stream, [np.frombuffer(buffer, np.uint8) for buffer in buffers], (0, 0), 0)
+    packed = PackedEngine(np.frombuffer(pack(_Idle)[0], np.uint8), [], [])
+    spec = ActorSpec(surroundings.Surroundings.here(), "", (0, 1), torch.get_num_threads(), (0, 0), 0, logging.INFO)
+    server = ActorServer(packed, spec)
     caught: list[BaseException] = []
 
     def take() -> None:

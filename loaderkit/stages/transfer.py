@@ -18,6 +18,7 @@ import torch
 from pydantic import Field
 
 from loaderkit._internal.device import resolve_device
+from loaderkit._internal.pinned import NOT_PINNED, cannot_pin
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError
 from loaderkit.stages.base import BatchContext, StageArgs, StageConfig, StageKind
@@ -133,14 +134,6 @@ def _is_pageable(tensor: torch.Tensor) -> bool:
         and tensor.nbytes >= _LEAST_PINNED
         and not tensor.is_pinned()
     )
-
-
-def cannot_pin(error: RuntimeError) -> bool:
-    """True if memory cannot be pinned; False for an error of an earlier kernel, which CUDA reports at the next call."""
-    return any(text in str(error) for text in ("out of memory", "not supported", "OS call failed"))
-
-
-NOT_PINNED = "memory of batches cannot be pinned (%s): copies to the GPU are slower, and block a worker"
 
 
 _DENSE_PARTS = {

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from loaderkit._internal.dtypes import Bytes
+from loaderkit._internal.pinned import PinnedMemory
 
 _MAPS = Path("/proc/self/maps")
 
@@ -34,14 +35,15 @@ class ObjectMemory:
     """Opens the memory of objects; for one thread."""
 
     def __init__(self, pinned_for: torch.device | None = None) -> None:
-        """`pinned_for`: the CUDA device that batches are copied to; they are brought into pinned memory then."""
-        self._pinned_for = pinned_for
+        """`pinned_for`: the CUDA device that batches are copied to; they are brought into pinned memory then, if there is
+        some."""
+        self._pinned = None if pinned_for is None else PinnedMemory(pinned_for)
         self._writable: list[tuple[int, int]] = []  # ranges of addresses that were found writable, in order
 
     def open(self, memory: Bytes) -> Bytes:
         """The bytes of an object, writable: the same memory, or a copy where it is to be pinned or cannot be written."""
-        if self._pinned_for is not None:
-            pinned = torch.empty(len(memory), dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+        pinned = None if self._pinned is None else self._pinned.take(memory.nbytes)
+        if pinned is not None:
             pinned[:] = memory
             return pinned
         if memory.flags.writeable:

@@ -154,17 +154,19 @@ class TrainerInbox:
         self._receiver.give_back()
 
     def report(self) -> watchdog.HangReport | None:
-        """See `Inbox`. The thread works on the awaited batch: finished ones are in the queue."""
-        return self._stages.report(self._thread)
+        """See `Inbox`. If the thread is in a stage it works on the awaited batch: finished ones are in the queue."""
+        return self._stages.report(self._thread) or self._receiver.report()
 
     def close(self, join_s: float) -> None:
-        """End the thread and drop its batches. Inside a stage after `join_s` it is left behind, with a warning."""
+        """End the thread, drop its batches and close the receiver. Inside a stage after `join_s` it is left behind, with a
+        warning."""
         self._is_closed.set()
         if self._thread is not threading.current_thread():
             self._thread.join(join_s)
             if self._thread.is_alive():
                 stack = watchdog.stack_of(self._thread)
                 logger.warning("%s did not stop within %g s: a stage hangs\n%s", self._thread.name, join_s, stack)
+        self._receiver.close(join_s)
         while not self._queue.empty():
             self._queue.get()
         self._queue.put(EOFError())

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from loaderkit._internal.dtypes import Bytes, num_bytes_of, type_in_numpy
+from loaderkit._internal.pinned import PinnedMemory
 from loaderkit._internal.units import say_bytes
 from loaderkit.engine.process.leases import Lease
 from loaderkit.sampling.shard import WHOLE, Shard
 from loaderkit.stages.base import FieldSpec
 from loaderkit.stages.slots import Slots
-from loaderkit.stages.transfer import NOT_PINNED, cannot_pin
 
 _ALIGNMENT = 64
 logger = logging.getLogger("loaderkit")
@@ -74,7 +74,7 @@ class SlabPool:
         self.layout = layout
         self.num_allocated = 0
         self.num_kept = num_kept
-        self._pinned_for = pinned_for
+        self._pinned = None if pinned_for is None else PinnedMemory(pinned_for)
         self._allocate_memory = allocate
         self._free: SimpleQueue[Slab] = SimpleQueue()
         self._shard = shard
@@ -124,15 +124,9 @@ class SlabPool:
     def _new_memory(self, size: int) -> Bytes:
         if self._allocate_memory is not None:
             return self._allocate_memory(size)
-        if self._pinned_for is not None:
-            try:
-                with torch.cuda.device(self._pinned_for):  # the current device of a worker's thread may be another
-                    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
-            except RuntimeError as error:
-                if not cannot_pin(error):
-                    raise
-                self._pinned_for = None  # the limit of locked memory is reached: the next slab would be refused as well
-                logger.warning(NOT_PINNED, str(error).partition("\n")[0])
+        pinned = None if self._pinned is None else self._pinned.take(size)
+        if pinned is not None:
+            return pinned
         memory = np.empty(size + _ALIGNMENT, np.uint8)
         offset = -memory.ctypes.data % _ALIGNMENT
         return memory[offset : offset + size]

@@ -5,56 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from late_stages import engine_with, scale
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
 from numbers_dataset import build, numbers
 from waiting import join_threads
 
 import loaderkit
 from loaderkit.engine.metrics.tuning import Tuning
-from loaderkit.engine.process.worker_process import WorkerProcess
-from loaderkit.engine.remote.contracts import WorkerSpec
-from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.engine.restarts import Restarts
-from loaderkit.engine.work import Stage
 from loaderkit.errors import ClosedError, StallTimeout, WorkerDiedError
-from loaderkit.pipeline.execution_plan import compile_pipeline
-from loaderkit.pipeline.process_setup import worker_engine
-from loaderkit.sampling.shard import Shard
 from loaderkit.stages.base import BatchContext
-
-
-def engine_with(
-    late: Callable[[dict[str, Any], BatchContext], None],
-    num_processes: int = 1,
-    *,
-    pinned_for: torch.device | None = None,
-    **patience: Any,
-) -> RemoteEngine:
-    """An engine whose stage `late` runs in this process, as `transfer` to CUDA does; without needing CUDA."""
-    plan = compile_pipeline(numbers().epochs(1).prefetch(concurrency=2).config, rank=0, world_size=1)
-    spec = WorkerSpec(
-        worker_engine(plan),
-        preload="loaderkit.pipeline.engine_factory",
-        rows=replace(plan, shard=Shard(of=num_processes)).compiled.rows(),
-        pools=[["read", "batch"]],
-        num_batches=4,
-        memory_bytes=2**20,
-        trainer_stages=[Stage("late", "call", "batch", late)],
-        pinned_for=pinned_for,
-    )
-    return RemoteEngine(
-        spec, WorkerProcess, num_processes=num_processes, schedule=plan.schedule, **{"timeout_s": 60, **patience}
-    )
-
-
-def scale(batch: dict[str, Any]) -> None:
-    batch["scaled"] = batch["filling"] * 2.0
 
 
 @pytest.mark.matrix(1)

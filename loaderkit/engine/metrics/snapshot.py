@@ -138,7 +138,9 @@ class Snapshot:
         if self.tuning.executor == "inline":  # one thread: no other holds the GIL or a CPU
             return dict(self.waits_s)
         charged = charged_to_holders(self.waits_s, self.stages, self.trials.values())
-        if not charged.get(NETWORK) or self.has_full_network:
+        # A worker that holds the GIL keeps finished batches from being sent, which looks like a way that is full.
+        holds_gil = any(trial.holds_gil for trial in self.trials.values())
+        if not charged.get(NETWORK) or (self.has_full_network and not holds_gil):
             return charged
         rows = {row.name: row for row in self.stages}
         pools = [[rows[name] for name in pool.stages] for pool in self.tuning.pools]

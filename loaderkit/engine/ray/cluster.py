@@ -16,6 +16,7 @@ import ray
 from loaderkit.errors import ConfigError
 
 _CONNECT_S = 10.0
+_ROUNDING = 1e-6  # Ray counts in steps of 0.0001
 
 
 @dataclass(frozen=True)
@@ -136,12 +137,21 @@ def _is_same(address: str, other: str) -> bool:
 
 
 def num_that_fit(settings: RaySettings) -> int:
-    """How many more actors the cluster has free resources for; 0 while this process is not connected."""
+    """How many more actors the cluster's nodes have free resources for; 0 while this process is not connected. What is free on
+    several nodes makes no place together."""
     cluster: Any = ray  # these functions have no types
     if not cluster.is_initialized():
         return 0
-    free = cluster.available_resources()
-    return min(int(free.get(name, 0.0) // amount) for name, amount in settings.needs().items())
+    return sum(
+        min(int(free.get(name, 0.0) / amount + _ROUNDING) for name, amount in settings.needs().items())
+        for free in _free_by_node().values()
+    )
+
+
+def _free_by_node() -> dict[str, dict[str, float]]:
+    """What is free on each node that is alive. Ray's own, for its libraries: its public sum does not say where."""
+    free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    return free
 
 
 def describe_wait(settings: RaySettings) -> str:
@@ -150,7 +160,7 @@ def describe_wait(settings: RaySettings) -> str:
     cluster: Any = ray  # these functions have no types
     total, free = cluster.cluster_resources(), cluster.available_resources()
     asks = ", and for ".join(f"{amount:g} {_name_of(name)}" for name, amount in wanted.items())
-    if all(free.get(name, 0.0) >= amount for name, amount in wanted.items()):
+    if num_that_fit(settings):
         return f"ray: an actor for {asks} has not answered yet: as many are free, so its process may be starting"
     parts = [
         f"{amount:g} {_name_of(name)}; the cluster has {total.get(name, 0.0):g}, of which {free.get(name, 0.0):g} are free"
@@ -160,7 +170,10 @@ def describe_wait(settings: RaySettings) -> str:
         node["Alive"] and all(node["Resources"].get(name, 0.0) >= amount for name, amount in wanted.items())
         for node in cluster.nodes()
     )
-    lacking = "" if fits else "; no node has as many: make prefetch.ray.num_cpus or resources smaller, or add a node"
+    is_spread = fits and all(free.get(name, 0.0) >= amount for name, amount in wanted.items())
+    lacking = "; no node has as many free" if is_spread else ""
+    if not fits:
+        lacking = "; no node has as many: make prefetch.ray.num_cpus or resources smaller, or add a node"
     return f"ray: waits for {', and for '.join(parts)}{lacking}"
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from loaderkit import Pipeline
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.bottleneck_words import headline
+from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.nodes.counts import Nodes
 from loaderkit.engine.metrics.nodes.ledger import Cover, NodeLedger
 from loaderkit.engine.metrics.snapshot import StageStats
@@ -122,6 +123,19 @@ def test_a_node_that_is_far_away_is_named() -> None:
 def test_a_full_way_that_is_not_waited_for_is_no_limit() -> None:
     seen = Job(0.001, 0.1, 0.0, 0.001, 8).run()
     assert replace(seen, waits_s={"read": 0.01}).verdict().kind == "training"
+
+
+def test_a_way_that_the_gil_makes_long_is_no_limit() -> None:
+    """Where workers that are always busy hold the GIL of their process, what sends a batch waits for it as well."""
+    job = Job(0.03, 0.028, 0.0, 0.001, 8)
+    seen = job.run()
+    assert seen.has_full_network
+    assert seen.verdict().stage == "network"
+    held = replace(seen, trials={"read": ContentionResult(gil_taken=1.0)})
+    assert held.verdict().stage == "read"
+    assert sum(held.stall_s.values()) == pytest.approx(sum(held.waits_s.values()))
+    full = replace(job, making_s=0.01).run()
+    assert replace(full, trials=held.trials).verdict().stage == "network", "workers that find no room are not busy"
 
 
 # ------------------------------------------------------------------------------------------------- the ledger

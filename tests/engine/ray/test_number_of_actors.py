@@ -64,6 +64,8 @@ def test_there_may_be_as_many_as_fit() -> None:
     # What actors of another test had comes back a while after their end.
     wait_for(lambda: num_that_fit(RaySettings(num_cpus=1.0)) == 12)
     assert num_that_fit(RaySettings(num_cpus=2.0)) == 6
+    assert num_that_fit(RaySettings(num_cpus=3.0)) == 3, "the one that is left on each makes no place together"
+    assert num_that_fit(RaySettings(num_cpus=0.1)) == 120
     assert num_that_fit(RaySettings(num_cpus=0.5, resources={"nowhere": 1.0})) == 0
     with opened(numbers(400), **{"prefetch.ray": {"num_cpus": 3.0}}) as engine:
         engine.next()

@@ -169,11 +169,16 @@ def test_the_wait_for_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0})
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 6.0})
     monkeypatch.setattr(ray, "nodes", lambda: [node])
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray._private.state, "available_resources_per_node", lambda: {"a": {"CPU": 6.0}})
     assert cluster.describe_wait(RaySettings(num_cpus=6.0)).endswith("so its process may be starting")
     assert cluster.describe_wait(RaySettings(num_cpus=7.0)) == (
         "ray: waits for 7 CPUs; the cluster has 8, of which 6 are free"
     )
-    assert "no node has as many" in cluster.describe_wait(RaySettings(num_cpus=9.0))
+    assert "no node has as many:" in cluster.describe_wait(RaySettings(num_cpus=9.0))
+    halves = {"a": {"CPU": 3.0}, "b": {"CPU": 3.0}}
+    monkeypatch.setattr(ray._private.state, "available_resources_per_node", lambda: halves)
+    assert cluster.describe_wait(RaySettings(num_cpus=6.0)).endswith("6 are free; no node has as many free")
 
 
 class _Idle:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import signal
 from typing import Any
 
@@ -99,6 +100,20 @@ class TestBatches:
                     del batch
                     most = max(most, stored_bytes())
         assert most <= 4 * 800_000 + 4096 * 12
+        check_nothing_left()
+
+    def test_with_fewer_or_more_ahead_at_any_time(self, rng: random.Random) -> None:
+        pipeline = large()
+        expected = of_inline(pipeline, 4)
+        with build_ray(pipeline, 2, **{"prefetch.batches": 8}) as loader:
+            found = []
+            for _ in range(4):
+                for batch in loader:
+                    found.append(frozen(batch))
+                    if rng.random() < 0.5:
+                        loader.resize(batches=rng.choice([2, 3, 8]))
+        assert found == expected
+        del batch
         check_nothing_left()
 
     def test_seeks_and_states_across_executors(self) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,14 +22,12 @@ from numpy.typing import NDArray
 
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.connectors.base import Connector
-from loaderkit.connectors.config import SourceArgs, StoreArgs
-from loaderkit.connectors.factory import open_connector
 from loaderkit.engine.work import Stage
-from loaderkit.errors import ConfigError, SourceError
+from loaderkit.errors import ConfigError
 from loaderkit.pipeline.batches.packing import mixture_lengths, packed_order
 from loaderkit.pipeline.batches.token_batches import token_batches
 from loaderkit.pipeline.compiler import CompiledStages, compile_stages
-from loaderkit.pipeline.config.mixture import MixedSourceConfig, MixtureArgs
+from loaderkit.pipeline.config.mixture import MixtureArgs
 from loaderkit.pipeline.config.model import ErrorsArgs, PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.inline_rule import why_inline
@@ -50,19 +47,10 @@ from loaderkit.sampling.schedule import (
 from loaderkit.sampling.shard import WHOLE, Shard
 from loaderkit.sampling.token_batches import TokenBatches
 from loaderkit.sampling.token_mixture import TokenMixture
-from loaderkit.sources.base import Source, SourceKind, shortened
-from loaderkit.sources.mixture import MixtureSource, Part, part_of
+from loaderkit.sources.base import OwnedConnector, Source, shortened
+from loaderkit.sources.mixture import MixtureSource, open_mixture
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.slowed import Slowdown
-
-_MOST_AT_ONCE = 32  # sources
-
-
-class OwnedConnector(NamedTuple):
-    """A source's connector, if it has one, and whether the plan closes it; else the caller gave it."""
-
-    connector: Connector | None
-    is_owned: bool
 
 
 @dataclass(frozen=True)
@@ -293,10 +281,16 @@ def compile_pipeline(
         lengths: NDArray[np.int64] | None = None
         sizes: EpochSizes | None = None
         if config.mixture is None:
-            source, (connector, owns_connector) = _open(kind, config.source, given, opened)
+            source, (connector, owns_connector) = kind.open_with(config.source, given, opened)
             num_samples = len(source)
         else:
-            source, parts = _open_mixture(config.mixture, given, opened)
+            members = config.mixture.members
+            source, parts = open_mixture(
+                [(member.name, SOURCES[member.kind], member.args) for member in members],
+                given,
+                opened,
+                share_labels=not any(STAGES[stage.kind].runs_user_code for one in members for stage in one.stages),
+            )
             if config.mixture.mix.by == "tokens":
                 lengths = mixture_lengths(config, source)
             mixture = _mixture_of(config, config.mixture, source, lengths)
@@ -340,55 +334,6 @@ def compile_pipeline(
         _ = plan.compiled  # raises here if a stage is wrong
         opened.pop_all()
     return plan
-
-
-def _open(
-    kind: SourceKind, args: SourceArgs, given: Mapping[str, Connector], opened: ExitStack
-) -> tuple[Source, OwnedConnector]:
-    """A source, listed, and its connector, which `opened` closes if it is ours."""
-    assert kind.open is not None
-    store = args if isinstance(args, StoreArgs) else None
-    connector = None if kind.root is None else open_connector(kind.root(args), given, store)
-    owns_connector = connector is not None and connector not in given.values()
-    if connector is not None and owns_connector:
-        opened.callback(connector.close)
-    return kind.open(args, connector), OwnedConnector(connector, owns_connector)
-
-
-def _open_mixture(
-    args: MixtureArgs, given: Mapping[str, Connector], opened: ExitStack
-) -> tuple[MixtureSource, tuple[OwnedConnector, ...]]:
-    """The sources of a mixture, listed one after another; those in other places than the file system side by side."""
-
-    def open_one(member: MixedSourceConfig) -> tuple[Source, OwnedConnector]:
-        try:
-            return _open(SOURCES[member.kind], member.args, given, opened)
-        except (ConfigError, SourceError) as error:
-            raise type(error)(f"sources.{member.name}: {error}") from error
-
-    elsewhere = [member for member in args.members if _is_elsewhere(member)]
-    with ThreadPoolExecutor(max(1, min(len(elsewhere), _MOST_AT_ONCE)), "loaderkit-open") as pool:
-        try:
-            begun = {member.name: pool.submit(open_one, member) for member in elsewhere}
-            both = [begun[one.name].result() if one.name in begun else open_one(one) for one in args.members]
-        finally:
-            pool.shutdown(cancel_futures=True)  # what was opened is closed behind it
-    sources, connectors = zip(*both, strict=True)
-    total, first = sum(map(len, sources)), 0
-    parts: list[Part] = []
-    for member, source in zip(args.members, sources, strict=True):
-        reopen = SOURCES[member.kind].reopen(member.args, len(source))
-        parts.append(part_of(member.name, source, first, total, reopen))
-        first += len(source)
-    describe = [str if one.connector is None else one.connector.describe for one in connectors]
-    changes_labels = any(STAGES[stage.kind].runs_user_code for member in args.members for stage in member.stages)
-    return MixtureSource(parts, describe, share_labels=not changes_labels), tuple(connectors)
-
-
-def _is_elsewhere(member: MixedSourceConfig) -> bool:
-    root = SOURCES[member.kind].root
-    scheme, separator, _ = "".partition("://") if root is None else root(member.args).partition("://")
-    return bool(separator) and scheme != "file"
 
 
 def _mixture_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
@@ -13,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
-from loaderkit.connectors.config import SourceArgs
+from loaderkit.connectors.config import SourceArgs, StoreArgs
+from loaderkit.connectors.factory import open_connector
 
 _MAX_CLASSES_NAMED = 10
 
@@ -198,6 +200,13 @@ def _none(args: Any) -> None:
     return None
 
 
+class OwnedConnector(NamedTuple):
+    """A source's connector, if it has one, and whether it is closed with the source; else the caller gave it."""
+
+    connector: Connector | None
+    is_owned: bool
+
+
 @dataclass(frozen=True)
 class SourceKind:
     """A kind of source: its arguments, how it is opened, and what its arguments alone tell of the samples.
@@ -216,3 +225,20 @@ class SourceKind:
     is_stream: bool = False  # items come in their own order only, and their number shows at their end
     objects: Callable[[Any], Mapping[str, Any]] = lambda args: {}
     """Key -> object that the user gave for it and that is pickled to loading processes."""
+
+    def open_with(
+        self, args: SourceArgs, given: Mapping[str, Connector], opened: ExitStack
+    ) -> tuple[Source, OwnedConnector]:
+        """A source, listed, and its connector: one of `given` by its scheme, else one that `opened` closes."""
+        assert self.open is not None
+        store = args if isinstance(args, StoreArgs) else None
+        connector = None if self.root is None else open_connector(self.root(args), given, store)
+        is_owned = connector is not None and connector not in given.values()
+        if connector is not None and is_owned:
+            opened.callback(connector.close)
+        return self.open(args, connector), OwnedConnector(connector, is_owned)
+
+    def is_elsewhere(self, args: SourceArgs) -> bool:
+        """True if the samples lie in another place than the file system."""
+        scheme, separator, _ = ("" if self.root is None else self.root(args)).partition("://")
+        return bool(separator) and scheme != "file"

@@ -7,27 +7,35 @@ samples times the pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.connectors.base import ObjectInfo
-from loaderkit.errors import ConfigError
+from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.connectors.config import SourceArgs
+from loaderkit.errors import ConfigError, SourceError
 from loaderkit.sources.base import (
     FieldRange,
     ItemSource,
+    OwnedConnector,
     PackedSize,
     RecordSource,
     Sample,
     SequenceSource,
     Source,
+    SourceKind,
     Table,
     shortened,
 )
 
+_MOST_AT_ONCE = 32  # sources that are listed side by side
 Int64 = NDArray[np.int64]
+Member = tuple[str, SourceKind, SourceArgs]
+"""The name of a source, its kind and its arguments."""
 
 
 class Part(Source):
@@ -277,3 +285,33 @@ class MixtureSource(Source):
 
     def fingerprint(self) -> str:
         return " ".join(part.fingerprint() for part in self.parts)
+
+
+def open_mixture(
+    members: Sequence[Member], given: Mapping[str, Connector], opened: ExitStack, *, share_labels: bool
+) -> tuple[MixtureSource, tuple[OwnedConnector, ...]]:
+    """Sources, listed one after another, those in other places than the file system side by side, and their connectors; see
+    `SourceKind.open_with` and `MixtureSource`. Raises ConfigError, SourceError with the name of the source."""
+
+    def open_one(member: Member) -> tuple[Source, OwnedConnector]:
+        name, kind, args = member
+        try:
+            return kind.open_with(args, given, opened)
+        except (ConfigError, SourceError) as error:
+            raise type(error)(f"sources.{name}: {error}") from error
+
+    elsewhere = [member for member in members if member[1].is_elsewhere(member[2])]
+    with ThreadPoolExecutor(max(1, min(len(elsewhere), _MOST_AT_ONCE)), "loaderkit-open") as pool:
+        try:
+            begun = {member[0]: pool.submit(open_one, member) for member in elsewhere}
+            both = [begun[member[0]].result() if member[0] in begun else open_one(member) for member in members]
+        finally:
+            pool.shutdown(cancel_futures=True)  # what was opened is closed behind it
+    sources, connectors = zip(*both, strict=True)
+    total, first = sum(map(len, sources)), 0
+    parts: list[Part] = []
+    for (name, kind, args), source in zip(members, sources, strict=True):
+        parts.append(part_of(name, source, first, total, kind.reopen(args, len(source))))
+        first += len(source)
+    describe = [str if one.connector is None else one.connector.describe for one in connectors]
+    return MixtureSource(parts, describe, share_labels=share_labels), connectors

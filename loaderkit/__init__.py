@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from loaderkit import checkpoint, errors
 from loaderkit._internal.imports import public_names
+from loaderkit._internal.version import __version__
 
 if TYPE_CHECKING:
     from loaderkit.checkpoint.manager.manager import CheckpointManager
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from loaderkit.pipeline.config.builder import Pipeline
     from loaderkit.pipeline.loader import Loader, build
 
-__version__ = "0.1.0"
 __all__ = ["CheckpointManager", "Loader", "Pipeline", "__version__", "build", "checkpoint", "errors", "restore"]
 # On first use: `import loaderkit` alone must not cost the import of torch (a second or more).
 __getattr__ = public_names(

@@ -14,7 +14,15 @@ from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.cli.mix import explain_mix
 from loaderkit.cli.restore import check_checkpoint
 from loaderkit.cli.terminal import console
-from loaderkit.cli.terminal.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, open_plan
+from loaderkit.cli.terminal.options import (
+    AsJson,
+    Assignments,
+    Debug,
+    PipelineFile,
+    checkpoint_config,
+    described,
+    open_plan,
+)
 from loaderkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,10 +41,16 @@ def check(
     if (config := checkpoint_config(pipeline, assignments)) is not None:
         check_checkpoint(config, as_json)
         return
+    prefetch = described(pipeline, assignments).prefetch
+    if prefetch.is_remote:
+        from loaderkit.pipeline.process_setup import check_depth  # late, as torch is
+
+        check_depth(prefetch)
     # A batch of the real size: a sample alone would hide that others have other shapes, or that memory is too small.
     plan = open_plan(pipeline, [*(assignments or []), "prefetch.batches=1"], on_this_thread=True)
     checked = {
         "pipeline": plan.config.name,
+        "executor": prefetch.executor,
         **_lengths(plan),
         "batch_size": plan.config.batch_size,
         "batch_tokens": plan.config.batch.tokens,
@@ -175,6 +189,10 @@ def _tell_check(checked: dict[str, Any]) -> None:
         ("samples", _samples(checked)),
         ("batches", _batches(checked)),
     ]
+    if checked["executor"] == "ray":
+        rows.append(
+            ("executor", "ray, not tried: what nodes lack (files, modules) shows in `loaderkit run --batches 20`")
+        )
     if checked["resume"]:
         rows.append(("resume", f"by {checked['resume']}; every rank and loading process iterates over all of it"))
     if checked.get("state_is_inexact"):
@@ -313,7 +331,11 @@ def _tell_explained(explained: dict[str, Any], config: PipelineConfig, tuning: T
         console.tell(f"# source    {explained['url']}")
     console.tell(f"# samples   {_samples(explained)}")
     console.tell(f"# batches   {_batches(explained)}")
-    console.tell(f"# CPUs      {explained['num_cpus']}")
+    of_cluster = ""
+    if tuning.executor == "ray":
+        each = config.prefetch.ray.num_cpus
+        of_cluster = f" here; of the Ray cluster {each:g} for {'the actor' if tuning.processes == 1 else 'each actor'}"
+    console.tell(f"# CPUs      {explained['num_cpus']}{of_cluster}")
     several = f"{tuning.processes} times " if (tuning.processes or 1) > 1 else ""
     console.tell(f"# executor  {several}{tuning.executor}, {tuning.batches} batches ahead")
     for pool in tuning.pools:

@@ -24,6 +24,7 @@ from loaderkit.pipeline.batches.first_samples import specs_of_all_parts, specs_o
 from loaderkit.pipeline.batches.memory import BatchMemory
 from loaderkit.pipeline.batches.packing import document_chunk, packed_chunk
 from loaderkit.pipeline.batches.plan import BatchPlan, MakeChunk
+from loaderkit.pipeline.config.model import RayArgs
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.sampling.shard import Shard
 from loaderkit.sampling.token_mixture import TokenMixture
@@ -211,6 +212,8 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tu
                 prefetch.processes,
                 prefetch.executor,
             )
+        if prefetch.ray != RayArgs():
+            logger.warning("prefetch.ray is of no effect with prefetch.executor: %s", prefetch.executor)
         pools = compiled.described_pools(1)
     cropping, whole = compiled.cropping, not native.HAS_JPEG
     return Tuning(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+from loaderkit.engine.ray.surroundings import Surroundings
 from loaderkit.errors import LoaderkitError, MissingExtraError, WorkerDiedError
 from loaderkit.shards.job import ShardJob, make_shard, pack_job, unpack_job
 from loaderkit.shards.workers import MadeShard
@@ -42,14 +43,14 @@ def _imported() -> tuple[Any, Callable[[str], None]]:
 def _made(ray: Any, job: ShardJob, numbers: Sequence[int], num_at_once: int | None) -> Generator[MadeShard, None, None]:
     num = num_at_once or max(1, int(ray.cluster_resources().get("CPU", 1)))
     task = ray.remote(num_cpus=1, max_retries=_RETRIES)(_make)
-    packed = ray.put(pack_job(job))
+    packed, surroundings = ray.put(pack_job(job)), Surroundings.here()
     waiting = list(reversed(numbers))
     running: dict[Any, int] = {}
     try:
         while waiting or running:
             while waiting and len(running) < num:
                 number = waiting.pop()
-                running[task.remote(packed, number)] = number
+                running[task.remote(packed, surroundings, number)] = number
             finished, _ = ray.wait(list(running))
             for reference in finished:
                 number = running.pop(reference)
@@ -70,8 +71,9 @@ def _made(ray: Any, job: ShardJob, numbers: Sequence[int], num_at_once: int | No
             ray.wait(list(running), num_returns=len(running), timeout=_CANCEL_S)
 
 
-def _make(packed: bytes, number: int) -> MadeShard | LoaderkitError:
+def _make(packed: bytes, surroundings: Surroundings, number: int) -> MadeShard | LoaderkitError:
     """On a worker of Ray: the shard, or the error."""
+    surroundings.enter()
     try:
         return MadeShard(number, make_shard(unpack_job(packed), number, lambda *_: None))
     except LoaderkitError as error:

@@ -312,6 +312,24 @@ class TestCheck:
         assert (captured.err, caplog.text) == ("", "")
         assert "batches       15 per epoch, batch size 4\n" in captured.out.replace("# batches   ", "batches       ")
 
+    def test_actors_need_no_cluster(
+        self, pipeline: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        settings = ("executor=ray", "processes=4", "ray={num_cpus: 2}", "batches=8")
+        sets = [word for setting in settings for word in ("--set", f"prefetch.{setting}")]
+        assert main(["check", str(pipeline), *sets]) == 0
+        captured = capsys.readouterr()
+        assert "executor      ray, not tried: " in captured.out
+        assert (captured.err, caplog.text) == ("", "")
+        assert main(["explain", str(pipeline), *sets]) == 0
+        out = capsys.readouterr().out
+        assert (
+            " here; of the Ray cluster 2 for each actor\n# executor  4 times ray, 8 batches ahead\n# pool      8 "
+            in out
+        )
+        assert main(["check", str(pipeline), *sets, "--set", "prefetch.processes=9"]) == 2
+        assert "allow at least 9 batches" in capsys.readouterr().err
+
     def test_says_what_is_there(self, pipeline: Path, ask: Callable[..., Any], photos: Path) -> None:
         found = ask("check", pipeline)
         assert (found["num_samples"], found["batches_per_epoch"], found["classes"]) == (60, 15, ["ant", "bee", "cat"])

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -144,8 +143,14 @@ def hundred() -> list[dict[str, int]]:
 
 def die_behind(sample: dict[str, Any], position: int, path: str) -> None:
     """Kill the worker of Ray that meets such a sample, while there is a file."""
-    if sample["x"] >= position and os.path.exists(path) and "default_worker" in sys.argv[0]:
+    is_rays = b"ray::" in Path("/proc/self/cmdline").read_bytes()
+    if sample["x"] >= position and os.path.exists(path) and is_rays:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def need_variable(sample: dict[str, Any], name: str, value: str) -> None:
+    """Fail unless a variable of the environment is as it should be."""
+    assert os.environ.get(name) == value, name
 
 
 def interrupt_at(sample: dict[str, Any], path: str, at: int, name: str, parent: bool) -> None:

@@ -129,6 +129,16 @@ class TestRay:
         packed(pipeline, tmp_path / "there", Workers(ray=True, ray_address=cluster), shard_bytes=30_000)
         assert files_in(tmp_path / "here") == files_in(tmp_path / "there")
 
+    def test_tasks_have_the_programs_credentials(
+        self, tmp_path: Path, photos: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The cluster was begun without them."""
+        monkeypatch.setenv("AWS_SESSION_TOKEN", "of this program")
+        pipeline = described(str(photos))
+        pipeline["stages"].insert(3, calling("need_variable", name="AWS_SESSION_TOKEN", value="of this program"))
+        result = packed(pipeline, tmp_path / "out", Workers(ray=True, ray_address=cluster), shard_bytes=30_000)
+        assert result.manifest["num_samples"] == 60
+
     def test_a_worker_that_dies_is_replaced(self, tmp_path: Path, photos: Path, cluster: str) -> None:
         pipeline = described(str(photos))
         dying = calling("signal_at", path=str(tmp_path / "calls"), at=60, name="SIGKILL")

@@ -78,7 +78,7 @@ def open_plan(pipeline: Path, assignments: Sequence[str] | None, *, on_this_thre
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     if on_this_thread:
-        assignments = [*(assignments or []), "prefetch.executor=inline", "prefetch.processes=1"]
+        assignments = [*(assignments or []), "prefetch.executor=inline", "prefetch.processes=1", "prefetch.ray={}"]
     rank, world_size = ranks_now()
     return compile_pipeline(described(pipeline, assignments), rank=rank, world_size=world_size)
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
+from loaderkit._internal.version import __version__
 from loaderkit.engine.ray.cluster import node_here
 from loaderkit.engine.ray.surroundings import Surroundings, boot_id
 from loaderkit.engine.remote import error_transport
@@ -76,7 +77,10 @@ class Parcel(NamedTuple):
 class LoadingActor:
     """Hosts an engine. Its methods are called by the trainer's `ActorProcess` only."""
 
-    def __init__(self) -> None:
+    def __init__(self, version: str) -> None:
+        """`version` is the trainer's of loaderkit: what is sent fits no other. Raises RuntimeError."""
+        if version != __version__:
+            raise RuntimeError(f"loaderkit {__version__} is there, and the program has {version}")
         self._server: ActorServer | None = None
         self._failure: error_transport.PackedError | None = None
         self._lock = threading.Lock()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from ray import exceptions
 
 from loaderkit.engine.restarts import Death
 
 _LESS_MEMORY = "make prefetch.memory, prefetch.concurrency or the data set's own memory smaller"
 _DETAIL = "Worker exit detail: "
+_NOT_MADE = "error raised in its creation task"
 _CODE_OF_LOSS = "connection error code 2"  # the process was there, and is not any more
 
 
@@ -22,6 +25,11 @@ def actor_death(who: str, error: BaseException | None, *, is_early: bool) -> Dea
     elif isinstance(error, exceptions.RuntimeEnvSetupError):
         what, may_pass = f"could not start: {_first_line(text)}", False
         fix = "see the runtime environment that ray.init was given"
+    elif _NOT_MADE in text:
+        place = re.search(r"ip=([^,)\s]+)", text)
+        where = "" if place is None else f" on node {place[1]}"
+        what, may_pass = f"could not be made{where} ({text.strip().splitlines()[-1]})", False
+        fix = "install the same loaderkit, and what your code imports, on all nodes"
     elif isinstance(error, exceptions.ActorUnschedulableError):
         what, may_pass = f"could not be placed: {_first_line(text)}", False
         fix = "ask for less in prefetch.ray"
@@ -50,10 +58,12 @@ def _is_of_node(text: str) -> bool:
 
 
 def _detail(text: str) -> str:
-    """Ray's words for how a process ended, without its list of usual causes."""
+    """Ray's words for how a process ended, without its list of usual causes and without what it says of every end."""
     place = text.find(_DETAIL)
     if place < 0:
-        return _first_line(text)
+        first, *others = text.strip().splitlines() or [""]
+        said = [line for line in others if line.strip() and not line.startswith("\t")]  # behind fields of the actor's
+        return (said or [first])[0].rstrip(".")
     detail = text[place + len(_DETAIL) :].partition(" Some common causes")[0].strip()
     return "its process has ended without a word" if _CODE_OF_LOSS in detail else detail.splitlines()[0].rstrip(".")
 

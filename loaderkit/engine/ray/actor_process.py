@@ -13,6 +13,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from loaderkit._internal.version import __version__
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.ray.actor import GROUPS, ORDERS, ActorSpec, Hello, LoadingActor
@@ -70,7 +71,7 @@ class ActorProcess:
         except RayError as error:
             raise WorkerDiedError(f"Ray's object store does not take what the actors are given: {error}") from error
         try:
-            self._actor = do(_remote_class().options(**self._settings.options()).remote)
+            self._actor = do(_remote_class().options(**self._settings.options()).remote, __version__)
             self._inbox = ActorInbox(
                 self._actor,
                 ObjectMemory(self._spec.pinned_for),

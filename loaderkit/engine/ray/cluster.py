@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from loaderkit.errors import ConfigError
 
 _CONNECT_S = 10.0
 _ROUNDING = 1e-6  # Ray counts in steps of 0.0001
+_PORT = 6379  # Ray's default
+_SETTINGS = b"\x04"  # the type of the first frame that each side sends (RFC 9113)
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0" + b"\0\0\0\0"
+NO_CLIENT = "Ray Client has no memory in common with the cluster: run this program on one of its nodes, with auto"
 
 
 @dataclass(frozen=True)
@@ -49,18 +54,31 @@ def connect(address: str) -> None:
     The connection is kept until the program ends or calls `ray.shutdown()`: batches lie in memory that belongs to it.
     """
     with _CONNECTING:
-        if ray.is_initialized():
-            _check_address(address)
-        else:
+        if not ray.is_initialized():
             _begin(address)
+        elif ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call]
+            raise ConfigError(
+                f"prefetch.executor: ray: this program has called ray.init with a ray:// address: {NO_CLIENT}"
+            )
+        else:
+            _check_address(address)
 
 
 _CONNECTING = threading.Lock()  # a process has one connection, whichever of its loaders begins it
 
 
 def _begin(address: str) -> None:
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or address
+    key = "prefetch.ray.address"
+    if address == "auto" and (given := os.environ.get("RAY_ADDRESS")):
+        key, address = "RAY_ADDRESS", given
+    scheme, separator, _ = address.partition("://")
+    if separator:
+        why = (
+            NO_CLIENT
+            if scheme == "ray"
+            else "expected HOST:PORT, the port being the head's (6379 unless it was given another)"
+        )
+        raise ConfigError(f"{key}: {address}: {why}")
     try:
         _check_reachable(address)
         with _kept_handler(signal.SIGTERM):
@@ -70,20 +88,41 @@ def _begin(address: str) -> None:
                 include_dashboard=False if address == "local" else None,
                 configure_logging=False,
             )
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"prefetch.ray.address: {address}: there is no Ray cluster that can be reached "
-            f"({reason}): start one with `ray start --head` on this machine and `ray start "
-            "--address=HOST:PORT` on others, give its address (also in RAY_ADDRESS), or use address: local"
-        ) from error
+    except (OSError, ValueError, RuntimeError, RayError) as error:
+        raise ConfigError(f"{key}: {address}: {_why_not(error, address)}") from error
+
+
+def _why_not(error: Exception, address: str) -> str:
+    """Why there is no connection, and what to do."""
+    reason = " ".join((str(error) or type(error).__name__).split()).rstrip(".")
+    if type(error).__name__ == "AuthenticationError":  # which old versions of Ray lack
+        return f"the cluster asks for a token: {reason}"
+    if reason.startswith("Version mismatch"):
+        return f"Ray refuses this program ({reason}): install the same versions of Python and Ray on all nodes"
+    if reason.startswith("No node info"):
+        return (
+            f"a cluster answers, but this machine is none of its nodes ({reason}), and batches come through a node's memory: "
+            f"run the program on a node, or make this machine one by `ray start --address={address}`"
+        )
+    return (
+        f"there is no Ray cluster that can be reached ({reason}): start one with `ray start --head` on this machine and "
+        "`ray start --address=HOST:PORT` on others, give its address (also in RAY_ADDRESS), or use address: local"
+    )
 
 
 def _check_reachable(address: str) -> None:
-    """Raise OSError unless something answers there: Ray itself would try for minutes."""
+    """Raise OSError unless something answers there that speaks HTTP/2, as a head does: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
-    if port.isdecimal():
-        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    if not port.isdecimal():
+        return
+    with socket.create_connection((host, int(port)), _CONNECT_S) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return  # it would want a certificate first
+        connection.sendall(_HTTP2_HELLO)
+        if connection.recv(9)[3:4] != _SETTINGS:
+            raise ConnectionError(
+                f"another program answers there: the port is the head's, {_PORT} unless it was given another"
+            )
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from loaderkit._internal.config.diagnostics import KeyPath, Problems, nearest
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.pipeline.config.mixture import MixedSourceConfig, MixtureArgs
-from loaderkit.pipeline.config.model import ErrorsArgs, OrderArgs, PrefetchArgs, RayArgs
+from loaderkit.pipeline.config.model import ErrorsArgs, OrderArgs, PrefetchArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.sources.base import SourceKind
 from loaderkit.stages.base import AddError, StageConfig
@@ -22,8 +22,6 @@ def check_structure(
     problems: Problems,
 ) -> None:
     """Add errors for stages that are missing, misplaced, fed with what they cannot take, or not for this executor."""
-    if prefetch is not None and prefetch.executor != "ray" and prefetch.ray != RayArgs():
-        problems.error(("prefetch", "ray"), f"is for `executor: ray`, and the executor is {prefetch.executor}")
     if not stages:
         return
     if not isinstance(source, MixtureArgs):

@@ -175,3 +175,36 @@ def test_the_drivers_end(how: str, ray_nodes: Nodes) -> None:  # noqa: F811
         driver.wait(60)
     wait_for(lambda: not any(map(is_running, pids)))
     check_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("site", "says"),
+    [
+        ("import sys; sys.modules['loaderkit'] = None", r"could not be made on node .*ModuleNotFoundError.*loaderkit"),
+        (
+            "from loaderkit._internal import version; version.__version__ = '0.0.1'",
+            r"loaderkit 0\.0\.1 is there, and the program has \d",
+        ),
+    ],
+    ids=["none", "another"],
+)
+def test_a_node_without_this_loaderkit_is_named(
+    ray_nodes: Nodes,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    site: str,
+    says: str,
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(site)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{HELPERS.parents[1]}")
+    (node,) = ray_nodes.add(bare=1)
+    try:
+        needs = {"prefetch.ray": {"num_cpus": 0.5, "resources": {"bare": 0.1}}}
+        with build_ray(numbers(), 1, **needs) as loader, pytest.raises(WorkerDiedError, match=says) as caught:
+            next(iter(loader))
+        assert "install the same loaderkit, and what your code imports, on all nodes" in str(caught.value)
+        assert caught.value.samples == ()
+    finally:
+        ray_nodes.lose(node)
+    del caught
+    check_nothing_left()

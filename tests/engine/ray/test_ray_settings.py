@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,6 @@ RAY = {"prefetch.executor": "ray"}
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ({"prefetch.ray": {"num_cpus": 2}}, r"prefetch\.ray.*is for `executor: ray`, and the executor is thread"),
         (RAY | {"prefetch.ray": {"cpus": 2}}, r"prefetch\.ray\.cpus.*num_cpus"),
         (RAY | {"prefetch.ray": {"num_cpus": 0}}, r"prefetch\.ray\.num_cpus"),
         (RAY | {"prefetch.ray": {"num_cpus": 0.00001}}, r"prefetch\.ray\.num_cpus.*0\.0001"),
@@ -50,25 +50,76 @@ def test_refused(overrides: dict[str, object], says: str) -> None:
         loaderkit.build(numbers(), overrides=overrides)
 
 
+def test_settings_of_another_executor_do_not_matter(caplog: pytest.LogCaptureFixture) -> None:
+    with loaderkit.build(numbers(), overrides={"prefetch.ray": {"num_cpus": 2}}) as loader:
+        assert len(list(loader)) == len(loader)
+    assert "prefetch.ray is of no effect with prefetch.executor: thread" in caplog.text
+
+
 def test_a_function_that_cannot_be_sent_is_refused_by_name() -> None:
     pipeline = numbers().call(lambda batch: None)
     with pytest.raises(ConfigError, match=r"stages\.call\.function.*cannot be sent.*prefetch\.executor: ray"):
         loaderkit.build(pipeline, overrides=RAY)
 
 
-def test_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: object) -> None:
-        raise ConnectionError("Could not find any running Ray instance.\nMore.")
+_MISMATCH = """Version mismatch: The cluster was started with:
+    Ray: 2.52.0
+    Python: 3.11.9
+This process was started with:
+    Ray: 2.60.0
+"""
 
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            ConnectionError("Could not find any running Ray instance.\nMore."),
+            r"auto: there is no Ray cluster.*running Ray instance.*`ray start --head`.*local",
+        ),
+        (RuntimeError(_MISMATCH), r"Ray: 2\.52\.0 Python: 3\.11\.9 This.*Ray: 2\.60\.0\): install the same versions"),
+        (RuntimeError("No node info found matching attributes: ''"), "this machine is none of its nodes .*`ray start"),
+    ],
+)
+def test_no_connection(monkeypatch: pytest.MonkeyPatch, error: Exception, says: str) -> None:
+    def refuse(**_: object) -> None:
+        raise error
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", refuse)
-    with (
-        loaderkit.build(numbers(), overrides=RAY) as loader,
-        pytest.raises(
-            ConfigError, match=r"auto: there is no Ray cluster.*running Ray instance.*`ray start --head`.*local"
-        ),
-    ):
+    with loaderkit.build(numbers(), overrides=RAY) as loader, pytest.raises(ConfigError, match=says):
         next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("ray://head:10001", r"RAY_ADDRESS: ray://head:10001: Ray Client has no memory in common"),
+        ("http://head:8265", r"RAY_ADDRESS: http://head:8265: expected HOST:PORT.*6379"),
+    ],
+)
+def test_an_address_of_another_kind(monkeypatch: pytest.MonkeyPatch, address: str, says: str) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=says):
+        cluster.connect("auto")
+
+
+def test_another_program_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A web server, as Ray's dashboard has one."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        with pytest.raises(ConfigError, match=r"another program answers there.*6379"):
+            cluster.connect(f"127.0.0.1:{server.server_port}")
+
+
+def test_a_program_that_is_connected_by_ray_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    with pytest.raises(ConfigError, match="ray:// address: Ray Client has no memory in common"):
+        cluster.connect("auto")
 
 
 def test_another_cluster_than_that_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from buckets import upload
-from doc_examples import LOOPS, examples, lacks, libraries, named
+from doc_examples import LOOPS, examples, lacks, libraries, named, needs_cluster
 from mixed_photos import write_mixed
 from seaweed import Seaweed
 
@@ -55,8 +55,8 @@ def test_examples_run(page: str, folder: Path, bucket: None, monkeypatch: pytest
     num_run = 0
     monkeypatch.syspath_prepend(folder)
     for kind, text in examples(page):
-        if libraries(text) & {*LOOPS, "ray"} or lacks(text):
-            continue  # as below and in tests/integrations, or not at all
+        if libraries(text) & {*LOOPS, "ray"} or needs_cluster(text) or lacks(text):
+            continue  # as below, in tests/integrations and in tests/engine/ray, or not at all
         if (module := re.match(r"# (\w+\.py)\n", text)) is not None:
             (folder / module[1]).write_text(text)
         elif kind == "python":

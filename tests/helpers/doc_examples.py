@@ -39,3 +39,8 @@ def lacks(text: str) -> set[str]:
     return {
         name for name in libraries(text) & {"datasets", "torchvision", *LOOPS} if importlib.util.find_spec(name) is None
     }
+
+
+def needs_cluster(text: str) -> bool:
+    """True if an example begins a Ray cluster, or loads by one."""
+    return "ray start " in text or "executor: ray" in text

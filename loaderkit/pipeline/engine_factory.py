@@ -200,6 +200,12 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tu
     if plan.is_shared:
         return _describe_shared(plan, clock)
     prefetch, compiled = plan.config.prefetch, plan.compiled
+    if prefetch.max_processes is not None and prefetch.processes != "auto":
+        logger.warning(
+            "prefetch.max_processes: %d is of no effect with prefetch.processes: %d; it bounds processes: auto",
+            prefetch.max_processes,
+            prefetch.processes,
+        )
     if plan.is_remote:
         from loaderkit.pipeline.process_setup import check_processes, pools_of_processes  # late, as above
 

@@ -133,7 +133,8 @@ def check_processes(plan: ExecutionPlan, clock: Clock) -> None:
 def check_depth(prefetch: PrefetchArgs) -> None:
     """Raise ConfigError if there are fewer batches than processes."""
     key, processes = "processes", prefetch.first_processes
-    if prefetch.max_processes is not None and prefetch.batches != "auto":  # those that are auto grow with them
+    may_grow = prefetch.processes == "auto" and prefetch.batches != "auto"  # batches that are auto grow with them
+    if may_grow and prefetch.max_processes is not None:
         key, processes = "max_processes", prefetch.max_processes
     if prefetch.first_batches < processes:
         raise ConfigError(

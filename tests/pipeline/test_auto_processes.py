@@ -54,6 +54,17 @@ class TestConfig:
         with pytest.raises(ConfigError, match=r"batches: 2 cannot be shared out to prefetch\.max_processes: 3"):
             loaderkit.build(numbers(), overrides=given)
 
+    def test_a_bound_is_one_of_auto_only(self, caplog: pytest.LogCaptureFixture) -> None:
+        """And does not let more processes pass than there are batches."""
+        given = {**AUTO, "prefetch.processes": 2, "prefetch.max_processes": 8, "prefetch.batches": 2}
+        with loaderkit.build(numbers(), overrides=given) as loader:
+            assert loader.stats().tuning.processes == 2
+        assert "prefetch.max_processes: 8 is of no effect with prefetch.processes: 2" in caplog.text
+        with pytest.raises(ConfigError, match=r"batches: 2 cannot be shared out to prefetch\.processes: 3"):
+            loaderkit.build(
+                numbers(), overrides={**given, "prefetch.processes": 3, "prefetch.max_processes": 1}
+            ).close()
+
     def test_of_another_executor_says_that_it_is_none(self, caplog: pytest.LogCaptureFixture) -> None:
         with loaderkit.build(numbers(), overrides={**AUTO, "prefetch.executor": "thread"}) as loader:
             assert len(list(loader)) == 8

@@ -10,6 +10,7 @@ from statistics import median
 from loaderkit._internal.config.diagnostics import Problems
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.units import format_bytes
+from loaderkit.engine.metrics.stalls import NETWORK
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.validation import check_neighbours
 from loaderkit.profile.report import Report
@@ -81,12 +82,17 @@ def _depth(model: PipelineModel, report: Report, config: PipelineConfig) -> Iter
     batches = report.tuning.get("batches")
     if model.is_inline or not isinstance(batches, int):
         return
+    is_waited_for = report.verdict.stage == NETWORK and report.verdict.kind == "depth"
+    note = "how long batches are on their way between nodes is not in the model: try it" if is_waited_for else ""
     for wanted in (2 * batches, batches // 2):
         if wanted >= max(1, model.processes):
             changed = replace(model, batches_ahead=float(wanted))
             setting = Setting(key="prefetch.batches", before=value_of(config, "prefetch.batches"), value=wanted)
             yield Change(
-                f"{wanted} {'batch' if wanted == 1 else 'batches'} ahead instead of {batches}", changed, (setting,)
+                f"{wanted} {'batch' if wanted == 1 else 'batches'} ahead instead of {batches}",
+                changed,
+                (setting,),
+                note,
             )
     if model.batches_in_memory < batches:
         memory = format_bytes(-(-batches * int(report.memory["batch_bytes"]) // 2**20) * 2**20)
@@ -133,7 +139,7 @@ def _nodes(model: PipelineModel, report: Report) -> Iterator[Change]:
         factor = processes / model.processes
         pools = tuple(replace(pool, workers=round(pool.workers * factor)) for pool in model.pools)
         # In turns: every worker makes as many batches as any other.
-        share = (away + number * each) / processes / (away / model.processes) if away else 0.0
+        share = (away + number * each) / processes / (away / model.processes) if away else 0.0  # 0: not known
         changed = replace(
             model,
             pools=pools,
@@ -144,7 +150,7 @@ def _nodes(model: PipelineModel, report: Report) -> Iterator[Change]:
             network_s=model.network_s * share,
         )
         note = f"prefetch: {{processes: {processes}, batches: {round(changed.batches_ahead)}}}, and memory for them"
-        if not model.network_s:
+        if not changed.network_s:
             note += "; what the network carries is not known from this run"
         name = f"{number} more {'node' if number == 1 else 'nodes'} of {each} {'worker' if each == 1 else 'workers'}"
         yield Change(name, changed, note=note)

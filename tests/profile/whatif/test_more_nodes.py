@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.engine.metrics.nodes.counts import Nodes, NodeStats
+from loaderkit.engine.metrics.stalls import NETWORK
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import NodeRow, Step, WhatIf
 from loaderkit.profile.whatif.bounds import bounds
@@ -122,6 +123,27 @@ def test_taking_batches_bounds_it_too(made: tuple[Report, Pipeline]) -> None:
     assert found[max(found)].limit == "taking batches"
     assert found[max(found)].samples_per_s == pytest.approx(1000, rel=0.05)
     assert all("what the network carries is not known" in row.note for row in found.values())
+
+
+def test_a_way_that_no_present_worker_uses_is_not_known(made: tuple[Report, Pipeline]) -> None:
+    """It was in use, but all workers are on the trainer's node now."""
+    report, pipeline = made
+    seen = job(report, sample_s=0.01, step_s=0.0064, nodes=2, each=2, carry_s=1e-3)
+    gone = [row if row.is_trainers else row.model_copy(update={"num_workers": 0}) for row in seen.nodes]
+    found = more_nodes(seen.model_copy(update={"nodes": gone}), pipeline)
+    assert found
+    assert all("what the network carries is not known" in row.note for row in found.values())
+
+
+def test_more_batches_ahead_are_not_said_to_bring_nothing(made: tuple[Report, Pipeline]) -> None:
+    """Where the verdict proposes them, as batches are long on a way that is not full, and the model has no such way."""
+    report, pipeline = made
+    seen = job(report, sample_s=0.01, step_s=0.0064, nodes=2, each=2)
+    for kind, is_noted in (("depth", True), ("network", False)):
+        verdict = seen.verdict.model_copy(update={"kind": kind, "stage": NETWORK})
+        rows, _ = what_if(seen.model_copy(update={"verdict": verdict}), pipeline.config)
+        (row,) = (row for row in rows if row.name == "32 batches ahead instead of 16")
+        assert ("is not in the model" in row.note) == is_noted
 
 
 def test_other_executors_have_no_nodes_to_add(made: tuple[Report, Pipeline]) -> None:

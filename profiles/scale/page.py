@@ -34,11 +34,10 @@ WORKLOADS: tuple[tuple[str, float | None, int, int], ...] = (
 )
 
 
-def newest() -> Found:
-    """What was measured last."""
-    found: dict[str, Any] = json.loads(
-        sorted(RESULTS.glob("scale-*.json"), key=lambda path: path.stem[-10:])[-1].read_text()
-    )
+def newest(folder: Path = RESULTS) -> Found:
+    """What was measured last; nothing where nothing was."""
+    files = sorted(folder.glob("scale-*.json"), key=lambda path: path.stem[-10:])
+    found: dict[str, Any] = json.loads(files[-1].read_text()) if files else {}
     return found
 
 
@@ -76,16 +75,16 @@ def feeding(found: Found) -> str:
     lines = []
     for what, cost_s, num_bytes, batch in WORKLOADS:
         sample_s = found["turns"]["mean_s"] if cost_s is None else cost_s
-        batch_s = driver_s(found, name, batch * num_bytes)
+        batch_s, raylet_s = (driver_s(found, name, batch * num_bytes, key) for key in ("process_s", "raylet_s"))
         cells = [what, _seconds(sample_s), _bytes(batch * num_bytes), _seconds(batch_s)]
-        cells += [f"{batch / batch_s:,.0f}", f"{batch / batch_s * sample_s:,.0f}"]
+        cells += [f"{batch / batch_s:,.0f}", f"{batch / batch_s * sample_s:,.0f}", f"{raylet_s / batch_s:.1f}"]
         for link in _LINKS:
             rate = link * 1e9 / 8 / num_bytes
             cells.append(f"{min(rate, batch / batch_s) * sample_s:,.0f}")
         lines.append(cells)
     titles = [
         "work", "CPU time a sample", "a batch", "the trainer's process a batch", "samples/s that it can take",
-        "CPUs that make those",
+        "CPUs that make those", "CPUs of Ray's process beside it",
         *(f"CPUs with a network of {link} Gbit/s" for link in _LINKS),
     ]  # fmt: skip
     return _table(titles, lines)
@@ -96,9 +95,10 @@ def _remote(found: Found) -> str:
     return str(found["driver"][-1]["executor"])
 
 
-def driver_s(found: Found, name: str, num_bytes: int) -> float:
-    """CPU seconds of the trainer's process a batch: between the sizes that were measured a line, beyond them its last slope."""
-    rows = sorted((row["batch_bytes"], row["process_s"]) for row in found["driver"] if row["executor"] == name)
+def driver_s(found: Found, name: str, num_bytes: int, key: str = "process_s") -> float:
+    """CPU seconds of the trainer's process a batch, or of another one that was measured: between the sizes that were measured
+    a line, beyond them its last slope."""
+    rows = sorted((row["batch_bytes"], row[key]) for row in found["driver"] if row["executor"] == name)
     sizes, seconds = np.array(rows).T
     if num_bytes <= sizes[-1]:
         return float(np.interp(num_bytes, sizes, seconds))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiles.scale.page import PAGE, driver_s, filled
+import profiles.scale.__main__ as program
+from profiles.scale.page import PAGE, driver_s, feeding, filled, newest
 from profiles.scale.turns import Times, share
 
 
@@ -48,6 +51,36 @@ def test_the_drivers_time_grows_with_bytes_between_and_beyond_what_was_measured(
     ]
     found = driver_s({"driver": [*rows, {**rows[0], "executor": "thread"}]}, "process", num_bytes)
     assert found == pytest.approx(1e-4 + max(num_bytes, 2**16) * 1e-11)
+
+
+def test_what_rays_process_takes_beside_the_trainers_is_said() -> None:
+    sizes = (2**16, 2**20, 2**24)
+    rows = [
+        {"executor": "ray", "batch_bytes": size, "process_s": 1e-3, "raylet_s": size * 1e-9, "loop_s": 0.0}
+        for size in sizes
+    ]
+    first = feeding({"driver": rows, "turns": {"mean_s": 1e-3}}).splitlines()[2].removesuffix(" |").split(" | ")
+    assert first[2:] == ["38.5 MB", "1 ms", "64,000", "64", "38.5", "2", "21"]
+
+
+def test_measured_elsewhere_the_page_is_written_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And parts that were measured on another machine are not taken for this one's."""
+    found, page = dict(newest()), PAGE.read_text()
+    monkeypatch.setattr(program, "PARTS", {name: lambda name=name: found[name] for name in program.PARTS})
+    monkeypatch.setattr("sys.argv", ["scale", "--out", str(tmp_path)])
+    monkeypatch.setattr(program, "num_cpus", lambda: 96)
+    program.main()
+    assert "Measured with 96 CPUs" in (tmp_path / "scale.md").read_text()
+    assert PAGE.read_text() == page
+    monkeypatch.setattr("sys.argv", ["scale", "turns", "--out", str(tmp_path)])
+    program.main()
+    monkeypatch.setattr(program, "num_cpus", lambda: 4)
+    with pytest.raises(SystemExit):
+        program.main()
+    assert "the other parts were measured with cpus 96" in capsys.readouterr().err
+    assert newest(tmp_path)["cpus"] == 96
 
 
 def test_the_page_is_written_from_the_newest_measurement() -> None:

@@ -60,7 +60,13 @@ class ExecutorLifecycle:
             if self.monitor is not None:
                 self.monitor.start()
         if self._next_position != (epoch, position):
-            executor.seek(epoch, position)
+            try:
+                executor.seek(epoch, position)
+            except (
+                BaseException
+            ):  # after Ctrl-C half of its processes may have been told, and it may take itself as there
+                self.stop(join_s=1.0)
+                raise
             self._next_position = (epoch, position)
         return executor
 

@@ -28,6 +28,7 @@ from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats
 from loaderkit.engine.metrics.snapshot import StageStats, merged
 from loaderkit.engine.process.connection import WorkerConnection
+from loaderkit.engine.remote.remote_process import RemoteProcess
 from loaderkit.errors import ConfigError, StageError, WorkerDiedError
 from loaderkit.pipeline.batches.plan import BatchPlan
 from loaderkit.pipeline.engine_factory import make_batch_plan
@@ -393,3 +394,29 @@ class TestDeaths:
         with two(numbers()) as loader, pytest.raises(WorkerDiedError, match="could not be started: Resource"):
             next(iter(loader))
         assert not is_running(started[0])
+
+
+def test_ctrl_c_while_the_processes_are_told_where_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is told, and the other is not: the same place asked for again is reached by both."""
+    tell = RemoteProcess.tell
+
+    def interrupted(process: RemoteProcess, *order: Any) -> None:
+        if order[0] == "seek" and process.number == 1:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        tell(process, *order)
+
+    given = {**TWO_PROCESSES, "prefetch.timeout": 20, "prefetch.on_timeout": "raise"}
+    with loaderkit.build(numbers(), overrides=given) as loader:
+        batches = iter(loader)
+        first = next(batches)
+        state = loader.state_dict()
+        for _ in range(3):
+            next(batches)
+        loader.load_state_dict(state)
+        monkeypatch.setattr(RemoteProcess, "tell", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(loader))
+        loader.load_state_dict(state)
+        found = [first, *loader]
+    assert [batch["x"][0].item() for batch in found] == list(range(0, 64, 8))

@@ -5,7 +5,7 @@
 
 In profiles/results/reports/: NAME.json, and NAME.txt, which is what the terminal shows. The store of `imagenet-s3` is
 SeaweedFS on this machine, with 20 ms more for every request; `database` and `two-tables` are no shipped pipelines, but rows
-asked for one at a time.
+asked for one at a time; `two-nodes` runs on a Ray cluster of two nodes of this machine, between which batches pass by TCP.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import safetensors.torch
 import torch
 from webdataset.writer import TarWriter
@@ -39,7 +41,11 @@ _EXCERPT = re.compile(r"<!-- ([\w-]+): ([^>]*?) -->\n```text\n(.*?)```\n", re.DO
 _LATENCY_S = 0.02
 _PER_SHARD = 250  # images
 # As reports name them.
-_IMAGES, _CACHE, _CHECKPOINT = (Path("/tmp") / name for name in ("imagenet", "imagenet-cache", "step-1000"))
+_IMAGES, _CACHE, _CHECKPOINT, _TENSORS = (
+    Path("/tmp") / name for name in ("imagenet", "imagenet-cache", "step-1000", "photos.npy")
+)
+_NUM_TENSORS = 256
+_STORE_BYTES = 300 << 20
 
 
 class Run(NamedTuple):
@@ -64,6 +70,11 @@ sources:
   - {name: code, kind: dataset, object: "profiles.reports:Table", args: {answer_s: 0.0005}, weight: 0.7}
 stages: [read, {batch: {size: 32}}]
 prefetch: {concurrency: 2}
+""",
+    "two-nodes": f"""name: two-nodes
+source: {{kind: array, url: {_TENSORS}}}
+stages: [read, {{batch: {{size: 16}}}}]
+prefetch: {{executor: ray, processes: 2, batches: 8}}
 """,
 }
 
@@ -90,6 +101,7 @@ RUNS = (
     Run("imagenet-s3", "imagenet-s3", True, ("--step-time", "40ms")),
     Run("database", "database", False, ("--step-time", "40ms", "--what-if", "--verify")),
     Run("two-tables", "two-tables", False, ("--step-time", "40ms")),
+    Run("two-nodes", "two-nodes", False, ("--step-time", "10ms", "--steps", "1500", "--what-if")),
     Run("restore", "restore", False, ("--cold",)),
     Run("database-changed", "database", False, ("--step-time", "40ms", "--baseline", "database.json")),
 )
@@ -107,6 +119,22 @@ def _checkpoint() -> Path:
     return _CHECKPOINT
 
 
+@contextmanager
+def _two_nodes(folder: Path) -> Iterator[str]:
+    """The address of a Ray cluster of two nodes with a CPU each; programs of this machine run on the first one."""
+    from ray.cluster_utils import Cluster
+
+    each: dict[str, Any] = {"num_cpus": 1, "object_store_memory": _STORE_BYTES}
+    system = {"worker_niceness": 0}  # as the loop's
+    head = {**each, "include_dashboard": False, "temp_dir": str(folder), "_system_config": system}
+    cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        cluster.add_node(**each)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
 def _write_shards(images: Path) -> None:
     """The same images as WebDataset's shards in shards/, unless they are there."""
     folder = images / "shards"
@@ -122,25 +150,26 @@ def _write_shards(images: Path) -> None:
                 writer.write({"__key__": f"{label}_{path.stem}", "jpg": path.read_bytes(), "cls": labels[label]})
 
 
-def make(images: Path, names: list[str]) -> None:
-    """Run them, one after the other."""
+def make(images: Path | None, names: list[str]) -> None:
+    """Run them, one after the other; `images` may be None where none of them reads any."""
     FOLDER.mkdir(exist_ok=True)
-    _write_shards(images)
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        link = _IMAGES
-        link.unlink(missing_ok=True)
-        link.symlink_to(images.resolve())
-        stack.callback(link.unlink)
+        if images is not None:
+            _write_shards(images)
+            _IMAGES.unlink(missing_ok=True)
+            _IMAGES.symlink_to(images.resolve())
+            stack.callback(_IMAGES.unlink)
         environment = {
             **os.environ,
-            "IMAGENET": str(link),
+            "IMAGENET": str(_IMAGES),
             "DECODE": "dali-cpu",
             "PYTHONPATH": str(ROOT),  # a pipeline names a class of this module
             "LOADERKIT_CACHE_DIR": str(work / "indexes"),
         }
         runs = [run for run in RUNS if not names or run.name in names]
         if any(run.is_remote for run in runs):
+            assert images is not None
             server = Seaweed(work / "weed")
             stack.callback(server.stop)
             upload(server, images, "imagenet")
@@ -154,6 +183,10 @@ def make(images: Path, names: list[str]) -> None:
         if any(run.name == "restore" for run in runs):
             environment["CHECKPOINT"] = str(_checkpoint())
             stack.callback(shutil.rmtree, _CHECKPOINT)
+        if any(run.name == "two-nodes" for run in runs):
+            np.save(_TENSORS, np.random.default_rng(0).random((_NUM_TENSORS, 3, 224, 224), np.float32))
+            stack.callback(_TENSORS.unlink)
+            environment["RAY_ADDRESS"] = stack.enter_context(_two_nodes(work / "ray"))
         for run in runs:
             more = {"IMAGENET": "s3://imagenet"} if run.is_remote else {}
             arguments = list(run.arguments)
@@ -211,7 +244,7 @@ def render() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only these")
-    parser.add_argument("--images", type=Path)
+    parser.add_argument("--images", type=Path, help="not for `database`, `two-tables` and `two-nodes`")
     parser.add_argument("--render", action="store_true")
     args = parser.parse_args()
     if not args.render:

@@ -6,7 +6,7 @@ that is not full, batches come one at a time, or their time is that of messages:
 
 from __future__ import annotations
 
-from loaderkit._internal.units import say_bytes, say_seconds
+from loaderkit._internal.units import say_seconds, say_size
 from loaderkit.engine.metrics import bottleneck_words as words
 from loaderkit.engine.metrics.bottleneck_rules import without_stage
 from loaderkit.engine.metrics.bottleneck_words import Verdict
@@ -27,7 +27,7 @@ def network(interval: Interval) -> Verdict:
     if nodes.num_carried:
         share = 100 * min(1.0, nodes.carrying_s / interval.wall_s)
         evidence += (
-            f", {say_bytes(nodes.carried_bytes // nodes.num_carried)} each, and for {share:.0f} % of the time at least one "
+            f", {say_size(nodes.carried_bytes / nodes.num_carried)} each, and for {share:.0f} % of the time at least one "
             f"was on the way: {nodes.bytes_per_s / 1e6:.3g} MB/s meanwhile"
         )
     if nodes.latency_s:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import Counter
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -154,12 +155,14 @@ def _real(url: str) -> str:
 
 
 def _tried(plan: ExecutionPlan, maker: SampleMaker, form: Format) -> tuple[SampleLayout, float, dict[str, set[str]]]:
-    """What samples look like, the bytes that one takes on average, and what each field's members hold, by some of them.
+    """What most samples look like, the bytes that one takes on average, and what each field's members hold, by some of them.
     Raises StageError, SourceError if all are bad."""
     num = len(plan.source)
     positions = np.unique(np.linspace(0, num - 1, min(num, NUM_TRIED)).astype(np.int64))
     first_error: StageError | None = None
-    layout, sizes = None, []
+    sizes: list[int] = []
+    looks: Counter[frozenset[Any]] = Counter()
+    examples: dict[frozenset[Any], tuple[dict[str, Any], str]] = {}
     contents: dict[str, set[str]] = {}
     for position in positions:
         index = plan.order().indices(0, positions[positions == position])
@@ -168,8 +171,9 @@ def _tried(plan: ExecutionPlan, maker: SampleMaker, form: Format) -> tuple[Sampl
             first_error = first_error or made.failures[0].error
         if (sample := made.samples[0]) is None:
             continue
-        if layout is None:
-            layout = _layout_of(sample, plan.source.key(int(index[0])), form)
+        look = frozenset((name, _look_of(value)) for name, value in sample.items())
+        looks[look] += 1
+        examples.setdefault(look, (sample, plan.source.key(int(index[0]))))
         if form == "tar":
             lengths = np.array([[len(member.data) for member in sample.values()]])
             sizes.append(int(tar_bytes(lengths, len(sample))[0]))
@@ -177,10 +181,16 @@ def _tried(plan: ExecutionPlan, maker: SampleMaker, form: Format) -> tuple[Sampl
                 contents.setdefault(name, set()).add(member.content)
         else:
             sizes += [array.nbytes for array in sample.values()]
-    if layout is None:
+    if not looks:
         reason = f"the first: {first_error}" if first_error is not None else "stages drop all of them"
         raise SourceError(f"none of {len(positions)} samples that were tried can be written: {reason}") from first_error
-    return layout, float(np.mean(sizes)), contents
+    look, _ = looks.most_common(1)[0]  # of equally many the first; the others, such as an odd first sample, are bad
+    return _layout_of(*examples[look], form), float(np.mean(sizes)), contents
+
+
+def _look_of(value: Any) -> Any:
+    """Equal for what fits together."""
+    return value.is_raw if isinstance(value, EncodedField) else (value.dtype.str, value.shape)
 
 
 def _layout_of(sample: dict[str, Any], key: str, form: Format) -> SampleLayout:

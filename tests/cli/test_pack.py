@@ -153,6 +153,19 @@ def test_places_that_cannot_be(
     assert {path.name for path in Path().iterdir()} <= {"small.yaml", "cache", "shards"}
 
 
+@pytest.mark.parametrize("out", ["b{1,2}", "c[1]*", "d e/é", "~nobody-of-this-name", "-x"])
+def test_places_of_any_name(described: dict[str, Any], ask: Callable[..., Any], out: str) -> None:
+    del described["stages"][3]
+    described |= {"output": ["image"]}
+    Path("p.yaml").write_text(to_yaml(described))
+    for form in ("tar", "array"):
+        made = ask("p.yaml", f"--out={out}.{form[:2]}", "--format", form)
+        assert Path(f"{out}.{form[:2]}").is_dir()
+        Path("train.yaml").write_text(made["train"])
+        with loaderkit.build("train.yaml") as loader:
+            assert loader.num_samples == 60
+
+
 def test_other_settings_at_the_same_place(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pack", str(pipeline), "--out", "shards"]) == 0
     assert main(["pack", str(pipeline), "--out", "shards", "--quality", "50"]) == 2

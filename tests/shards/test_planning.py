@@ -158,6 +158,17 @@ class TestBadSamples:
             packed(pipeline, tmp_path / "out")
         assert packed(self.of(pipeline, on_bad_sample="skip"), tmp_path / "out2").manifest["num_samples"] == 99
 
+    @pytest.mark.parametrize("form", ["tar", "array"])
+    def test_an_odd_sample_does_not_make_the_others_bad(self, tmp_path: Path, form: Any, rng: random.Random) -> None:
+        """Wherever it is, also if it comes first."""
+        odd = rng.choice([0, 0, 1, 19])
+        items: list[Any] = [{"x": np.arange(3)} for _ in range(20)]
+        items[odd] = {"x": np.arange(4)} if form == "array" else rng.choice([{}, {"y": 1}, {"x": np.arange(3), "y": 1}])
+        pipeline = self.of(Pipeline.dataset(items).shuffle("none").read().batch(4), on_bad_sample="skip")
+        result = packed(pipeline, tmp_path / "out", format=form, shard_bytes=3000)
+        assert [one["sample"] for one in result.manifest["bad"]] == [odd]
+        assert result.manifest["num_samples"] == 19
+
     def test_no_sample_left_is_an_error(self, tmp_path: Path, pipeline: Pipeline) -> None:
         none = pipeline.with_overrides({"stages.call.args": {"every": 1}, "errors.on_bad_sample": "skip"})
         with pytest.raises(SourceError, match=r"none of 16 samples that were tried .*no such luck"):

@@ -132,7 +132,7 @@ def absolute_url(url: str, base: Path) -> str:
     """The URL, or the path relative to `base` as an absolute one."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", url):
         return url
-    return os.path.normpath(base.absolute() / Path(url).expanduser())
+    return os.path.normpath(base.absolute() / os.path.expanduser(url))  # "~x" without such a user is a name
 
 
 def parse_section(model: type[M], data: dict[str, Any], key: str, problems: Problems) -> M | None:

@@ -120,6 +120,13 @@ def test_a_node_that_is_far_away_is_named() -> None:
     assert "from node" not in seen.verdict().evidence
 
 
+def test_sizes_and_speeds_are_in_the_same_units() -> None:
+    assert ", 1.00 MB each, and for 100 % of the time" in (
+        found := Job(0.001, 0.1, 0.0, 0.001, 8).run().verdict().evidence
+    )
+    assert "10 MB/s meanwhile" in found
+
+
 def test_a_full_way_that_is_not_waited_for_is_no_limit() -> None:
     seen = Job(0.001, 0.1, 0.0, 0.001, 8).run()
     assert replace(seen, waits_s={"read": 0.01}).verdict().kind == "training"

@@ -39,9 +39,8 @@ class LiveSettings:
         self._engine: Executor | None = None
         self._workers: dict[str, int] = {}
         self._wanted = {pool.stages[0]: pool.workers for pool in tuning.pools}  # workers, before they are shared out
-        self._scales_workers = (
-            tuner is not None and tuner.cpus_each > 0 and any(one.kind == "workers" for one in tuner.settings)
-        )  # with the processes, each of which brings CPUs
+        settings = tuner.settings if tuner is not None and tuner.cpus_each else ()  # each process brings CPUs
+        self._scaled = {one.stages[0] for one in settings if one.kind == "workers"}  # with the processes
         self._batches = tuning.batches or 0  # ahead, before there are more for more processes
         self._last_move: Move | None = None
         self._refusal: str | None = None  # by the engine, of the number of processes, later
@@ -169,8 +168,8 @@ class LiveSettings:
         self._apply(lambda engine: engine.set_processes(num, self._note_refusal))
         if each := self._tuner.cpus_each:
             self._tuning = replace(self._tuning, cpus=max(1, int(num * each)))
-        if self._scales_workers:
-            self._wanted = {stage: num * -(-workers // self._num_processes) for stage, workers in self._wanted.items()}
+        for stage in self._scaled:
+            self._wanted[stage] = num * -(-self._wanted[stage] // self._num_processes)
         self._tuning = replace(self._tuning, processes=num)
         pools = tuple(
             pool if pool.is_trainers else replace(pool, workers=self._shared_out(self._wanted[pool.stages[0]]))
@@ -233,18 +232,12 @@ def make_tuner(config: PipelineConfig, tuning: Tuning) -> Tuner | None:
     """The tuner of the settings that are `auto`; None if there are none, and for inline."""
     if tuning.executor == "inline" or all(pool.is_trainers for pool in tuning.pools):
         return None
-    settings = []
     unit = tuning.processes or 1  # each worker process has the same number
-    if config.prefetch.concurrency == "auto":
-        fixed = {stage.name for stage in config.stages if stage.args.workers != "auto"}
-        own = [
-            pool
-            for pool in tuning.pools
-            if fixed.isdisjoint(name.partition(".")[0] for name in pool.stages) and not pool.is_trainers
-        ]
-        settings = [
-            TunedSetting(f"workers of {'+'.join(pool.stages)}", pool.stages, pool.workers, unit=unit) for pool in own
-        ]
+    settings = [
+        TunedSetting(f"workers of {'+'.join(pool.stages)}", pool.stages, pool.workers, unit=unit)
+        for pool in tuning.pools
+        if is_tuned(config, pool)
+    ]
     if config.prefetch.batches == "auto" and tuning.batches is not None:
         settings.append(TunedSetting("batches", (), tuning.batches, unit=unit, kind="batches"))
     if config.prefetch.processes == "auto" and tuning.processes is not None:
@@ -255,6 +248,13 @@ def make_tuner(config: PipelineConfig, tuning: Tuning) -> Tuner | None:
     return Tuner(
         settings, config.stage("batch").name, tuning.cpus or num_cpus(), _most_processes(config.prefetch), each
     )
+
+
+def is_tuned(config: PipelineConfig, pool: PoolTuning) -> bool:
+    """True if the tuner sets the workers of a pool: their number is given neither in all nor for one of its stages."""
+    fixed = {stage.name for stage in config.stages if stage.args.workers != "auto"}
+    is_free = fixed.isdisjoint(name.partition(".")[0] for name in pool.stages)
+    return config.prefetch.concurrency == "auto" and is_free and not pool.is_trainers
 
 
 def _most_processes(prefetch: PrefetchArgs) -> Callable[[int], int]:

@@ -25,6 +25,7 @@ from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs, RayArg
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.engine_factory import make_worker_engine
 from loaderkit.pipeline.execution_plan import ExecutionPlan
+from loaderkit.pipeline.live_settings import is_tuned
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.iterable import IterableSource
 
@@ -40,7 +41,7 @@ def make_remote_engine(plan: ExecutionPlan) -> RemoteEngine:
         pools=[pool.stages for pool in ahead.compiled.described_pools(1)],
         num_batches=prefetch.first_batches,
         memory_bytes=prefetch.memory,
-        scales_workers=prefetch.executor == "ray" and prefetch.concurrency == "auto",
+        scaled_stages=_scaled_stages(plan),
         trainer_stages=trainer_stages,
         pinned_for=plan.compiled.device if trainer_stages else None,
         ledger=NodeLedger() if prefetch.executor == "ray" else None,
@@ -55,6 +56,14 @@ def make_remote_engine(plan: ExecutionPlan) -> RemoteEngine:
         raises=prefetch.on_timeout == "raise",
         restarts=restarts_of(plan),
     )
+
+
+def _scaled_stages(plan: ExecutionPlan) -> frozenset[str]:
+    """The stages of which each process has as many workers, whatever their number: it brings the CPUs for them."""
+    if plan.config.prefetch.executor != "ray":
+        return frozenset()
+    pools = plan.for_workers.compiled.described_pools(1)
+    return frozenset(name for pool in pools if is_tuned(plan.config, pool) for name in pool.stages)
 
 
 def _actor_maker(settings: RayArgs) -> tuple[MakeProcess, Callable[[], None]]:

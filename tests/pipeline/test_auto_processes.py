@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.engine.autotune.tuned_setting import TunedSetting
 from loaderkit.engine.autotune.tuner import Tuner
+from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from loaderkit.engine.process import worker_main
+from loaderkit.engine.remote.contracts import WorkerSpec
+from loaderkit.engine.remote.sizes import SharedSizes
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.builder import to_config
 from loaderkit.pipeline.live_settings import LiveSettings
@@ -134,6 +138,25 @@ class TestWhatTheyShare:
             ("processes", 1),
             ("batches", 4),
         ]
+
+    def test_workers_that_are_given_stay_as_many_where_processes_bring_cpus(self) -> None:
+        """Those of `decode` are three in all, rounded up to the same number in each; of `read` each process has two."""
+        stages, cpus = ("read", "decode"), 1.0
+        processes = TunedSetting("processes", (), 1, kind="processes", most=16)
+        tuner = Deciding([TunedSetting("workers of read", ("read",), 2), processes], "read", 8, cpus_each=cpus)
+        tuner.moves = [(processes, 4), (processes, 1)]
+        pools = (PoolTuning(("read",), 2), PoolTuning(("decode",), 3))
+        settings = LiveSettings(Tuning("ray", 4, processes=1, pools=pools), tuner)
+        settings.attach(Engine())  # type: ignore[arg-type]
+        rows = [StageStats("read", 2), StageStats("decode", 3)]
+        spec = WorkerSpec(None, "", rows, [[name] for name in stages], 8, 2**20, scaled_stages={"read"})
+        sizes, process = SharedSizes(spec, 1), SimpleNamespace(number=0, num_cautious=0)
+        for num, expected in ((4, [8, 4]), (1, [2, 3])):
+            settings.tune(None)  # type: ignore[arg-type]
+            assert [pool.workers for pool in settings.tuning.pools] == expected
+            sizes.share_out((), num)
+            _, shard, _, _, workers = sizes.order_for(process)  # type: ignore[arg-type]
+            assert [shard.num_workers(workers[name]) * num for name in stages] == expected
 
     def test_a_new_engine_has_as_many(self) -> None:
         settings, _, _ = live(4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,7 +29,9 @@ class WorkerSpec:
     pools: Sequence[Sequence[str]]
     num_batches: int  # read ahead, by all processes together
     memory_bytes: int  # of all processes
-    scales_workers: bool = False  # with another number of processes each has as many workers; False: all together
+    scaled_stages: Collection[
+        str
+    ] = ()  # each process has as many workers of these, whatever its number; else all together
     trainer_stages: Sequence[Stage] = ()
     pinned_for: torch.device | None = None  # to which the trainer's stages copy
     ledger: NodeLedger | None = None  # counts what comes from which node, where processes may be on several

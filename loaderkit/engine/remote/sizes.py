@@ -100,9 +100,8 @@ class SharedSizes:
         """Share the sizes out to another number of processes."""
         with self.lock:
             if num_sharing != self.num_sharing:
-                if self._spec.scales_workers:
-                    old = self.num_sharing
-                    self._workers = {name: -(-num // old) * num_sharing for name, num in self._workers.items()}
+                for name in self._spec.scaled_stages:
+                    self._workers[name] = -(-self._workers[name] // self.num_sharing) * num_sharing
                 self.num_sharing = num_sharing
                 for process in processes:
                     process.tell(*self.order_for(process))

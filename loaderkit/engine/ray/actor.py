@@ -87,6 +87,7 @@ class LoadingActor:
         self._early: list[tuple[Any, ...]] = []  # commands that came before the engine existed
         self._turns = threading.Condition()
         self._turn = 0  # the number of the call that gets the next batch
+        self._num_told = 0  # commands that were executed, or will be by the engine's start
         self._has_begun = threading.Event()
         self._has_ended = threading.Event()
         self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -125,12 +126,16 @@ class LoadingActor:
     # -------------------------------------------------------------------------------------------------- batches
 
     @ray.method(concurrency_group="batches")
-    def next(self, number: int, generation: int, num_taken: int) -> Parcel | error_transport.PackedError | None:
+    def next(
+        self, number: int, generation: int, num_taken: int, num_told: int
+    ) -> Parcel | error_transport.PackedError | None:
         """The next finished batch after `generation` seeks, once it is finished; None if there were more. A PackedError is what
         has stopped the engine. `number` is the number of calls before this one; `num_taken` more batches of after `generation`
-        seeks have been taken since."""
+        seeks have been taken since, which counts behind the first `num_told` commands."""
         self._has_begun.wait()
         if num_taken and self._server is not None:
+            with self._turns:
+                self._turns.wait_for(lambda: self._num_told >= num_told)
             self._server.taken(generation, num_taken)
         with self._turns:
             self._turns.wait_for(lambda: self._turn == number)
@@ -160,6 +165,12 @@ class LoadingActor:
     @ray.method(concurrency_group="control")
     def tell(self, name: str, *arguments: Any) -> None:
         """Execute a command, from the start on."""
+        self._tell(name, arguments)
+        with self._turns:
+            self._num_told += 1
+            self._turns.notify_all()
+
+    def _tell(self, name: str, arguments: tuple[Any, ...]) -> None:
         with self._lock:
             if self._server is None:
                 self._early.append((name, *arguments))

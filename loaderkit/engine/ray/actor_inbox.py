@@ -66,6 +66,7 @@ class ActorInbox:
         self._num_asked = 0
         self._num_outstanding = 0  # batches of this generation that were asked for and are not taken yet
         self._num_untold = 0  # batches of this generation that were taken, and the actor does not know it yet
+        self._num_told = 0  # commands
         self._untaken: deque[int] = deque()  # generations of batches that left `take` and have not been taken
         self._why_not_placed = why_not_placed
         self._relay_logs = relay_logs
@@ -85,12 +86,19 @@ class ActorInbox:
     def _ask_for_batches(self) -> None:
         with self._asking:
             while self._num_outstanding < self._num_batches and not self._is_closed:
-                asked = (self._num_asked, self._generation, self._num_untold)
+                asked = (self._num_asked, self._generation, self._num_untold, self._num_told)
                 ref = self._connection.do(self._actor.next.remote, *asked)
                 self._refs.put((self._generation, ref))
                 self._num_asked += 1
                 self._num_outstanding += 1
                 self._num_untold = 0
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Send a command; from any thread. A call for a batch never overtakes it: one that says what was taken makes room for a
+        batch, and that must not be one behind a border of which the actor does not know yet."""
+        with self._asking:
+            self._connection.do(self._actor.tell.remote, name, *arguments)
+            self._num_told += 1
 
     def seek(self, generation: int) -> None:
         """Ask for batches of after a seek. What the actor still makes of earlier ones is dropped."""
@@ -137,7 +145,7 @@ class ActorInbox:
         with self._asking:  # if nothing was asked for, as there are to be fewer, the actor waits for this
             num_untold, self._num_untold = self._num_untold, 0
         if num_untold:
-            self._connection.do(self._actor.tell.remote, "taken", generation, num_untold)
+            self.tell("taken", generation, num_untold)
 
     def give_back(self) -> None:
         """Nothing to tell: an actor keeps no memory of batches that have arrived."""

@@ -152,7 +152,7 @@ class ActorProcess:
             return
         with suppress(RayError, ClosedError):
             self._note(name, arguments)
-            self._connection.do(self._actor.tell.remote, name, *arguments)
+            self.inbox.tell(name, *arguments)
 
     def _note(self, name: str, arguments: tuple[Any, ...]) -> None:
         """What a command changes on this side."""

@@ -34,7 +34,7 @@ from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.remote.error_transport import PackedError, unpack_error
 from loaderkit.engine.remote.packing import unpack
 from loaderkit.engine.watchdog import HangReport
-from loaderkit.errors import ClosedError
+from loaderkit.errors import ClosedError, ConfigError
 
 _LOOK_S = 1.0  # between checks for the end
 _Arrived = ReceivedBatch | BaseException
@@ -159,6 +159,15 @@ class ActorInbox:
     def end(self) -> None:
         """Note that the actor has ended: what was asked for before may still come. From any thread."""
         self._refs.put(None)
+
+    def fail(self, error: Exception) -> None:
+        """Note that the actor could not read what it was sent at its start: it will never answer. From any thread."""
+        self._arrived.put(
+            ConfigError(
+                f"prefetch.executor: ray: {self.where} cannot read what it was sent ({type(error).__name__}: {error}): install "
+                "the same versions of Python, Ray and loaderkit on all nodes"
+            )
+        )
 
     def close(self, join_s: float) -> None:
         """See `Inbox`."""

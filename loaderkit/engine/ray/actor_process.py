@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from loaderkit._internal.version import __version__
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
@@ -105,9 +105,12 @@ class ActorProcess:
             raise ConfigError(f"prefetch.ray: Ray refuses what each actor needs: {error}") from error
 
     def _begin(self, begun: Any) -> None:
-        """Note that it answers; in a thread of Ray's."""
-        if begun.exception() is None:
+        """Note that it answers, or could not read what it was sent; in a thread of Ray's."""
+        error = begun.exception()
+        if error is None:
             self._has_begun.set()
+        elif not isinstance(error, RayActorError):  # of its end `_end` learns
+            self.inbox.fail(error)
 
     def _end(self, _: Any) -> None:
         """Note the actor's end; in a thread of Ray's."""

@@ -25,7 +25,8 @@ from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.errors import StageError
+from loaderkit.engine.ray.surroundings import Surroundings
+from loaderkit.errors import ConfigError, StageError
 from loaderkit.profile.render.html import to_html
 from loaderkit.profile.render.terminal import to_text
 from loaderkit.profile.report import Report
@@ -138,6 +139,20 @@ class TestBatches:
                 next(iter(loader))
         del stream
         check_nothing_left()
+
+
+class Unreadable:
+    """Can be pickled, and not be made again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("seven",)
+
+
+def test_an_actor_that_cannot_read_what_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Surroundings, "here", Unreadable)
+    with build_ray(large(), 2) as loader, pytest.raises(ConfigError, match=r"seven(.|\n)*the same versions of Python"):
+        next(iter(loader))
+    check_nothing_left()
 
 
 def test_rows_by_node_say_what_came_from_where() -> None:

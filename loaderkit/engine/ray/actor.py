@@ -232,6 +232,9 @@ def _forward_logs(records: queue.SimpleQueue[dict[str, Any] | None], level: int)
     logger.propagate = False
 
 
-GROUPS = {"start": 1, "batches": 16, "control": 1, "life": 1, "logs": 1}
-"""The groups of calls, and the threads of each. Of more than 16 calls for batches the last ones begin later, so that what they
-say was taken is known later."""
+MOST_CALLS = 16
+"""The calls for batches that may be outstanding: with more the last ones would begin late, and what they say was taken would be
+known late, for which the actor may wait."""
+
+GROUPS = {"start": 1, "batches": MOST_CALLS, "control": 1, "life": 1, "logs": 1}
+"""The groups of calls, and the threads of each."""

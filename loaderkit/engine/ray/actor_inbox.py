@@ -2,9 +2,9 @@
 
     taken() ──next──> actor ──batch──> object store ──fetch──> queue ──> take()
 
-As many calls are outstanding as the actor may have batches finished or in work, so a finished one goes straight into the
-store of its node. The thread brings it to this node, if that is another one, before its turn. A call also says how many batches
-were taken since the last one, as a message of its own would cost as much as the call.
+As many calls are outstanding as the actor may have batches finished or in work, up to 16, so a finished one goes straight into
+the store of its node. The thread brings it to this node, if that is another one, before its turn. A call also says how many
+batches were taken since the last one, as a message of its own would cost as much as the call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.stalls import NETWORK, WaitSegment
-from loaderkit.engine.ray.actor import Hello, Parcel
+from loaderkit.engine.ray.actor import MOST_CALLS, Hello, Parcel
 from loaderkit.engine.ray.clock_offset import batch_here, measure
 from loaderkit.engine.ray.cluster import cpus_of
 from loaderkit.engine.ray.connection import Connection
@@ -85,7 +85,7 @@ class ActorInbox:
 
     def _ask_for_batches(self) -> None:
         with self._asking:
-            while self._num_outstanding < self._num_batches and not self._is_closed:
+            while self._num_outstanding < min(self._num_batches, MOST_CALLS) and not self._is_closed:
                 asked = (self._num_asked, self._generation, self._num_untold, self._num_told)
                 ref = self._connection.do(self._actor.next.remote, *asked)
                 self._refs.put((self._generation, ref))

@@ -117,6 +117,19 @@ class TestBatches:
         del batch
         check_nothing_left()
 
+    def test_come_when_memory_bounds_those_ahead(self) -> None:
+        """An actor that may have a hundred batches ahead, and memory for nine: it is told of each that is taken."""
+        more = {
+            "prefetch.batches": 100,
+            "prefetch.memory": "8MB",
+            "prefetch.timeout": "30s",
+            "prefetch.on_timeout": "raise",
+        }
+        with build_ray(large(), 1, **more) as loader:
+            found = [frozen(batch) for _ in range(5) for batch in loader]
+        assert found == of_inline(large(), 5)
+        check_nothing_left()
+
     def test_seeks_and_states_across_executors(self) -> None:
         pipeline = large()
         expected = of_inline(pipeline, 2)

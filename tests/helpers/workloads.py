@@ -58,7 +58,7 @@ class Simulation:
         self.num_cpus = num_cpus
         self.values: list[int] = []  # of workers, at every tick
         self.processes_at: list[int] = []
-        self._random = random.Random(0)
+        self.chance = random.Random(0)
         rows = [StageStats("read", workers), StageStats("batch", workers)]
         memory = {"budget_bytes": workload.budget_bytes, "slab_bytes": workload.slab_bytes, "live_bytes": 0}
         memory["batch_bytes"] = workload.slab_bytes
@@ -93,7 +93,7 @@ class Simulation:
 
     def pass_time(self) -> None:
         work, workers = self.workload, self.workers.value
-        noisy = max(0.1, self._random.gauss(1.0, work.noise))
+        noisy = max(0.1, self.chance.gauss(1.0, work.noise))
         supply = self.supply() * noisy
         rate = min(supply, work.demand)
         self._samples += rate * TICK_S

@@ -38,6 +38,7 @@ _LEAST_ROUNDS, _LEAST_LANDED = 2, 8  # samples per worker, and in all, that must
 # Relative standard errors of a rate: enough to try a change, enough after 4 s, enough to judge a change.
 _ROUGH, _FAIR, _FINE = 0.10, 0.05, 0.02
 _GAIN, _MOST_GAIN = 0.03, 0.25  # a change must bring the first at least, and the second is enough however noisy it is
+_LATEST, _FAR = 4, 6  # looks since a change of the rate, and the standard errors by which it is none of chance
 _PAUSE_S, _PAUSE_STEPS = 1.0, 4  # a loop that stays away for longer than both pauses
 _NUM_STEPS = 9
 _WAITING, _COMPUTING = 0.25, 0.75  # share of the busy time on a CPU: a pool below waits for a store, one above computes
@@ -84,6 +85,7 @@ class Tuner:
 
     def __post_init__(self) -> None:
         self.is_settled = False  # no change is on trial, and none was worth a trial at the last look
+        self._is_second = False  # the window has begun anew, as the rate had changed: it does so once
         self._begin: Stats | None = None
         self._before: Stats | None = None
         self._rates: list[float] = []
@@ -151,6 +153,10 @@ class Tuner:
         passed = now.since(self._begin)
         window = TunerWindow.of(passed, self._rates, self.settings, self.num_cpus, self.cpus_each)
         if not self._is_enough(window, passed):
+            if not self._is_second and self._has_changed():
+                self._num_odd = 1
+                self._restart(now)
+                self._is_second = True
             return None
         self._number += 1
         self._restart(now)
@@ -174,7 +180,24 @@ class Tuner:
         is_restarting = now.waits_s.get(RESTART, 0.0) > before.waits_s.get(RESTART, 0.0)
         return is_restarting or now.num_restarts != before.num_restarts
 
+    def _has_changed(self) -> bool:
+        """True if the rate has been another one since a moment of this window, by far more than it varies else: the loop needs
+        more or less than it did, and a window that saw both would take long and tell of neither."""
+        num, whole = len(self._rates), sum(self._rates)
+        spread = sum((rate - whole / num) ** 2 for rate in self._rates)
+        earlier = 0.0
+        for place, rate in enumerate(self._rates[:-_LATEST], 1):
+            earlier += rate
+            later = whole - earlier
+            change = later / (num - place) - earlier / place
+            between = place * (num - place) / num * change**2  # of the spread, what that moment explains
+            within = max((spread - between) / (num - 2), (_SHIFT * whole / num) ** 2)
+            if later > 0 and between > _FAR**2 * within:
+                return True
+        return False
+
     def _restart(self, now: Stats) -> None:
+        self._is_second = False
         self._begin = self._before = now
         self._left = None
         self._rates = []

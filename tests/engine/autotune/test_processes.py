@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workloads import Simulation, Workload
+from workloads import TICK_S, Simulation, Workload
 
 PYTHON = Workload(lambda workers, _: 1e9, gil_rate=100.0, noise=0.01)
 
@@ -85,6 +86,21 @@ class TestGivingBack:
         assert simulation.run(60).processes.value == 1
         simulation.workload = PYTHON
         assert simulation.run(60).processes.value >= 3
+
+    @given(st.integers(0, 40), st.floats(0, 0.1), st.sampled_from([25.0, 60.0]), st.integers())
+    @settings(max_examples=25)
+    def test_a_change_of_need_is_seen_in_seconds(self, phase: int, noise: float, low: float, seed: int) -> None:
+        """Wherever in a window it falls: a window that saw both loads is not waited for, which took up to 16 s."""
+        fast = Workload(PYTHON.supply, gil_rate=100.0, noise=noise)
+        simulation = processes(fast, 4)
+        simulation.chance = Random(seed)
+        simulation.run(30)
+        assert simulation.processes.value >= 3
+        simulation.workload = Workload(PYTHON.supply, gil_rate=100.0, demand=low, noise=noise)
+        simulation.run(60 + TICK_S * phase)
+        assert simulation.processes.value == 1
+        simulation.workload = fast
+        assert simulation.run(4).processes.value > 1
 
     def test_a_loop_that_still_waits(self) -> None:
         """For a store, which more processes do not make quicker."""

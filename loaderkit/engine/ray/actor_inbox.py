@@ -72,7 +72,7 @@ class ActorInbox:
         self._relay_logs = relay_logs
         self._refs: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._arrived: SimpleQueue[_Arrived] = SimpleQueue()
-        self._asking = threading.Lock()
+        self._asking = threading.RLock()  # a signal's handler may close the loader within a call
         self._is_closed = False
         self.hello: Hello | None = None
         self.offset_s = 0.0  # of the actor's clock

@@ -22,20 +22,22 @@ class SharedEngine:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close the loader while this is packed
         self._argument: Any = None  # a PackedEngine, or the reference to one
         self._is_free = False
 
     def argument(self, make_engine: Any) -> Any:
         """`make_engine` as it was at the first call. Raises the errors of pickle and Ray, and ClosedError after `free`."""
         with self._lock:
-            if self._is_free:
-                raise ClosedError("the loader is closed: build another one")
-            if self._argument is None:
+            argument = self._argument
+            if argument is None and not self._is_free:
                 packed = _packed(make_engine)
                 is_small = packed.stream.nbytes + sum(buffer.nbytes for buffer in packed.buffers) <= _MOST_BYTES
-                self._argument = packed if is_small else self._connection.do(ray.put, packed)
-            return self._argument
+                argument = packed if is_small else self._connection.do(ray.put, packed)
+            if self._is_free:
+                raise ClosedError("the loader is closed: build another one")
+            self._argument = argument
+            return argument
 
     def free(self) -> None:
         """Give the memory back; no actor is started any more."""

@@ -25,8 +25,9 @@ from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.engine.ray.connection import Connection
 from loaderkit.engine.ray.surroundings import Surroundings
-from loaderkit.errors import ConfigError, StageError
+from loaderkit.errors import ClosedError, ConfigError, StageError
 from loaderkit.profile.render.html import to_html
 from loaderkit.profile.render.terminal import to_text
 from loaderkit.profile.report import Report
@@ -165,6 +166,29 @@ def test_an_actor_that_cannot_read_what_it_is_sent(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Surroundings, "here", Unreadable)
     with build_ray(large(), 2) as loader, pytest.raises(ConfigError, match=r"seven(.|\n)*the same versions of Python"):
         next(iter(loader))
+    check_nothing_left()
+
+
+def test_a_signals_handler_closes_it_while_a_batch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    do = Connection.do
+
+    def interrupted(self: Connection, function: Any, *arguments: Any, **options: Any) -> Any:
+        if arguments and isinstance(arguments[0], int):  # the number of a call for a batch
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGUSR1)
+        return do(self, function, *arguments, **options)
+
+    loader = build_ray(large())
+    before = signal.signal(signal.SIGUSR1, lambda *_: loader.close())
+    try:
+        stream = iter(loader)
+        next(stream)
+        monkeypatch.setattr(Connection, "do", interrupted)
+        with pytest.raises(ClosedError):
+            list(stream)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    del stream
     check_nothing_left()
 
 

@@ -205,3 +205,15 @@ def test_after_the_end_there_is_none() -> None:
     engine.free()
     with pytest.raises(ClosedError, match="the loader is closed"):
         engine.argument(len)
+
+
+def test_a_signals_handler_closes_the_loader_while_it_is_packed() -> None:
+    engine = SharedEngine(Connection("auto"))
+
+    class Interrupted:
+        def __reduce__(self) -> Any:
+            engine.free()
+            return int, ()
+
+    with pytest.raises(ClosedError, match="the loader is closed"):
+        engine.argument(Interrupted())

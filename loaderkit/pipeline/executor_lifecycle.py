@@ -62,9 +62,8 @@ class ExecutorLifecycle:
         if self._next_position != (epoch, position):
             try:
                 executor.seek(epoch, position)
-            except (
-                BaseException
-            ):  # after Ctrl-C half of its processes may have been told, and it may take itself as there
+            except BaseException:
+                # After Ctrl-C half of its processes may have been told, and it may take itself as there.
                 self.stop(join_s=1.0)
                 raise
             self._next_position = (epoch, position)

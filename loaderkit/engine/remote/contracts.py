@@ -29,9 +29,7 @@ class WorkerSpec:
     pools: Sequence[Sequence[str]]
     num_batches: int  # read ahead, by all processes together
     memory_bytes: int  # of all processes
-    scaled_stages: Collection[
-        str
-    ] = ()  # each process has as many workers of these, whatever its number; else all together
+    scaled_stages: Collection[str] = ()  # of which each process has as many workers, however many there are
     trainer_stages: Sequence[Stage] = ()
     pinned_for: torch.device | None = None  # to which the trainer's stages copy
     ledger: NodeLedger | None = None  # counts what comes from which node, where processes may be on several

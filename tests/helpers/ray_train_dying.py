@@ -39,8 +39,8 @@ def is_first(what: str) -> bool:
     return True
 
 
-def drain() -> None:
-    """Announce that this worker's node will go, and wait until Ray Train has heard of it."""
+def drain(attempt: int) -> None:
+    """Announce that this worker's node will go, note it, and wait until Ray Train has heard of it."""
     import ray._private.worker as ray_worker
     import ray.core.generated.autoscaler_pb2 as messages
     from ray.train.v2._internal.execution.context import get_train_context
@@ -51,6 +51,7 @@ def drain() -> None:
     deadline_ms = int((time.time() + 600) * 1000)
     accepted, why = client.drain_node(node, reason, "taken away", deadline_ms)
     assert accepted, why
+    (folder / "drained").write_text(f"{attempt} {node}")
     while get_train_context().preemption_context.preemption_info is None:
         time.sleep(0.05)
 
@@ -67,7 +68,7 @@ def train_and_die(config: dict[str, Any]) -> Any:
         if rank == 1 and step == killed_at and is_first("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0 and step == drained_at and is_first("drained"):
-            drain()
+            drain(attempt)
 
     register_optimizer_step_post_hook(after_step)
     return train(config)

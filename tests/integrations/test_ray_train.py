@@ -53,9 +53,9 @@ def losses(address: str, program: Path, *arguments: object) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("step ")]
 
 
-def nodes_of_attempts(folder: Path) -> list[str]:
-    """The node of rank 0 in each."""
-    return [path.read_text() for path in sorted(folder.glob("attempt-*-0"))]
+def nodes_of_attempts(folder: Path, rank: int = 0) -> list[str]:
+    """The node of a rank in each."""
+    return [path.read_text() for path in sorted(folder.glob(f"attempt-*-{rank}"))]
 
 
 def test_losses_are_the_same_if_a_worker_is_killed(tmp_path: Path, rng: random.Random) -> None:
@@ -76,8 +76,10 @@ def test_losses_are_the_same_if_a_node_is_taken_away(tmp_path: Path, rng: random
     with ray_cluster(2, nodes=2) as cluster:
         quiet = losses(cluster.address, EXAMPLE, *half)
         found = losses(cluster.address, DYING, tmp_path, killed_at, drained_at, *whole)
-    nodes = nodes_of_attempts(tmp_path)
-    assert len(nodes) == 3, "killed, and taken away"
-    assert nodes[-1] != nodes[0], "the last workers are not on the node that was taken away"
+    drained_in, drained = (tmp_path / "drained").read_text().split()
+    for rank in range(2):
+        nodes = nodes_of_attempts(tmp_path, rank)
+        assert len(nodes) == 3, "killed, and taken away"
+        assert drained not in nodes[int(drained_in) + 1 :], "the next workers are not on the node that was taken away"
     assert found == losses_of_one_process(), (killed_at, drained_at, save_every)
     assert quiet == found[: NUM_STEPS // 2]

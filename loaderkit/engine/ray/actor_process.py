@@ -71,9 +71,9 @@ class ActorProcess:
         except RayError as error:
             raise WorkerDiedError(f"Ray's object store does not take what the actors are given: {error}") from error
         try:
-            self._actor = do(_remote_class().options(**self._settings.options()).remote, __version__)
+            actor = self._actor = do(_remote_class().options(**self._settings.options()).remote, __version__)
             self._inbox = ActorInbox(
-                self._actor,
+                actor,
                 ObjectMemory(self._spec.pinned_for),
                 ledger,
                 generation,
@@ -82,10 +82,10 @@ class ActorProcess:
                 why_not_placed=lambda: str(do(describe_wait, self._settings)),
                 relay_logs=self._relay_logs,
             )
-            self._life = do(self._actor.live.remote)
-            self._life.future().add_done_callback(self._end)
+            self._life = life = do(actor.live.remote)
+            life.future().add_done_callback(self._end)
             begun = do(
-                self._actor.begin.remote,
+                actor.begin.remote,
                 packed,
                 ActorSpec(
                     Surroundings.here(),
@@ -98,7 +98,8 @@ class ActorProcess:
                 ),
             )
             begun.future().add_done_callback(self._begin)
-            self._ask_for_logs()
+            self._ask_for_logs(actor)
+            self._actor = actor  # again, as a signal's handler may have closed it: it is closed once more then
         except RayError as error:
             raise WorkerDiedError(f"an actor could not be started: {error}") from error
         except ValueError as error:
@@ -202,23 +203,23 @@ class ActorProcess:
             self._unanswered = None
             return None
 
-    def _ask_for_logs(self) -> None:
+    def _ask_for_logs(self, actor: Any) -> None:
         self._has_logged.clear()
-        self._logs = self._connection.do(self._actor.logs.remote)
-        self._logs.future().add_done_callback(lambda _: self._has_logged.set())
+        self._logs = logs = self._connection.do(actor.logs.remote)
+        logs.future().add_done_callback(lambda _: self._has_logged.set())
 
     def _relay_logs(self) -> None:
         """Log what the actor has logged, if that is anything."""
         if not self._has_logged.is_set():  # the store would be asked for 0.2 ms
             return
         self._has_logged.clear()
-        logs = self._logs  # `release` may come meanwhile
+        logs, actor = self._logs, self._actor  # `release` may come meanwhile
         if logs is None:
             return
         with suppress(RayError, ClosedError):
             records = self._connection.do(ray.get, logs)
             if records is not None and not self._is_closed:
-                self._ask_for_logs()
+                self._ask_for_logs(actor)
             for record in records or ():
                 relay(record)
 
@@ -259,6 +260,7 @@ class ActorProcess:
         """See `RunningProcess`."""
         if self._is_closed or not self._connection.is_there:
             self._is_closed = True
+            self._kill()  # one that has begun since the first call, which came within its start
             return
         try:
             if self._closing is not None:

@@ -103,8 +103,8 @@ class RemoteEngine:
         self._is_started = True
         try:
             for process in self.processes:
-                process.start(self._dealing.next_position)
-        except WorkerDiedError as error:
+                self._start(process, self._dealing.next_position)
+        except (WorkerDiedError, ClosedError) as error:
             # Without the traceback: its frames would hold the arena open for as long as the error is kept.
             self._failure = error.with_traceback(None)
             self._table.end(0.0)
@@ -264,16 +264,17 @@ class RemoteEngine:
             if (border := self._dealing.border) is not None and seat.first < border:
                 orders.append(("redeal", *border, self._shard_behind(process)))
             try:
-                process.start(seat.base, self._generation, orders)
+                self._start(process, seat.base, self._generation, orders)
             except WorkerDiedError as error:
                 raise error.with_traceback(None) from error.__cause__
-            try:
-                self._check_open()
-            except ClosedError:  # by a signal's handler meanwhile, which did not see the new process
-                process.close(0.0)
-                raise
         self._restarting.append((begin, time.perf_counter()))
         logger.warning("%s", self._restarts.describe(death, seat.first, f"Another one ({process.where})"))
+
+    def _start(self, process: RemoteProcess, *arguments: Any) -> None:
+        process.start(*arguments)
+        if self._is_closed:  # by a signal's handler meanwhile, which did not see this process
+            process.close(0.0)
+        self._check_open()
 
     def _check_open(self) -> None:
         if self._is_closed:

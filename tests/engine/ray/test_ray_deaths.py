@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -26,7 +27,9 @@ from waiting import messages_with, wait_for
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.errors import StallTimeout, WorkerDiedError
+from loaderkit.engine.ray import actor_process
+from loaderkit.engine.ray.actor_inbox import ActorInbox
+from loaderkit.errors import ClosedError, StallTimeout, WorkerDiedError
 
 HELPERS = Path(__file__).parents[2] / "helpers"
 
@@ -148,6 +151,23 @@ class TestEnds:
             loader.close()
         del loader, stream
         wait_for(lambda: not any(map(is_running, pids)))
+        check_nothing_left()
+
+    @pytest.mark.parametrize("number", [0, 1])
+    def test_nothing_is_left_of_a_start_that_was_interrupted(
+        self, number: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As by a signal's handler that closes the loader."""
+        num_begun = itertools.count()
+
+        def interrupted(*arguments: Any, **options: Any) -> ActorInbox:
+            if next(num_begun) == number:
+                loader.close()
+            return ActorInbox(*arguments, **options)
+
+        monkeypatch.setattr(actor_process, "ActorInbox", interrupted)
+        with build_ray(numbers(), 2) as loader, pytest.raises(ClosedError):
+            next(iter(loader))
         check_nothing_left()
 
 

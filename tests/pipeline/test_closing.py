@@ -73,7 +73,7 @@ class TestClosing:
             opened.append(Shared({"a.jpg": make_photo(0)}))
             return opened[-1]
 
-        monkeypatch.setattr("loaderkit.pipeline.execution_plan.open_connector", open_connector)
+        monkeypatch.setattr("loaderkit.sources.base.open_connector", open_connector)
         changes: dict[str, Any] = {
             "source": {"source.include": "*.png"},
             "batches": {"stages.batch.size": 3, "stages.batch.drop_last": True},

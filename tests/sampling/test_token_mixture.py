@@ -161,7 +161,7 @@ class TestCourse:
         assert np.array_equal(used.indices(epoch, grid), whole[grid])
 
     @given(mixtures(ends=True))
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=20, deadline=None)
     def test_passes_are_whole_permutations_over_epochs(self, mixed: Mixed) -> None:
         mixture, total = mixed.make(), sum(mixed.sizes)
         seen = np.concatenate([mixture.indices(epoch, np.arange(mixture.num_samples(epoch))) for epoch in range(4)])

@@ -9,7 +9,7 @@ import fcntl
 import io
 import mmap
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from loaderkit._internal.system.interrupts import owned
 
@@ -26,7 +26,20 @@ def memory_file(name: str) -> io.FileIO:
 
 def mapped(descriptor: int) -> mmap.mmap:
     """A mapping of a whole file, shared with others. It keeps a descriptor of its own. Raises OSError."""
-    with ExitStack() as held:
-        while held.enter_context(owned(os.open, os.devnull, os.O_RDWR | os.O_CLOEXEC)).fileno() < FIRST_FREE:
-            pass
-        return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+    while True:
+        with ExitStack() as held:
+            while held.enter_context(owned(os.open, os.devnull, os.O_RDWR | os.O_CLOEXEC)).fileno() < FIRST_FREE:
+                pass
+            mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        if not _is_open_below(descriptor):
+            return mapping
+        mapping.close()  # another thread had such a number above, and has closed it before the mapping's was chosen
+
+
+def _is_open_below(descriptor: int) -> bool:
+    """True if a number of stdin, stdout or stderr is one of this file."""
+    for number in range(FIRST_FREE):
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(number), os.fstat(descriptor)):
+                return True
+    return False

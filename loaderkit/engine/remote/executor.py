@@ -198,7 +198,8 @@ class RemoteEngine:
                     arrived, has_died = None, True
                 if arrived is not None:
                     process.taken()
-                    self._dealing.check(arrived.batch.epoch, arrived.batch.end)
+                    if not arrived.batch.is_end:  # which follows one that was cut, so from where is not known
+                        self._dealing.check(arrived.batch.epoch, arrived.batch.end)
                     return arrived.batch
                 if has_died:  # its end may not be known yet
                     self._replace(process)

@@ -68,7 +68,7 @@ def looped(**overrides: Any) -> Iterator[Loop]:
         assert loop.found == [digest(batch) for batch, _ in zip(loader, loop.found, strict=False)]
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("most", "overrides"),
     [

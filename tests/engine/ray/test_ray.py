@@ -106,10 +106,10 @@ class TestBatches:
 
     def test_with_fewer_or_more_ahead_at_any_time(self, rng: random.Random) -> None:
         pipeline = large()
-        expected = of_inline(pipeline, 4)
+        expected = of_inline(pipeline, 2)
         with build_ray(pipeline, 2, **{"prefetch.batches": 8}) as loader:
             found = []
-            for _ in range(4):
+            for _ in range(2):
                 for batch in loader:
                     found.append(frozen(batch))
                     if rng.random() < 0.5:

@@ -30,7 +30,8 @@ def actors() -> set[int]:
     return {actor["Pid"] for actor in known.values() if actor["State"] == "ALIVE"}
 
 
-@pytest.mark.parametrize("num_changes", [1, *(pytest.param(8, marks=pytest.mark.prove) for _ in range(5))])
+@pytest.mark.prove
+@pytest.mark.parametrize("num_changes", [1, *[8] * 5])
 def test_the_same_batches(num_changes: int, tmp_path: Path, rng: random.Random) -> None:
     """Whoever dies, and whenever: one that is to join, stays or leaves, before the border, at it and behind it."""
     pipeline = records(SIZE, tmp_path, {})

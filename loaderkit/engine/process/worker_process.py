@@ -9,6 +9,8 @@ import errno
 import logging
 import pickle
 import resource
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -36,13 +38,15 @@ class WorkerProcess:
         self._lease_table: LeaseTable | None = None
         self._receiver: Receiver | None = None
 
-    def start(self, next_position: tuple[int, int], generation: int) -> None:
+    def start(self, next_position: tuple[int, int], generation: int, orders: Sequence[tuple[Any, ...]]) -> None:
         """See `RunningProcess`."""
         try:
             arena = SharedArena.create(self._shard.of)
             try:
                 allocator = Allocator(arena)
                 self.connection = WorkerConnection(arena, allocator, self._spec.preload)
+                for order in orders:
+                    self.connection.tell(*order)
                 self._send_spec(self.connection, arena, allocator, next_position, generation)
             finally:
                 arena.release_descriptor()

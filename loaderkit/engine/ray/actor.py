@@ -18,60 +18,22 @@ import os
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from loaderkit._internal.version import __version__
+from loaderkit.engine.ray import messages
 from loaderkit.engine.ray.cluster import node_here
-from loaderkit.engine.ray.surroundings import Surroundings, boot_id
+from loaderkit.engine.ray.surroundings import boot_id
 from loaderkit.engine.remote import error_transport
 from loaderkit.engine.remote.log_records import pack_record
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from loaderkit.engine.ray.actor_server import ActorServer
 
 ORDERS = ("resize", "set_depth")  # questions that are also executed, even if they come before the engine exists
 _END = None
-
-
-class PackedEngine(NamedTuple):
-    """What all actors of a loader get: the packed function that makes an engine. `is_constant` says of each buffer that it may
-    not be written to in the trainer either."""
-
-    stream: np.ndarray[Any, Any]
-    buffers: list[np.ndarray[Any, Any]]
-    is_constant: list[bool]
-
-
-class ActorSpec(NamedTuple):
-    """What one actor gets at its start. `shard` is (number, of): the module of `Shard` imports torch."""
-
-    surroundings: Surroundings
-    preload: str
-    shard: tuple[int, int]
-    num_torch_threads: int
-    next_position: tuple[int, int]
-    generation: int
-    log_level: int
-
-
-class Hello(NamedTuple):
-    """Where an actor runs."""
-
-    pid: int
-    node: str  # its address, and the beginning of its number
-    boot_id: str
-
-
-class Parcel(NamedTuple):
-    """A finished batch: its stream, and the memory of its tensors. `generation` is the number of seeks before it."""
-
-    generation: int
-    stream: bytes
-    buffers: list[np.ndarray[Any, Any]]
 
 
 class LoadingActor:
@@ -95,12 +57,12 @@ class LoadingActor:
     # ---------------------------------------------------------------------------------------------------- start
 
     @ray.method(concurrency_group="control")
-    def hello(self) -> Hello:
+    def hello(self) -> messages.Hello:
         """Answers as soon as the actor has a process."""
-        return Hello(os.getpid(), node_here(), boot_id())
+        return messages.Hello(os.getpid(), node_here(), boot_id())
 
     @ray.method(concurrency_group="start")
-    def begin(self, packed: PackedEngine, spec: ActorSpec) -> None:
+    def begin(self, packed: messages.PackedEngine, spec: messages.ActorSpec) -> None:
         """Make the engine; what goes wrong is the answer to `next`."""
         try:
             self._begin(packed, spec)
@@ -109,7 +71,7 @@ class LoadingActor:
         finally:
             self._has_begun.set()
 
-    def _begin(self, packed: PackedEngine, spec: ActorSpec) -> None:
+    def _begin(self, packed: messages.PackedEngine, spec: messages.ActorSpec) -> None:
         spec.surroundings.enter()
         _forward_logs(self._records, spec.log_level)
         importlib.import_module(spec.preload)
@@ -128,7 +90,7 @@ class LoadingActor:
     @ray.method(concurrency_group="batches")
     def next(
         self, number: int, generation: int, num_taken: int, num_told: int
-    ) -> Parcel | error_transport.PackedError | None:
+    ) -> messages.PackedBatch | error_transport.PackedError | None:
         """The next finished batch after `generation` seeks, once it is finished; None if there were more. A PackedError is what
         has stopped the engine. `number` is the number of calls before this one; `num_taken` more batches of after `generation`
         seeks have been taken since, which counts behind the first `num_told` commands."""
@@ -146,7 +108,7 @@ class LoadingActor:
                 self._turn += 1
                 self._turns.notify_all()
 
-    def _next(self, generation: int) -> Parcel | error_transport.PackedError | None:
+    def _next(self, generation: int) -> messages.PackedBatch | error_transport.PackedError | None:
         if self._failure is None:
             assert self._server is not None
             try:

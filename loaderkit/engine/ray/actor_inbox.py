@@ -22,10 +22,11 @@ from ray.exceptions import RayError, RayTaskError
 
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.stalls import NETWORK, WaitSegment
-from loaderkit.engine.ray.actor import MOST_CALLS, Hello, Parcel
+from loaderkit.engine.ray.actor import MOST_CALLS
 from loaderkit.engine.ray.clock_offset import batch_here, measure
 from loaderkit.engine.ray.cluster import cpus_of
 from loaderkit.engine.ray.connection import Connection
+from loaderkit.engine.ray.messages import Hello, PackedBatch
 from loaderkit.engine.ray.missing_files import name_node
 from loaderkit.engine.ray.object_memory import ObjectMemory
 from loaderkit.engine.ray.surroundings import boot_id
@@ -231,7 +232,7 @@ class ActorInbox:
                 return future.result()
         raise EOFError
 
-    def _received(self, generation: int, answer: Parcel | PackedError | None) -> _Arrived | None:
+    def _received(self, generation: int, answer: PackedBatch | PackedError | None) -> _Arrived | None:
         if answer is None:
             if generation < self._generation:
                 return None  # a seek came in between

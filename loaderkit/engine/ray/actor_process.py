@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
@@ -16,12 +17,13 @@ from ray.exceptions import RayActorError, RayError
 from loaderkit._internal.version import __version__
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.stats import Stats
-from loaderkit.engine.ray.actor import GROUPS, ORDERS, ActorSpec, Hello, LoadingActor
+from loaderkit.engine.ray.actor import GROUPS, ORDERS, LoadingActor
 from loaderkit.engine.ray.actor_death import actor_death
 from loaderkit.engine.ray.actor_inbox import ActorInbox, say_place
 from loaderkit.engine.ray.clock_offset import lane_here, stats_here
 from loaderkit.engine.ray.cluster import RaySettings, describe_wait, node_here
 from loaderkit.engine.ray.connection import Connection
+from loaderkit.engine.ray.messages import ActorSpec, Hello
 from loaderkit.engine.ray.object_memory import ObjectMemory
 from loaderkit.engine.ray.shared_engine import SharedEngine
 from loaderkit.engine.ray.surroundings import Surroundings
@@ -60,7 +62,7 @@ class ActorProcess:
         self._has_logged = threading.Event()
         self._is_closed = False
 
-    def start(self, next_position: tuple[int, int], generation: int) -> None:
+    def start(self, next_position: tuple[int, int], generation: int, orders: Sequence[tuple[Any, ...]]) -> None:
         """See `RunningProcess`."""
         self._connection.open()
         do = self._connection.do
@@ -84,6 +86,8 @@ class ActorProcess:
             )
             self._life = life = do(actor.live.remote)
             life.future().add_done_callback(self._end)
+            for order in orders:
+                self.tell(*order)
             begun = do(
                 actor.begin.remote,
                 packed,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from loaderkit.engine.ray.actor import ActorSpec, PackedEngine, Parcel
+from loaderkit.engine.ray.messages import ActorSpec, PackedBatch, PackedEngine
 from loaderkit.engine.remote.batch_server import BatchServer, unsendable, without_result
 from loaderkit.engine.remote.packing import pack, unpack
 from loaderkit.engine.threaded import ThreadEngine
@@ -31,7 +31,7 @@ class ActorServer(BatchServer):
         self._is_closed = False
         self._failure: Exception | None = None
 
-    def next(self, generation: int) -> Parcel | None:
+    def next(self, generation: int) -> PackedBatch | None:
         """The next batch after `generation` seeks, once it is finished; None if there were more, or at the end. Raises the
         error that stopped the workers."""
         with self._seeks:  # the call may have overtaken the command to seek
@@ -47,7 +47,7 @@ class ActorServer(BatchServer):
             stream, buffers = pack(record.sealed())
         except Exception as error:
             stream, buffers = pack(without_result(record, unsendable(work_item, error)).sealed())
-        return Parcel(found, stream, [np.frombuffer(buffer, np.uint8) for buffer in buffers])
+        return PackedBatch(found, stream, [np.frombuffer(buffer, np.uint8) for buffer in buffers])
 
     def fail(self, error: Exception) -> None:
         """Raise this from `next` on, as a command has failed: a call that waits for a seek would wait for ever."""

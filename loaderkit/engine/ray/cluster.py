@@ -113,6 +113,7 @@ def _why_not(error: Exception, address: str) -> str:
 def _check_reachable(address: str) -> None:
     """Raise OSError unless something answers there that speaks HTTP/2, as a head does: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")  # of an IPv6 address
     if not port.isdecimal():
         return
     with socket.create_connection((host, int(port)), _CONNECT_S) as connection:

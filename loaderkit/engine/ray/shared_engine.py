@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from loaderkit.engine.ray.actor import PackedEngine
 from loaderkit.engine.ray.connection import Connection
+from loaderkit.engine.ray.messages import PackedEngine
 from loaderkit.engine.remote.packing import pack
 from loaderkit.errors import ClosedError
 

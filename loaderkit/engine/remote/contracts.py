@@ -67,9 +67,10 @@ class Inbox(Protocol):
 class RunningProcess(Protocol):
     """One process from before its start to its end. `tell` and `ask` may be called from any thread."""
 
-    def start(self, next_position: tuple[int, int], generation: int) -> None:
-        """Start it and send its spec; it imports modules meanwhile. `generation` is the number of seeks so far. Raises
-        WorkerDiedError if it cannot be started, and ConfigError; `close` releases what was started."""
+    def start(self, next_position: tuple[int, int], generation: int, orders: Sequence[tuple[Any, ...]]) -> None:
+        """Start it and send its spec; it imports modules meanwhile. `generation` is the number of seeks so far; `orders` are
+        commands that it obeys before it makes a batch. Raises WorkerDiedError if it cannot be started, and ConfigError; `close`
+        releases what was started."""
 
     @property
     def pid(self) -> int | None:

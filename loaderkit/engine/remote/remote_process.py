@@ -78,12 +78,13 @@ class RemoteProcess:
     def start(
         self, next_position: tuple[int, int], generation: int = 0, orders: Sequence[tuple[Any, ...]] = ()
     ) -> None:
-        """Start the process and send its spec and `orders`; it imports modules meanwhile. `generation` is the number of seeks
-        so far. Raises WorkerDiedError, ConfigError; after an error `close` releases what was started."""
+        """Start the process and send its spec and `orders`, which it obeys before it makes a batch; it imports modules
+        meanwhile. `generation` is the number of seeks so far. Raises WorkerDiedError, ConfigError; after an error `close`
+        releases what was started."""
         running = self.running = self._make(self._spec, self.shard)
-        running.start(next_position, generation)
+        running.start(next_position, generation, orders)
         with self._telling:
-            for order in (*orders, *self._early):
+            for order in self._early:
                 running.tell(*order)
             self._early.clear()
             self._has_told_early = True

@@ -71,7 +71,7 @@ class SharedSizes:
         return max(process.num_finished + process.shard.num_batches(self._deepest) for process in processes)
 
     def num_of_each(self, num_processes: int) -> int:
-        """How many batches each of so many processes may have ahead, at least."""
+        """How many batches each of `num_processes` may have ahead, at least."""
         return Shard(num_processes - 1, num_processes).num_batches(self._depth[0])
 
     def be_cautious(self, process: RemoteProcess, num_finished: int) -> None:

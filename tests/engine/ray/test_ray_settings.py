@@ -18,10 +18,10 @@ from numbers_dataset import numbers
 import loaderkit
 from loaderkit.engine.metrics.stalls import WaitSegment
 from loaderkit.engine.ray import cluster, surroundings
-from loaderkit.engine.ray.actor import ActorSpec, PackedEngine
 from loaderkit.engine.ray.actor_server import ActorServer
 from loaderkit.engine.ray.clock_offset import batch_here, measure
 from loaderkit.engine.ray.cluster import RaySettings
+from loaderkit.engine.ray.messages import ActorSpec, PackedEngine
 from loaderkit.engine.ray.object_memory import ObjectMemory
 from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.remote.packing import pack

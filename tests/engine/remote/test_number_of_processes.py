@@ -69,6 +69,25 @@ def take_until(engine: RemoteEngine, num_processes: int) -> Found:
     return found
 
 
+def test_a_process_is_told_its_share_before_it_has_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late a later command comes: until then it would make batches by the share that it has in its spec."""
+    told: dict[int | None, list[str]] = {}
+    tell = WorkerConnection.tell
+
+    def noted(self: WorkerConnection, name: str, *arguments: Any) -> None:
+        told.setdefault(self.pid, []).append(name)
+        tell(self, name, *arguments)
+
+    monkeypatch.setattr(WorkerConnection, "tell", noted)
+    with opened(numbers(10**6)) as engine:
+        take(engine, 1)
+        first = set(told)
+        engine.set_processes(2, pytest.fail)
+        take_until(engine, 2)
+    (joined,) = set(told) - first
+    assert told[joined][:3] == ["hold", "share", "spec"]
+
+
 def expected(pipeline: Pipeline, num: int, **overrides: Any) -> Found:
     """What one thread makes of it."""
     found: Found = []

@@ -62,8 +62,8 @@ def digest_of(image: Image) -> tuple[Any, ...]:
 def encoded_field(  # noqa: PLR0911 - a kind of value each
     value: Any, original: Original | None, *, quality: int, decodes_later: bool
 ) -> EncodedField:
-    """The member of a value. `decodes_later`: the stage `decode` is left for training, so pictures among bytes are named as
-    such. Raises ValueError for what no member can hold."""
+    """A value as bytes. `decodes_later`: the stage `decode` is left for training, so pictures among bytes are named as such.
+    Raises ValueError for what cannot be written."""
     if type(value) is Encoded:
         return EncodedField(value.extension.rpartition(".")[2], bytes(value.data), is_raw=True)
     if type(value) is Image:

@@ -25,7 +25,7 @@ from loaderkit.pipeline.dali_lowering import DaliLowering, lower
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.base import Source
 from loaderkit.sources.forecast import Chosen, Forecast
-from loaderkit.sources.mixture import MixtureSource, Part
+from loaderkit.sources.mixture import MixtureSource, SourcePart
 from loaderkit.stages.base import FieldSpec, StageConfig, image_names
 from loaderkit.stages.batch import specs_of
 from loaderkit.stages.context import CompileContext, Stream
@@ -318,6 +318,6 @@ def _ahead_of(
 
 def _choice(plan: ExecutionPlan, part: Source) -> Chosen:
     """What a forecast of one source reads of the mixture."""
-    assert isinstance(part, Part)
+    assert isinstance(part, SourcePart)
     assert plan.mixture is not None
     return Chosen(partial(plan.mixture.spans, part.name), part.is_own)

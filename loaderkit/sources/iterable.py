@@ -69,7 +69,7 @@ class IterableArgs(DatasetArgs):
             raise ValueError(f"an object with __iter__, or a function that returns one, not {type(value).__name__}")
 
 
-class SourceState(NamedTuple):
+class IterableState(NamedTuple):
     """The iterable's own state before the item at `position` of an epoch."""
 
     epoch: int
@@ -80,7 +80,7 @@ class SourceState(NamedTuple):
 class IterableSource(DatasetSource):
     """The items of an iterable, numbered in their order."""
 
-    def __init__(self, args: IterableArgs, saved: SourceState | None = None) -> None:
+    def __init__(self, args: IterableArgs, saved: IterableState | None = None) -> None:
         """`saved`: where the first pass begins, if the iterable has a state. Raises ConfigError."""
         self._args = args
         made = _made(args)
@@ -145,7 +145,7 @@ class IterableSource(DatasetSource):
 
     def resume(self, epoch: int, position: int, own_state: tuple[Any, ...] | None) -> None:
         """Begin the next pass there, by the iterable's own state if `own_state` holds one."""
-        self.saved = SourceState(epoch, position, own_state[0]) if own_state else None
+        self.saved = IterableState(epoch, position, own_state[0]) if own_state else None
         if position and self.is_unseeded:
             logger.warning(
                 "the %s shuffles without a seed, so its order may not be the one of which %d items of epoch %d were delivered: "
@@ -228,7 +228,7 @@ class Pass:
         self._iterator: Iterator[Any] | None = None
         self._num = position  # of items read, those before `position` included
         self._items: dict[int, Any] = {}  # read for batches of this rank and process, and not taken yet
-        self._states: dict[int, SourceState] = {}  # at the ends of those batches
+        self._states: dict[int, IterableState] = {}  # at the ends of those batches
         self._error: BaseException | None = None
         self._lock = threading.Lock()  # one thread at a time reads
         self._most_peeked = schedule.batch_size * schedule.world_size * shard.of
@@ -237,7 +237,7 @@ class Pass:
         self.num_items: int | None = None  # of the epoch, once it is known
         self.is_whole = True  # False: what was peeked at is gone
 
-    def take(self, indices: list[int], up_to: int) -> tuple[list[Any], SourceState | None]:
+    def take(self, indices: list[int], up_to: int) -> tuple[list[Any], IterableState | None]:
         """The items at `indices`, after reading up to `up_to`, fewer at the end of the iterable; and its own state there, if it
         has one and a batch ends there. Raises SourceError."""
         try:
@@ -329,7 +329,7 @@ class Pass:
             self._num += 1
             if self._source.has_state and self._ends_mine(self._num):
                 state = copy.deepcopy(self._iterable.state_dict())
-                self._states[self._num] = SourceState(self._epoch, self._num, state)
+                self._states[self._num] = IterableState(self._epoch, self._num, state)
         return item
 
     def _check_length(self) -> None:

@@ -1,8 +1,8 @@
 """Several sources as one index space, source by source; which of them comes when is the order's (`sampling/mixture.py`).
 
-A `Part` is one of them under the indices of the whole, so that a sample has one index, and with it one set of random numbers,
-in all stages. An index also says in which pass over the samples it comes: it is the sample's number plus the number of all
-samples times the pass.
+A `SourcePart` is one of them under the indices of the whole, so that a sample has one index, and with it one set of random
+numbers, in all stages. An index also says in which pass over the samples it comes: it is the sample's number plus the number of
+all samples times the pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Member = tuple[str, SourceKind, SourceArgs]
 """The name of a source, its kind and its arguments."""
 
 
-class Part(Source):
+class SourcePart(Source):
     """One source of a mixture, under the mixture's indices. Its own order and blocks are those of `inner`."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Part(Source):
         return self.inner.fingerprint()
 
 
-class RecordPart(Part, RecordSource):
+class RecordPart(SourcePart, RecordSource):
     """A part of records."""
 
     def __init__(self, name: str, inner: RecordSource, first: int, total: int) -> None:
@@ -137,7 +137,7 @@ class RecordPart(Part, RecordSource):
         return inner.starts(self.own_of(indices))
 
 
-class SequencePart(Part, SequenceSource):
+class SequencePart(SourcePart, SequenceSource):
     """A part of sequences. `starts` and `lengths` are by the source's own indices."""
 
     def __init__(self, name: str, inner: SequenceSource, first: int, total: int) -> None:
@@ -173,7 +173,7 @@ class _Items:
         return self._part.items_of.dataset[self._part.own(index)]
 
 
-class ItemPart(Part, ItemSource):
+class ItemPart(SourcePart, ItemSource):
     """A part of Python objects."""
 
     @property
@@ -198,13 +198,13 @@ class ItemPart(Part, ItemSource):
         return self.items_of.columns(items)
 
 
-def part_of(name: str, inner: Source, first: int, total: int, reopen: Callable[[], Source] | None) -> Part:
+def part_of(name: str, inner: Source, first: int, total: int, reopen: Callable[[], Source] | None) -> SourcePart:
     """A source as a part of a mixture."""
     if isinstance(inner, RecordSource):
         return RecordPart(name, inner, first, total)
     if isinstance(inner, SequenceSource):
         return SequencePart(name, inner, first, total)
-    kind = ItemPart if isinstance(inner, ItemSource) else Part
+    kind = ItemPart if isinstance(inner, ItemSource) else SourcePart
     return kind(name, inner, first, total, reopen)
 
 
@@ -214,7 +214,9 @@ class MixtureSource(Source):
     `classes` are those of all, if they agree.
     """
 
-    def __init__(self, parts: Sequence[Part], describe: Sequence[Callable[[str], str]], *, share_labels: bool) -> None:
+    def __init__(
+        self, parts: Sequence[SourcePart], describe: Sequence[Callable[[str], str]], *, share_labels: bool
+    ) -> None:
         """`describe` give the names of objects in the stores of the parts. `share_labels`: no stage of a part's own can change
         its labels, so that parts with other classes cannot be mixed. Raises ConfigError if they are."""
         self.parts = tuple(parts)
@@ -236,7 +238,7 @@ class MixtureSource(Source):
         numbers: Int64 = np.searchsorted(self._firsts, indices % self._total, "right") - 1
         return numbers
 
-    def _part(self, index: int) -> Part:
+    def _part(self, index: int) -> SourcePart:
         return self.parts[int(np.searchsorted(self._firsts, index % self._total, "right")) - 1]
 
     def __len__(self) -> int:
@@ -309,7 +311,7 @@ def open_mixture(
             pool.shutdown(cancel_futures=True)  # what was opened is closed behind it
     sources, connectors = zip(*both, strict=True)
     total, first = sum(map(len, sources)), 0
-    parts: list[Part] = []
+    parts: list[SourcePart] = []
     for (name, kind, args), source in zip(members, sources, strict=True):
         parts.append(part_of(name, source, first, total, kind.reopen(args, len(source))))
         first += len(source)

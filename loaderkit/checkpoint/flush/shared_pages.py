@@ -23,7 +23,7 @@ from loaderkit.errors import CheckpointError
 logger = logging.getLogger("loaderkit")
 
 
-class Place(NamedTuple):
+class AreaOffset(NamedTuple):
     """Where memory lies: the number of an area, and the first byte in it."""
 
     area: int
@@ -69,12 +69,12 @@ class SharedPages:
         """The areas there are."""
         return list(self._areas)
 
-    def place_of(self, address: int, num_bytes: int) -> Place | None:
+    def place_of(self, address: int, num_bytes: int) -> AreaOffset | None:
         """Where memory of this process lies; None: in no area."""
         for number, area in list(self._areas.items()):
             start = address - area.address
             if start >= 0 and start + num_bytes <= area.num_bytes:
-                return Place(number, start)
+                return AreaOffset(number, start)
         return None
 
     def file_of(self, number: int) -> io.FileIO:
@@ -97,7 +97,7 @@ class MappedPages:
         """Drop all other areas. The memory goes when no array of it is left."""
         self._areas = {number: memory for number, memory in self._areas.items() if number in numbers}
 
-    def at(self, place: Place, num_bytes: int) -> Bytes:
+    def at(self, place: AreaOffset, num_bytes: int) -> Bytes:
         """The memory there, uint8 [N]."""
         return self._areas[place.area][place.start : place.start + num_bytes]
 

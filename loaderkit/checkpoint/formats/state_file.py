@@ -35,7 +35,7 @@ class TensorsFile:
 
 
 @dataclass(frozen=True)
-class State:
+class StateFile:
     """`files` by name; `values` as `plain_json.encode` gives them, `aliases` name -> the name of the same tensor. `export`: for
     one, of what and how, and with what error."""
 
@@ -57,14 +57,14 @@ class State:
         return (prefix[:-1], name[len(prefix) :]) if prefix else (name,)
 
 
-def read_state(data: bytes) -> State:
+def read_state(data: bytes) -> StateFile:
     """What a file of this kind holds. Raises FormatError."""
     try:
         fields = json.loads(data)
         if fields["version"] != _VERSION:
             raise ValueError(f"version {fields['version']!r}, and this version of loaderkit knows {_VERSION}")
         files = {name: TensorsFile(**item) for name, item in fields["files"].items()}
-        state = State(
+        state = StateFile(
             files, **{name: fields[name] for name in ("values", "aliases", "paths")}, export=fields.get("export", {})
         )
         _check(state)
@@ -73,7 +73,7 @@ def read_state(data: bytes) -> State:
     return state
 
 
-def _check(state: State) -> None:
+def _check(state: StateFile) -> None:
     """Raises TypeError, ValueError."""
     for name, file in state.files.items():
         if not name or "/" in name or "\\" in name or name in (".", "..") or not name.endswith(".safetensors"):
@@ -93,7 +93,7 @@ def _check(state: State) -> None:
             raise TypeError(f"the path {path!r:.50}")
 
 
-def companions_of(state: State) -> dict[str, bytes]:
+def companions_of(state: StateFile) -> dict[str, bytes]:
     """The files beside it that Hugging Face's loaders look for, by name: an index for a part of several files, and the
     model's config.json. They follow from it, so that they are written again after a crash."""
     companions: dict[str, bytes] = {}
@@ -112,11 +112,11 @@ def companions_of(state: State) -> dict[str, bytes]:
     return companions
 
 
-def decoded_values(state: State) -> dict[str, Any]:
+def decoded_values(state: StateFile) -> dict[str, Any]:
     """The plain values by name. Raises FormatError."""
     return {name: decode(value) for name, value in state.values.items()}
 
 
-def names_of(state: State) -> Mapping[str, str]:
+def names_of(state: StateFile) -> Mapping[str, str]:
     """Name in the state -> its file."""
     return {file.prefix + name: key for key, file in state.files.items() for name in file.names}

@@ -22,7 +22,7 @@ _MAX_SWEEPS = 50
 Ranks = tuple[int, ...]
 
 
-class Block(NamedTuple):
+class HeldBox(NamedTuple):
     """A box of a tensor, of `shape` elements of `itemsize` bytes, that each of `ranks` (ascending) holds."""
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Span(NamedTuple):
     end: int
 
 
-def divide(blocks: Sequence[Block], num_ranks: int) -> list[list[Span]]:
+def divide(blocks: Sequence[HeldBox], num_ranks: int) -> list[list[Span]]:
     """What each rank writes. Every element of a block is in one span, of a rank that holds it; an empty block has one, too.
 
     If all ranks hold all, the most bytes of a rank are at most 1.02 times the least, or differ from them by less than
@@ -73,11 +73,11 @@ def divide(blocks: Sequence[Block], num_ranks: int) -> list[list[Span]]:
     return [sorted(share) for share in spans]
 
 
-def _whole(number: int, block: Block) -> Span:
+def _whole(number: int, block: HeldBox) -> Span:
     return Span(number, 0, prod(block.shape))
 
 
-def _to_cut(blocks: Sequence[Block], numbers: Sequence[int], num_ranks: int) -> list[int]:
+def _to_cut(blocks: Sequence[HeldBox], numbers: Sequence[int], num_ranks: int) -> list[int]:
     """Of the blocks of a group of ranks, the largest ones, as many as level what whole blocks leave uneven."""
     able = [number for number in numbers if blocks[number].can_cut and blocks[number].num_bytes >= MIN_CUT_BYTES]
     able.sort(key=lambda number: (-blocks[number].num_bytes, number))
@@ -124,7 +124,7 @@ def _poured(levels: Sequence[float], amount: float) -> list[float]:
 
 
 def _cut_line(
-    blocks: Sequence[Block], numbers: Sequence[int], shares: Sequence[float], slack: int
+    blocks: Sequence[HeldBox], numbers: Sequence[int], shares: Sequence[float], slack: int
 ) -> Iterator[list[Span]]:
     """The blocks end to end, cut into stretches of about as many bytes as `shares`. A cut moves to a block's end within `slack`
     bytes, and else to where it leaves boxes that begin at multiples of 64 bytes."""
@@ -146,7 +146,7 @@ def _cut_line(
         yield spans
 
 
-def _cut_in(block: Block, at: float, slack: int) -> int:
+def _cut_in(block: HeldBox, at: float, slack: int) -> int:
     """The element before which a block is cut, for a cut `at` bytes from its begin on."""
     num_elements, num_bytes = prod(block.shape), block.num_bytes
     if at <= slack:
@@ -157,7 +157,7 @@ def _cut_in(block: Block, at: float, slack: int) -> int:
     return min(num_elements, round(at / (unit * block.itemsize)) * unit)
 
 
-def _unit(block: Block, slack: int) -> int:
+def _unit(block: HeldBox, slack: int) -> int:
     """Elements between places for a cut: whole rows if these are small enough, so that few boxes result, else parts of them."""
     for num_dims in range(1, len(block.shape) + 1):
         row = prod(block.shape[num_dims:])

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from loaderkit.checkpoint.planning.boxes import Box, boxes_in
-from loaderkit.checkpoint.planning.division import Block, divide
+from loaderkit.checkpoint.planning.division import HeldBox, divide
 from loaderkit.errors import CheckpointError
 
 
@@ -102,14 +102,14 @@ def shared(held: Sequence[Held]) -> list[dict[tuple[int, ...], list[int]]]:
     return groups
 
 
-class Part(NamedTuple):
+class ItemShare(NamedTuple):
     """What a rank writes of item `number` of its local plan: the box of the item's own tensor, or all of it."""
 
     number: int
     box: Box | None
 
 
-def divided(held: Sequence[Held], chosen: Sequence[Sequence[WriteItem]]) -> list[list[Part]] | None:
+def divided(held: Sequence[Held], chosen: Sequence[Sequence[WriteItem]]) -> list[list[ItemShare]] | None:
     """What each rank writes of the tensors, by rank. `chosen` are the items, each once, that a planner has dealt out.
 
     What several ranks hold is divided among them; names of the same memory, on all ranks that hold them, stay together.
@@ -129,14 +129,14 @@ def divided(held: Sequence[Held], chosen: Sequence[Sequence[WriteItem]]) -> list
         members.setdefault((key[2], same), []).append(key)
     tied = list(members.values())
     blocks = [_block(keys, [holders[key] for key in keys], held) for keys in tied]
-    parts: list[list[Part]] = []
+    parts: list[list[ItemShare]] = []
     for rank, spans in enumerate(divide(blocks, len(held))):
         parts.append([])
         for number, first, end in spans:
             shape = blocks[number].shape
             is_whole = end - first == blocks[number].num_bytes // blocks[number].itemsize
             for box in (None,) if is_whole else boxes_in(shape, first, end):
-                parts[rank] += [Part(holders[key][rank], box) for key in tied[number]]
+                parts[rank] += [ItemShare(holders[key][rank], box) for key in tied[number]]
     return parts
 
 
@@ -148,7 +148,7 @@ def _key(item: WriteItem) -> _Key | None:
     return item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype
 
 
-def _block(keys: Sequence[_Key], holders: Sequence[dict[int, int]], held: Sequence[Held]) -> Block:
+def _block(keys: Sequence[_Key], holders: Sequence[dict[int, int]], held: Sequence[Held]) -> HeldBox:
     _, _, shape, dtype = keys[0]
     all_items = [(rank, number) for numbers in holders for rank, number in numbers.items()]
     is_dense = all(
@@ -156,7 +156,7 @@ def _block(keys: Sequence[_Key], holders: Sequence[dict[int, int]], held: Sequen
         for data in (held[rank].items[number].tensor_data for rank, number in all_items)
     )
     can_cut = is_dense and not any(number in held[rank].uncut for rank, number in all_items)
-    return Block(shape, dtype.itemsize, tuple(sorted(holders[0])), can_cut)
+    return HeldBox(shape, dtype.itemsize, tuple(sorted(holders[0])), can_cut)
 
 
 def part_of(item: WriteItem, box: Box) -> WriteItem:

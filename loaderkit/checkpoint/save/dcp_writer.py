@@ -27,7 +27,7 @@ from loaderkit.checkpoint.discovery.description import DCP, SAFETENSORS, Format
 from loaderkit.checkpoint.discovery.locate import SaveTarget, save_target
 from loaderkit.checkpoint.formats.dcp import MAX_TIED
 from loaderkit.checkpoint.planning.boxes import Box
-from loaderkit.checkpoint.planning.held import Held, Part, divided, is_default_planner, part_of
+from loaderkit.checkpoint.planning.held import Held, ItemShare, divided, is_default_planner, part_of
 from loaderkit.checkpoint.planning.stored import Stored, described_as_stored
 from loaderkit.checkpoint.save.commit import begin, commit
 from loaderkit.checkpoint.save.engine import SavedFile, save_files
@@ -63,7 +63,7 @@ class Share(NamedTuple):
     placement: Placement
     rank: int
     token: str | None
-    parts: list[Part] | None = None
+    parts: list[ItemShare] | None = None
     work: RankWork | None = None
 
 
@@ -206,7 +206,7 @@ class StreamWriter(StorageWriter, AsyncStager):
             work = self._whole.divide(plans, offers, placement.generation)
             shares = [Share(placement, rank, tokens[rank], work=one) for rank, one in enumerate(work)]
         else:
-            parts: list[list[Part]] | None = None
+            parts: list[list[ItemShare]] | None = None
             if len(plans) > 1 and None not in local:
                 parts = divided([one.held for one in local if one is not None], [plan.items for plan in plans])
             shares = [

@@ -31,7 +31,7 @@ from loaderkit.checkpoint.save.file_plan import (
     ElementsItem,
     ElementSource,
     FilePlan,
-    Piece,
+    ItemSlice,
     TensorItem,
     address_of,
 )
@@ -245,7 +245,7 @@ class _Filler:
         self._part, self._memory = part, memory
         self._rows: list[tuple[int, int, int, int]] = []  # as `native.fill_part` takes them
         self._summed: list[tuple[int, TensorItem, int]] = []  # rows with bytes of tensors, from where on
-        self._tails: list[Piece] = []  # ends of archives, which have the tensors' checksums
+        self._tails: list[ItemSlice] = []  # ends of archives, which have the tensors' checksums
         self._has_tail = np.zeros(-(-len(memory) // part.file.block_bytes), np.bool_)  # by block
         self.times = SaveTimes()
 
@@ -282,7 +282,7 @@ class _Filler:
         self.times.hashing_s += hashing_s
         self.times.staging_s += time.perf_counter() - begin_s - hashing_s
 
-    def _add(self, piece: Piece) -> None:
+    def _add(self, piece: ItemSlice) -> None:
         """Note from where the bytes of a piece of an item are to be copied; those that do not lie in memory are now."""
         item, lo, hi, at = piece
         if isinstance(item, BytesItem):
@@ -299,7 +299,7 @@ class _Filler:
             self._add_elements(item.data, first - begin, last - begin, at + first - lo, crc=0)
         if hi > end:
             first = max(lo, end)
-            self._tails.append(Piece(item, first, hi, at + first - lo))
+            self._tails.append(ItemSlice(item, first, hi, at + first - lo))
             block = self._part.file.block_bytes
             self._has_tail[(at + first - lo) // block] = self._has_tail[(at + hi - lo - 1) // block] = True
 

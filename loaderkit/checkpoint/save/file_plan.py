@@ -102,7 +102,7 @@ def address_of(memory: NDArray[np.uint8]) -> int:
     return address
 
 
-class Piece(NamedTuple):
+class ItemSlice(NamedTuple):
     """The bytes [lo, hi) of an item that lie in a part, from the offset `at` on in it."""
 
     item: Item
@@ -134,7 +134,7 @@ class FilePlan:
         memory = item.data.fixed[start : start + size] if start >= 0 else None
         return memory if memory is not None and len(memory) == size and address_of(memory) % PAGE == 0 else None
 
-    def pieces(self, begin: int, end: int) -> Iterator[Piece]:
+    def pieces(self, begin: int, end: int) -> Iterator[ItemSlice]:
         """The pieces of items in [begin, end), in order."""
         for number in range(max(0, bisect_right(self.starts, begin) - 1), len(self.items)):
             item, start = self.items[number], self.starts[number]
@@ -142,4 +142,4 @@ class FilePlan:
                 return
             lo, hi = max(begin - start, 0), min(end - start, item.size)
             if lo < hi:
-                yield Piece(item, lo, hi, start + lo - begin)
+                yield ItemSlice(item, lo, hi, start + lo - begin)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from loaderkit.connectors.s3.config import ClientSettings, S3Location
-from loaderkit.connectors.s3.uploads import Uploads
+from loaderkit.connectors.s3.uploads import WriteClient
 from loaderkit.errors import MissingExtraError
 
 _PAGE = 1000
@@ -45,7 +45,7 @@ class Client:
         self._location = location
         self._settings = settings
         self._bucket = location.bucket
-        self._uploads: Uploads | None = None
+        self._uploads: WriteClient | None = None
         self._pages = ListObjectStream
         self._lock = threading.Lock()
         self._num_part_requests = 0
@@ -97,11 +97,11 @@ class Client:
         )
 
     @property
-    def uploads(self) -> Uploads:
+    def uploads(self) -> WriteClient:
         """The client that writes, created with the first upload; its errors are of type `failure`, too."""
         with self._lock:
             if self._uploads is None:
-                self._uploads = Uploads(self._location, self._settings, self.failure)
+                self._uploads = WriteClient(self._location, self._settings, self.failure)
             return self._uploads
 
     def delete(self, key: str) -> None:

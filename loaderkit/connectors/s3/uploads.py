@@ -38,7 +38,7 @@ def _descriptions() -> Any:
     return create_loader()
 
 
-class Uploads:
+class WriteClient:
     """A client that writes to one bucket. Raises MissingExtraError. Failed requests raise `failure` with code and status."""
 
     def __init__(self, location: S3Location, settings: ClientSettings, failure: Callable[[str], Exception]) -> None:

@@ -12,7 +12,7 @@ from loaderkit.pipeline.batches.plan import MakeChunk
 from loaderkit.sampling.permutation import Bijection
 from loaderkit.sources.base import Sample, Source
 from loaderkit.sources.iterable import Pass, Preview
-from loaderkit.sources.mixture import MixtureSource, Part
+from loaderkit.sources.mixture import MixtureSource, SourcePart
 from loaderkit.stages.base import BatchWork, FieldSpec, SampleChunk
 from loaderkit.stages.runner import raise_store_failure
 
@@ -88,7 +88,7 @@ def specs_of_all_parts(
     """`specs_of_first` of a mixture: of every source, in turn; of those named in `at_once` side by side, as each waits for a
     store. Raises ConfigError if they differ, naming sources and fields."""
 
-    def specs_of_part(part: Part) -> Mapping[str, FieldSpec]:
+    def specs_of_part(part: SourcePart) -> Mapping[str, FieldSpec]:
         return specs_of_first(part, run, specs_of, stream, num_tries=num_tries, first=part.first, make_chunk=make_chunk)
 
     first, *others = source.parts

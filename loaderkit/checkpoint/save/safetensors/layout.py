@@ -34,7 +34,7 @@ _MAX_STEM = 80
 Shape = tuple[int, ...]
 
 
-class Chunk(NamedTuple):
+class GivenBox(NamedTuple):
     """A box of a tensor: number `number` of those that `rank` has to give."""
 
     offsets: Shape
@@ -51,7 +51,7 @@ class LaidTensor(NamedTuple):
     key: str
     dtype: torch.dtype
     shape: Shape
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[GivenBox, ...]
     holders: frozenset[int] = frozenset()
     made_of: tuple[torch.dtype, Shape] | None = None
 
@@ -153,7 +153,7 @@ def _tensors(
             offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
             known = tensors.setdefault(name, LaidTensor(name, name, data.properties.dtype, tuple(data.size), ()))
             if prod(sizes):
-                chunk = Chunk(offsets, sizes, rank, len(given[rank]))
+                chunk = GivenBox(offsets, sizes, rank, len(given[rank]))
                 given[rank].append((name, offsets))
                 tensors[name] = known._replace(chunks=(*known.chunks, chunk))
     if rule is not None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from loaderkit.checkpoint.formats.blockwise import ABSMAX
 from loaderkit.checkpoint.formats.plain_json import encode
 from loaderkit.checkpoint.formats.safetensors import DTYPES
-from loaderkit.checkpoint.formats.state_file import MODEL_CONFIG, STATE, State, TensorsFile
+from loaderkit.checkpoint.formats.state_file import MODEL_CONFIG, STATE, StateFile, TensorsFile
 from loaderkit.checkpoint.names import flatten
 from loaderkit.checkpoint.planning.boxes import Box
 from loaderkit.checkpoint.planning.held import DescribedPlan
@@ -201,12 +201,12 @@ class SafetensorsSave:
             if tuple(path) != kept.get(name, (name,)) and all(type(key) in (str, int) for key in path)
         }
         if self._rule is None:
-            return State(files, values, aliases, paths).encode()
+            return StateFile(files, values, aliases, paths).encode()
         stored = [tensor for file in self._layout.files for tensor in file.tensors]
         self.report = report_of(stored, losses)
         if MODEL_CONFIG in values and not self._rule.is_quantized:
             values[MODEL_CONFIG] = config_in(values[MODEL_CONFIG], self._rule.precision)
-        return State(files, values, aliases, paths, self._rule.described() | self.report).encode()
+        return StateFile(files, values, aliases, paths, self._rule.described() | self.report).encode()
 
     def close(self, reason: str = "") -> None:
         """Close the connections; with a `reason`, ranks that still wait for this one hear it. Idempotent."""

@@ -22,7 +22,7 @@ from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.system.numa import numa_conflict
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
-from loaderkit.engine.metrics.interval import Interval
+from loaderkit.engine.metrics.interval import Interval, measure
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stalls import RELEASE, START
 from loaderkit.errors import ConfigError
@@ -264,10 +264,12 @@ def first_batch(facts: ReportFacts) -> FirstBatch | None:
 
 def stage_rows(passed: Stats, series: Sequence[Mapping[str, Any]]) -> list[StageRow]:
     """A row for every stage, in their order."""
+    interval = Interval.of(passed)
     pools = {name: number for number, pool in enumerate(passed.tuning.pools) for name in pool.stages}
     first_of = {number: name for name, number in reversed(pools.items())}
     rows = []
     for row in passed.stages:
+        facts = measure(interval, row.name).awaited
         pool = pools.get(row.name, 0)
         trial = passed.trials.get(first_of.get(pool, row.name), ContentionResult())
         waiting_s = max(0.0, row.busy_s - row.cpu_s - row.delayed_s)
@@ -281,6 +283,8 @@ def stage_rows(passed: Stats, series: Sequence[Mapping[str, Any]]) -> list[Stage
                 **known,
                 kind=row.kind,
                 in_turn=row.in_turn,
+                computes_elsewhere=facts.computes_elsewhere,
+                is_limited=facts.is_limited,
                 pool=pool,
                 io_s=waiting_s - gil_s,
                 gil_s=gil_s,

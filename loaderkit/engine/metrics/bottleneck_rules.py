@@ -22,6 +22,7 @@ from loaderkit.engine.metrics.interval import (
     Interval,
     StageFacts,
     are_slow_together,
+    is_of_user,
 )
 from loaderkit.engine.metrics.snapshot import ALWAYS
 from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, RESTART, START, WAKEUP
@@ -149,9 +150,7 @@ def shared(facts: Facts) -> Verdict | None:
 def oversubscription(facts: Facts) -> Verdict | None:
     """A library that its function calls computes in threads of its own, in each worker as many as there are CPUs."""
     interval, stage = facts.interval, facts.awaited.stage
-    if interval.is_inline or (
-        stage.kind not in ("call", "filter") and not (stage.kind == "read" and not stage.num_bytes)
-    ):
+    if interval.is_inline or not is_of_user(stage):
         return None  # no worker, or no function of the user's
     native_s, num_cpus = interval.stats.host.native_s, interval.num_cpus or 1
     if not interval.stats.tuning.is_remote:
@@ -171,6 +170,16 @@ def oversubscription(facts: Facts) -> Verdict | None:
         "threadpoolctl.threadpool_limits(1) around what the function computes"
     )
     return _of_stage(interval, facts.awaited, "oversubscription", evidence, change, sure=0.9)
+
+
+def subprocesses(facts: Facts) -> Verdict | None:
+    """Its function starts processes, and waits for what those compute."""
+    interval, awaited = facts.interval, facts.awaited
+    if not awaited.computes_elsewhere:
+        return None
+    used = interval.stats.host.children_s / interval.counted_s
+    evidence = f"processes that this program started used {used:.1f} CPUs, the workers {interval.cpus_used:.1f}"
+    return _of_stage(interval, awaited, "computing", evidence, words.less_work(interval, awaited), sure=0.9)
 
 
 def gil(facts: Facts) -> Verdict | None:
@@ -392,8 +401,9 @@ def waiting(facts: Facts) -> Verdict:
     kind, sure = "waiting", 0.9 if awaited.needs_cpu < WAITING else 0.5
     if awaited.alone_share is not None:
         is_independent = awaited.slowdown is not None and awaited.slowdown < PLAINLY
-        evidence += f"; {words.compared(awaited)}{': workers do not block one another' if is_independent else ''}"
-        kind, sure = "latency", _confidence_of_comparison(awaited)
+        found = ": all together hardly get more done" if awaited.is_limited else ""
+        evidence += f"; {words.compared(awaited)}{': workers do not block one another' if is_independent else found}"
+        kind, sure = ("waiting", 0.5) if awaited.is_limited else ("latency", _confidence_of_comparison(awaited))
     if stage.kind == "read":
         change += "; or fewer, larger requests: tar shards, order.shuffle: block"
     elif stage.kind == "transfer":

@@ -156,10 +156,13 @@ def _why_not_more(interval: Interval, facts: StageFacts) -> str:
     if interval.is_inline:
         return "or larger batches"
     if interval.is_short_of_cpus:
-        return f"or {more_cpus(interval)}: more workers would not help, since no CPU is free"
+        gain = "would not help, since no CPU is free"
+        if _has_greedy_others(interval):  # the kernel shares CPUs among threads
+            gain = "would only take CPUs from those programs"
+        return f"or {more_cpus(interval)}: more workers {gain}"
     if facts.pool.works_one_at_a_time:
         return "more workers would not help: one worker alone was faster"
-    return _no_workers(interval)
+    return _no_workers(interval, facts)
 
 
 def faster_iterable(interval: Interval, facts: StageFacts, *, computing: bool) -> str:
@@ -181,16 +184,18 @@ def workers_instead(interval: Interval, how: str) -> str:
     return f"prefetch.executor: {interval.stats.tuning.executor_with_workers}, {how}"
 
 
-def _no_workers(interval: Interval) -> str:
+def _no_workers(interval: Interval, facts: StageFacts) -> str:
     if interval.stats.full_turn is not None:
         return f"{FASTER}: more workers would not help while one thread iterates in {interval.stats.full_turn} all the time"
-    return "not more workers: one thread in the trainer's process runs it"
+    if facts.pool.is_in_trainer or facts.stage.kind == "transfer":
+        return "not more workers: one thread in the trainer's process runs it"
+    return f"what {facts.stage.name} waits for should answer more at a time: more workers would hardly help"
 
 
 def more_workers(interval: Interval, facts: StageFacts, *, computing: bool = False) -> str:
     """The change for a stage that more workers make faster."""
     if more_of(interval, facts, computing=computing) is None:
-        return _no_workers(interval)
+        return _no_workers(interval, facts)
     wanted = interval.suggested_workers(facts.stage.workers, computing=computing)
     return f'more workers: loader.resize("{facts.stage.name}", workers={wanted})'
 
@@ -210,7 +215,13 @@ def more_cpus(interval: Interval) -> str:
     if interval.stats.host.quota_cpus is not None or interval.throttled_share > HARMLESS:
         return "a larger CPU quota"
     others = interval.others_cpus or 0.0
-    return f"the {others:.1f} CPUs that other programs take" if others > _OTHERS else "more CPUs"
+    return f"the {others:.1f} CPUs that other programs take" if _has_greedy_others(interval) else "more CPUs"
+
+
+def _has_greedy_others(interval: Interval) -> bool:
+    """True if other programs have CPUs that are short here, and no quota is the reason."""
+    has_quota = interval.stats.host.quota_cpus is not None or interval.throttled_share > HARMLESS
+    return not has_quota and (interval.others_cpus or 0.0) > _OTHERS
 
 
 def several_processes(interval: Interval) -> str:

@@ -19,6 +19,7 @@ HARMLESS = 0.05  # share of the time; shorter waits are not worth a change
 WAITING = 0.25  # share of the time; workers that wait for less are not held up
 SPARE = 0.6  # share of their time; workers that are busy for less have time to spare
 COMPUTING = 0.6  # share of the busy time on a CPU or ready for one, above which a stage computes
+SCALES = 0.6  # throughput of all / (that of one worker alone x workers); of waits for latency 0.63 to 1 was recorded
 ALL_ALONE = 0.9  # share of the throughput of all, above which one worker alone does as much
 PLAINLY = 1.2  # ratio from which on a difference is more than chance
 _SEVERAL = 1.5  # workers, on average
@@ -235,8 +236,9 @@ class Interval:
         where they compute no more than there are CPUs for."""
         share = self.share_after_start
         enough = ceil(workers / max(1e-9, 1 - share)) if share < 1 else 2 * workers
-        if computing and self.cpus is not None and self.cpus_used > 0:
-            enough = min(enough, ceil(workers * self.cpus / self.cpus_used))
+        used = self.cpus_used + self.stats.host.children_s / self.counted_s
+        if computing and self.cpus is not None and used > 0:
+            enough = min(enough, ceil(workers * self.cpus / used))
         return max(workers + 1, min(4 * workers, enough))
 
 
@@ -275,6 +277,8 @@ class StageFacts:
     is_as_fast_alone: bool | None  # its throughput is nearer to that of all than to one worker's share
     is_serial: bool  # workers block one another
     is_held_up: bool  # an item takes plainly longer side by side, for whatever reason
+    is_limited: bool  # so, and all workers get hardly more done than a few would: a server may answer a few at a time
+    computes_elsewhere: bool  # its workers wait for processes that its function starts, and those compute
     may_hold_gil: bool  # with more threads, its workers may only wait for one another
     loop_holds_gil: bool  # its workers wait for the GIL, and the loop has it
 
@@ -313,7 +317,7 @@ def more_of(interval: Interval, facts: StageFacts, *, computing: bool = False) -
     if facts.pool.is_in_trainer or facts.stage.kind == "transfer" or facts.stage.in_turn:
         return None
     if not computing:
-        return "workers"
+        return None if facts.is_limited else "workers"
     if interval.is_short_of_cpus or facts.pool.works_one_at_a_time:
         return None
     return "processes" if facts.may_hold_gil else "workers"
@@ -368,11 +372,13 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
     else:
         # One worker alone does as much as all if it takes an unfair lock again and again while the others wait.
         does_all = alone_share > ALL_ALONE and num_inside > _SEVERAL
-        is_held_up = num_in_stage > 1 and slowdown is not None and slowdown > serial_slowdown
+        is_slowed = num_in_stage > 1 and slowdown is not None and slowdown > serial_slowdown
         # What computes when it is alone waits for no lock, or for one under which it computes: on one CPU at most.
         computes_alone = busy_s > 0 and stage.cpu_s / busy_s * (slowdown or 1.0) > COMPUTING
         uses_several = computes_alone and interval.cpus_used > interval.num_processes
-        is_serial = not uses_several and (does_all or (is_held_up and alone_share * num_inside > PLAINLY))
+        is_serial = not uses_several and (does_all or (is_slowed and alone_share * num_inside > PLAINLY))
+    is_held_up = slowdown is not None and slowdown > PLAINLY
+    computes_elsewhere = _computes_elsewhere(interval, stage)
     return StageFacts(
         stage=stage,
         pool=pool,
@@ -387,8 +393,10 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
         serial_slowdown=serial_slowdown,
         is_as_fast_alone=None if alone_share is None else alone_share >= num_compared**-0.5,
         is_serial=is_serial,
-        is_held_up=slowdown is not None and slowdown > PLAINLY,
-        may_hold_gil=_may_hold_gil(stage, trial, num_in_process),
+        is_held_up=is_held_up,
+        is_limited=is_held_up and alone_share is not None and alone_share * num_compared * SCALES > 1,
+        computes_elsewhere=computes_elsewhere,
+        may_hold_gil=not computes_elsewhere and _may_hold_gil(stage, trial, num_in_process),
         loop_holds_gil=_loop_holds_gil(interval, stage, trial),
     )
 
@@ -404,7 +412,20 @@ def _loop_holds_gil(interval: Interval, stage: StageStats, trial: ContentionResu
     return usual_s < _USUAL_CPU * stage.cpu_s / stage.num_items and slow_s < _MOST_FOR_GIL_S
 
 
+def _computes_elsewhere(interval: Interval, stage: StageStats) -> bool:
+    """Most of what its workers wait is CPU time of processes that have been started; where these wait for a CPU themselves,
+    half of that is enough."""
+    least = COMPUTING / 2 if interval.is_short_of_cpus else COMPUTING
+    waited_s = stage.busy_s - stage.cpu_s - stage.delayed_s
+    return is_of_user(stage) and interval.stats.host.children_s > max(least * waited_s, stage.cpu_s, 1e-9)
+
+
+def is_of_user(stage: StageStats) -> bool:
+    """True if it runs a function or a data set of the user's."""
+    return stage.kind in _USERS or (stage.kind == "read" and not stage.num_bytes)
+
+
 def _may_hold_gil(stage: StageStats, trial: ContentionResult, num_in_process: int) -> bool:
     if trial.holds_gil is not None or num_in_process > 1:
         return bool(trial.holds_gil)
-    return stage.kind in _USERS or (stage.kind == "read" and not stage.num_bytes)
+    return is_of_user(stage)

@@ -5,7 +5,7 @@ No center can do more than one second of work a second, so with demands D in s a
     X <= N / sum of D over the pool's stages      its workers          (bottleneck law, utilisation law)
     X <= CPUs / (CPU demand of workers and loop)  the processor: our share of it, others having theirs
     X <= processes / (demand under the GIL)       the GIL
-    X <= 1 / D                                    what one worker uses at a time: a link, a lock of the user's
+    X <= 1 / D                                    what one worker, or a few, use at a time: a link, a lock, a server
     X <= samples in work / response time          batches ahead        (Little's law)
     X <= 1 / network time                         the way from other nodes
     X <= 1 / (compute time + taking batches)      the loop itself
@@ -41,7 +41,7 @@ def bounds(model: PipelineModel) -> dict[str, float]:
     if model.gil_s > 0:
         upper["gil"] = model.processes / model.gil_s
     if model.serial_stage is not None and model.serial_s > 0:
-        upper[f"{model.serial_stage}, one at a time"] = 1.0 / model.serial_s
+        upper[f"{model.serial_stage}, shared"] = 1.0 / model.serial_s
     response_s = sum(pool.service_s for pool in model.pools)
     if response_s > 0:
         upper["batches ahead"] = model.samples_ahead / response_s

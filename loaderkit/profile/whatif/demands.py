@@ -67,7 +67,7 @@ class PipelineModel:
     others_cpus: float = 0.0  # how many of them other programs would use all the time
     gil_s: float = 0.0  # under the GIL; 0: hardly any
     processes: int = 1  # that load, each with its own GIL
-    serial_stage: str | None = None  # a stage that only one worker at a time can run
+    serial_stage: str | None = None  # a stage that only one worker at a time, or a few, can run
     serial_s: float = 0.0
     batch: float = 1.0  # samples of one
     chunk: float = 0.0  # samples of one that workers and batches ahead let be so long; 0: not known
@@ -100,13 +100,17 @@ def model_of(report: Report) -> PipelineModel | None:
     verdict, tuning, batch = report.verdict, report.tuning, samples / report.num_batches
     rows = report.stages
     in_turn = next((row.name for row in rows if row.in_turn), None)
-    serial = verdict.stage if verdict.kind in ("lock", "bandwidth") else in_turn
+    # What a few workers at a time can have is as full as what one can: more workers would only wait longer for it.
+    is_limited = verdict.kind == "waiting" and any(row.is_limited for row in rows if row.name == verdict.stage)
+    serial = verdict.stage if is_limited or verdict.kind in ("lock", "bandwidth") else in_turn
     serial_s = 1.0 / max(report.throughput["samples_per_s"], 1e-9) if serial else 0.0
     late_s, processes = _late_s(report), int(tuning.get("processes", 1))
     demands: dict[int, list[Demand]] = {}
     for row in rows:
         of_batch = "batch" in [one.kind for own in demands.values() for one in own]
         cpu_s, wait_s = row.cpu_s / row.num_items, (row.io_s + late_s(row)) / row.num_items
+        if verdict.kind == "computing" and row.name == verdict.stage and row.computes_elsewhere:
+            cpu_s, wait_s = cpu_s + float(report.host["children_s"]) / row.num_items, 0.0
         times = times_of(row, wait_s, report.wall_s, report.world_size)
         if row.name == serial and verdict.kind == "bandwidth" and times.slow_wait > _VARIES:
             serial = None

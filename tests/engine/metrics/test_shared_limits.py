@@ -1,0 +1,100 @@
+"""The verdict where what limits is shared: a server that answers a few at a time, CPUs that others use, started processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from made_accounts import row, services, stats
+from numbers_dataset import Numbers
+
+from loaderkit import Pipeline
+from loaderkit._internal.system.cgroups import CpuTimes
+from loaderkit.engine.metrics import Stats, host
+from loaderkit.engine.metrics.contention import ContentionResult
+from loaderkit.engine.metrics.host import CpuWatch, host_stats, merged_hosts
+from loaderkit.profile.settings_patch import settings_for
+from profiles.bottlenecks import contradictions
+
+CONFIG = Pipeline.dataset(Numbers()).read().call(abs).batch(8).config
+
+
+def a_server(alone_share: float, slowdown: float, workers: int = 6) -> Stats:
+    """Workers that wait for a server: one alone has `alone_share` of the throughput of all."""
+    trial = ContentionResult(alone_share, 0.98, 0.0, float(workers), {"call": slowdown})
+    rows = [row("read", 1, 1, workers=workers), row("call", 10 * workers - 1, 1, workers=workers)]
+    return stats({"call": 8.0}, rows, trial=trial)
+
+
+class TestAServer:
+    def test_that_answers_a_few_at_a_time(self) -> None:
+        """Six workers get twice as much done as one: four times as many would get no more."""
+        seen = a_server(alone_share=0.52, slowdown=1.3)
+        found = seen.verdict()
+        assert (found.stage, found.kind) == ("call", "waiting")
+        assert found.confidence < 0.6
+        assert "more workers would hardly help" in found.change
+        assert "resize" not in found.change
+        assert not settings_for(found, seen, CONFIG)
+        assert not contradictions(seen.to_dict())
+
+    def test_that_answers_all(self) -> None:
+        seen = a_server(alone_share=0.17, slowdown=1.02)
+        found = seen.verdict()
+        assert (found.stage, found.kind) == ("call", "latency")
+        assert found.confidence > 0.8
+        assert [one.key for one in settings_for(found, seen, CONFIG)] == ["prefetch.concurrency"]
+
+    @pytest.mark.parametrize(("alone_share", "slowdown"), [(0.45, 1.01), (0.28, 1.31)])
+    def test_beside_busy_programs(self, alone_share: float, slowdown: float) -> None:
+        """One of both alone says little there: recorded of stores with latency, with four workers."""
+        assert a_server(alone_share, slowdown, workers=4).verdict().kind == "latency"
+
+
+class TestOtherPrograms:
+    @pytest.mark.parametrize(("others_s", "said"), [(16.0, "from those programs"), (0.0, "since no CPU is free")])
+    def test_more_workers_take_cpus_from_them(self, others_s: float, said: str) -> None:
+        """The kernel shares CPUs among threads, so more of ours get more: what-if says the same."""
+        seen = stats({"call": 8.0}, [row("read", 1, 1), row("call", 19, 4, delayed_s=14)], idle_s=0.0)
+        seen = replace(seen, host=replace(seen.host, others_s=others_s))
+        found = seen.verdict()
+        assert (found.kind, found.change.endswith(said)) == ("computing", True)
+
+
+class TestStartedProcesses:
+    @pytest.mark.parametrize(
+        ("idle_s", "children_s", "kind"), [(20.0, 14.0, "computing"), (20.0, 6.0, "waiting"), (0.0, 9.0, "computing")]
+    )
+    def test_what_they_compute_is_no_latency(self, idle_s: float, children_s: float, kind: str) -> None:
+        seen = stats({"call": 8.0}, [row("read", 1, 1), row("call", 19, 0.5)], idle_s=idle_s)
+        seen = replace(seen, host=replace(seen.host, children_s=children_s))
+        found = seen.verdict()
+        assert (found.stage, found.kind) == ("call", kind)
+        assert ("this program started" in found.evidence) == (kind == "computing")
+        wanted = ["prefetch.concurrency"] if idle_s else []
+        assert [one.key for one in settings_for(found, seen, CONFIG)] == wanted
+        assert not contradictions(seen.to_dict())
+
+    def test_their_time_is_not_that_of_other_programs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ten seconds of CPUs passed; what a started process had of them was this program's."""
+        times = iter([CpuTimes(0.0, 100.0), CpuTimes(0.0, 110.0)])
+        monkeypatch.setattr(host, "cpu_times_so_far", lambda: next(times))
+        monkeypatch.setattr(time, "process_time", lambda: 7.0)
+        watch, before = CpuWatch(), host_stats()
+        watch.begin()
+        subprocess.run([sys.executable, "-S", "-c", "sum(range(5_000_000))"], check=True)
+        now = host_stats()
+        used_s = now.minus(before).children_s
+        assert used_s > 0.02
+        assert watch.added_to(now, children_s=3.0).others_s == pytest.approx(7.0 - used_s)
+        assert merged_hosts([now, now]).children_s == 2 * now.children_s
+
+
+def test_slow_items_do_not_hide_the_scaling() -> None:
+    """A few slow items, of which as many are in work as there are workers, are no server's limit."""
+    trial = ContentionResult(0.5, 0.98, 0.0, 6.0, {"call": 1.3})
+    rows = [row("read", 1, 1, workers=6), row("call", 59, 1, workers=6, services=services((0.01, 900), (0.5, 100)))]
+    assert stats({"call": 8.0}, rows, trial=trial).verdict().kind == "stragglers"

@@ -239,9 +239,10 @@ class ContentionProbe:
         window, by_sums = self._window, baseline.by_sums
         if baseline.overlap_speed > 0:
             stages = zip(self._stages, baseline.sample_stages_s, window.sample_stages_s(), strict=True)
+            # Delays are known later than times: without them, a short time may come out below 0.
             self._result = self._result._replace(
                 alone_share=window.undelayed_speed(by_sums) / baseline.overlap_speed,
-                slowdowns={stage: all_s / alone_s for stage, all_s, alone_s in stages if alone_s > 0},
+                slowdowns={stage: all_s / alone_s for stage, all_s, alone_s in stages if min(all_s, alone_s) > 0},
             )
         self._baseline = None
         # Where the GIL is free, one alone is faster by chance: the slow samples of a burst fell to all workers.

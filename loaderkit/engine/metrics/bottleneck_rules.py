@@ -211,7 +211,9 @@ def gil(facts: Facts) -> Verdict | None:
 
 def _is_gil(interval: Interval, busiest: StageFacts) -> bool:
     uses_several_cpus = interval.cpus_used > _ONE_CPU * interval.num_processes
-    if busiest.stage.cpu_s < LITTLE_CPU * interval.wall_s or uses_several_cpus or interval.is_inline:
+    # Where other programs have the CPUs, what holds the GIL uses less of them.
+    little = LITTLE_CPU * min(1.0, interval.cpus_left) if busiest.pool.trial.holds_gil else LITTLE_CPU
+    if busiest.stage.cpu_s < little * interval.wall_s or uses_several_cpus or interval.is_inline:
         return False
     if busiest.stage.in_turn:
         return False  # its workers wait for their turn

@@ -192,6 +192,13 @@ class Interval:
         return None if others_s is None else max(0.0, others_s / self.counted_s)
 
     @property
+    def cpus_left(self) -> float:
+        """CPUs that other programs leave; at least a tenth of one, and one where it is not known what they use."""
+        if self.others_cpus is None or self.cpus is None:
+            return 1.0
+        return max(0.1, self.cpus - self.others_cpus)
+
+    @property
     def throttled_share(self) -> float:
         """How long a CPU quota kept threads from running, on all CPUs together, as a share of the time; some kernels count
         little of it."""

@@ -409,3 +409,24 @@ def test_the_gil_is_asked_for_seldom(seconds: float) -> None:
     for _ in range(math.ceil(0.5 / seconds)):
         machine.work(seconds)
     assert machine.num_asked == num_asked, "a worker alone waits for no other"
+
+
+class LateDelays:
+    """The clock of a worker, on which more delay than time has come to the second stage."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def summed(self, clocks: object, now: float) -> tuple[list[float], list[tuple[float, ...]]]:
+        delayed_s = 0.0 if self._machine.gate.is_solo else 0.2 * now
+        return [now, 0.1 * now], [(0, 0, 0, 0.0, 0.0, 0), (0, 0, 0, 0.0, delayed_s, 0)]
+
+
+def test_a_stage_without_a_time_of_its_own_is_not_compared() -> None:
+    """Its delays were counted, and the time that they were part of not yet: a slowdown would be below 0."""
+    machine = Machine()
+    machine.worker_clock = LateDelays(machine)  # type: ignore[assignment]
+    machine.until_tried(1.0, 0.1)
+    while is_solo(machine):
+        machine.overlapping(1.0, 0.1)
+    assert machine.probe.trial.slowdowns == {"read": pytest.approx(1.0)}

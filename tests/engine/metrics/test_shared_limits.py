@@ -63,6 +63,15 @@ class TestOtherPrograms:
         found = seen.verdict()
         assert (found.kind, found.change.endswith(said)) == ("computing", True)
 
+    @pytest.mark.parametrize(("gil_taken", "kind"), [(0.95, "gil"), (0.3, "stragglers")])
+    def test_leave_little_to_who_holds_the_gil(self, gil_taken: float, kind: str) -> None:
+        """With a tenth of a CPU a function in Python is seldom on one, and its workers' turns vary as stragglers do."""
+        slow = services((0.04, 900), (1.2, 100))
+        rows = [row("read", 0.1, 0.01, workers=4), row("call", 39, 0.8, workers=4, delayed_s=4, services=slow)]
+        seen = stats({"call": 8.0}, rows, idle_s=0.0, trial=ContentionResult(0.9, 0.9, gil_taken, 4.0))
+        seen = replace(seen, host=replace(seen.host, others_s=39.0))
+        assert seen.verdict().kind == kind
+
 
 class TestStartedProcesses:
     @pytest.mark.parametrize(

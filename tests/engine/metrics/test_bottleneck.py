@@ -199,8 +199,8 @@ class TestOfAStage:
         assert "larger requests" in found.change
 
     def test_few_were_there_when_one_alone_was_compared_with_them(self) -> None:
-        """Eight workers of which the loop needs two: what holds two up a little would hold eight up by far more. Eight that get less
-        than twice as much done as one, each a little later, are held up by something that is no lock."""
+        """Eight workers of which the loop needs two: what holds two up a little would hold eight up by far more. Eight that
+        get less than twice as much done as one, each a little later, are held up by something that is no lock."""
         waiting = row("read", 79, 0.3, workers=8, services=services((0.02, 900)))
         assert (
             self.verdict(waiting, trial=ContentionResult(0.6, 0.98, num_inside=2.4, slowdowns={"read": 1.5})).kind

@@ -10,6 +10,7 @@ import os
 import random
 import tarfile
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tar_archives import FORMATS, Recording, archive, by_tarfile, other_kind, scanned
 
+from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import FormatError
 from loaderkit.sources.formats.tar_index import (
+    load_index,
     scan_tar,
 )
-from loaderkit.sources.formats.tar_index.index import Member
+from loaderkit.sources.formats.tar_index.index import Member, sample_key_and_extension
 
 NAMES = st.one_of(
     st.text(alphabet="ab./-_é日\udce9", min_size=1, max_size=12),
@@ -48,10 +51,25 @@ def test_same_members_as_tarfile(entries: list[tarfile.TarInfo | tuple[str, byte
         data = archive(entries, form)
     except ValueError:  # ustar cannot hold every long name
         return
-    index = scanned(data)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        index = scanned(data)
     assert list(index) == by_tarfile(data)
     assert index.members() == [index[i] for i in range(len(index))] == index[:]
-    assert index.is_whole
+    links = (tarfile.SYMTYPE, tarfile.LNKTYPE)
+    lacking = [e for e in entries if isinstance(e, tarfile.TarInfo) and e.type in links]
+    lacking = [link for link in lacking if sample_key_and_extension(link.name) is not None]
+    assert index.is_whole == (not warned) == (not lacking)
+
+
+def test_links_that_would_be_samples_are_warned_about_each_time(tmp_path: Path) -> None:
+    """GNU tar stores the second name of a file as a link, and its sample would be missing without a word."""
+    hard, soft = other_kind("b.txt", tarfile.LNKTYPE, "a.txt"), other_kind("c.txt", tarfile.SYMTYPE, "a.txt")
+    other = other_kind("latest", tarfile.SYMTYPE)
+    connector = MemoryConnector({"s.tar": archive([("a.txt", b"1"), hard, other, ("d.txt", b"2"), soft])})
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"s\.tar: links are left out.*\(2, such as 'b\.txt'\).*hard-dereference"):
+            assert len(load_index(connector, connector.stat("s.tar"), tmp_path)) == 2
 
 
 def test_many_members_share_reads_and_large_ones_are_jumped_over() -> None:

@@ -30,7 +30,7 @@ WDS_MEMBERS: list[tarfile.TarInfo | tuple[str, bytes]] = [
     ("x.y/0002.jpg", b"6" * 513),
     ("x.y/0002.cls", b"7"),
     ("é" * 120 + ".cls", b"8"),
-    other_kind("link.jpg", tarfile.SYMTYPE),
+    other_kind("link", tarfile.SYMTYPE),
 ]
 
 

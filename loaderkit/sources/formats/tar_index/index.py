@@ -21,7 +21,7 @@ class TarIndex(Sequence[Member]):
     """The members of one archive in archive order: 16 bytes a member, and its name.
 
     `starts` (offsets in the archive) and `sizes` are int64 [number of members]. `packed_names` holds the names as bytes of the
-    archive (usually UTF-8), each ended by a NUL. `is_whole` is False after a warning about the archive's end.
+    archive (usually UTF-8), each ended by a NUL. `is_whole` is False after a warning about the archive.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ import numpy as np
 
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError, printable
-from loaderkit.sources.formats.tar_index.index import TarIndex
+from loaderkit.sources.formats.tar_index.index import TarIndex, sample_key_and_extension
 from loaderkit.sources.formats.tar_index.window import Window, WindowRun
 
 _BLOCK = 512
@@ -29,6 +29,7 @@ _REFUSED = {
 }
 _REGULAR = frozenset(b"\x0007")  # "7" is a contiguous file
 _WITHOUT_DATA = frozenset(b"123456")  # links, devices, directories, pipes: their size field has no meaning
+_LINKS = frozenset(b"12")
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -45,15 +46,26 @@ def scan_tar(connector: Connector, info: ObjectInfo, *, clock: Callable[[], floa
     """The regular files of the archive `info`, in archive order, up to the first block of zeros.
 
     Directories, links and devices are left out. `clock` (seconds) only decides how far apart members must lie to be worth
-    skipping. Warns if the archive may be truncated at the end of a member. Raises `FormatError` with the archive and the offset
-    for any other damage, and what the connector raises.
+    skipping. Warns if the archive may be truncated at the end of a member, and of links named as members of samples. Raises
+    `FormatError` with the archive and the offset for any other damage, and what the connector raises.
     """
     scanner = TarScanner(connector, info, clock)
     runs = list(scanner.runs(0))
+    if scanner.num_links:
+        warnings.warn(
+            printable(
+                f"{scanner.where}: links are left out, as they have no bytes of their own ({scanner.num_links}, such as "
+                f"{_shown(scanner.first_link)}); for files in their place create the archive again with "
+                "`tar --dereference --hard-dereference`"
+            ),
+            stacklevel=2,
+        )
     nothing = np.empty(0, np.int64)
     starts = np.concatenate([nothing, *(run.starts for run in runs)])
     sizes = np.concatenate([nothing, *(run.sizes for run in runs)])
-    return TarIndex(starts, sizes, b"".join(run.names for run in runs), is_whole=not scanner.has_odd_end)
+    return TarIndex(
+        starts, sizes, b"".join(run.names for run in runs), is_whole=not (scanner.has_odd_end or scanner.num_links)
+    )
 
 
 @dataclass
@@ -70,8 +82,10 @@ class TarScanner:
 
     def __init__(self, connector: Connector, info: ObjectInfo, clock: Callable[[], float] = time.perf_counter) -> None:
         self.has_odd_end = False
+        self.num_links = 0
+        self.first_link = b""
+        self.where = connector.describe(info.key)
         self._window = Window(connector, info, clock)
-        self._where = connector.describe(info.key)
         self._num_bytes = info.size
         self._globals: dict[bytes, bytes] = {}
 
@@ -109,6 +123,9 @@ class TarScanner:
             if kind in _REFUSED:
                 self._fail(position, f"{_shown(name)} {_REFUSED[kind]}")
             if kind in _WITHOUT_DATA or (kind == 0 and name.endswith(b"/")):
+                if kind in _LINKS and sample_key_and_extension(name.decode("utf-8", "surrogateescape")) is not None:
+                    self.first_link = self.first_link or name
+                    self.num_links += 1
                 position = start
                 continue
             size = self._checked_size(position, name, size)
@@ -198,7 +215,7 @@ class TarScanner:
                 self._fail_as_no_header(0, rest)
             self._fail(position, f"the archive ends inside the header after {_shown(name)}; copy it again")
         self._warn(
-            f"{self._where} ends without an end-of-archive mark, after {_shown(name)}: it may be truncated there, and "
+            f"{self.where} ends without an end-of-archive mark, after {_shown(name)}: it may be truncated there, and "
             "members may be missing"
         )
 
@@ -207,7 +224,7 @@ class TarScanner:
             self._fail(position, "the archive ends after an extended header, before its member; it is damaged")
         if any(self._window.rest_after(position + _BLOCK)):
             self._warn(
-                f"{self._where}: data after the end-of-archive mark at byte {position} is not read; "
+                f"{self.where}: data after the end-of-archive mark at byte {position} is not read; "
                 "archives joined with `cat` must be created again, or joined with `tar --concatenate`"
             )
 
@@ -220,14 +237,14 @@ class TarScanner:
             for magic, program in _COMPRESSED.items():
                 if header.startswith(magic):
                     raise FormatError(
-                        f"{self._where} is compressed with {program}, so its members cannot be read one by one; "
+                        f"{self.where} is compressed with {program}, so its members cannot be read one by one; "
                         "decompress it first"
                     )
-            raise FormatError(f"{self._where} is not a tar archive (no valid header at byte 0)")
+            raise FormatError(f"{self.where} is not a tar archive (no valid header at byte 0)")
         self._fail(position, "no valid tar header (its checksum is wrong): the archive is damaged; copy it again")
 
     def _fail(self, position: int, problem: str) -> NoReturn:
-        raise FormatError(f"{self._where}, byte {position}: {problem}")
+        raise FormatError(f"{self.where}, byte {position}: {problem}")
 
 
 def _checksum_fits(header: bytes | bytearray) -> bool:

@@ -17,7 +17,7 @@ from loaderkit.engine.metrics.host import HostStats, host_stats, merged_hosts
 from loaderkit.engine.metrics.nodes.charge import charged_to_workers
 from loaderkit.engine.metrics.nodes.counts import Nodes
 from loaderkit.engine.metrics.slow_samples import Slow, slowest
-from loaderkit.engine.metrics.stalls import NETWORK, RESTART, START
+from loaderkit.engine.metrics.stalls import NETWORK, RESTART, START, WAKEUP
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 from loaderkit.engine.work import SourceCounts
@@ -134,17 +134,18 @@ class Snapshot:
     @property
     def stall_s(self) -> dict[str, float]:
         """Seconds that the loop waited, by what it waited for: `waits_s`, with waits for the GIL or a CPU charged to the stages
-        that had them, and waits for a network that is not full to the stages of workers that are always busy."""
+        that had them, and waits for batches that are complete to the stages of workers that are always busy."""
         if self.tuning.executor == "inline":  # one thread: no other holds the GIL or a CPU
             return dict(self.waits_s)
-        charged = charged_to_holders(self.waits_s, self.stages, self.trials.values())
+        rows = {row.name: row for row in self.stages}
+        pools = [[rows[name] for name in pool.stages] for pool in self.tuning.pools] or [self.stages]
+        waits_s = charged_to_workers(self.waits_s, pools, WAKEUP)
+        charged = charged_to_holders(waits_s, self.stages, self.trials.values())
         # A worker that holds the GIL keeps finished batches from being sent, which looks like a way that is full.
         holds_gil = any(trial.holds_gil for trial in self.trials.values())
         if not charged.get(NETWORK) or (self.has_full_network and not holds_gil):
             return charged
-        rows = {row.name: row for row in self.stages}
-        pools = [[rows[name] for name in pool.stages] for pool in self.tuning.pools]
-        return charged_to_workers(charged, pools or [self.stages])
+        return charged_to_workers(charged, pools, NETWORK)
 
     @property
     def has_full_network(self) -> bool:

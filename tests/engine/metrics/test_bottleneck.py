@@ -61,8 +61,20 @@ class TestWithoutAStage:
         assert found.percent == 60.0
 
     def test_to_be_woken_up(self) -> None:
-        found = stats({"wakeup": 4.0, "read": 1.0}, [row("read", 19, 18)]).verdict()
+        found = stats({"wakeup": 4.0, "read": 1.0}, [row("read", 16, 15, blocked_s=4)]).verdict()
         assert (found.stage, found.kind, found.percent) == ("wakeup", "wakeup", 40.0)
+
+    @pytest.mark.parametrize(("blocked_s", "stage", "kind"), [(1, "call", "gil"), (4, "wakeup", "wakeup")])
+    def test_complete_batches_of_workers_that_are_always_busy_wait_for_those(
+        self, blocked_s: float, stage: str, kind: str
+    ) -> None:
+        """Under the GIL, what sends a batch waits for it, too; without that the loop would wait for the next batch instead."""
+        trial = ContentionResult(1.5, 0.9, 0.9, 2.0)
+        rows = [row("read", 1, 0.5), row("call", 19 - blocked_s, 7, blocked_s=blocked_s)]
+        seen = stats({"wakeup": 6.0, "call": 1.0}, rows, executor="process", processes=1, trial=trial)
+        assert (seen.verdict().stage, seen.verdict().kind) == (stage, kind)
+        assert sum(seen.stall_s.values()) == pytest.approx(7.0)
+        assert not contradictions(seen.to_dict())
 
     def test_processes_that_die(self) -> None:
         seen = replace(stats({"worker restart": 4.0, "read": 1.0}, [row("read", 19, 18)]), num_restarts=2)
@@ -72,7 +84,7 @@ class TestWithoutAStage:
 
     @pytest.mark.parametrize(("quota_cpus", "throttled_s"), [(0.5, None), (0.5, 6.0), (None, 6.0)])
     def test_a_loop_that_a_quota_holds_back(self, quota_cpus: float | None, throttled_s: float | None) -> None:
-        seen = stats({"wakeup": 4.0, "read": 1.0}, [row("read", 19, 4, delayed_s=14)])
+        seen = stats({"wakeup": 4.0, "read": 1.0}, [row("read", 16, 4, delayed_s=11, blocked_s=4)])
         seen = replace(seen, host=replace(seen.host, quota_cpus=quota_cpus, throttled_s=throttled_s))
         found = seen.verdict()
         assert (found.stage, found.kind, found.percent) == ("wakeup", "quota", 40.0)
@@ -85,7 +97,7 @@ class TestWithoutAStage:
     def test_what_build_refuses_is_not_suggested(self) -> None:
         """A function without a name cannot be sent to a process, and threads share what a seeded one draws from."""
         nameless = Pipeline.dataset(Numbers()).read().call(lambda sample: sample).batch(8).config
-        seen = stats({"wakeup": 4.0}, [row("read", 5, 4)])
+        seen = stats({"wakeup": 4.0}, [row("read", 5, 4, blocked_s=15)])
         assert settings_for(seen.verdict(), seen, Pipeline.dataset(Numbers()).read().batch(8).config)
         assert not settings_for(seen.verdict(), seen, nameless)
         seeded = Pipeline.dataset(Numbers()).read().call(abs, seeded=True).batch(8).prefetch(executor="inline").config

@@ -1,13 +1,13 @@
-"""Charges waits for batches on their way to the workers, where it is those that limit."""
+"""Charges waits for batches that are complete to the workers, where it is those that limit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from loaderkit.engine.metrics.stalls import NETWORK
+from loaderkit.engine.metrics.stalls import NETWORK, WAKEUP
 
-_BUSY = 0.75  # share of their time; workers that are busy for more are the limit
+_BUSY = {NETWORK: 0.75, WAKEUP: 0.9}  # share of their time; workers that are busy for more are the limit
 
 
 class PoolTime(Protocol):
@@ -19,19 +19,22 @@ class PoolTime(Protocol):
     blocked_s: float
 
 
-def charged_to_workers(waits_s: Mapping[str, float], pools: Sequence[Sequence[PoolTime]]) -> dict[str, float]:
-    """The loop's waits by cause, for a network that is not full: what it waited for batches on their way is charged to the
-    stages of the busiest pool, in proportion to their time, if its workers had none to spare. The sum stays.
+def charged_to_workers(
+    waits_s: Mapping[str, float], pools: Sequence[Sequence[PoolTime]], cause: str
+) -> dict[str, float]:
+    """The loop's waits by cause: what it waited for batches that were complete, on their way (`NETWORK`, that is not full) or
+    not taken yet (`WAKEUP`), is charged to the stages of the busiest pool, in proportion to their time, if its workers had none
+    to spare. The sum stays.
 
-    A batch has to come from there in any case. But where workers are always busy, the loop would wait for the next batch all
-    the same if the way took no time at all.
+    A batch has to come to the loop in any case. But where workers are always busy, the loop would wait for the next batch all
+    the same if its way took no time at all; a loop that is the limit itself leaves them without work.
     """
     charged = dict(waits_s)
     use = {number: _use(pool) for number, pool in enumerate(pools)}
     busiest = max(use, key=use.__getitem__, default=None)
-    if busiest is None or use[busiest] < _BUSY:
+    if busiest is None or use[busiest] < _BUSY[cause]:
         return charged
-    moved_s, rows = charged.pop(NETWORK, 0.0), pools[busiest]
+    moved_s, rows = charged.pop(cause, 0.0), pools[busiest]
     busy_s = sum(row.busy_s for row in rows)
     for row in rows:
         charged[row.name] = charged.get(row.name, 0.0) + moved_s * row.busy_s / busy_s

@@ -31,9 +31,7 @@ _BUSY = 0.75  # share of their time; workers that are busy for more are the limi
 _CROWDED = 0.25  # share of the busy time ready to run while no CPU was free
 _TAIL = 4.0  # times the usual service time; a longer item is a straggler
 _TAIL_SHARE = 0.25  # share of the busy time spent on stragglers
-_BY_CHANCE = (
-    1.4  # of the throughput of all; beside a lock or a full link one alone reached 0.78 to 1.19 in 72 recorded runs
-)
+_BY_CHANCE = 1.4  # of the throughput of all; beside a lock or a full link one alone reached 0.78 to 1.19 in 72 runs
 _FILLS = (0.7, 1.3)  # times the wall time; between them, one worker was busy all the time
 _MOST_OF_A_CPU = 0.75
 _ONE_CPU = 1.2  # CPUs that threads which need the GIL can use together, and a little for what runs without it
@@ -297,10 +295,12 @@ def stragglers(facts: Facts) -> Verdict | None:
     by_itself = share - stage.delayed_s / max(stage.busy_s, 1e-9)
     if slow_s <= _TAIL * usual_s or share <= _TAIL_SHARE or by_itself <= _TAIL_SHARE / 2:
         return None
-    # An unfair lock keeps some workers waiting while others get it again and again: one alone gets as much done, and the
-    # usual items, one behind another, fill the time. One alone gets plainly more done by chance: the slow ones fell to all.
-    fills = _FILLS[0] < usual_s * stage.num_items / interval.wall_s < _FILLS[1]
-    does_all_alone = awaited.alone_share is not None and ALL_ALONE < awaited.alone_share < _BY_CHANCE
+    # An unfair lock, or a server of a few at a time, keeps some workers waiting while others get it again and again: one alone
+    # gets its share or all done, and usual items fill the time. It gets plainly more done by chance: slow ones fell to all.
+    alone = awaited.alone_share or 0.0
+    num_served = max(1.0, 1.0 / alone) if alone > 0 else 1.0
+    fills = _FILLS[0] < usual_s * stage.num_items / interval.wall_s / num_served < _FILLS[1]
+    does_all_alone = (awaited.is_limited or alone > ALL_ALONE) and alone < _BY_CHANCE
     may_be_a_lock = fills and not are_slow_together(interval, stage, usual_s)
     if may_be_a_lock and (awaited.pool.works_one_at_a_time or does_all_alone):
         return None
@@ -361,7 +361,7 @@ def lock_or_bandwidth(facts: Facts) -> Verdict | None:
     evidence = f"{words.compared(awaited)}, {on_cpu}: workers wait for one another"
     change = (
         f"give every worker its own connection, file or model instead of one that {stage.name} locks, or hold the lock "
-        "for a shorter time; more workers would not help"
+        "for a shorter time; of a server, one that answers more at a time; more workers would not help"
     )
     return _of_stage(interval, awaited, "lock", evidence, change, sure=_confidence_of_comparison(awaited))
 

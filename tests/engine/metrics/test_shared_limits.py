@@ -41,6 +41,16 @@ class TestAServer:
         assert not settings_for(found, seen, CONFIG)
         assert not contradictions(seen.to_dict())
 
+    def test_that_is_unfair(self) -> None:
+        """Two of six get on, and who they are is chance: some items take many times as long as most."""
+        trial = ContentionResult(0.55, 0.98, 0.0, 5.5, {"call": 2.1})
+        times = services((0.009, 2100), (0.15, 270))
+        rows = [row("read", 1, 1, workers=6), row("call", 59, 1, workers=6, services=times, num_items=2370)]
+        found = stats({"call": 8.0}, rows, trial=trial).verdict()
+        assert found.kind == "lock"
+        stragglers = [replace(rows[0]), replace(rows[1], num_items=800)]
+        assert stats({"call": 8.0}, stragglers, trial=trial).verdict().kind == "stragglers"
+
     def test_that_answers_all(self) -> None:
         seen = a_server(alone_share=0.17, slowdown=1.02)
         found = seen.verdict()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
+from loaderkit.errors import LoaderkitError
+
 
 class BatchesByNumber:
     """`loader.dataset`: as long as there are samples, and a DataLoader over it gets batches by their numbers."""
@@ -52,16 +54,24 @@ class BatchNumbers:
             return count()  # until `BatchesByNumber` ends with the epoch
 
 
+class Turn:
+    """Whether a batch of a loader is being asked for: two threads that ask at once would get some batches twice."""
+
+    is_taken = False
+
+
 class EpochIterator(Iterator[Any]):
     """An iterator over the rest of an epoch; `next_of(num_left)` gives the next batch and how many are left then."""
 
     def __init__(
         self,
+        turn: Turn,
         next_of: Callable[[int | None], tuple[Any, int]],
         num_to_come: Callable[[], int],
         check_length: Callable[[], None],
     ) -> None:
-        """`check_length` raises TypeError if how many are left is not known."""
+        """`turn` is that of all iterators of a loader. `check_length` raises TypeError if how many are left is not known."""
+        self._turn = turn
         self._next_of = next_of
         self._num_to_come = num_to_come
         self._check_length = check_length
@@ -73,9 +83,18 @@ class EpochIterator(Iterator[Any]):
         return self._num_to_come() if self._num_left is None else self._num_left
 
     def __next__(self) -> Any:
+        if self._turn.is_taken:
+            raise LoaderkitError(
+                "this loader is being asked for a batch already, by another thread or by code that makes that batch: one "
+                "thread at a time iterates over a loader, and hands the batches on to the others (by a queue.Queue, say)"
+            )
+        # Threads are switched, and KeyboardInterrupt is raised, at calls: none stands between the look and `finally`.
         try:
+            self._turn.is_taken = True
             batch, self._num_left = self._next_of(self._num_left)
         except BaseException:
             self._num_left = 0
             raise
+        finally:
+            self._turn.is_taken = False
         return batch

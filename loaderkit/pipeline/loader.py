@@ -15,7 +15,7 @@ from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.errors import ClosedError, ConfigError, StallTimeout, WorkerDiedError
 from loaderkit.pipeline.bad_samples import BadSamples
-from loaderkit.pipeline.batch_numbers import BatchesByNumber, BatchNumbers, EpochIterator
+from loaderkit.pipeline.batch_numbers import BatchesByNumber, BatchNumbers, EpochIterator, Turn
 from loaderkit.pipeline.config.builder import Pipeline, to_config
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.pipeline.config.model import PipelineConfig
@@ -75,7 +75,7 @@ _END = object()
 
 
 class Loader:
-    """Batches of one rank, epoch after epoch. One thread iterates; `stats` may be called from any."""
+    """Batches of one rank, epoch after epoch. One thread at a time iterates; `stats` may be called from any."""
 
     def __init__(self, plan: ExecutionPlan, clock: Clock = time.perf_counter) -> None:
         """The loader closes the plan's connector. Raises ConfigError."""
@@ -88,6 +88,7 @@ class Loader:
         self._next = (0, 0)  # (epoch, position) where the next iteration begins
         self._asked: int | None = None  # its epoch, if `set_epoch` has said it
         self._iteration = 0
+        self._turn = Turn()
         self._bad_samples = BadSamples(plan.noted_errors, plan.source)
         self._sources = SourceAccounts(plan, self._bad_samples)
         self._empty_batches = EmptyBatches(plan.config, plan.schedule)
@@ -106,9 +107,8 @@ class Loader:
             self._executors.steps.on_epoch()
         self._iteration += 1
         self._next = self._or_next_epoch(*self._next)  # of what is left there may be no batch for each rank
-        return EpochIterator(
-            partial(self._next_of, self._iteration), self._num_to_come, self._empty_batches.check_length
-        )
+        next_of = partial(self._next_of, self._iteration)
+        return EpochIterator(self._turn, next_of, self._num_to_come, self._empty_batches.check_length)
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch on this rank, also in a resumed one; planned by lengths, of the current one.

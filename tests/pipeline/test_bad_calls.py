@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +223,22 @@ def test_every_sample_is_bad(executor: str, folder: Path) -> None:
         made = files(folder, executor, on_bad_sample=policy, max_bad_samples=1000)
         error = failure(loaderkit.build(made))
         assert "0 bytes" in str(error)
+
+
+def test_two_threads_that_ask_for_batches_at_once() -> None:
+    """One of them is told; they would have got some batches twice and others never, without a word."""
+    raised: list[BaseException | None] = []
+
+    class Asks(Items):
+        def __getitem__(self, index: int) -> Any:
+            if index == 5 and not raised:  # the main thread waits for this item
+                with ThreadPoolExecutor(1) as other:
+                    raised.append(other.submit(next, batches).exception())
+            return super().__getitem__(index)
+
+    pipeline = Pipeline.dataset(Asks()).shuffle(False).read().batch(4).prefetch(executor="inline")
+    with loaderkit.build(pipeline) as loader:
+        batches = iter(loader)
+        assert [index for batch in batches for index in batch["x"].tolist()] == list(range(len(Asks())))
+    assert isinstance(raised[0], LoaderkitError)
+    assert "one thread at a time" in str(raised[0])

@@ -108,7 +108,11 @@ def model_of(report: Report) -> PipelineModel | None:
     demands: dict[int, list[Demand]] = {}
     for row in rows:
         of_batch = "batch" in [one.kind for own in demands.values() for one in own]
-        cpu_s, wait_s = row.cpu_s / row.num_items, (row.io_s + late_s(row)) / row.num_items
+        cpu_s, wait_s = row.cpu_s / row.num_items, row.io_s / row.num_items
+        if verdict.kind == "gil":  # who is late has the GIL, and keeps all others from it
+            cpu_s += late_s(row) / row.num_items
+        else:
+            wait_s += late_s(row) / row.num_items
         if verdict.kind == "computing" and row.name == verdict.stage and row.computes_elsewhere:
             cpu_s, wait_s = cpu_s + float(report.host["children_s"]) / row.num_items, 0.0
         times = times_of(row, wait_s, report.wall_s, report.world_size)
@@ -124,14 +128,13 @@ def model_of(report: Report) -> PipelineModel | None:
         PoolModel(firsts[number].workers, tuple(own), _solo(firsts[number], report))
         for number, own in sorted(demands.items())
     )
-    cpu_s = sum(row.cpu_s / row.num_items for row in rows)
     return PipelineModel(
         pools=pools,
         compute_s=report.steps.compute_s / report.steps.num_steps / batch,
         loop_cpu_s=_loop_cpu_s(report) / samples,
         cpus=_cpus(report),
         others_cpus=_others_cpus(report),
-        gil_s=cpu_s if verdict.kind == "gil" else 0.0,
+        gil_s=sum(one.cpu_s for own in demands.values() for one in own) if verdict.kind == "gil" else 0.0,
         processes=processes,
         serial_stage=serial,
         serial_s=serial_s if serial else 0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from loaderkit.pipeline.config.parsing import parse
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import SlowTime, Step
 from loaderkit.profile.whatif.demands import model_of
+from loaderkit.profile.whatif.predict import rate_of
 from loaderkit.profile.whatif.table import what_if
 from profiles.predictions import is_within
 from profiles.reports import FOLDER
@@ -89,6 +91,37 @@ def test_others_want_more_cpus_than_they_get(photos: Path) -> None:
     read, decode = model.stages
     assert decode.wait_s == pytest.approx(0.0, abs=1e-9)
     assert read.wait_s == pytest.approx(0.2 / reading.num_items)
+
+
+@pytest.mark.parametrize(("kind", "is_better"), [("computing", True), ("gil", False)])
+def test_more_workers_do_not_overlap_what_is_late_under_the_gil(photos: Path, kind: str, is_better: bool) -> None:
+    """Beside other programs, who holds the GIL waits for a CPU with it."""
+    report = report_of(photos)
+    reading, decoding, *rest = report.stages
+    late = {
+        "busy_s": 2.0,
+        "cpu_s": 0.1,
+        "io_s": 0.0,
+        "gil_s": 0.9 if kind == "gil" else 0.0,
+        "delayed_s": 1.0,
+        "workers": 2,
+    }
+    nothing = {"busy_s": 0.0, "cpu_s": 0.0, "io_s": 0.0, "gil_s": 0.0, "delayed_s": 0.0, "workers": 2}
+    rows = [reading.model_copy(update=nothing), decoding.model_copy(update=late)]
+    rows += [row.model_copy(update=nothing) for row in rest]
+    changed = report.model_copy(
+        update={
+            "stages": [row.model_copy(update={"slow": [], "services": []}) for row in rows],
+            "wall_s": 1.1,
+            "host": {**report.host, "others_cpus": 2.0},
+            "machine": report.machine.model_copy(update={"cpus": 4}),
+            "verdict": report.verdict.model_copy(update={"stage": "decode", "kind": kind}),
+        }
+    )
+    model = model_of(changed)
+    assert model is not None
+    more = replace(model, pools=tuple(replace(pool, workers=2 * pool.workers) for pool in model.pools))
+    assert (rate_of(more) > 1.2 * rate_of(model)) is is_better
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

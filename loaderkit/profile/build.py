@@ -20,6 +20,7 @@ from loaderkit import __version__
 from loaderkit._internal.save_log import SAVES, SaveRecord
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.system.numa import numa_conflict
+from loaderkit._internal.units import say_seconds
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.interval import Interval, measure
@@ -53,6 +54,7 @@ from loaderkit.sources.base import Source
 _NUM_SLOWEST = 10
 _MOST_FILES = 20  # of a save
 _SLOW = 3.0  # times the median
+_NEARLY_ALL, _LEAST_STEPS = 0.95, 16
 
 PASS_MARKS = {"MLPerf Storage: 3D U-Net, ResNet-50": 90.0, "MLPerf Storage: CosmoFlow": 70.0}
 """Percent of the time, from the Submission Guidelines v1.0 and v2.0."""
@@ -99,6 +101,9 @@ def make_report(facts: ReportFacts) -> Report:
     values = passed.to_dict()
     series = [{**point, "at_s": point["at_s"] - log.begin_s} for point in facts.series if point["at_s"] >= log.begin_s]
     verdict = verdict_part(passed, facts.config)
+    if verdict.stage not in (None, START) and (over_s := waiting_over_s(log)) is not None:
+        evidence = f"{verdict.evidence}; nearly all of the waiting was over after {say_seconds(over_s)}"
+        verdict = verdict.model_copy(update={"evidence": evidence})
     report = Report(
         name=facts.config.name,
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -196,6 +201,21 @@ def steps_of(log: StepLog, stall_s: float) -> Steps:
         every=log.every,
         steps=[Step(at_s=at_s, compute_s=compute_s, stall_s=wait_s) for at_s, compute_s, wait_s in log.kept()],
     )
+
+
+def waiting_over_s(log: StepLog) -> float | None:
+    """Seconds from the log's beginning after which the loop hardly waited any more, as where a cache is full after an epoch.
+    None: it waited in the second half of the time, too, or it is not known."""
+    steps = log.kept()
+    left_s = (1.0 - _NEARLY_ALL) * sum(stall_s for *_, stall_s in steps)
+    if len(steps) < _LEAST_STEPS:
+        return None
+    for at_s, compute_s, stall_s in reversed(steps):
+        left_s -= stall_s
+        if left_s < 0:
+            over_s = at_s + compute_s + stall_s
+            return over_s if over_s < (log.end_s - log.begin_s) / 2 else None
+    return None
 
 
 def utilisation(log: StepLog) -> Utilisation | None:

@@ -180,3 +180,17 @@ def test_workers_that_ran_before_the_first_batch_use_no_more_cpus_than_there_are
     first.stages[1].cpu_s = 4.0
     assert Interval.of(replace(first, started_s=1.9)).cpus_used == pytest.approx(1.0)
     assert Interval.of(first).cpus_used == pytest.approx(4.0 / 2.1)
+
+
+@pytest.mark.parametrize(("num_slow", "is_over"), [(20, True), (80, False)])
+def test_waiting_that_is_over_is_told(num_slow: int, is_over: bool) -> None:
+    """As with a cache, which is full after the first epoch."""
+    slow, fast = (
+        {"waits": {"read": wait_s}, "handing_s": 0.0, "compute_s": 0.5, "release_s": 0.0} for wait_s in (0.5, 1e-4)
+    )
+    epochs = [([slow] * num_slow, 0.0), ([fast] * (100 - num_slow), 0.0)]
+    drawn = {"epochs": epochs, "executor": "thread", "cpu": (0, 0, 0), "idle": 0.5, "is_later": False}
+    report = Loop(drawn).report()
+    assert report.verdict.stage == "read"
+    assert ("nearly all of the waiting was over after 19.5 s" in report.verdict.evidence) is is_over
+    assert not contradictions(report.model_dump(mode="json"))

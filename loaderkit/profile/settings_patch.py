@@ -125,7 +125,9 @@ def _more_at_once(interval: Interval, verdict: Verdict, config: PipelineConfig) 
             return _more_processes(interval, verdict, config)
         case "workers" if facts is not None:
             workers = interval.suggested_workers(facts.stage.workers, computing=computing)
-            return _workers_of(facts, workers, interval, config)
+            batches = interval.batches_for(workers)
+            ahead = [_set(config, "prefetch.batches", batches)] if batches else []
+            return [*ahead, *_workers_of(facts, workers, interval, config)]
     return []
 
 

@@ -197,7 +197,9 @@ def more_workers(interval: Interval, facts: StageFacts, *, computing: bool = Fal
     if more_of(interval, facts, computing=computing) is None:
         return _no_workers(interval, facts)
     wanted = interval.suggested_workers(facts.stage.workers, computing=computing)
-    return f'more workers: loader.resize("{facts.stage.name}", workers={wanted})'
+    more = f'more workers: loader.resize("{facts.stage.name}", workers={wanted})'
+    batches = interval.batches_for(wanted)
+    return f"{more} and prefetch.batches: {batches}, so that all have work" if batches else more
 
 
 def more_processes(interval: Interval, facts: StageFacts) -> str:

@@ -248,6 +248,13 @@ class Interval:
             enough = min(enough, ceil(workers * self.cpus / used))
         return max(workers + 1, min(4 * workers, enough))
 
+    def batches_for(self, workers: int) -> int:
+        """Batches with a sample for each of so many workers, and one more; 0: so many are ahead, or memory is short."""
+        size = self.stats.num_samples / self.stats.num_batches if self.stats.num_batches else 0.0
+        batches = 0 if self.is_inline or size < 1 else ceil(workers / size) + 1
+        has_memory = batches * self.stats.memory.get("batch_bytes", 0) <= self.stats.memory["budget_bytes"]
+        return batches if batches > self.num_wanted and has_memory else 0
+
 
 def has_memory_for(memory: Mapping[str, int], budget_bytes: int) -> bool:
     """True if the machine has room for a larger budget than `memory` is of, as far as it tells."""

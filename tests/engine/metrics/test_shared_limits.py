@@ -58,6 +58,22 @@ class TestAServer:
         assert found.confidence > 0.8
         assert [one.key for one in settings_for(found, seen, CONFIG)] == ["prefetch.concurrency"]
 
+    @pytest.mark.parametrize(
+        ("size", "budget_bytes", "batches"), [(4, 1000, 7), (8, 1000, None), (4, 6, None), (0, 1000, None)]
+    )
+    def test_more_workers_are_given_work(self, size: int, budget_bytes: int, batches: int | None) -> None:
+        """24 workers, where two batches of four samples are ahead: more than eight would have nothing to do."""
+        seen = a_server(alone_share=0.17, slowdown=1.02)
+        seen = replace(
+            seen, num_samples=size * seen.num_batches, tuning=replace(seen.tuning, batches=2 if size < 8 else 4)
+        )
+        seen = replace(seen, memory={"budget_bytes": budget_bytes, "batch_bytes": 1})
+        found = seen.verdict()
+        settings = {one.key: one.value for one in settings_for(found, seen, CONFIG)}
+        assert settings.pop("prefetch.concurrency") == 1 + 24 - 6  # of the pool as it was built
+        assert settings == ({} if batches is None else {"prefetch.batches": batches})
+        assert ("prefetch.batches: 7, so that all have work" in found.change) == (batches == 7)
+
     @pytest.mark.parametrize(("alone_share", "slowdown"), [(0.45, 1.01), (0.28, 1.31)])
     def test_beside_busy_programs(self, alone_share: float, slowdown: float) -> None:
         """One of both alone says little there: recorded of stores with latency, with four workers."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loaderkit._internal.system.cgroups import num_cpus
+from loaderkit._internal.units import say_count, say_size
 from loaderkit.cli.mix import explain_mix
 from loaderkit.cli.restore import check_checkpoint
 from loaderkit.cli.terminal import console
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from loaderkit.pipeline.execution_plan import ExecutionPlan
 
 _NUM_CLASSES_SHOWN = 5
+_MUCH_DECODED = 1.5  # times the bytes of an epoch
 
 
 def check(
@@ -61,6 +63,7 @@ def check(
         "num_ignored_members": getattr(plan.source, "num_ignored", 0),
         "left_out": dict(getattr(plan.source, "left_out", {})),
         **_first_batch(plan),
+        **_row_groups(plan),
     }
     checked |= _item_checks(plan)
     if as_json:
@@ -85,6 +88,52 @@ def _lengths(plan: ExecutionPlan) -> dict[str, Any]:
         "resume": resume,
         "may_have_fewer": plan.config.skips_empty_batches,
     }
+
+
+def _row_groups(plan: ExecutionPlan) -> dict[str, Any]:
+    """`row_groups`: of a source of rows the number of its row groups, their bytes, and how often this rank decodes the bytes of
+    its samples."""
+    from loaderkit.sources.base import RowSource
+    from loaderkit.sources.forecast import decoded_share
+
+    source, schedule = plan.source, plan.schedule
+    if not isinstance(source, RowSource):
+        return {}
+    share = decoded_share(source, plan.order(), schedule.rank, schedule.world_size) if _is_plain(plan) else None
+    return {
+        "row_groups": {
+            "num": len(source.group_bytes),
+            "mean_bytes": int(source.group_bytes.mean()),
+            "num_bytes": int(source.group_bytes.sum()),
+            "decoded_share": share,
+            "shuffle": plan.config.order.shuffle,
+        }
+    }
+
+
+def _is_plain(plan: ExecutionPlan) -> bool:
+    """True if samples come in the order of the source alone."""
+    return plan.packing is None and plan.batching is None
+
+
+def _said_of_row_groups(facts: dict[str, Any]) -> Iterator[str]:
+    size, share = say_size(facts["mean_bytes"]), facts["decoded_share"]
+    yield f"{say_count(facts['num'], 'row group')} of {size} on average, decoded"
+    if share is None or share < _MUCH_DECODED:
+        return
+    remedy = (
+        "write smaller row groups, or raise `source.memory`"
+        if facts["shuffle"] == "none"
+        else "set `order: {shuffle: block}`, whose blocks are row groups, raise `source.memory`, or write smaller row groups"
+        if facts["shuffle"] == "global"
+        else "make `window` or `lanes` of `order.block` smaller, whose product is how many blocks are mixed, or raise "
+        "`source.memory`"
+    )
+    total = say_size(share * facts["num_bytes"])
+    yield (
+        f"an epoch decodes every row group {share:.3g} times ({total} instead of {say_size(facts['num_bytes'])}, all ranks "
+        f"together), as samples of more row groups are mixed than memory holds, or several ranks need the same: {remedy}"
+    )
 
 
 def _item_checks(plan: ExecutionPlan) -> dict[str, Any]:
@@ -176,10 +225,11 @@ def describe_field(name: str, value: Any) -> dict[str, Any]:
 
 def _first_sample(plan: ExecutionPlan) -> dict[str, Any]:
     """Key, origin and size in bytes (None if the source has no bytes) of the first sample in canonical order."""
+    from loaderkit.sources.base import RowSource
+
     source = plan.source
-    num_bytes = (
-        sum(sample_range.range.length for sample_range in source.ranges(0)) if plan.connector is not None else None
-    )
+    has_bytes = plan.connector is not None and not isinstance(source, RowSource)
+    num_bytes = sum(sample_range.range.length for sample_range in source.ranges(0)) if has_bytes else None
     return {"key": source.key(0), "origin": source.origin(0), "num_bytes": num_bytes}
 
 
@@ -206,6 +256,9 @@ def _tell_check(checked: dict[str, Any]) -> None:
     if classes is not None:
         more = ", ..." if len(classes) > _NUM_CLASSES_SHOWN else ""
         rows.append(("classes", f"{len(classes)}: {', '.join(classes[:_NUM_CLASSES_SHOWN])}{more}"))
+    rows += (
+        [("row groups", said) for said in _said_of_row_groups(checked["row_groups"])] if "row_groups" in checked else []
+    )
     size = "" if first["num_bytes"] is None else f", {first['num_bytes']} bytes"
     rows.append(("first sample", f"{first['key']}{size}"))
     for field in checked["fields"]:

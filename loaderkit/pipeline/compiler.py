@@ -23,7 +23,7 @@ from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.dali_lowering import DaliLowering, lower
 from loaderkit.sampling.shard import Shard
-from loaderkit.sources.base import Source
+from loaderkit.sources.base import RowSource, Source
 from loaderkit.sources.forecast import Chosen, Forecast
 from loaderkit.sources.mixture import MixtureSource, SourcePart
 from loaderkit.stages.base import FieldSpec, StageConfig, image_names
@@ -36,7 +36,7 @@ from loaderkit.stages.slowed import slowed
 if TYPE_CHECKING:
     from loaderkit.pipeline.execution_plan import ExecutionPlan
 
-_NUM_AHEAD, _NUM_LEAST = 2048, 64  # samples
+_NUM_AHEAD, _NUM_LEAST, _ALL = 2048, 64, 1 << 62  # samples
 _MOST_BATCHES = 64  # the most that `batches: auto` is tuned to
 
 
@@ -310,7 +310,10 @@ def _ahead_of(
         memory_bytes=shard.num_bytes(args.read_ahead.memory),
         num_requests=shard.num_workers(args.read_ahead.requests),
         # Enough for the next window of blocks, or for seconds of small files; little of the next epoch.
-        num_samples=min(_NUM_AHEAD + 2 * forecast.window, num_samples // plan.schedule.world_size + _NUM_LEAST),
+        # Row groups are so large that memory alone says how many.
+        num_samples=_ALL
+        if isinstance(source, RowSource)
+        else min(_NUM_AHEAD + 2 * forecast.window, num_samples // plan.schedule.world_size + _NUM_LEAST),
         slack=256 + 2 * (num_batches + 2) * mean_samples,
     )
     return _ReadAhead(reading, forecast, args.read_ahead)

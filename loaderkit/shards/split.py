@@ -36,7 +36,7 @@ def split_stages(config: PipelineConfig, *, keeps_encoded: bool) -> Split:
         if why := _why_left(stage):
             num, reason = number, f"{stage.name} {why}"
             break
-    if keeps_encoded and num and STAGES[before[num - 1].kind].decodes and config.kind.gives == "ranges":
+    if keeps_encoded and num and STAGES[before[num - 1].kind].decodes and config.kind.gives in ("ranges", "rows"):
         num -= 1
         reason = f"{before[num].name} would only undo the encoding, so the original bytes are kept"
     return Split(before[:num], before[num:], reason)

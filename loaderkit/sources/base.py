@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,6 +196,66 @@ class SequenceSource(Source):
         """The numbers in every sample: int64 [samples]."""
 
 
+class StoredBytes(NamedTuple):
+    """The bytes of one field of a row, a view of its row group's memory, and the extension of the file they come from; "": not
+    known."""
+
+    data: memoryview
+    extension: str
+
+
+class Taken(NamedTuple):
+    """One field of some rows: an array [rows, ...], or a list. `bad` says, by index among these rows, what is wrong with a row:
+    its place in `values` means nothing then."""
+
+    values: NDArray[Any] | list[Any]
+    bad: dict[int, str]
+
+
+class Column(Protocol):
+    """One field of a row group."""
+
+    def take(self, rows: NDArray[np.int64]) -> Taken:
+        """The values of these rows, int64 [n]: in memory of their own, except for `StoredBytes`."""
+
+
+class RowGroup(NamedTuple):
+    """A decoded row group: its fields, the memory it takes, and the bytes that were read for it."""
+
+    columns: Mapping[str, Column]
+    memory_bytes: int
+    read_bytes: int
+
+
+class RowSource(Source):
+    """A source whose samples are rows of tables, which are read and decoded row group by row group.
+
+    `ranges` of a sample are those of its whole row group.
+    """
+
+    group_bytes: NDArray[np.int64]
+    """About the memory that every decoded row group takes: int64 [row groups]."""
+    memory_bytes: int
+    """The memory that decoded row groups may take in one process."""
+
+    @abstractmethod
+    def locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The row group of every sample, and its row there: int64 [n] each."""
+
+    @abstractmethod
+    def group_ranges(self, group: int) -> list[ByteRange]:
+        """The bytes that a row group is decoded from."""
+
+    @abstractmethod
+    def column_of(self, field: str) -> str:
+        """The name of the column that a field is made of, for messages."""
+
+    @abstractmethod
+    def reader(self, connector: Connector) -> Callable[[int], RowGroup]:
+        """A function that reads a row group through `connector` and decodes it, from any thread. It raises FormatError naming
+        the file, and what the connector raises."""
+
+
 def _none(args: Any) -> None:
     return None
 
@@ -211,12 +271,13 @@ class OwnedConnector(NamedTuple):
 class SourceKind:
     """A kind of source: its arguments, how it is opened, and what its arguments alone tell of the samples.
 
-    `gives` tells what the stage `read` does: read the byte ranges of fields, read `Records` or `Sequences`, or take items
-    (Python objects). A checkpoint gives tensors instead of samples and has no `open`; a mixture is opened source by source.
+    `gives` tells what the stage `read` does: read the byte ranges of fields, read `Records` or `Sequences`, take rows of
+    `RowGroup`s, or take items (Python objects). A checkpoint gives tensors instead of samples and has no `open`; a mixture is
+    opened source by source.
     """
 
     args: type[SourceArgs]
-    gives: Literal["ranges", "records", "sequences", "items", "tensors", "mixed"]
+    gives: Literal["ranges", "records", "sequences", "rows", "items", "tensors", "mixed"]
     open: Callable[[Any, Connector | None], Source] | None = None  # (args, connector) -> the samples, listed
     root: Callable[[Any], str] | None = None  # the URL at which the connector starts; None: there is no connector
     fields: Callable[[Any], Mapping[str, str] | None] = _none  # field -> image, text, ...; None: only the data tells

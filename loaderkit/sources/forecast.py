@@ -9,6 +9,7 @@ except for the few samples that even out the lanes at the end of an epoch; those
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from math import gcd
 from typing import NamedTuple
@@ -23,12 +24,13 @@ from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, SamplePermutation
 from loaderkit.sampling.shard import WHOLE, Shard
 from loaderkit.sampling.token_batches import TokenBatches
-from loaderkit.sources.base import RecordSource, SequenceSource, Source
+from loaderkit.sources.base import RecordSource, RowSource, SequenceSource, Source
 
 _MOST_SAMPLES = 4096  # planned at a time
 _NUM_BATCHES = 64  # of unequal size, planned at a time
 _NUM_COALESCED = 256  # consecutive samples whose ranges are coalesced
 _MOST_BYTES = 8 << 20
+_MOST_COUNTED = 2_000_000  # samples, in about a second
 
 
 class Chosen(NamedTuple):
@@ -37,6 +39,63 @@ class Chosen(NamedTuple):
 
     spans: Callable[[int], Sequence[tuple[int, int]]]
     is_own: Callable[[NDArray[np.int64]], NDArray[np.bool_]]
+
+
+class RowGroupReads:
+    """Which row groups must be read for samples that come one after another, by the rule by which they are held."""
+
+    def __init__(self, source: RowSource) -> None:
+        self._source = source
+        self._fits = int(source.group_bytes.sum()) <= source.memory_bytes
+        self._is_read = np.zeros(len(source.group_bytes), np.bool_)
+        self._held: OrderedDict[int, int] = OrderedDict()
+        self._held_bytes = 0
+        self.num_reads = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all row groups are held, so that none will be read again."""
+        return self._fits and self.num_reads == len(self._is_read)
+
+    def of(self, indices: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """(place among these samples, row group) of every sample for which its row group is not held."""
+        groups, _ = self._source.locate(indices)
+        places = np.flatnonzero(np.diff(groups, prepend=-1))
+        if self._fits:
+            places = places[~self._is_read[groups[places]]]
+            some, firsts = np.unique(groups[places], return_index=True)
+            places = np.sort(places[firsts])
+            self._is_read[some] = True
+            reads = list(zip(places.tolist(), groups[places].tolist(), strict=True))
+        else:
+            reads = [pair for pair in zip(places.tolist(), groups[places].tolist(), strict=True) if self._hold(pair[1])]
+        self.num_reads += len(reads)
+        return reads
+
+    def _hold(self, group: int) -> bool:
+        """False if the row group is held already."""
+        if group in self._held:
+            self._held.move_to_end(group)
+            return False
+        size = self._held[group] = int(self._source.group_bytes[group])
+        self._held_bytes += size
+        while self._held_bytes > self._source.memory_bytes and len(self._held) > 1:
+            self._held_bytes -= self._held.popitem(last=False)[1]
+        return True
+
+
+def decoded_share(source: RowSource, order: SamplePermutation, rank: int, world_size: int) -> float:
+    """How often a rank decodes the bytes of its samples in an epoch: 1 where every row group is decoded once, by one rank.
+
+    Counted over the first epoch, of a long one over its first samples.
+    """
+    positions = np.arange(rank, len(source), world_size, dtype=np.int64)[:_MOST_COUNTED]
+    reads, num_bytes = RowGroupReads(source), 0
+    for first in range(0, len(positions), _MOST_SAMPLES):
+        indices = order.indices(0, positions[first : first + _MOST_SAMPLES])
+        num_bytes += sum(int(source.group_bytes[group]) for _, group in reads.of(indices))
+    mean_bytes = int(source.group_bytes.sum()) / len(source)
+    return num_bytes / (mean_bytes * len(positions))
 
 
 class Forecast:
@@ -80,6 +139,7 @@ class Forecast:
     def slices(self, epoch: int, position: int) -> Iterator[RangeSlice]:
         """All slices from global `position` of `epoch` on, by the first sample that needs them."""
         self._emitted = None
+        self._row_groups = RowGroupReads(self._source) if isinstance(self._source, RowSource) else None
         num_samples = 0  # of the rank, before these
         num_batches = 0  # before these, in all processes
         while self._num_epochs is None or epoch < self._num_epochs:
@@ -87,7 +147,10 @@ class Forecast:
             if schedule.num_batches() == 0:
                 return
             spans = () if self._chosen is None or self._packing is not None else self._chosen.spans(epoch)
+            num_reads = self._row_groups.num_reads if self._row_groups is not None else 0
             for group in self._positions(schedule, position):
+                if self._row_groups is not None and self._row_groups.is_complete:
+                    return
                 positions = self._mine(group, num_batches)
                 num_batches += -(-len(group) // schedule.batch_size)
                 if self._batching is not None:
@@ -105,9 +168,12 @@ class Forecast:
                 elif not schedule.knows_length and all(end <= group[0] for _, end in spans):
                     return  # it has no more
                 num_samples += len(positions)
+            if self._row_groups is not None and self._row_groups.num_reads == num_reads:
+                return  # what it needs is held
             self._emitted = None
             epoch, position = epoch + 1, 0
 
+    _row_groups: RowGroupReads | None = None
     _emitted: NDArray[np.bool_] | None = None  # the blocks of the epoch that were emitted already
     _owned: NDArray[np.bool_] | None = None
 
@@ -139,14 +205,14 @@ class Forecast:
         rest = np.arange(len(indices), dtype=np.int64)
         if self._chosen is not None:
             rest = rest[self._chosen.is_own(indices)]
-        if self._bounds is not None:
+        if self._bounds is not None and self._row_groups is None:
             blocks = np.searchsorted(self._bounds, indices, "right") - 1
             is_owned = self._owned_blocks(epoch)[blocks]
             slices = self._of_blocks(blocks, rest[is_owned], number)
             rest = rest[~is_owned]
         for first in range(0, len(rest), _NUM_COALESCED):
             some = rest[first : first + _NUM_COALESCED]
-            slices += coalesce(self._wanted(indices[some], (some + number).tolist()), most_bytes=_MOST_BYTES)
+            slices += self._slices(indices[some], some + number)
         return sorted(slices, key=lambda range_slice: range_slice.first)
 
     def _of_sequences(self, epoch: int, sequences: NDArray[np.int64], number: int) -> Iterator[RangeSlice]:
@@ -156,18 +222,29 @@ class Forecast:
             pieces = self._packing.pieces(epoch, sequences[first : first + _NUM_COALESCED])
             owners = np.repeat(np.arange(len(pieces.bounds) - 1), np.diff(pieces.bounds)) + (number + first)
             source = self._source
-            if self._chosen is not None:
-                is_own = self._chosen.is_own(pieces.samples)
-                wanted = self._wanted(pieces.samples[is_own], owners[is_own].tolist())
-            elif isinstance(source, SequenceSource):
+            if self._chosen is None and isinstance(source, SequenceSource):
                 file, item_bytes = source.file, source.sequences.item_bytes
                 starts = (source.starts[pieces.samples] + pieces.firsts * item_bytes).tolist()
                 rows = zip(starts, (pieces.lengths * item_bytes).tolist(), owners.tolist(), strict=True)
                 wanted = [RangeRequest(file.key, start, num, file.etag, number) for start, num, number in rows]
+                slices = coalesce(wanted, most_bytes=_MOST_BYTES)
             else:
-                wanted = self._wanted(pieces.samples, owners.tolist())
-            slices = coalesce(wanted, most_bytes=_MOST_BYTES)
+                is_own = slice(None) if self._chosen is None else self._chosen.is_own(pieces.samples)
+                slices = self._slices(pieces.samples[is_own], owners[is_own])
             yield from sorted(slices, key=lambda range_slice: range_slice.first)
+
+    def _slices(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> list[RangeSlice]:
+        """The slices of samples with these indices and `numbers` in the rank's order. Of row groups they are those that are not
+        held when a sample first needs them."""
+        if self._row_groups is None:
+            return coalesce(self._wanted(indices, numbers.tolist()), most_bytes=_MOST_BYTES)
+        assert isinstance(self._source, RowSource)
+        slices: list[RangeSlice] = []
+        for place, group in self._row_groups.of(indices):
+            first = int(numbers[place])
+            for key, start, length, etag in self._source.group_ranges(group):
+                slices.append(RangeSlice(key, start, length, etag, first, first + 2 * self._window, length))
+        return slices
 
     def _owned_blocks(self, epoch: int) -> NDArray[np.bool_]:
         """bool [blocks]: the blocks of which this rank reads at least half of the samples, which makes them worth a request."""

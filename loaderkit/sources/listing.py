@@ -1,16 +1,22 @@
-"""Compact tables of strings and of listed objects, and the cutting of samples into blocks."""
+"""Compact tables of strings and of listed objects, the objects that patterns mean, and the cutting of samples into blocks."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit import native
-from loaderkit.connectors.base import ObjectInfo
+from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.errors import AccessDeniedError, ObjectNotFoundError, SourceError
+from loaderkit.sources.patterns import Patterns
+
+_MAX_NAMED = 20
 
 
 class StringTable:
@@ -107,6 +113,62 @@ class Listing:
     def take(self, indices: NDArray[np.int64]) -> tuple[list[str], list[int], list[str | None]]:
         """The keys, sizes and etags of several objects."""
         return self.keys.take(indices), self.sizes[indices].tolist(), [*self.etags.take(indices)]
+
+
+def list_matching(connector: Connector, patterns: Patterns, root: str, num_threads: int) -> list[ObjectInfo]:
+    """The objects that match, in canonical order; named ones also where the store does not list. Raises SourceError, naming
+    `root`, if a pattern matches nothing, and what the connector raises."""
+    infos: list[ObjectInfo] = []
+    try:
+        infos = [info for info in connector.list(patterns.prefix) if patterns.matches(info.key)]
+    except AccessDeniedError:  # listing a bucket needs a separate permission
+        if patterns.names is None:
+            raise
+    if patterns.names is not None and not infos:  # most web servers do not list
+        infos = stat_all(connector, patterns.names, num_threads)
+    refuse_unmatched(connector, patterns, (info.key for info in infos), root)
+    return infos
+
+
+def stat_all(
+    connector: Connector,
+    names: list[str],
+    num_threads: int,
+    may_be_hidden: Callable[[str], bool] = lambda name: False,
+) -> list[ObjectInfo]:
+    """The existing ones of the named objects, in canonical order, by one `stat` each. A name that `may_be_hidden` need not be
+    accessible."""
+
+    def stat(name: str) -> ObjectInfo | None:
+        try:
+            return connector.stat(name)
+        except ObjectNotFoundError:
+            return None
+        except AccessDeniedError:  # so a bucket says of what does not exist where it may not be listed
+            if may_be_hidden(name):
+                return None
+            raise
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="loaderkit-index") as pool:
+        infos = [*filter(None, pool.map(stat, names))]
+    return sorted(infos, key=lambda info: info.key.encode("utf-8", "surrogateescape"))
+
+
+def refuse_unmatched(connector: Connector, patterns: Patterns, keys: Iterable[str], root: str) -> None:
+    """Raise SourceError if a pattern matches none of `keys`."""
+    missing = patterns.without_match(keys)
+    if missing:
+        named = ", ".join(map(repr, missing[:_MAX_NAMED]))
+        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+        raise SourceError(f"nothing below {root!r} is called {named}{more}; {_describe_existing(connector)}")
+
+
+def _describe_existing(connector: Connector) -> str:
+    try:
+        others = [info.key for info in islice(connector.list(""), 3)]
+    except AccessDeniedError:
+        return "the objects below it cannot be listed"
+    return f"there are {', '.join(map(repr, others))} ..." if others else "there is no object at all"
 
 
 def cut_blocks(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError, SourceError
 from loaderkit.sources.base import (
@@ -24,6 +24,8 @@ from loaderkit.sources.base import (
     OwnedConnector,
     PackedSize,
     RecordSource,
+    RowGroup,
+    RowSource,
     Sample,
     SequenceSource,
     Source,
@@ -163,6 +165,32 @@ class SequencePart(SourcePart, SequenceSource):
         return self._of.lengths
 
 
+class RowPart(SourcePart, RowSource):
+    """A part of rows. Row groups have the source's own numbers."""
+
+    def __init__(self, name: str, inner: RowSource, first: int, total: int) -> None:
+        super().__init__(name, inner, first, total)
+        self.group_bytes, self.memory_bytes = inner.group_bytes, inner.memory_bytes
+
+    @property
+    def _of(self) -> RowSource:
+        inner = self.inner
+        assert isinstance(inner, RowSource)
+        return inner
+
+    def locate(self, indices: Int64) -> tuple[Int64, Int64]:
+        return self._of.locate(self.own_of(indices))
+
+    def group_ranges(self, group: int) -> list[ByteRange]:
+        return self._of.group_ranges(group)
+
+    def column_of(self, field: str) -> str:
+        return self._of.column_of(field)
+
+    def reader(self, connector: Connector) -> Callable[[int], RowGroup]:
+        return self._of.reader(connector)
+
+
 class _Items:
     """The items of a part, by the mixture's indices."""
 
@@ -204,6 +232,8 @@ def part_of(name: str, inner: Source, first: int, total: int, reopen: Callable[[
         return RecordPart(name, inner, first, total)
     if isinstance(inner, SequenceSource):
         return SequencePart(name, inner, first, total)
+    if isinstance(inner, RowSource):
+        return RowPart(name, inner, first, total)
     kind = ItemPart if isinstance(inner, ItemSource) else SourcePart
     return kind(name, inner, first, total, reopen)
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
-from itertools import islice
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -24,11 +23,11 @@ from pydantic import Field, model_validator
 from loaderkit import native
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
-from loaderkit.errors import AccessDeniedError, ObjectNotFoundError, SourceError
+from loaderkit.errors import AccessDeniedError, SourceError
 from loaderkit.sources.base import FieldRange, PackedSize, Sample, Source, SourceKind, Table
 from loaderkit.sources.fields import FieldMap, Fields, Include, described_fields
 from loaderkit.sources.formats.tar_index import TarIndex, default_cache_dir, load_index
-from loaderkit.sources.listing import StringTable, cut_blocks
+from loaderkit.sources.listing import StringTable, cut_blocks, refuse_unmatched, stat_all
 from loaderkit.sources.patterns import Patterns
 from loaderkit.sources.tar_samples import TarSamples, group_members
 
@@ -38,7 +37,6 @@ MANIFEST = "loaderkit-shards.json"
 """What lies beside them when it has: their names and sizes, among others."""
 _NUM_THREADS = 4
 _NUM_REMOTE_THREADS = 32  # they wait for the store, not for a CPU
-_MAX_NAMED = 20
 
 
 class TarArgs(StoreArgs):
@@ -185,11 +183,7 @@ class TarSource(Source):
             listed, is_listed = self._stat_all(patterns.names), False
         infos = [info for info in listed if patterns.matches(info.key)]
         self._check_packs(patterns, infos, listed if is_listed else None)
-        missing = patterns.without_match(info.key for info in infos)
-        if missing:
-            named = ", ".join(map(repr, missing[:_MAX_NAMED]))
-            more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
-            raise SourceError(f"nothing below {self._args.root!r} is called {named}{more}; {self._describe_existing()}")
+        refuse_unmatched(self._connector, patterns, (info.key for info in infos), self._args.root)
         return infos
 
     def _matching(self, patterns: Patterns) -> Iterator[ObjectInfo]:
@@ -263,27 +257,7 @@ class TarSource(Source):
 
     def _stat_all(self, names: list[str]) -> list[ObjectInfo]:
         """The existing ones of the named objects, by one `stat` each."""
-
-        def stat(name: str) -> ObjectInfo | None:
-            try:
-                return self._connector.stat(name)
-            except ObjectNotFoundError:
-                return None
-            except AccessDeniedError:  # so a bucket says of what does not exist where it may not be listed
-                if _is_of_pack(name):
-                    return None
-                raise
-
-        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="loaderkit-index") as pool:
-            infos = [*filter(None, pool.map(stat, names))]
-        return sorted(infos, key=lambda info: info.key.encode("utf-8", "surrogateescape"))
-
-    def _describe_existing(self) -> str:
-        try:
-            others = [info.key for info in islice(self._connector.list(""), 3)]
-        except AccessDeniedError:
-            return "the objects below it cannot be listed"
-        return f"there are {', '.join(map(repr, others))} ..." if others else "there is no object at all"
+        return stat_all(self._connector, names, self._num_threads, may_be_hidden=_is_of_pack)
 
     @property
     def _num_threads(self) -> int:

@@ -285,7 +285,7 @@ class SampleChunk(Chunk):
     """The samples of some slots of a batch.
 
     `samples[row]` belongs to slot lo + row and is None once it has failed or was dropped. A `read` directly before `batch`
-    sets `columns` instead, one list of values per field, which avoids a dict per sample.
+    sets `columns` instead, one list of values per field, or one array, which avoids a dict per sample.
     """
 
     __slots__ = ("columns", "draws", "dropped", "failures", "indices", "parts", "samples")
@@ -296,7 +296,7 @@ class SampleChunk(Chunk):
         super().__init__(work_item, lo, hi)
         self.indices = indices  # int64 [hi - lo]
         self.samples: list[Sample | None] = [None] * (hi - lo)
-        self.columns: dict[str, list[Any]] | None = None
+        self.columns: dict[str, Any] | None = None
         self.failures = {}
         self.dropped: list[int] = []  # rows
         self.draws: dict[str, NDArray[np.float64]] = {}  # by stage: [hi - lo, num_draws]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from loaderkit import native
@@ -172,7 +173,7 @@ def write_samples(
         (_write_each if specs[name].kind == "slab" else _store_values)(chunk, name, specs[name], failed)
 
 
-def _write_column(values: list[Any], name: str, spec: FieldSpec, chunk: SampleChunk) -> bool:
+def _write_column(values: list[Any] | NDArray[Any], name: str, spec: FieldSpec, chunk: SampleChunk) -> bool:
     """Write one field of all samples at once; False if they must be written one by one."""
     if spec.kind == "slab" and spec.image and spec.dtype != "uint8":
         channels, height, width = spec.shape
@@ -273,13 +274,19 @@ def _write_tensor(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: in
 _SMALL_BYTES = 4096
 
 
-def _write_together(values: list[Any], spec: FieldSpec, slots: Slots, where: slice | list[int]) -> bool:
+def _write_together(values: list[Any] | NDArray[Any], spec: FieldSpec, slots: Slots, where: slice | list[int]) -> bool:
     """Write numbers, small tensors or small arrays of one type at once, in a tenth of the time of one assignment per slot.
 
     False if they do not fit: they are then written one by one, to find the misfit.
     """
+    if isinstance(values, np.ndarray):  # [slots, ...]
+        array = slots.array
+        if array is None or values.dtype != array.dtype or values.shape[1:] != spec.shape:
+            return False
+        array[where] = values
+        return True
     kind = type(values[0])
-    write = _WRITERS.get(kind)
+    write = _WRITERS.get(kind) or (_write_arrays if issubclass(kind, np.generic) else None)
     if write is None and isinstance(values[0], torch.Tensor) and kind is torch.Tensor:
         write = _write_tensors
     if write is None or {*map(type, values)} != {kind}:

@@ -42,7 +42,9 @@ class CompileContext:
     """The pipeline that a stage is compiled for."""
 
     source: Source
-    gives: Literal["ranges", "records", "sequences", "items", "tensors", "mixed"]  # what the source gives to `read`
+    gives: Literal[
+        "ranges", "records", "sequences", "rows", "items", "tensors", "mixed"
+    ]  # what the source gives to `read`
     connector: Connector | None
     seed: int
     on_bad_sample: Literal["raise", "skip", "replace"]

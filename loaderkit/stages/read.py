@@ -3,7 +3,8 @@
     source.table(indices) ──> Ranges ──> connector.read_many(…) ──> Encoded(view of the chunk's memory, extension)
 
 If a source's samples differ in their fields, `ranges` is called per sample; without `read_many` the connector is called per
-range. A source of objects has no ranges; its items are the samples. `read_records.py` reads records of one size.
+range. A source of objects has no ranges; its items are the samples. `reading` has what is read in other ways: records of one
+size, large arrays, rows of tables.
 """
 
 from __future__ import annotations
@@ -26,12 +27,22 @@ from loaderkit.connectors.base import Connector, Ranges, bulk_of
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS
-from loaderkit.sources.base import FieldRange, ItemSource, RecordSource, Sample, Sequences, SequenceSource, Source
+from loaderkit.sources.base import (
+    FieldRange,
+    ItemSource,
+    RecordSource,
+    RowSource,
+    Sample,
+    Sequences,
+    SequenceSource,
+    Source,
+)
 from loaderkit.sources.iterable import IterableSource, Pass, Preview
 from loaderkit.stages.base import Encoded, SampleChunk, StageArgs, StageConfig, StageKind
 from loaderkit.stages.context import CompileContext
-from loaderkit.stages.read_arrays import DirectRead
-from loaderkit.stages.read_records import read_records
+from loaderkit.stages.reading.arrays import DirectRead
+from loaderkit.stages.reading.records import read_records
+from loaderkit.stages.reading.rows import RowReader
 from loaderkit.stages.sequence.chunk import PackedChunk
 
 
@@ -266,6 +277,10 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     assert connector is not None
     # A reader may wait for its threads.
     interrupt = connector.stop if isinstance(connector, ReadAheadConnector) else None
+    if context.gives == "rows":
+        assert isinstance(context.source, RowSource)
+        rows = RowReader(context.source, connector, failed, is_last=is_last)
+        return stage.ready("sample", rows.run, close=rows.close, interrupt=interrupt)
     if context.gives == "sequences":
         assert isinstance(context.source, SequenceSource)
         is_packed = len(context.before_batch) > 1 and context.kind_of(context.before_batch[1]).packs
@@ -293,6 +308,8 @@ def read_values(context: CompileContext, stage: StageConfig) -> Callable[[Sample
     assert connector is not None
     if isinstance(source, RecordSource):
         return read_records(source, connector, failed, is_last=False, reuse=context.may_reuse)
+    if isinstance(source, RowSource):
+        return RowReader(source, connector, failed, is_last=False).run
     if isinstance(source, SequenceSource):
         value_of = partial(_numbers, source.sequences, as_arrays=False)
         return read_ranges(source, connector, failed, value_of=value_of, reuse=context.may_reuse)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from loaderkit.connectors.base import Connector
@@ -24,7 +26,7 @@ def opened(**source: Any) -> Opened:
     return parts.source, parts.connector
 
 
-@pytest.fixture(params=["files", "joined", "tar", "array", "windows", "tokens", "dataset"])
+@pytest.fixture(params=["files", "joined", "tar", "array", "windows", "tokens", "parquet", "dataset"])
 def make(
     request: pytest.FixtureRequest, photos: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Opened]:
@@ -34,6 +36,9 @@ def make(
     (tmp_path / "cache").mkdir()
     monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
     np.array([[number, 99] for number in range(60)], np.uint8).tofile(tmp_path / "x.tokens")
+    for number in range(2):
+        rows = range(30 * number, 30 * number + 30)
+        pq.write_table(pa.table({"data": rows}), tmp_path / f"{number}.parquet", row_group_size=1)
     for number, photo in enumerate(sorted(photos.rglob("*.jpg"))):
         for path, data in ((f"images/{number:02}.jpg", photo.read_bytes()), (f"labels/{number:02}.cls", b"7")):
             (tmp_path / path).parent.mkdir(exist_ok=True)
@@ -46,6 +51,7 @@ def make(
         "array": {"kind": "array", "url": str(tmp_path / "x.npy")},
         "windows": {"kind": "array", "url": str(tmp_path / "x.bin"), "dtype": "uint16", "window": 200},
         "tokens": {"kind": "tokens", "url": str(tmp_path / "x.tokens"), "dtype": "uint8", "end": 99, "field": "data"},
+        "parquet": {"kind": "parquet", "url": str(tmp_path)},
         "dataset": {"kind": "dataset", "object": [{"x": number} for number in range(60)]},
     }
     return lambda **more: opened(**described[request.param], **more)
@@ -94,11 +100,14 @@ def test_ranges_are_what_the_connector_holds(make: Callable[..., Opened]) -> Non
         for field, extension, (key, start, length, etag) in source.ranges(index):
             data = bytearray(length)
             connector.read_into(key, start, memoryview(data), etag=etag)
-            assert (field, extension) in (("image", "jpg"), ("label", "cls"), ("data", "raw"))
+            assert (field, extension) in (
+                ("image", "jpg"), ("label", "cls"), ("data", "raw"), ("row group", "parquet"),
+            )  # fmt: skip
             begins = {
                 "jpg": data[:2] == b"\xff\xd8",
                 "cls": data.isdigit(),
                 "raw": data[0] in (index, 100 * index % 256),
+                "parquet": bytes([index, 0, 0, 0, 0, 0, 0, 0]) in data,
             }
             assert begins[extension]
         fresh = source.constants(index)

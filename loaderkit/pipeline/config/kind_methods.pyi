@@ -144,6 +144,38 @@ class KindMethods:
         """
 
     @classmethod
+    def parquet(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        include: str | tuple[str, ...] | list[str] = "*.parquet",
+        columns: tuple[str, ...] | list[str] | None = None,
+        fields: Mapping[str, str] | None = None,
+        memory: int | str = 2147483648,
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """The rows of the Parquet files below `url`.
+
+        url: the folder of the files, or one .parquet file (also with braces)
+        include: which files: globs (`**/*.parquet` for folders in folders), and braces, as
+            "part-{00..99}.parquet"
+        columns: read only these columns; default: those of `fields`, or all
+        fields: field -> its column, as in {image: jpg, label: fine_label}; a column that is not named keeps
+            its name
+        memory: bound on the decoded row groups that each loading process holds; one is held whatever its
+            size
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
+        """
+
+    @classmethod
     def dataset(
         cls,
         object: Any,

@@ -11,6 +11,7 @@ from loaderkit.sources.base import SourceKind
 from loaderkit.sources.dataset import DATASET
 from loaderkit.sources.files import FILES
 from loaderkit.sources.iterable import ITERABLE
+from loaderkit.sources.parquet.source import PARQUET
 from loaderkit.sources.sequences.tokens import TOKENS
 from loaderkit.sources.tar import TAR
 from loaderkit.stages.base import StageKind
@@ -29,6 +30,7 @@ SOURCES: Mapping[str, SourceKind] = MappingProxyType(
         "tar": TAR,
         "array": ARRAY,
         "tokens": TOKENS,
+        "parquet": PARQUET,
         "dataset": DATASET,
         "iterable": ITERABLE,
         "checkpoint": CHECKPOINT,

@@ -1,0 +1,196 @@
+"""The columns of a decoded row group: NumPy arrays over Arrow's memory, from which the values of rows are taken.
+
+Numbers, also in lists, are a tree as in Arrow: `ListNode`s with their bounds, down to the `NumberNode` of all numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaderkit.sources.base import StoredBytes, Taken
+
+Rows = NDArray[np.int64]
+_Valid = NDArray[np.bool_] | None
+NULL = "is null"
+
+
+class Node(Protocol):
+    """Numbers or lists of them, one after another."""
+
+    def array(self, low: int, high: int) -> NDArray[Any]:
+        """Those from `low` to `high` as one array [high - low, ...]. Raises ValueError for a null among them, and for lists
+        of different lengths."""
+
+    def valid(self) -> _Valid:
+        """True for those that are not null and have no null in them: bool [n]; None: all."""
+
+
+@dataclass(frozen=True)
+class NumberNode:
+    values: NDArray[Any]  # [n]
+    is_there: _Valid
+
+    def array(self, low: int, high: int) -> NDArray[Any]:
+        _refuse_nulls(self.is_there, low, high)
+        return self.values[low:high]
+
+    def valid(self) -> _Valid:
+        return self.is_there
+
+
+@dataclass(frozen=True)
+class FixedListNode:
+    """Lists of `size` items each."""
+
+    num: int
+    size: int
+    items: Node
+    is_there: _Valid
+
+    def array(self, low: int, high: int) -> NDArray[Any]:
+        _refuse_nulls(self.is_there, low, high)
+        items = self.items.array(low * self.size, high * self.size)
+        return items.reshape(high - low, self.size, *items.shape[1:])
+
+    def valid(self) -> _Valid:
+        items = self.items.valid()
+        if items is None:
+            return self.is_there
+        inside: NDArray[np.bool_] = np.all(items.reshape(self.num, self.size), axis=1)
+        return inside if self.is_there is None else inside & self.is_there
+
+
+@dataclass(frozen=True)
+class ListNode:
+    """Lists that may differ in length: list i is of the items from bounds[i] to bounds[i + 1]."""
+
+    bounds: NDArray[np.int64]  # [n + 1]
+    items: Node
+    is_there: _Valid
+
+    def array(self, low: int, high: int) -> NDArray[Any]:
+        _refuse_nulls(self.is_there, low, high)
+        bounds = self.bounds[low : high + 1]
+        items = self.items.array(int(bounds[0]), int(bounds[-1]))
+        lengths = np.diff(bounds)
+        if len(lengths) and (lengths != lengths[0]).any():
+            raise ValueError(
+                f"holds lists of {lengths.min()} to {lengths.max()} items in one row, which are no array: give them one length"
+            )
+        return items.reshape(high - low, int(lengths[0]) if len(lengths) else 0, *items.shape[1:])
+
+    def valid(self) -> _Valid:
+        return self.is_there
+
+
+def _refuse_nulls(is_there: _Valid, low: int, high: int) -> None:
+    if is_there is not None and not is_there[low:high].all():
+        raise ValueError("has a null in a list")
+
+
+class FixedColumn:
+    """Numbers, or arrays of one `shape`."""
+
+    def __init__(self, node: Node, num_rows: int, shape: tuple[int, ...]) -> None:
+        self._valid = node.valid()
+        self._values = _without_nulls(node).array(0, num_rows).reshape(num_rows, *shape)
+
+    def take(self, rows: Rows) -> Taken:
+        values = self._values[rows]
+        if self._valid is None:
+            return Taken(values, {})
+        what = NULL if values.ndim == 1 else f"{NULL}, or has a null in it"
+        return Taken(values, dict.fromkeys(np.flatnonzero(~self._valid[rows]).tolist(), what))
+
+
+def _without_nulls(node: Node) -> Node:
+    """The same with something in the place of nulls."""
+    if isinstance(node, FixedListNode):
+        return FixedListNode(node.num, node.size, _without_nulls(node.items), None)
+    assert isinstance(node, NumberNode)
+    return NumberNode(node.values, None)
+
+
+class ListColumn:
+    """Lists of numbers that may differ in length: an array a row."""
+
+    def __init__(self, node: Node, is_there: _Valid) -> None:
+        self._node, self._is_there = node, is_there
+
+    def take(self, rows: Rows) -> Taken:
+        values: list[Any] = [None] * len(rows)
+        bad: dict[int, str] = {}
+        for place, row in enumerate(rows.tolist()):
+            if self._is_there is not None and not self._is_there[row]:
+                bad[place] = NULL
+                continue
+            try:
+                values[place] = self._node.array(row, row + 1)[0].copy()
+            except ValueError as error:
+                bad[place] = str(error)
+        return Taken(values, bad)
+
+
+class BytesColumn:
+    """Bytes, as `StoredBytes`: `data[bounds[i] : bounds[i + 1]]`."""
+
+    def __init__(self, data: memoryview, bounds: NDArray[np.int64], is_there: _Valid) -> None:
+        self._data, self._bounds, self._is_there = data, bounds, is_there
+
+    def views(self, rows: Rows) -> list[memoryview | None]:
+        """The bytes of some rows; None for a null."""
+        ends = zip(self._bounds[rows].tolist(), self._bounds[rows + 1].tolist(), strict=True)
+        views: list[memoryview | None] = [self._data[begin:end] for begin, end in ends]
+        if self._is_there is not None:
+            for place in np.flatnonzero(~self._is_there[rows]).tolist():
+                views[place] = None
+        return views
+
+    def take(self, rows: Rows) -> Taken:
+        views = self.views(rows)
+        bad = {place: NULL for place, view in enumerate(views) if view is None}
+        return Taken([None if view is None else StoredBytes(view, "") for view in views], bad)
+
+
+class TextColumn:
+    """Strings."""
+
+    def __init__(self, encoded: BytesColumn) -> None:
+        self._encoded = encoded
+
+    def take(self, rows: Rows) -> Taken:
+        values: list[Any] = []
+        bad: dict[int, str] = {}
+        for place, view in enumerate(self._encoded.views(rows)):
+            try:
+                values.append(None if view is None else str(view, "utf-8"))
+                if view is None:
+                    bad[place] = NULL
+            except UnicodeDecodeError as error:
+                values.append(None)
+                bad[place] = f"is no UTF-8 ({error})"
+        return Taken(values, bad)
+
+
+class FileColumn:
+    """Files with their paths, as Hugging Face's datasets have images and audio: `StoredBytes` with the path's extension."""
+
+    def __init__(self, contents: BytesColumn, paths: BytesColumn) -> None:
+        self._contents, self._paths = contents, paths
+
+    def take(self, rows: Rows) -> Taken:
+        values: list[Any] = []
+        bad: dict[int, str] = {}
+        pairs = zip(self._contents.views(rows), self._paths.views(rows), strict=True)
+        for place, (view, path) in enumerate(pairs):
+            name = "" if path is None else str(path, "utf-8", "replace").rpartition("/")[2]
+            values.append(
+                None if view is None else StoredBytes(view, name.rpartition(".")[2].lower() if "." in name else "")
+            )
+            if view is None:
+                bad[place] = f"has no bytes, only the path {name!r}: embed the files" if path is not None else NULL
+        return Taken(values, bad)

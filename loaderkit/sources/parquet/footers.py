@@ -1,0 +1,89 @@
+"""The footers of Parquet files, read by one or two ranges, and kept in the user's cache directory for remote stores."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from hashlib import blake2b
+from pathlib import Path
+
+from loaderkit.connectors.base import Connector, ObjectInfo, traits_of
+from loaderkit.errors import FormatError
+
+_VERSION = 1
+_MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
+_END_BYTES = 8  # the length of the footer, and the magic bytes
+_FIRST_BYTES = 64 << 10  # read at once: most footers are shorter
+_DIGEST_BYTES = 16
+
+
+def load_footer(connector: Connector, info: ObjectInfo, cache_dir: Path | None) -> bytes:
+    """The footer of a file, with its length and the magic bytes behind it.
+
+    That of an object in a remote store comes from `cache_dir` if a copy there has the object's size and etag; else a copy is
+    kept, and a failure to keep it is no error. Raises FormatError naming the file, and what the connector raises.
+    """
+    if cache_dir is None or not traits_of(connector).is_remote:
+        return _read(connector, info)
+    name = blake2b(os.fsencode(connector.describe(info.key)), digest_size=16).hexdigest()
+    path = Path(cache_dir) / "parquet-footers" / name
+    head = f"{_VERSION} {info.size} {info.etag}\n".encode("utf-8", "surrogateescape")
+    footer = _load_copy(path, head)
+    if footer is None:
+        footer = _read(connector, info)
+        _save_copy(path, head, footer)
+    return footer
+
+
+def _read(connector: Connector, info: ObjectInfo) -> bytes:
+    where = connector.describe(info.key)
+    if info.size < len(_MAGIC) + _END_BYTES:
+        raise FormatError(f"{where} has {info.size} bytes, too few for a Parquet file: it is truncated, or none")
+    data = _range(connector, info, max(0, info.size - _FIRST_BYTES))
+    if data[-4:] == _ENCRYPTED:
+        raise FormatError(f"{where} has an encrypted footer, which is not read: decrypt the file")
+    if data[-4:] != _MAGIC:
+        raise FormatError(
+            f"{where} does not end as a Parquet file does, by {_MAGIC!r}, but by {data[-4:]!r}: it is truncated, or none"
+        )
+    size = int.from_bytes(data[-8:-4], "little") + _END_BYTES
+    if size > info.size - len(_MAGIC):
+        raise FormatError(f"{where} has {info.size} bytes, and its footer is to have {size}: it is damaged")
+    if size > len(data):
+        data = _range(connector, info, info.size - size)
+    return data[-size:]
+
+
+def _range(connector: Connector, info: ObjectInfo, start: int) -> bytes:
+    data = bytearray(info.size - start)
+    connector.read_into(info.key, start, memoryview(data), etag=info.etag)
+    return bytes(data)
+
+
+def _load_copy(path: Path, head: bytes) -> bytes | None:
+    """The copy on this machine; None if it is missing, damaged, or of another version of the object."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    footer = data[len(head) + _DIGEST_BYTES :]
+    is_whole = data[len(head) : len(head) + _DIGEST_BYTES] == _digest(footer)
+    return footer if data.startswith(head) and is_whole else None
+
+
+def _save_copy(path: Path, head: bytes, footer: bytes) -> None:
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "xb") as file:
+                file.write(head + _digest(footer) + footer)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError:  # a read-only or full disk only costs time at the next start
+        return
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=_DIGEST_BYTES).digest()

@@ -1,0 +1,329 @@
+"""`kind: parquet`: the rows of Parquet files, whose unit of reading is the row group.
+
+files (listing) -> their footers (a few at a time) -> arrays: rows and column chunks of all row groups
+sample -> row group (binary search) -> file, and row in the group; a group -> the byte ranges of the chosen columns
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import blake2b
+from threading import Lock
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field, model_validator
+
+from loaderkit._internal.config.settings import ByteSize, as_tuple
+from loaderkit._internal.system.forks import ending_forks
+from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, traits_of
+from loaderkit.connectors.config import StoreArgs
+from loaderkit.errors import ConfigError, SourceError
+from loaderkit.sources.base import FieldRange, RowGroup, RowSource, Sample, SourceKind
+from loaderkit.sources.fields import Include
+from loaderkit.sources.formats.tar_index import default_cache_dir
+from loaderkit.sources.listing import StringTable, cut_blocks, list_matching
+from loaderkit.sources.parquet.arrow import ChunkTable, ColumnType, Footer, chunk_table, decode_group, parse_footer
+from loaderkit.sources.parquet.footers import load_footer
+from loaderkit.sources.patterns import Patterns
+
+_NUM_THREADS = 4
+_NUM_REMOTE_THREADS = 32  # they wait for the store, not for a CPU
+_NUM_FOOTERS = 32  # parsed ones that a reader keeps: up to hundreds of kB each
+Int64 = NDArray[np.int64]
+
+
+class ParquetArgs(StoreArgs):
+    """The rows of the Parquet files below `url`."""
+
+    kind: Literal["parquet"] = "parquet"
+    url: Annotated[
+        str, Field(min_length=1, description="the folder of the files, or one .parquet file (also with braces)")
+    ]
+    include: Include = Field(
+        "*.parquet",
+        description='which files: globs (`**/*.parquet` for folders in folders), and braces, as "part-{00..99}.parquet"',
+    )
+    columns: Annotated[Annotated[tuple[str, ...], Field(min_length=1)] | None, BeforeValidator(as_tuple)] = Field(
+        None, description="read only these columns; default: those of `fields`, or all"
+    )
+    fields: Annotated[dict[str, str], Field(min_length=1)] | None = Field(
+        None,
+        description="field -> its column, as in {image: jpg, label: fine_label}; a column that is not named keeps its name",
+    )
+    memory: ByteSize = Field(
+        2 * 2**30,
+        description="bound on the decoded row groups that each loading process holds; one is held whatever its size",
+    )
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> ParquetArgs:
+        if self.url.endswith(".parquet") and "include" in self.model_fields_set:
+            raise ValueError("`url` names the files already; leave `include` out, or let `url` name their folder")
+        columns, renamed = self.columns or (), list((self.fields or {}).values())
+        for name, listed in (("columns", columns), ("fields", renamed)):
+            if len(set(listed)) < len(listed):
+                raise ValueError(f"`{name}` names a column twice, and each is one field")
+        if columns and (others := [column for column in renamed if column not in columns]):
+            raise ValueError(f"`fields` names {others[0]!r}, which is none of `columns`: add it there")
+        if taken := [name for name in self.fields or {} if name in columns and name not in renamed]:
+            raise ValueError(f"two columns would be the field {taken[0]!r}: rename the other one as well")
+        return self
+
+    @property
+    def root(self) -> str:
+        """The connector's root: `url`, or its directory if it names files."""
+        return (self.url[: self.url.rfind("/") + 1] or ".") if self.url.endswith(".parquet") else self.url
+
+    @property
+    def files(self) -> str | tuple[str, ...]:
+        """The patterns of files below `root`."""
+        return self.url[self.url.rfind("/") + 1 :] if self.url.endswith(".parquet") else self.include
+
+
+class _Groups(NamedTuple):
+    """Row groups that have rows, as arrays [groups] and [groups, leaves]."""
+
+    files: Int64  # the number of the file
+    numbers: Int64  # in the file
+    first_rows: Int64  # in the file
+    num_rows: Int64
+    starts: Int64  # of the column chunks of the chosen leaves
+    lengths: Int64
+    sizes: Int64
+
+
+class ParquetSource(RowSource):
+    """The rows of all matching files: files by the UTF-8 bytes of their keys, rows in their order.
+
+    `connector` reads below `args.root`; `load` returns the footer of one file, and is called from several threads. A key is
+    the file's and the number of the row in it: "train-0.parquet/123". Raises `ConfigError` for a column that is not there or
+    can be no field, `SourceError` if nothing matches, there is no row or files differ in their columns, `FormatError` for a
+    file that is damaged or none, and what `load` raises.
+    """
+
+    def __init__(self, connector: Connector, args: ParquetArgs, load: Callable[[ObjectInfo], bytes]) -> None:
+        self._connector = connector
+        self._args = args
+        self._wanted = args.columns or (tuple(args.fields.values()) if args.fields is not None else None)
+        patterns = Patterns(args.files)
+        self._num_threads = _NUM_REMOTE_THREADS if traits_of(connector).is_remote else _NUM_THREADS
+        self._files = list_matching(connector, patterns, args.root, self._num_threads)
+        self._types: dict[str, ColumnType] = {}  # column -> its type in the first file
+        self._groups = self._collect(load)
+        renamed = {column: field for field, column in (args.fields or {}).items()}
+        self.fields = {renamed.get(column, column): column for column in self._types}
+        firsts = np.concatenate([[0], np.cumsum(self._groups.num_rows)])
+        self._num = int(firsts[-1]) if args.limit is None else min(int(firsts[-1]), args.limit)
+        self._firsts = np.minimum(firsts, self._num)
+        self.group_bytes = self._groups.sizes.sum(axis=1)
+        self.memory_bytes = args.memory
+
+    def __len__(self) -> int:
+        return self._num
+
+    def key(self, index: int) -> str:
+        """The file's key and the number of the row in it."""
+        group, row = self._place_of(index)
+        return f"{self._files[int(self._groups.files[group])].key}/{int(self._groups.first_rows[group]) + row}"
+
+    def origin(self, index: int) -> str:
+        """The key of the file."""
+        return self._files[int(self._groups.files[self._place_of(index)[0]])].key
+
+    def locate(self, indices: Int64) -> tuple[Int64, Int64]:
+        """The row group of every sample, and its row there."""
+        groups: Int64 = np.searchsorted(self._firsts, indices, "right") - 1
+        return groups, indices - self._firsts[groups]
+
+    def file_of(self, group: int) -> tuple[ObjectInfo, int]:
+        """The file of a row group, and its number there."""
+        return self._files[int(self._groups.files[group])], int(self._groups.numbers[group])
+
+    def column_of(self, field: str) -> str:
+        """The column's name in the files."""
+        return self.fields[field]
+
+    def group_ranges(self, group: int) -> list[ByteRange]:
+        """The column chunks of the fields, those that are adjacent as one."""
+        info, _ = self.file_of(group)
+        chunks = sorted(zip(self._groups.starts[group].tolist(), self._groups.lengths[group].tolist(), strict=True))
+        ranges: list[ByteRange] = []
+        for start, length in chunks:
+            if ranges and start <= ranges[-1].start + ranges[-1].length:
+                end = max(ranges[-1].start + ranges[-1].length, start + length)
+                ranges[-1] = ranges[-1]._replace(length=end - ranges[-1].start)
+            else:
+                ranges.append(ByteRange(info.key, start, length, info.etag))
+        return ranges
+
+    def ranges(self, index: int) -> list[FieldRange]:
+        """The ranges of the whole row group, from which the row is decoded."""
+        group, _ = self._place_of(index)
+        return [FieldRange("row group", "parquet", one) for one in self.group_ranges(group)]
+
+    def reader(self, connector: Connector) -> Callable[[int], RowGroup]:
+        """A function that reads a row group through `connector`, from any thread."""
+        return _GroupReader(self, connector).read
+
+    def constants(self, index: int) -> Sample:
+        """Nothing is known of a row without reading it."""
+        return {}
+
+    def blocks(self, block_bytes: int) -> Int64:
+        """Runs of whole row groups of about `block_bytes` when decoded, at least one each, never across a file."""
+        files = self._groups.files
+        first_groups = np.flatnonzero(np.diff(files, prepend=-1))
+        bounds = self._firsts[cut_blocks(self.group_bytes, block_bytes, first_groups)]
+        return np.unique(bounds)  # `limit` may end before the last ones
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits from the files' keys and sizes, the rows of the row groups, and the columns and their types."""
+        digest = blake2b(StringTable(info.key for info in self._files).digest(), digest_size=8)
+        sizes = np.array([info.size for info in self._files], "<i8")
+        for numbers in (sizes, self._groups.files, self._firsts):
+            digest.update(numbers.astype("<i8").tobytes())
+        digest.update(
+            repr([(name, kind.layout) for name, kind in self._types.items()]).encode("utf-8", "surrogateescape")
+        )
+        return digest.hexdigest()
+
+    # ------------------------------------------------------------------------------------------------- building
+
+    def _place_of(self, index: int) -> tuple[int, int]:
+        if not -self._num <= index < self._num:
+            raise IndexError(f"sample {index} of {self._num}")
+        group = int(np.searchsorted(self._firsts, index % self._num, "right")) - 1
+        return group, index % self._num - int(self._firsts[group])
+
+    def _opened(
+        self, load: Callable[[ObjectInfo], bytes]
+    ) -> Iterator[tuple[str, dict[str, ColumnType], Footer, ChunkTable]]:
+        """Of every file its name, the columns that become fields (none if there are no rows), the footer, and where their
+        chunks are; a few are loaded ahead."""
+
+        def open_one(info: ObjectInfo) -> tuple[str, dict[str, ColumnType], Footer, ChunkTable]:
+            where = self._connector.describe(info.key)
+            data = load(info)
+            footer = parse_footer(data, where)
+            types = self._chosen(footer, where) if footer.metadata.num_rows else {}
+            leaves = [leaf for kind in types.values() for leaf in kind.leaves]
+            return where, types, footer, chunk_table(footer, leaves, where, info.size - len(data))
+
+        infos, num_ahead = self._files, 4 * self._num_threads
+        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="loaderkit-index") as pool:
+            for first in range(0, len(infos), num_ahead):
+                yield from pool.map(open_one, infos[first : first + num_ahead])
+
+    def _collect(self, load: Callable[[ObjectInfo], bytes]) -> _Groups:
+        """The row groups of all files, up to `limit` rows."""
+        parts: list[tuple[Int64, ...]] = []
+        num, limit, first = 0, self._args.limit, ""
+        for file, (where, types, footer, table) in enumerate(self._opened(load)):
+            if not types:
+                continue
+            if not self._types:
+                self._types = types
+                self.classes = footer.classes.get((self._args.fields or {}).get("label", "label"))
+                first = where
+            self._check_same(types, where, first)
+            has_rows = table.num_rows > 0
+            numbers = np.flatnonzero(has_rows)
+            first_rows = np.cumsum(table.num_rows) - table.num_rows
+            of_chunks = (one[has_rows] for one in (table.starts, table.lengths, table.sizes))
+            parts.append(
+                (np.full(len(numbers), file), numbers, first_rows[has_rows], table.num_rows[has_rows], *of_chunks)
+            )
+            num += int(table.num_rows.sum())
+            if limit is not None and num >= limit:
+                self._files = self._files[: file + 1]
+                break
+        if not num:
+            raise SourceError(f"the {len(self._files)} files below {self._args.root!r} have no row")
+        return _Groups(*(np.concatenate(columns).astype(np.int64) for columns in zip(*parts, strict=True)))
+
+    def _chosen(self, footer: Footer, where: str) -> dict[str, ColumnType]:
+        """The columns that become fields. Raises ConfigError."""
+        names = list(footer.columns) if self._wanted is None else list(self._wanted)
+        key = "fields" if self._args.columns is None and self._args.fields is not None else "columns"
+        usable = [name for name, kind in footer.columns.items() if kind.content]
+        listed = ", ".join(usable)
+        for name in names:
+            if name not in footer.columns:
+                raise ConfigError(
+                    f"source.{key}: {where} has no column {name!r}; those that can be fields are {listed}"
+                )
+            if not footer.columns[name].content:
+                raise ConfigError(
+                    f"source.{key}: the column {name!r} of {where} holds {footer.columns[name].reason}, which can be no field: "
+                    f"choose others, as by columns: [{listed}], or write it as numbers, text or bytes"
+                )
+        return {name: footer.columns[name] for name in names}
+
+    def _check_same(self, types: dict[str, ColumnType], where: str, first: str) -> None:
+        """Raise SourceError unless a file has the columns of the `first` one that has rows."""
+        for name in {**self._types, **types}:
+            here, there = types.get(name), self._types.get(name)
+            if here is None or there is None or here.layout != there.layout:
+                said = ["no such column" if one is None else str(one) for one in (here, there)]
+                raise SourceError(
+                    f"the column {name!r} is {said[0]} in {where} and {said[1]} in {first}: files of one source have the same "
+                    "columns. Choose others by `columns`, the files by `include`, or mix two sources"
+                )
+
+
+class _GroupReader:
+    """Reads and decodes the row groups of a source through a connector. It keeps the last footers, parsed."""
+
+    def __init__(self, source: ParquetSource, connector: Connector) -> None:
+        self._source = source
+        self._read_into = ending_forks(connector.read_into)
+        self._describe = connector.describe
+        self._load = partial(load_footer, connector, cache_dir=default_cache_dir())
+        self._footers: OrderedDict[str, Footer] = OrderedDict()
+        self._lock = Lock()
+
+    def read(self, group: int) -> RowGroup:
+        """A row group. Raises FormatError, and what the connector raises."""
+        info, number = self._source.file_of(group)
+        where = self._describe(info.key)
+        footer = self._footer_of(info, where)
+
+        def read(start: int, length: int) -> memoryview:
+            data = np.empty(length, np.uint8).data
+            self._read_into(info.key, start, data, etag=info.etag)
+            return data
+
+        held = [(one.start, read(one.start, one.length)) for one in self._source.group_ranges(group)]
+        fields = self._source.fields
+        types = [footer.columns[column] for column in fields.values()]
+        columns, memory_bytes = decode_group(footer, number, types, held, where=where, size=info.size, read=read)
+        return RowGroup(dict(zip(fields, columns, strict=True)), memory_bytes, sum(len(data) for _, data in held))
+
+    def _footer_of(self, info: ObjectInfo, where: str) -> Footer:
+        with self._lock:
+            if info.key in self._footers:
+                self._footers.move_to_end(info.key)
+                return self._footers[info.key]
+        footer = parse_footer(self._load(info), where)
+        with self._lock:
+            self._footers[info.key] = footer
+            while len(self._footers) > _NUM_FOOTERS:
+                self._footers.popitem(last=False)
+        return footer
+
+
+def _open(args: ParquetArgs, connector: Connector | None) -> ParquetSource:
+    assert connector is not None
+    begin_s = time.perf_counter()
+    source = ParquetSource(connector, args, partial(load_footer, connector, cache_dir=default_cache_dir()))
+    source.index_s = time.perf_counter() - begin_s
+    return source
+
+
+PARQUET = SourceKind(ParquetArgs, "rows", _open, lambda args: args.root)

@@ -1,0 +1,130 @@
+"""`read` for a source of rows: the row groups of a chunk's samples, each decoded once and held, and their rows taken from them.
+
+chunk ──locate──> row groups and rows ──> HeldGroups.get ──> a column's values of all rows at once ──> columns, or samples
+
+Values are copied out of a row group, so its memory is bounded by what is held, however long batches live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaderkit.connectors.base import Connector
+from loaderkit.errors import STORE_FAILURES
+from loaderkit.sources.base import RowSource, StoredBytes, Taken
+from loaderkit.sources.parquet.held import HeldGroups
+from loaderkit.stages.base import Encoded, SampleChunk
+from loaderkit.stages.image.formats import picture_extension
+
+_PYTHONS = frozenset({"int64", "float64", "bool"})  # Python has these types
+
+
+class RowReader:
+    """A chunk stage, `run`, which returns the number of bytes read; `close` drops what is held.
+
+    `is_last`: only `batch` follows, which takes columns. Otherwise bytes are `Encoded`; a number of a type that Python has is
+    Python's, others are NumPy's.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        connector: Connector,
+        failed: Callable[[SampleChunk, int, Exception], None],
+        *,
+        is_last: bool,
+    ) -> None:
+        self._source, self._failed, self._is_last = source, failed, is_last
+        self._groups = HeldGroups(source.reader(connector), source.group_bytes, source.memory_bytes)
+
+    def run(self, chunk: SampleChunk) -> int:
+        groups, rows = self._source.locate(chunk.indices)
+        columns: dict[str, Any] = {}
+        num_bytes = 0
+        error: Exception | None = None
+        slowest = (0.0, 0)
+        for group, places in _by_group(groups):
+            chunk.current = int(places[0])
+            begin_s = perf_counter()
+            try:
+                if error is None:
+                    found, num_read = self._groups.get(group)
+                    num_bytes += num_read
+            except Exception as raised:
+                error = raised
+            if error is not None:
+                self._fail_all(chunk, places, error)
+                # The other row groups would take as long to fail alike.
+                error = error if isinstance(error, STORE_FAILURES) else None
+                continue
+            for field, column in found.columns.items():
+                taken = column.take(rows[places])
+                self._put(columns, field, taken, places, len(chunk.indices))
+                for number, reason in taken.bad.items():
+                    self._fail(chunk, int(places[number]), field, reason)
+            slowest = max(slowest, (perf_counter() - begin_s, int(places[0])))
+        chunk.current, chunk.slowest = None, slowest
+        if self._is_last and chunk.work_item.specs and not chunk.failures:
+            chunk.columns = columns
+        elif columns:
+            self._fill(chunk, columns)
+        return num_bytes
+
+    def close(self) -> None:
+        """Drop all row groups."""
+        self._groups.clear()
+
+    def _put(self, columns: dict[str, Any], field: str, taken: Taken, places: NDArray[np.int64], num: int) -> None:
+        """Put the values of some places of a chunk into the column of all."""
+        values = taken.values
+        if isinstance(values, np.ndarray):
+            if len(places) == num:
+                columns[field] = values
+                return
+            if field not in columns:
+                columns[field] = np.empty((num, *values.shape[1:]), values.dtype)
+            columns[field][places] = values
+            return
+        column = columns.setdefault(field, [None] * num)
+        for place, value in zip(places.tolist(), values, strict=True):
+            column[place] = self._owned(value) if type(value) is StoredBytes else value
+
+    def _owned(self, stored: StoredBytes) -> bytes | Encoded:
+        data = bytes(stored.data)
+        if self._is_last:
+            return data
+        view = memoryview(data)
+        return Encoded(view, stored.extension or picture_extension(view) or "bin")
+
+    def _fill(self, chunk: SampleChunk, columns: dict[str, Any]) -> None:
+        listed = [_listed(values) for values in columns.values()]
+        for row, values in enumerate(zip(*listed, strict=True)):
+            if row not in chunk.failures:
+                chunk.samples[row] = dict(zip(columns, values, strict=True))
+
+    def _fail(self, chunk: SampleChunk, row: int, field: str, reason: str) -> None:
+        if row not in chunk.failures:  # a sample's first error is reported
+            self._failed(chunk, row, ValueError(f"its column {self._source.column_of(field)!r} {reason}"))
+
+    def _fail_all(self, chunk: SampleChunk, places: NDArray[np.int64], error: Exception) -> None:
+        for row in places.tolist():
+            self._failed(chunk, row, error)
+
+
+def _by_group(groups: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
+    """(row group, the places where it stands) of the groups in an array."""
+    order = np.argsort(groups, kind="stable")
+    firsts = np.flatnonzero(np.diff(groups[order], prepend=-1))
+    return [(int(groups[places[0]]), places) for places in np.split(order, firsts[1:])]
+
+
+def _listed(values: Any) -> list[Any]:
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.name in _PYTHONS:
+        listed: list[Any] = values.tolist()
+        return listed
+    return list(values)

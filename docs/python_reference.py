@@ -15,6 +15,7 @@ from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.integrations.ray import RayRows
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.tensor_loader import TensorLoader
+from loaderkit.profile.watched.watch import Watched
 
 _SPECIAL = {"__iter__", "__len__"}
 
@@ -41,6 +42,10 @@ and these, whose arguments are those of [sources](#sources), [stages](#stages), 
 may be given by position; those that need not be given are in brackets.
 
 {made_methods()}
+### `loaderkit.watch`
+
+{block(loaderkit.watch)}
+{block(Watched, only={"stats", "profile", "close"})}
 ### `loaderkit.restore`
 
 {block(loaderkit.restore)}

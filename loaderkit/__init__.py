@@ -19,8 +19,19 @@ if TYPE_CHECKING:
     from loaderkit.checkpoint.restore.api import restore
     from loaderkit.pipeline.config.builder import Pipeline
     from loaderkit.pipeline.loader import Loader, build
+    from loaderkit.profile.watched.watch import watch
 
-__all__ = ["CheckpointManager", "Loader", "Pipeline", "__version__", "build", "checkpoint", "errors", "restore"]
+__all__ = [
+    "CheckpointManager",
+    "Loader",
+    "Pipeline",
+    "__version__",
+    "build",
+    "checkpoint",
+    "errors",
+    "restore",
+    "watch",
+]
 # On first use: `import loaderkit` alone must not cost the import of torch (a second or more).
 __getattr__ = public_names(
     __name__,
@@ -30,6 +41,7 @@ __getattr__ = public_names(
         "Pipeline": "loaderkit.pipeline.config.builder",
         "build": "loaderkit.pipeline.loader",
         "restore": "loaderkit.checkpoint.restore.api",
+        "watch": "loaderkit.profile.watched.watch",
     },
 )
 

@@ -390,22 +390,18 @@ class Loader:
 
     def as_subject(self) -> ProfiledLoader:
         """The parts of this loader that a report reads. Raises ConfigError, as the rank is one of them."""
-        from loaderkit.profile.recording import ProfiledLoader  # as above
+        from loaderkit.profile.build import pipeline_subject  # as above
+        from loaderkit.profile.recording import ProfiledLoader
 
         self._take_ranks()
         plan, executors = self._plan, self._executors
         return ProfiledLoader(
-            config=plan.config,
-            config_now=lambda: executors.settings.written_to(plan.config),
+            subject=lambda: pipeline_subject(plan, executors.settings.written_to(plan.config)),
             stats=self.stats,
             series=self.series,
             watch=executors.watch,
             record=executors.record,
             recorded=executors.recorded,
-            source=plan.source,
-            schedule=plan.schedule,
-            list_s=plan.list_s,
-            index_s=plan.index_s,
         )
 
     def to_yaml(self) -> str:

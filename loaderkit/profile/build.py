@@ -8,7 +8,7 @@ all of that, where times vary ────what if────────> the v
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
@@ -28,6 +28,7 @@ from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stalls import RELEASE, START
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import (
     FirstBatch,
@@ -44,11 +45,11 @@ from loaderkit.profile.report_parts import (
     Step,
     Steps,
     Utilisation,
+    VerdictPart,
 )
 from loaderkit.profile.settings_patch import settings_yaml, verdict_part
 from loaderkit.profile.step_log import StepLog
 from loaderkit.profile.whatif.suggest import with_suggestion
-from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sources.base import Source
 
 _NUM_SLOWEST = 10
@@ -61,21 +62,47 @@ PASS_MARKS = {"MLPerf Storage: 3D U-Net, ResNet-50": 90.0, "MLPerf Storage: Cosm
 
 
 @dataclass(frozen=True)
+class ReportSubject:
+    """What a report is on: a pipeline, or a loop that loads by something else."""
+
+    name: str
+    rank: int
+    world_size: int
+    config: dict[str, Any]  # plain values, with the settings that were tuned
+    verdict: Callable[[Stats], VerdictPart]
+    slowest: Callable[[Stats, float], list[SlowItem]]  # of stats, and since when
+    finished: Callable[[Report], Report]  # the report with what can be said once all of it is there
+    list_s: float
+    index_s: float
+
+
+def pipeline_subject(plan: ExecutionPlan, config_now: PipelineConfig) -> ReportSubject:
+    """A pipeline. `config_now` has the settings that were tuned."""
+    config, source = plan.config, plan.source
+    return ReportSubject(
+        name=config.name,
+        rank=plan.schedule.rank,
+        world_size=plan.schedule.world_size,
+        config=described(config_now),
+        verdict=lambda passed: verdict_part(passed, config),
+        slowest=lambda passed, begin_s: slowest_items(passed, source, begin_s),
+        finished=lambda report: with_suggestion(report, config),
+        list_s=plan.list_s,
+        index_s=plan.index_s,
+    )
+
+
+@dataclass(frozen=True)
 class ReportFacts:
     """The input of `make_report`."""
 
-    config: PipelineConfig
-    config_now: PipelineConfig  # with the settings that were tuned
-    source: Source
-    schedule: BatchSampler
+    subject: ReportSubject
     begin: Stats
     first: Stats | None  # right after the first batch
     end: Stats
     series: list[dict[str, Any]]
     log: StepLog
     import_s: float | None
-    list_s: float
-    index_s: float
     partial: str | None
 
 
@@ -100,16 +127,17 @@ def make_report(facts: ReportFacts) -> Report:
         passed = replace(passed, waits_s={**passed.waits_s, RELEASE: log.release_s})
     values = passed.to_dict()
     series = [{**point, "at_s": point["at_s"] - log.begin_s} for point in facts.series if point["at_s"] >= log.begin_s]
-    verdict = verdict_part(passed, facts.config)
+    subject = facts.subject
+    verdict = subject.verdict(passed)
     if verdict.stage not in (None, START) and (over_s := waiting_over_s(log)) is not None:
         evidence = f"{verdict.evidence}; nearly all of the waiting was over after {say_seconds(over_s)}"
         verdict = verdict.model_copy(update={"evidence": evidence})
     report = Report(
-        name=facts.config.name,
+        name=subject.name,
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine(),
-        rank=facts.schedule.rank,
-        world_size=facts.schedule.world_size,
+        rank=subject.rank,
+        world_size=subject.world_size,
         partial=facts.partial,
         verdict=verdict,
         wall_s=loop_s,
@@ -122,7 +150,7 @@ def make_report(facts: ReportFacts) -> Report:
         stages=stage_rows(passed, series),
         sources=[SourceRow(**asdict(row)) for row in passed.source_rows()],
         nodes=[NodeRow(**row) for row in passed.nodes.to_dicts(passed.wall_s)],
-        slowest=slowest_items(passed, facts.source, log.begin_s),
+        slowest=subject.slowest(passed, log.begin_s),
         first_batch=first_batch(facts),
         utilisation=utilisation(log),
         saves=save_rows(log.begin_s, log.end_s),
@@ -136,9 +164,9 @@ def make_report(facts: ReportFacts) -> Report:
         },
         tuning=values["tuning"],
         store=values["store"],
-        config=described(facts.config_now),
+        config=subject.config,
     )
-    return with_suggestion(report, facts.config)
+    return subject.finished(report)
 
 
 def _since(end: Stats, earlier: Stats, wall_s: float) -> Stats:
@@ -269,8 +297,8 @@ def first_batch(facts: ReportFacts) -> FirstBatch | None:
     by_stage = {cause: seconds for cause, seconds in first.stall_s.items() if cause != START and seconds > 0}
     parts = FirstBatch(
         import_s=facts.import_s,
-        list_s=facts.list_s,
-        index_s=facts.index_s,
+        list_s=facts.subject.list_s,
+        index_s=facts.subject.index_s,
         workers_s=max(0.0, wait_s - sum(by_stage.values())),
         by_stage=by_stage,
         total_s=0.0,

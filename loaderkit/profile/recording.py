@@ -17,30 +17,22 @@ from typing import Any
 from loaderkit._internal.atomic_file import write_atomically
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.trace import Trace
-from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.profile.build import ReportFacts, make_report
+from loaderkit.profile.build import ReportFacts, ReportSubject, make_report
 from loaderkit.profile.render.trace_file import to_json
 from loaderkit.profile.report import Report
 from loaderkit.profile.step_log import StepLog
-from loaderkit.sampling.schedule import BatchSampler
-from loaderkit.sources.base import Source
 
 
 @dataclass(frozen=True)
 class ProfiledLoader:
     """A loader as a report sees it."""
 
-    config: PipelineConfig
-    config_now: Callable[[], PipelineConfig]  # with the settings of now, tuned ones included
+    subject: Callable[[], ReportSubject]  # with the settings of now, tuned ones included
     stats: Callable[[], Stats]
     series: Callable[[], list[dict[str, Any]]]
     watch: Callable[[StepLog | None], None]
     record: Callable[[], None]  # starts the recording of what workers do
     recorded: Callable[[], list[Trace]]
-    source: Source
-    schedule: BatchSampler
-    list_s: float
-    index_s: float
 
 
 class FirstBatchLog(StepLog):
@@ -104,18 +96,13 @@ class Profile:
         end = subject.stats()
         return make_report(
             ReportFacts(
-                config=subject.config,
-                config_now=subject.config_now(),
-                source=subject.source,
-                schedule=subject.schedule,
+                subject=subject.subject(),
                 begin=begin,
                 first=log.first,
                 end=end,
                 series=subject.series(),
                 log=log,
                 import_s=self._import_s,
-                list_s=subject.list_s,
-                index_s=subject.index_s,
                 partial=partial,
             )
         )

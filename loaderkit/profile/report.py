@@ -108,7 +108,9 @@ class Report(_Document):
     )
     tuning: dict[str, Any]
     store: dict[str, Any]
-    config: dict[str, Any] = Field(description="the pipeline as it ran")
+    config: dict[str, Any] = Field(
+        description="the pipeline as it ran; of a watched loop its class, and the arguments of its DataLoader"
+    )
 
 
 class RestoreReport(_Document):

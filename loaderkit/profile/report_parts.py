@@ -37,8 +37,8 @@ class VerdictPart(Part):
     """What limits the loop, and the one change to make."""
 
     stage: str | None = Field(
-        description="the stage to blame, or start, memory, wakeup, network, worker restart, release; null: training is "
-        "the limit"
+        description="the stage to blame, or start, memory, wakeup, network, worker restart, release, epoch change; null: "
+        "training is the limit"
     )
     kind: str = Field(
         description="training, computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting, memory, depth, "
@@ -64,7 +64,7 @@ class StallPart(Part):
     percent: float = Field(description="of wall_s")
     by_stage: dict[str, float] = Field(
         description="seconds by stage, or start (the loader's first batch), memory, wakeup, network, worker restart, "
-        "release; the longest first"
+        "release, epoch change (of a watched loop); the longest first"
     )
     after_start_percent: float | None = Field(
         None, description="the same of the time from the first batch on; null: only one batch, or it came before"

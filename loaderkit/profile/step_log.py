@@ -46,12 +46,18 @@ class StepLog:
         self._current: list[Any] = []  # of the one it has
         self._is_first = True  # the step is the first one of its epoch
         self._epoch_s = self._epoch_compute_s = self._wait_s = 0.0  # of the current epoch's other steps
+        self._opened_s = 0.0  # it took to begin the epoch: of the wait for its first batch
         self._epoch_steps = self.num_later_steps = 0
         self.utilised_steps = 0.0  # num_later_steps, each times its epoch's share of computing
         self.first_wait_s: float | None = None
         self.computes, self.waits, self.steps = Histogram(), Histogram(), Histogram()
         self.every = 1
         self._kept = array("d")  # (at, compute, wait) of each `every`th step, flat
+
+    def on_opened(self) -> None:
+        """The loop has begun a pass over the data, and that took a while."""
+        self._opened_s = self._pass()
+        self.next_s += self._opened_s
 
     def on_request(self) -> None:
         """The loop requests a batch."""
@@ -80,6 +86,9 @@ class StepLog:
         self._dropped, self._current = self._current, list(fields)
         self._wait_s = wait_s = self._pass()
         self.next_s += wait_s
+        if self._opened_s:
+            self._wait_s = wait_s = wait_s + self._opened_s
+            self._opened_s = 0.0
         if self.first_wait_s is None:
             self.first_wait_s = wait_s
         self._count(wait_s)

@@ -19,7 +19,7 @@ from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.interval import Interval
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
-from loaderkit.profile.build import ReportFacts, make_report
+from loaderkit.profile.build import ReportFacts, make_report, pipeline_subject
 from loaderkit.profile.recording import FirstBatchLog
 from loaderkit.profile.render.html import why_no_html
 from loaderkit.profile.report import Report
@@ -114,11 +114,10 @@ class Loop:
         log, begin = FirstBatchLog(self.stats, lambda: self.now_s), self.stats()
         self._run(log, epochs)
         log.close()
-        schedule: Any = SimpleNamespace(rank=0, world_size=1)
-        source: Any = None
-        return make_report(
-            ReportFacts(config, config, source, schedule, begin, log.first, self.stats(), [], log, None, 0.0, 0.0, None)
-        )
+        schedule = SimpleNamespace(rank=0, world_size=1)
+        plan: Any = SimpleNamespace(config=config, source=None, schedule=schedule, list_s=0.0, index_s=0.0)
+        subject = pipeline_subject(plan, config)
+        return make_report(ReportFacts(subject, begin, log.first, self.stats(), [], log, None, None))
 
     def _run(self, log: FirstBatchLog, epochs: list[tuple[list[dict[str, Any]], float]]) -> None:
         for some, pause_s in epochs:

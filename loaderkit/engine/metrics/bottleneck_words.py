@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from loaderkit._internal.units import format_bytes, say_bytes, say_seconds
 from loaderkit.engine.metrics.interval import HARMLESS, Interval, StageFacts, more_of
-from loaderkit.engine.metrics.stalls import MEMORY, NETWORK, RELEASE, RESTART, START, WAKEUP
+from loaderkit.engine.metrics.stalls import EPOCH, MEMORY, NETWORK, RELEASE, RESTART, START, WAKEUP
 
 _OTHERS = 0.2  # CPUs; other programs that use more are named
 _DISK = 0.5  # share of the bytes read from the page cache; less is worth telling
@@ -29,6 +29,7 @@ _CHEAPER: Mapping[str, str] = {
 
 _WITHOUT_A_STAGE: Mapping[str, str] = {
     START: "Starting up is the limit: the first batch",
+    EPOCH: "Changing epochs is the limit: nothing is ready when one begins",
     MEMORY: "Memory is the limit: no room for more batches ahead",
     WAKEUP: "Waking up the loop is the limit: its batch was there",
     NETWORK: "The network is the limit: batches wait for the way to the trainer",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import resource
 import threading
@@ -15,6 +14,7 @@ from typing import TypeVar
 from threadpoolctl import threadpool_info
 
 from loaderkit._internal.system.cgroups import CpuTimes, cgroup_folders, cpu_quota, cpu_times_so_far
+from loaderkit._internal.system.kernel_files import content, numbers_of
 
 _SECONDS = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}  # the counters of cgroups, versions 2 and 1
 
@@ -85,7 +85,6 @@ class CpuWatch:
         return replace(host, idle_s=now.idle_s - first.idle_s, others_s=now.busy_s - first.busy_s - own_s)
 
 
-_MAX_BYTES = 2**16  # a user in hundreds of groups has a long /proc/self/status
 Number = TypeVar("Number", int, float)
 
 
@@ -123,8 +122,8 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
 def host_stats() -> HostStats:
     """The counters now; takes 0.1 ms."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    io = _numbers(_content("/proc/self/io"))
-    status = _numbers(_content("/proc/self/status").replace(b" kB", b""))
+    io = numbers_of(content("/proc/self/io"))
+    status = numbers_of(content("/proc/self/status").replace(b" kB", b""))
     # In a process that was just started, the peak of `getrusage` begins as that of its parent.
     peak_kib = status.get(b"VmHWM", usage.ru_maxrss)
     return HostStats(
@@ -160,7 +159,7 @@ def _native_s() -> float:
     except OSError:  # no such folder, or no descriptor left
         return 0.0
     for thread in threads:
-        if thread not in started and (words := _content(f"/proc/self/task/{thread}/schedstat").split()):
+        if thread not in started and (words := content(f"/proc/self/task/{thread}/schedstat").split()):
             total_ns += int(words[0])
     return total_ns * 1e-9
 
@@ -172,27 +171,12 @@ _quota = cache(cpu_quota)
 def _throttling_files() -> tuple[str, ...]:
     """The files that say how long a quota kept the tasks of this process's cgroups from running."""
     files = [str(folder / "cpu.stat") for folder in cgroup_folders("cpu")]
-    return tuple(file for file in files if not _numbers(_content(file)).keys().isdisjoint(_SECONDS))
+    return tuple(file for file in files if not numbers_of(content(file)).keys().isdisjoint(_SECONDS))
 
 
 def _throttled_s(file: str) -> float:
-    numbers = _numbers(_content(file))
+    numbers = numbers_of(content(file))
     return max((numbers[name] * seconds for name, seconds in _SECONDS.items() if name in numbers), default=0.0)
-
-
-def _content(path: str) -> bytes:
-    """A short file of the kernel, read without the layers of `open`; empty if there is no such file, or no descriptor left."""
-    try:
-        with io.FileIO(path) as file:
-            return file.read(_MAX_BYTES)
-    except OSError:
-        return b""
-
-
-def _numbers(content: bytes) -> dict[bytes, int]:
-    """The numbers of a file that has a name and a number in each line."""
-    split = (line.replace(b":", b" ").split() for line in content.splitlines())
-    return {name: int(value) for name, value in (words for words in split if len(words) == 2) if value.isdigit()}
 
 
 _VARIABLES = {

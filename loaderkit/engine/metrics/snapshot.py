@@ -250,7 +250,7 @@ class Snapshot:
             "open": self.num_open,
             "batches": self.tuning.batches,
             "processes": self.tuning.processes,
-            "live_bytes": self.memory["live_bytes"],
+            "live_bytes": self.memory.get("live_bytes"),
             "rss_bytes": self.host.rss_bytes,
             "cpus": self.host.cpu_s / wall_s,
             "throttled": None if self.host.throttled_s is None else self.host.throttled_s / wall_s,

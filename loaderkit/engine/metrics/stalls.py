@@ -21,6 +21,7 @@ MEMORY = "memory"
 WAKEUP = "wakeup"
 NETWORK = "network"  # a batch that is complete on another node has not arrived yet
 RESTART = "worker restart"  # a worker process that made the batch has died, and another one is not ready yet
+EPOCH = "epoch change"  # of a loop that is only watched: its workers end, start, or have nothing ready between epochs
 RELEASE = "release"  # not seen by the engine: the report measures how long the loop takes to drop its batches
 
 QUEUED = -1

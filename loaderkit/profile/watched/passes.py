@@ -1,0 +1,79 @@
+"""One pass over what is watched: its batches as they come, each timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from loaderkit._internal.system.processes import thread_delayed_s
+from loaderkit.profile.watched.dataloader import view_of
+from loaderkit.profile.watched.recorder import Recorder
+
+_DELAYS_S = 0.005  # how often the loop's thread is asked for how long it had no CPU: that takes 10 us
+
+
+class Pass:
+    """The iterator that the loop gets, which gives what another one gives. All other attributes are those of that one."""
+
+    __slots__ = ("__weakref__", "_inner", "_is_first", "_next_delay_s", "_recorder", "_view")
+
+    def __init__(self, recorder: Recorder, open_inner: Callable[[], Any]) -> None:
+        begin_s = recorder.opening()
+        self._recorder = recorder
+        self._inner = open_inner()
+        self._is_first = True
+        self._next_delay_s = 0.0
+        self._view = view_of(self._inner, recorder.clock)
+        recorder.opened(begin_s, self._view)
+
+    def __iter__(self) -> Pass:
+        return self
+
+    def gives(self, inner: Any) -> bool:
+        """True if it takes its batches from `inner` itself: an iterator."""
+        return self._inner is inner
+
+    def __next__(self) -> Any:
+        recorder, view = self._recorder, self._view
+        clock, log = recorder.clock, recorder.log
+        if log is not None:
+            log.on_request()
+        begin_s, delayed_s = clock(), None
+        if begin_s >= recorder.next_look_s and not self._is_first:
+            recorder.look(begin_s)
+        if begin_s >= self._next_delay_s:
+            self._next_delay_s, delayed_s = begin_s + _DELAYS_S, thread_delayed_s()
+        begin_s = clock()
+        all_done = view is not None and view.asked(recorder, begin_s)
+        begin_cpu_s = time.thread_time()
+        try:
+            batch = next(self._inner)
+        except BaseException as error:
+            if isinstance(error, StopIteration):
+                recorder.accounts.ended(clock() - begin_s)
+            if log is not None:
+                log.on_end()
+            raise
+        cpu_s, now_s = time.thread_time() - begin_cpu_s, clock()
+        if delayed_s is not None:
+            delayed_s = thread_delayed_s() - delayed_s
+        recorder.came(batch, now_s - begin_s, cpu_s, delayed_s, is_first=self._is_first, all_done=all_done)
+        if view is not None:
+            view.came(recorder, now_s)
+        if log is not None:
+            log.on_batch(() if recorder.accounts.is_on_gpu else (batch,))
+        if self._is_first:
+            self._on_first()
+        return batch
+
+    def _on_first(self) -> None:
+        self._is_first = False
+        if self._view is None and (view := view_of(self._inner, self._recorder.clock)) is not None:
+            self._view = view  # a generator has begun by now
+            self._recorder.see(view)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Pass.__slots__:  # not set yet
+            raise AttributeError(name)
+        return getattr(self._inner, name)

@@ -1,0 +1,22 @@
+"""What `watch(...).stats()` gives: a snapshot with a verdict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loaderkit.engine.metrics import Verdict
+from loaderkit.profile.watched.counters import WatchedSnapshot
+from loaderkit.profile.watched.rules import diagnose_watched
+
+
+class WatchedStats(WatchedSnapshot):
+    """A snapshot of a watched loop, with a verdict: see `Snapshot` for the counters."""
+
+    def verdict(self) -> Verdict:
+        """What limits the loop, as far as it can be seen from outside, how sure that is, and what to change."""
+        return diagnose_watched(self)[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; the layout is described in docs/reference.md."""
+        watched = {"num_epochs": self.watched.num_epochs, "every_nth": self.watched.every_nth}
+        return {**super().to_dict(), "watched": watched}

@@ -1,0 +1,54 @@
+"""A watched loop as a report sees it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from loaderkit.engine.metrics import Stats
+from loaderkit.pipeline.ranks.place import ranks_now
+from loaderkit.profile.build import ReportSubject
+from loaderkit.profile.recording import ProfiledLoader
+from loaderkit.profile.report_parts import VerdictPart
+from loaderkit.profile.watched.counters import WatchedSnapshot
+from loaderkit.profile.watched.recorder import Recorder
+from loaderkit.profile.watched.rules import diagnose_watched
+
+
+def watched_subject(recorder: Recorder, name: str) -> ProfiledLoader:
+    """What a profile reads of it. No sample of it is known, so that none is named."""
+    return ProfiledLoader(
+        subject=lambda: _subject(recorder, name),
+        stats=recorder.stats,
+        series=recorder.series,
+        watch=recorder.watch,
+        record=lambda: None,
+        recorded=list,
+    )
+
+
+def _subject(recorder: Recorder, name: str) -> ReportSubject:
+    rank, world_size = ranks_now()
+    return ReportSubject(
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        config=_described(recorder, name),
+        verdict=_verdict,
+        slowest=lambda passed, begin_s: [],
+        finished=lambda report: report.model_copy(update={"patch": None}),  # of a YAML file
+        list_s=0.0,
+        index_s=0.0,
+    )
+
+
+def _verdict(passed: Stats) -> VerdictPart:
+    assert isinstance(passed, WatchedSnapshot)
+    verdict, settings = diagnose_watched(passed)
+    return VerdictPart(**verdict._asdict(), settings=settings)
+
+
+def _described(recorder: Recorder, name: str) -> dict[str, Any]:
+    stats = recorder.stats()
+    arguments = {} if stats.arguments is None else asdict(stats.arguments)
+    return {"name": name, "watched": stats.kind, **arguments}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat as stat_bits
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 from loaderkit.connectors.base import ObjectInfo
-from loaderkit.errors import ConnectorError, ObjectNotFoundError
+from loaderkit.errors import ConnectorError, ObjectNotFoundError, printable
 
 _Entry = tuple[str, os.DirEntry[str]]
 _OpenDirectory = tuple[Iterator[_Entry], tuple[int, int]]
@@ -24,8 +25,8 @@ class Directory:
     def files(self, prefix: str) -> Iterator[ObjectInfo]:
         """All regular files whose key starts with `prefix`, ordered by the bytes of the whole key.
 
-        Symbolic links are followed; a file that vanishes meanwhile is left out. Raises `ObjectNotFoundError` if the directory
-        is missing, and what `translate` makes of an OSError.
+        Symbolic links are followed; a file that vanishes meanwhile is left out, and so are links that lead nowhere, with a
+        warning at the end. Raises `ObjectNotFoundError` if the directory is missing, and what `translate` makes of an OSError.
         """
         # One entry for each open directory: its remaining entries, and its identity (against endless loops of links).
         identity = self._identity("")
@@ -33,6 +34,7 @@ class Directory:
             raise ObjectNotFoundError(
                 f"there is no directory {self._base.rstrip('/') or '/'!r}; check the source's `url`"
             )
+        lost: list[str] = []
         stack: list[_OpenDirectory] = [(iter(self._entries("", prefix)), identity)]
         while stack:
             entries, _ = stack[-1]
@@ -41,6 +43,8 @@ class Directory:
                     info = self._info_of(key, entry)
                     if info is not None:
                         yield info
+                    elif not entry.name.startswith(".") and self._leads_nowhere(key):
+                        lost.append(key)
                     continue
                 identity = self._identity(key)
                 if identity is not None and all(identity != above for _, above in stack):
@@ -48,6 +52,14 @@ class Directory:
                     break
             else:
                 stack.pop()
+        if lost:
+            warnings.warn(
+                printable(
+                    f"below {self._base!r} links that lead nowhere are left out ({len(lost)}, such as {lost[0]!r}): was what "
+                    "they lead to moved, or is a disk not mounted?"
+                ),
+                stacklevel=2,
+            )
 
     def _entries(self, directory: str, prefix: str) -> Sequence[_Entry]:
         """The entries of a directory that can match, in canonical order; a directory's key ends with "/"."""
@@ -76,6 +88,10 @@ class Directory:
         except OSError as error:
             raise self._translate(directory, error) from error
         return status.st_dev, status.st_ino
+
+    def _leads_nowhere(self, key: str) -> bool:
+        path = self._base + key
+        return os.path.lexists(path) and not os.path.exists(path)
 
     def _info_of(self, key: str, entry: os.DirEntry[str]) -> ObjectInfo | None:
         try:

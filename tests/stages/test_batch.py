@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as npst
 from torch.utils.data import default_collate
 
 import loaderkit
-from loaderkit.errors import StageError
+from loaderkit.errors import ConfigError, StageError
 from loaderkit.stages.base import Encoded, Image
 from loaderkit.stages.batch import specs_of
 from loaderkit.stages.values import as_tensor
@@ -203,6 +203,18 @@ def test_ragged_padding() -> None:
     assert batch["x_sizes"].tolist() == [3, 5, 0]
     assert batch["x_sizes"].dtype == torch.int64
     assert batch["x"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.uint8, -1), (torch.int64, 0.5), (torch.int32, float("nan")), (torch.float16, 1e5)]
+)
+def test_padding_that_the_type_cannot_hold(dtype: torch.dtype, value: float) -> None:
+    """0.5 became 0 in a field of whole numbers, without a word."""
+    items = [{"x": torch.ones(num, dtype=dtype)} for num in (2, 3)]
+    with pytest.raises(
+        ConfigError, match=rf"batch\.pad_value is {value:g}, which 'x' cannot hold: its type is {dtype}"
+    ):
+        batch_of(items, ragged={"x": "pad"}, pad_value=value)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=5), st.integers(-3, 3))

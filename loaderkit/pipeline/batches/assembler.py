@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from math import isinf
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loaderkit.errors import StageError
+from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.batches.packing import sequence_keys
 from loaderkit.pipeline.batches.source_counts import DocumentCounter, SourceCounter
 from loaderkit.sampling.packing import PackedOrder
@@ -97,6 +98,7 @@ class BatchAssembler:
             elif spec.kind == "starts":
                 batch[name] = _bounds_of(kept, spec.shape[0], slots)
             elif spec.kind == "pad":
+                _check_pad_value(name, shape.pad_value, kept[0].dtype)
                 batch[name], batch[f"{name}_sizes"] = _padded(kept, shape.pad_value, work_item.take_bytes)
             else:
                 batch[name] = kept
@@ -183,6 +185,15 @@ def _bounds_of(starts: list[NDArray[np.int32]], length: int, slots: NDArray[np.i
         before = (slots - np.arange(len(slots))) * length  # the length of those left out
         starts = [begins - num for begins, num in zip(starts, before.astype(np.int32), strict=True)]
     return torch.from_numpy(np.concatenate([*starts, np.array([len(starts) * length], np.int32)]))
+
+
+@lru_cache
+def _check_pad_value(name: str, value: float, dtype: torch.dtype) -> None:
+    """Raise ConfigError if tensors of this type would hold another value, as those of whole numbers do of 0.5."""
+    held = torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype).item()
+    is_held = isinf(held) == isinf(value) if dtype.is_floating_point else held == value
+    if not (is_held or dtype.is_complex):
+        raise ConfigError(f"batch.pad_value is {value:g}, which {name!r} cannot hold: its type is {dtype}")
 
 
 def _padded(

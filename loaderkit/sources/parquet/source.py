@@ -129,8 +129,14 @@ class ParquetSource(RowSource):
 
     def key(self, index: int) -> str:
         """The file's key and the number of the row in it."""
-        group, row = self._place_of(index)
-        return f"{self._files[int(self._groups.files[group])].key}/{int(self._groups.first_rows[group]) + row}"
+        self._place_of(index)  # raises IndexError
+        return self.keys(np.array([index % self._num]))[0]
+
+    def keys(self, indices: Int64) -> list[str]:
+        """The keys of several samples."""
+        groups, rows = self.locate(indices)
+        files, rows = self._groups.files[groups].tolist(), rows + self._groups.first_rows[groups]
+        return [f"{self._files[file].key}/{row}" for file, row in zip(files, rows.tolist(), strict=True)]
 
     def origin(self, index: int) -> str:
         """The key of the file."""

@@ -12,7 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from buckets import epoch_of, upload
 from conftest import CLASSES
+from seaweed import Seaweed
 
 import loaderkit
 from loaderkit import Pipeline
@@ -111,6 +113,27 @@ def test_a_remote_store_is_read_ahead(pictures: Path, tmp_path: Path, monkeypatc
             assert store["num_direct_reads"] <= (2 if memory == "1GiB" else 12), "but for the first sample"
             assert store["ahead_bytes"] > 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loaderkit")]
+
+
+def test_every_store_gives_the_same(
+    pictures: Path, seaweed: Seaweed, s3_keys: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket, the cache of one, and a filesystem of fsspec's."""
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "footers"))
+    upload(seaweed, pictures, "tables", "train/")
+    for path in pictures.iterdir():
+        fsspec.filesystem("memory").pipe(f"/tables/{path.name}", path.read_bytes())
+    source = {"kind": "parquet", "columns": ["image", "label"]}
+    expected, _ = epoch_of({**source, "url": str(pictures)})
+    bucket = {**source, "url": "s3://tables/train", "s3": {"endpoint": seaweed.endpoint}}
+    found, store = epoch_of(bucket)
+    assert found == expected
+    assert 0 < store["ahead_bytes"] <= sum(path.stat().st_size for path in pictures.iterdir())
+    cached = {**bucket, "cache": {"dir": str(tmp_path / "cache")}}
+    for _ in range(2):
+        assert epoch_of(cached)[0] == expected
+    assert epoch_of({**source, "url": "fsspec+memory://tables"})[0] == expected
 
 
 @pytest.mark.matrix(2)

@@ -228,10 +228,9 @@ def gil_of_loop(facts: Facts) -> Verdict | None:
     interval, awaited = facts.interval, facts.awaited
     if not awaited.loop_holds_gil:
         return None
-    taken = awaited.pool.trial.gil_taken or 0.0
     evidence = (
         f"the loop's own thread computes for {100 * interval.loop_share:.0f} % of the time, and the GIL was held "
-        f"{100 * taken:.0f} % of the times a worker asked for it; the workers use {interval.cpus_used:.1f} CPUs"
+        f"{100 * (awaited.pool.trial.gil_taken or 0.0):.0f} % of the times a worker asked for it; the workers use {interval.cpus_used:.1f} CPUs"
     )
     change = (
         "prefetch.executor: process gives loading a GIL of its own; or do the loop's work in NumPy or torch, which release "
@@ -312,7 +311,8 @@ def stragglers(facts: Facts) -> Verdict | None:
     if interval.is_inline:
         ahead = words.workers_instead(interval, "with several workers")
     change = f"{ahead}, so that other batches are ready meanwhile; or find out why those items are slow"
-    return _of_stage(interval, awaited, "stragglers", evidence, change, sure=0.95)
+    sure = 0.95 if alone <= ALL_ALONE else 0.6  # it may be an unfair lock
+    return _of_stage(interval, awaited, "stragglers", evidence, change, sure=sure)
 
 
 def memory_ahead(facts: Facts) -> Verdict | None:

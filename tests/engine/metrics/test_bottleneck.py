@@ -320,7 +320,9 @@ class TestOfAStage:
     def test_one_alone_that_met_no_straggler_shows_no_full_link(self, alone: float, kind: str) -> None:
         some = services((0.01, 900), (0.1, 45))
         one = row("read", 19, 0.3, services=some, num_items=945, num_bytes=10**6)
-        assert self.verdict(one, trial=ContentionResult(alone, 0.98, slowdowns={"read": 2.6})).kind == kind
+        found = self.verdict(one, trial=ContentionResult(alone, 0.98, slowdowns={"read": 2.6}))
+        assert found.kind == kind
+        assert kind == "bandwidth" or found.confidence < 0.6  # an unfair lock on a busy machine shows the same
 
     @pytest.mark.parametrize(("is_together", "kind"), [(True, "stragglers"), (False, "lock")])
     def test_where_all_are_slow_at_once_no_lock_is_held(self, is_together: bool, kind: str) -> None:

@@ -107,6 +107,10 @@ def _in_a_process(interval: Interval, verdict: Verdict, config: PipelineConfig) 
     return [_set(config, "prefetch.executor", "process")] if config.prefetch.executor == "thread" else []
 
 
+def _to_wake_up(interval: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+    return [] if interval.is_short_of_cpus else _in_a_process(interval, verdict, config)
+
+
 def _more_processes(interval: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
     facts = _facts_of(interval, verdict)
     if facts is not None and facts.loop_holds_gil:  # one will do, which has a GIL of its own
@@ -139,7 +143,7 @@ _CHANGES: Mapping[str, Callable[[Interval, Verdict, PipelineConfig], list[Settin
     "depth": _more_batches,
     "memory": _more_memory,
     "gil": _more_processes,
-    "wakeup": _in_a_process,
+    "wakeup": _to_wake_up,
 }
 
 

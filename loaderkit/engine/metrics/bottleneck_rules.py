@@ -80,11 +80,10 @@ def wakeup(interval: Interval) -> Verdict:
         change = "a larger CPU quota; or less work for the CPUs: fewer workers, and library threads as few as the quota"
         return without_stage(interval, WAKEUP, f"{evidence}; {words.quota(interval)}", change, sure=0.9, kind="quota")
     change = "fewer workers; for batches of less than a millisecond, larger batches or executor: inline"
+    process, is_short = "prefetch.executor: process, so that loading does not hold the GIL", interval.is_short_of_cpus
     if not interval.stats.tuning.is_remote:
-        change = (
-            f"prefetch.executor: process, so that loading does not hold the GIL when the loop needs it; or {change}"
-        )
-    if interval.is_short_of_cpus:
+        change = f"{change}; or {process}" if is_short else f"{process} when the loop needs it; or {change}"
+    if is_short:  # beside programs that took most of them, another executor helped in none of five trials
         change = f"{words.more_cpus(interval)}; or {change}"
     return without_stage(interval, WAKEUP, evidence, change, sure=0.8)
 
@@ -228,9 +227,10 @@ def gil_of_loop(facts: Facts) -> Verdict | None:
     interval, awaited = facts.interval, facts.awaited
     if not awaited.loop_holds_gil:
         return None
+    taken = 100 * (awaited.pool.trial.gil_taken or 0.0)
     evidence = (
         f"the loop's own thread computes for {100 * interval.loop_share:.0f} % of the time, and the GIL was held "
-        f"{100 * (awaited.pool.trial.gil_taken or 0.0):.0f} % of the times a worker asked for it; the workers use {interval.cpus_used:.1f} CPUs"
+        f"{taken:.0f} % of the times a worker asked for it; the workers use {interval.cpus_used:.1f} CPUs"
     )
     change = (
         "prefetch.executor: process gives loading a GIL of its own; or do the loop's work in NumPy or torch, which release "

@@ -89,6 +89,14 @@ class TestOtherPrograms:
         found = seen.verdict()
         assert (found.kind, found.change.endswith(said)) == ("computing", True)
 
+    @pytest.mark.parametrize(("others_s", "keys"), [(18.0, []), (0.0, ["prefetch.executor"])])
+    def test_a_loop_that_gets_no_cpu_is_not_helped_by_a_process(self, others_s: float, keys: list[str]) -> None:
+        seen = stats({"wakeup": 4.0}, [row("read", 1, 1), row("call", 10, 5, blocked_s=9)], idle_s=20.0 - others_s)
+        seen = replace(seen, host=replace(seen.host, others_s=others_s))
+        found = seen.verdict()
+        assert (found.stage, found.change.startswith("prefetch.executor:")) == ("wakeup", bool(keys))
+        assert [one.key for one in settings_for(found, seen, CONFIG)] == keys
+
     @pytest.mark.parametrize(("gil_taken", "kind"), [(0.95, "gil"), (0.3, "stragglers")])
     def test_leave_little_to_who_holds_the_gil(self, gil_taken: float, kind: str) -> None:
         """With a tenth of a CPU a function in Python is seldom on one, and its workers' turns vary as stragglers do."""

@@ -7,6 +7,7 @@ Values are copied out of a row group, so its memory is bounded by what is held, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit._internal.units import say_bytes
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import STORE_FAILURES
 from loaderkit.sources.base import RowSource, StoredBytes, Taken
@@ -21,6 +23,8 @@ from loaderkit.sources.parquet.held import HeldGroups
 from loaderkit.stages.base import Encoded, SampleChunk
 from loaderkit.stages.image.formats import picture_extension
 
+logger = logging.getLogger("loaderkit")
+_MUCH_DECODED = 4  # times the rows that were needed
 _PYTHONS = frozenset({"int64", "float64", "bool"})  # Python has these types
 
 
@@ -41,6 +45,8 @@ class RowReader:
     ) -> None:
         self._source, self._failed, self._is_last = source, failed, is_last
         self._groups = HeldGroups(source.reader(connector), source.group_bytes, source.memory_bytes)
+        self._num_decoded = self._num_rows = 0  # row groups; rows that were taken
+        self._has_warned = False
 
     def run(self, chunk: SampleChunk) -> int:
         groups, rows = self._source.locate(chunk.indices)
@@ -55,6 +61,7 @@ class RowReader:
                 if error is None:
                     found, num_read = self._groups.get(group)
                     num_bytes += num_read
+                    self._num_decoded += num_read > 0
             except Exception as raised:
                 error = raised
             if error is not None:
@@ -69,6 +76,9 @@ class RowReader:
                     self._fail(chunk, int(places[number]), field, reason)
             slowest = max(slowest, (perf_counter() - begin_s, int(places[0])))
         chunk.current, chunk.slowest = None, slowest
+        self._num_rows += len(chunk.indices)
+        if not self._has_warned and self._num_decoded > 2 * len(self._source.group_bytes):
+            self._warn_of_decoding()
         if self._is_last and chunk.work_item.specs and not chunk.failures:
             chunk.columns = columns
         elif columns:
@@ -78,6 +88,18 @@ class RowReader:
     def close(self) -> None:
         """Drop all row groups."""
         self._groups.clear()
+
+    def _warn_of_decoding(self) -> None:
+        """Warn, once, if row groups are decoded for few rows each."""
+        times = self._num_decoded * len(self._source) / len(self._source.group_bytes) / self._num_rows
+        if times > _MUCH_DECODED:
+            self._has_warned = True
+            logger.warning(
+                "%.0f rows of Parquet files are decoded for each that is needed: samples of more row groups are mixed than "
+                "`source.memory` (%s) holds. `loaderkit check` says what to do",
+                times,
+                say_bytes(self._source.memory_bytes),
+            )
 
     def _put(self, columns: dict[str, Any], field: str, taken: Taken, places: NDArray[np.int64], num: int) -> None:
         """Put the values of some places of a chunk into the column of all."""

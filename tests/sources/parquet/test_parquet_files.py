@@ -127,6 +127,21 @@ def test_a_row_group_is_read_once_however_rows_are_mixed(rng: random.Random) -> 
         assert len(connector.reads) <= num_read + 1, "each range once, but the footer that `build` has read before"
 
 
+@pytest.mark.parametrize(("memory", "warns"), [("1MB", False), (1, True)])
+def test_much_decoding_is_warned_of(
+    memory: Any, warns: bool, rng: random.Random, caplog: pytest.LogCaptureFixture
+) -> None:
+    connector = MemoryConnector({"f.parquet": written(table(0, 200), rng, row_group_size=20)})
+    pipeline = Pipeline.parquet("memory://", memory=memory).shuffle(seed=3).read().batch(8)
+    with loaderkit.build(pipeline, connectors={"memory": connector}) as loader:
+        for _ in range(3):
+            assert sorted(rows(loader)) == list(range(200))
+    said = [
+        record.getMessage() for record in caplog.records if "rows of Parquet files are decoded" in record.getMessage()
+    ]
+    assert len(said) == warns
+
+
 def test_blocks_are_row_groups(rng: random.Random) -> None:
     connector = Counting({f"{n}.parquet": written(table(100 * n, 100), rng, row_group_size=10) for n in range(4)})
     source = Pipeline.parquet("memory://", memory="2kB")

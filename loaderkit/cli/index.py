@@ -1,4 +1,4 @@
-"""`loaderkit index`: write, or verify, the `.idx` files beside tar shards, here or in a bucket (wds2idx, v1.2)."""
+"""`loaderkit index`: write, or verify, indexes beside tar shards (wds2idx, v1.2), files of lines and TFRecords."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from loaderkit.cli.index_lengths import index_lengths
+from loaderkit.cli.index_serial import has_lines, has_records, index_key, indexed
 from loaderkit.cli.terminal import console
 from loaderkit.cli.terminal.options import AsJson, Debug
 from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectNotFoundError, SourceError
@@ -41,7 +42,9 @@ def index(
     shards: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="TAR...", help="Tar shards: paths, folders, or URLs such as s3://bucket/shards/*.tar, with globs."
+            metavar="FILE...",
+            help="Tar shards, lines (.jsonl, .ndjson, .json, .txt) or TFRecords: paths, folders of shards, or URLs such as "
+            "s3://bucket/shards/*.tar, with globs.",
         ),
     ] = None,
     lengths: Annotated[
@@ -57,14 +60,14 @@ def index(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write an index (.idx) beside each tar shard: loading then reads no headers."""
+    """Write an index beside each tar shard or TFRecord file (.idx) or file of lines (.offsets): it tells where samples lie."""
     if lengths is not None:
         if shards or verify:
-            raise ConfigError("--lengths stands alone, without TAR and --check")
+            raise ConfigError("--lengths stands alone, without FILE and --check")
         index_lengths(lengths, as_json)
         return
     if not shards:
-        raise ConfigError("Missing argument 'TAR...': name tar shards, or a pipeline behind --lengths")
+        raise ConfigError("Missing argument 'FILE...': name files, or a pipeline behind --lengths")
     rows = []
     with ExitStack() as stack:
         opened = _found(shards, stack)
@@ -85,7 +88,6 @@ def _found(names: list[str], stack: ExitStack) -> list[_Shard]:
     """The shards that are meant; for every folder of a store one connector, closed with `stack`."""
     from loaderkit.connectors.factory import open_connector
     from loaderkit.connectors.file import FileConnector
-    from loaderkit.sources.formats.tar_index import wds_index_key
 
     found: list[_Shard] = []
     opened: dict[str, Connector] = {}
@@ -93,7 +95,7 @@ def _found(names: list[str], stack: ExitStack) -> list[_Shard]:
         match = _URL.match(name)
         if match is None:
             path = Path(name).absolute()
-            index_path = path.with_name(wds_index_key(path.name))
+            index_path = path.with_name(_index_key(path.name))
             found.append(_Shard(name, FileConnector(path.parent), path.name, index_path.name, str(index_path)))
             continue
         folder, pattern = match.groups()
@@ -101,9 +103,15 @@ def _found(names: list[str], stack: ExitStack) -> list[_Shard]:
             opened[folder] = stack.enter_context(closing(open_connector(folder, {})))
         connector = opened[folder]
         for key in _keys(connector, folder, pattern):
-            index_key = wds_index_key(key)
+            index_key = _index_key(key)
             found.append(_Shard(connector.describe(key), connector, key, index_key, connector.describe(index_key)))
     return list({shard.name: shard for shard in found}.values())
+
+
+def _index_key(key: str) -> str:
+    from loaderkit.sources.formats.tar_index import wds_index_key
+
+    return index_key(key) or wds_index_key(key)
 
 
 def _in_folder(name: str) -> list[str]:
@@ -163,6 +171,8 @@ def _index_one(shard: _Shard, verify: bool) -> dict[str, Any]:
     row |= {"num_samples": None, "num_members": None, "error": None}
     connector = shard.connector
     try:
+        if index_key(shard.key) is not None:
+            return row | _index_serial(shard, verify)
         members = scan_tar(connector, connector.stat(shard.key))
         text = write_wds_index(members)
         row["num_samples"] = text.count("\n") - 1  # a line for each, after the first
@@ -175,6 +185,18 @@ def _index_one(shard: _Shard, verify: bool) -> dict[str, Any]:
     except (LoaderkitError, OSError) as error:
         row["error"] = str(error)
     return row
+
+
+def _index_serial(shard: _Shard, verify: bool) -> dict[str, Any]:
+    from loaderkit.connectors.base import writes_of
+
+    found = indexed(shard.connector, shard.connector.stat(shard.key))
+    status = "written"
+    if verify:
+        status = {True: "ok", False: "stale", None: "missing"}[found.is_right()]
+    else:
+        writes_of(shard.connector).put(shard.index_key, found.data)
+    return {"status": status, "num_samples": found.num_samples, "num_members": found.num_items}
 
 
 def _verify(connector: Connector, key: str, members: TarIndex) -> str:
@@ -203,7 +225,8 @@ def _listed(members: TarIndex) -> list[Member]:
 
 def _tell(row: dict[str, Any]) -> None:
     if row["status"] in ("written", "ok"):
-        counts = f"{row['num_samples']} samples, {row['num_members']} members"
+        what = "lines" if has_lines(row["shard"]) else "records" if has_records(row["shard"]) else "members"
+        counts = f"{row['num_samples']} samples, {row['num_members']} {what}"
         console.tell(f"{row['index']}: {row['status']}, {counts}")
     elif row["error"] is not None:
         named = "" if row["shard"] in row["error"] else f"{row['shard']}: "

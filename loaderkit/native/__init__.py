@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit._internal.hashing import address_of_hash
-from loaderkit.native import fallback
+from loaderkit.native import fallback, fallback_serial
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,6 +44,7 @@ def _choose(python: Callable[P, R], module: Any = _kernels) -> Callable[P, R]:
 
 
 best_fit = _choose(fallback.best_fit)
+crc32c = _choose(fallback_serial.crc32c)
 cut = _choose(fallback.cut)
 delayed = _choose(fallback.delayed)
 gather_ranges = _choose(fallback.gather_ranges)
@@ -52,9 +53,11 @@ interleave = _choose(fallback.interleave)
 interleave_lengths = _choose(fallback.interleave_lengths)
 mark_documents = _choose(fallback.mark_documents)
 members = _choose(fallback.members)
+parse_example = _choose(fallback_serial.parse_example)
 permute = _choose(fallback.permute)
 read_many = _choose(fallback.read_many)
 read_range = _choose(fallback.read_range)
+scan_lines = _choose(fallback_serial.scan_lines)
 scatter_ranges = _choose(fallback.scatter_ranges)
 take_pieces = _choose(fallback.take_pieces)
 tar_run = _choose(fallback.tar_run)

@@ -256,6 +256,14 @@ class RowSource(Source):
         the file, and what the connector raises."""
 
 
+class SerialSource(Source):
+    """A source whose samples lie one behind another in large objects: each is one range, of which `parse` makes the fields."""
+
+    @abstractmethod
+    def parse(self, index: int, data: memoryview) -> Sample:
+        """The fields in the bytes of a sample, none of which refers to `data`. Raises `FormatError`."""
+
+
 def _none(args: Any) -> None:
     return None
 
@@ -272,12 +280,12 @@ class SourceKind:
     """A kind of source: its arguments, how it is opened, and what its arguments alone tell of the samples.
 
     `gives` tells what the stage `read` does: read the byte ranges of fields, read `Records` or `Sequences`, take rows of
-    `RowGroup`s, or take items (Python objects). A checkpoint gives tensors instead of samples and has no `open`; a mixture is
-    opened source by source.
+    `RowGroup`s, read and parse samples (`SerialSource`), or take items (Python objects). A checkpoint gives tensors instead of
+    samples and has no `open`; a mixture is opened source by source.
     """
 
     args: type[SourceArgs]
-    gives: Literal["ranges", "records", "sequences", "rows", "items", "tensors", "mixed"]
+    gives: Literal["ranges", "records", "sequences", "rows", "serial", "items", "tensors", "mixed"]
     open: Callable[[Any, Connector | None], Source] | None = None  # (args, connector) -> the samples, listed
     root: Callable[[Any], str] | None = None  # the URL at which the connector starts; None: there is no connector
     fields: Callable[[Any], Mapping[str, str] | None] = _none  # field -> image, text, ...; None: only the data tells

@@ -28,6 +28,7 @@ from loaderkit.sources.base import (
     RowSource,
     Sample,
     SequenceSource,
+    SerialSource,
     Source,
     SourceKind,
     Table,
@@ -191,6 +192,15 @@ class RowPart(SourcePart, RowSource):
         return self._of.reader(connector)
 
 
+class SerialPart(SourcePart, SerialSource):
+    """A part of samples that are parsed."""
+
+    def parse(self, index: int, data: memoryview) -> Sample:
+        inner = self.inner
+        assert isinstance(inner, SerialSource)
+        return inner.parse(self.own(index), data)
+
+
 class _Items:
     """The items of a part, by the mixture's indices."""
 
@@ -234,6 +244,8 @@ def part_of(name: str, inner: Source, first: int, total: int, reopen: Callable[[
         return SequencePart(name, inner, first, total)
     if isinstance(inner, RowSource):
         return RowPart(name, inner, first, total)
+    if isinstance(inner, SerialSource):
+        return SerialPart(name, inner, first, total)
     kind = ItemPart if isinstance(inner, ItemSource) else SourcePart
     return kind(name, inner, first, total, reopen)
 

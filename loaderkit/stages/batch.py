@@ -181,7 +181,7 @@ def _write_column(values: list[Any] | NDArray[Any], name: str, spec: FieldSpec, 
         return are_images and {image.pixels.shape for image in values} == {(height, width, channels)}
     if spec.kind == "slab":
         return _write_together(values, spec, chunk.work_item.fields[name], chunk.where)
-    if spec.kind == "list" and {*map(type, values)} == {bytes}:
+    if spec.kind == "list" and {*map(type, values)} in ({bytes}, {str}):
         stored, where = chunk.work_item.values[name], chunk.where
         if isinstance(where, slice):
             stored[where] = values

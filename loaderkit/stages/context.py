@@ -43,7 +43,7 @@ class CompileContext:
 
     source: Source
     gives: Literal[
-        "ranges", "records", "sequences", "rows", "items", "tensors", "mixed"
+        "ranges", "records", "sequences", "rows", "serial", "items", "tensors", "mixed"
     ]  # what the source gives to `read`
     connector: Connector | None
     seed: int

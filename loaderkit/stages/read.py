@@ -35,6 +35,7 @@ from loaderkit.sources.base import (
     Sample,
     Sequences,
     SequenceSource,
+    SerialSource,
     Source,
 )
 from loaderkit.sources.iterable import IterableSource, Pass, Preview
@@ -289,6 +290,9 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
         else:
             value_of = partial(_numbers, context.source.sequences, as_arrays=is_last)
             run = read_ranges(context.source, connector, failed, value_of=value_of, reuse=context.may_reuse)
+    elif context.gives == "serial":
+        assert isinstance(context.source, SerialSource)
+        run = read_serial(context.source, connector, failed)
     elif context.gives == "records":
         assert isinstance(context.source, RecordSource)
         run = read_records(context.source, connector, failed, is_last=is_last, reuse=context.may_reuse)
@@ -313,7 +317,34 @@ def read_values(context: CompileContext, stage: StageConfig) -> Callable[[Sample
     if isinstance(source, SequenceSource):
         value_of = partial(_numbers, source.sequences, as_arrays=False)
         return read_ranges(source, connector, failed, value_of=value_of, reuse=context.may_reuse)
+    if isinstance(source, SerialSource):
+        return read_serial(source, connector, failed)
     return read_ranges(source, connector, failed, reuse=context.may_reuse)
+
+
+def read_serial(source: SerialSource, connector: Connector, failed: SampleErrors) -> Callable[[SampleChunk], int]:
+    """A chunk stage that reads samples and parses them; it returns the number of bytes read."""
+    read = read_ranges(source, connector, failed, value_of=_bytes)
+
+    def run(chunk: SampleChunk) -> int:
+        num_bytes = read(chunk)
+        for row, index in enumerate(chunk.indices.tolist()):
+            sample = chunk.samples[row]
+            if sample is not None:
+                chunk.current = row
+                (data,) = sample.values()
+                try:
+                    chunk.samples[row] = source.parse(index, data)
+                except Exception as error:
+                    failed(chunk, row, error)
+        chunk.current = None
+        return num_bytes
+
+    return run
+
+
+def _bytes(data: memoryview, extension: str) -> memoryview:
+    return data
 
 
 def _numbers(sequences: Sequences, data: memoryview, extension: str, *, as_arrays: bool) -> Any:

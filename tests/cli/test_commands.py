@@ -209,7 +209,7 @@ class TestExitCodes:
                 "no batch at all",
             ),
             (["check", "P", "--set", "prefetch.memory=1KiB"], "prefetch.memory"),
-            (["index"], "Missing argument 'TAR...'"),
+            (["index"], "Missing argument 'FILE...'"),
         ],
     )
     def test_wrong_use_is_2(

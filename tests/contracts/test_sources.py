@@ -10,12 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tf_records import example, record
 
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import SourceError
 from loaderkit.pipeline.config.parsing import parse
 from loaderkit.pipeline.execution_plan import compile_pipeline
-from loaderkit.sources.base import Source
+from loaderkit.sources.base import SerialSource, Source
 
 Opened = tuple[Source, Connector | None]
 
@@ -26,7 +27,9 @@ def opened(**source: Any) -> Opened:
     return parts.source, parts.connector
 
 
-@pytest.fixture(params=["files", "joined", "tar", "array", "windows", "tokens", "parquet", "dataset"])
+@pytest.fixture(
+    params=["files", "joined", "tar", "array", "windows", "tokens", "parquet", "lines", "tfrecord", "dataset"]
+)
 def make(
     request: pytest.FixtureRequest, photos: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Opened]:
@@ -39,6 +42,9 @@ def make(
     for number in range(2):
         rows = range(30 * number, 30 * number + 30)
         pq.write_table(pa.table({"data": rows}), tmp_path / f"{number}.parquet", row_group_size=1)
+    (tmp_path / "x.jsonl").write_text("".join(f'\n{{"x": {number}}}\n' for number in range(60)))
+    records = b"".join(record(example({"x": [number]})) for number in range(60))
+    (tmp_path / "x.tfrecord").write_bytes(records)
     for number, photo in enumerate(sorted(photos.rglob("*.jpg"))):
         for path, data in ((f"images/{number:02}.jpg", photo.read_bytes()), (f"labels/{number:02}.cls", b"7")):
             (tmp_path / path).parent.mkdir(exist_ok=True)
@@ -52,6 +58,8 @@ def make(
         "windows": {"kind": "array", "url": str(tmp_path / "x.bin"), "dtype": "uint16", "window": 200},
         "tokens": {"kind": "tokens", "url": str(tmp_path / "x.tokens"), "dtype": "uint8", "end": 99, "field": "data"},
         "parquet": {"kind": "parquet", "url": str(tmp_path)},
+        "lines": {"kind": "lines", "url": str(tmp_path / "x.jsonl")},
+        "tfrecord": {"kind": "tfrecord", "url": str(tmp_path)},
         "dataset": {"kind": "dataset", "object": [{"x": number} for number in range(60)]},
     }
     return lambda **more: opened(**described[request.param], **more)
@@ -100,6 +108,9 @@ def test_ranges_are_what_the_connector_holds(make: Callable[..., Opened]) -> Non
         for field, extension, (key, start, length, etag) in source.ranges(index):
             data = bytearray(length)
             connector.read_into(key, start, memoryview(data), etag=etag)
+            if isinstance(source, SerialSource):
+                assert int(source.parse(index, memoryview(data))["x"]) == index
+                continue
             assert (field, extension) in (
                 ("image", "jpg"), ("label", "cls"), ("data", "raw"), ("row group", "parquet"),
             )  # fmt: skip

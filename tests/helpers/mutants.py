@@ -44,6 +44,7 @@ from mutate_formats import (
     whole_number,
     zip_bomb,
 )
+from mutate_serial import serial_kinds
 
 MOST_PIXELS = 2**20
 SHARE_USED = 0.06
@@ -429,6 +430,7 @@ def reader_of(data: bytes) -> Callable[[int, memoryview], None]:
 
 def kinds(only: str | None) -> list[Kind]:
     made = [*picture_kinds(), *array_kinds(), *parquet_kinds(), *tar_kinds(), *state_kinds(), *checkpoint_kinds()]
+    made += [Kind(*kind) for kind in serial_kinds(epoch)]
     for kind in made:
         for read in (kind.parse, *kind.use):
             read(kind.data)  # as it is, it can be read; and what is imported late is imported now

@@ -9,10 +9,12 @@ from typing import Any
 from unittest import mock
 
 from loaderkit import native
-from loaderkit.native import fallback
+from loaderkit.native import fallback, fallback_serial
 
 TWINS: dict[str, Any] = {
-    name: twin for name, twin in vars(fallback).items() if isfunction(twin) and hasattr(native, name)
+    name: twin
+    for name, twin in {**vars(fallback), **vars(fallback_serial)}.items()
+    if isfunction(twin) and hasattr(native, name)
 }
 
 

@@ -46,6 +46,7 @@ def test_every_kernel_is_offered() -> None:
     assert set(TWINS) == {
         *(
             "best_fit",
+            "crc32c",
             "cut",
             "delayed",
             "fill_part",
@@ -56,11 +57,12 @@ def test_every_kernel_is_offered() -> None:
             "is_cut",
             "mark_documents",
             "members",
+            "parse_example",
             "permute",
             "read_many",
             "read_range",
         ),
-        *("scatter_ranges", "take_pieces", "tar_run", "texts", "write_normalized", "write_planes"),
+        *("scan_lines", "scatter_ranges", "take_pieces", "tar_run", "texts", "write_normalized", "write_planes"),
     }
 
 

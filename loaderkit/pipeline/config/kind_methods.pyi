@@ -176,6 +176,65 @@ class KindMethods:
         """
 
     @classmethod
+    def lines(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        format: Literal["json", "text"] = "json",
+        include: str | tuple[str, ...] | list[str] | None = None,
+        fields: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """The lines of text files, or the objects of JSON Lines.
+
+        url: the folder of the files, or one file (also with globs and braces)
+        format: json: a line is an object, whose keys become fields; text: a line is the field `text`
+        include: which files of the folder `url`: globs and braces; default: *.jsonl, of text *.txt
+        fields: field -> key of the object, or keys of nested ones with dots between, as in {label:
+            meta.label}; default: all keys
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
+        """
+
+    @classmethod
+    def tfrecord(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        format: Literal["example", "bytes"] = "example",
+        include: str | tuple[str, ...] | list[str] | None = None,
+        fields: Mapping[str, str] | None = None,
+        verify: Literal["full", "length"] = "full",
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """The records of TFRecord files: tf.train.Example, or any bytes.
+
+        url: the folder of the files, or one file (also with globs and braces)
+        format: example: a tf.train.Example, whose features become fields; bytes: a record is the field
+            `data`
+        include: which files of the folder `url`: globs and braces; default: *.tfrecord*
+        fields: field -> feature, as in {image: image/encoded, label: image/class/label}; with [] behind its
+            name it is a list also where it has one value, as in {tokens: 'tokens[]'}; default: all features
+        verify: full: compare the checksum of every record's data; length: only that of its length
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
+        """
+
+    @classmethod
     def dataset(
         cls,
         object: Any,

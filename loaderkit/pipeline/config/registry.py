@@ -13,6 +13,8 @@ from loaderkit.sources.files import FILES
 from loaderkit.sources.iterable import ITERABLE
 from loaderkit.sources.parquet.source import PARQUET
 from loaderkit.sources.sequences.tokens import TOKENS
+from loaderkit.sources.serial.lines import LINES
+from loaderkit.sources.serial.tfrecord import TFRECORD
 from loaderkit.sources.tar import TAR
 from loaderkit.stages.base import StageKind
 from loaderkit.stages.batch import BATCH
@@ -31,6 +33,8 @@ SOURCES: Mapping[str, SourceKind] = MappingProxyType(
         "array": ARRAY,
         "tokens": TOKENS,
         "parquet": PARQUET,
+        "lines": LINES,
+        "tfrecord": TFRECORD,
         "dataset": DATASET,
         "iterable": ITERABLE,
         "checkpoint": CHECKPOINT,

@@ -1,0 +1,240 @@
+"""The samples of several files, one behind another: what all kinds of such files share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import AfterValidator, Field
+
+from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
+from loaderkit.errors import FormatError, SourceError
+from loaderkit.sources.base import FieldRange, PackedSize, Sample, SerialSource, Table
+from loaderkit.sources.formats.tar_index.store import default_cache_dir
+from loaderkit.sources.serial.offsets import Int64s, Offsets, Parts, load_offsets, path_of_copy
+
+NUM_THREADS = 4
+_NUM_REMOTE_THREADS = 16  # they wait for the store, not for a CPU
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
+_EXTENSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
+_ADVICE = "it has no random access: decompress it, or read it in its own order by kind: iterable"
+
+
+def checked_names(value: dict[str, str]) -> dict[str, str]:
+    """Names of fields; raises ValueError for those that cannot be."""
+    for name, key in value.items():
+        if not name or not key:
+            raise ValueError(f"a name and what it is called in the data, not {name!r}: {key!r}")
+        if name.startswith("__"):
+            raise ValueError(f"{name!r}: names that begin with two underscores are reserved")
+    return value
+
+
+Names = Annotated[dict[str, str], Field(min_length=1), AfterValidator(checked_names)]
+"""Name of a field -> what it is called in the data."""
+
+
+def names_files(url: str) -> bool:
+    """True if a URL names files, not their folder: its last part has a dot, and is no bucket."""
+    scheme, separator, path = url.rpartition("://")
+    is_bucket = separator and scheme not in {"file", "memory"} and "/" not in path
+    return not is_bucket and "." in path[path.rfind("/") + 1 :].lstrip(".")
+
+
+def refuse_extension(name: str, key: str) -> None:
+    """Raise SourceError for a file whose name says that it is compressed."""
+    for extension, how in _EXTENSIONS.items():
+        if key.lower().endswith(extension):
+            raise SourceError(f"{name} is compressed ({how}), so {_ADVICE}")
+
+
+def refuse_compressed(name: str, begin: memoryview) -> None:
+    """Raise FormatError for a file whose first bytes say that it is compressed."""
+    for magic, how in _COMPRESSED.items():
+        if begin[: len(magic)] == magic:
+            raise FormatError(f"{name} is compressed ({how}), whatever its name says, so {_ADVICE}")
+
+
+class _File:
+    """One file: what was listed, and where its samples begin."""
+
+    __slots__ = ("info", "num", "offsets", "skips")
+
+    def __init__(self, info: ObjectInfo, offsets: Offsets, *, skips_blanks: bool) -> None:
+        self.info = info
+        self.offsets = offsets
+        blanks = offsets.blanks if skips_blanks else offsets.blanks[:0]
+        self.num = len(offsets.starts) - 1 - len(blanks)
+        self.skips: Int64s | None = None  # how many samples come before each blank item
+        if len(blanks):
+            self.skips = blanks - np.arange(len(blanks))
+
+    def item_of(self, samples: Int64s) -> Int64s:
+        """The number of the item that each sample is."""
+        return samples if self.skips is None else samples + np.searchsorted(self.skips, samples, "right")
+
+    def samples_before(self, items: Int64s) -> Int64s:
+        """How many samples come before each item."""
+        return items if self.skips is None else items - np.searchsorted(self.offsets.blanks, items, "left")
+
+
+class SerialFiles(SerialSource):
+    """The samples of all files: files by the UTF-8 bytes of their keys, samples by their places in them.
+
+    The index of a file takes 8 bytes a sample, which are mapped from disk, not held in memory. A key is the file's key, ":" and
+    the number of the line or record. Raises SourceError if there is no sample, and what `find` raises.
+    """
+
+    first_number = 0  # of the items of a file, in keys
+
+    def __init__(
+        self, connector: Connector, infos: list[ObjectInfo], limit: int | None, *, skips_blanks: bool = False
+    ) -> None:
+        self._connector = connector
+        self._skips_blanks = skips_blanks
+        self._files: list[_File] = []
+        num = 0
+        for info, offsets in self._loaded(infos):
+            file = _File(info, offsets, skips_blanks=skips_blanks)
+            num += file.num
+            self._files.append(file)
+            if limit is not None and num >= limit:
+                num = limit
+                break
+        self._firsts = np.cumsum([0, *(file.num for file in self._files)], dtype=np.int64)
+        self._firsts[-1] = num
+        if not num:
+            raise SourceError(
+                f"{connector.describe(infos[0].key)} is empty" + (", as the others are" * (len(infos) > 1))
+            )
+
+    @abstractmethod
+    def load(self, info: ObjectInfo) -> Offsets:
+        """The index of a file; called from several threads."""
+
+    def _loaded(self, infos: list[ObjectInfo]) -> Iterator[tuple[ObjectInfo, Offsets]]:
+        """All files with their indexes; a few are loaded ahead."""
+        num_threads = _NUM_REMOTE_THREADS if traits_of(self._connector).is_remote else NUM_THREADS
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="loaderkit-index") as pool:
+            for first in range(0, len(infos), 4 * num_threads):
+                some = infos[first : first + 4 * num_threads]
+                yield from zip(some, pool.map(self.load, some), strict=True)
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def _places(self, indices: Int64s) -> tuple[list[int], list[int]]:
+        """The number of each sample's file, and of the item in it."""
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"samples {indices.min()} to {indices.max()} of {len(self)}")
+        numbers = np.searchsorted(self._firsts, indices, "right") - 1
+        items = indices - self._firsts[numbers]
+        if self._skips_blanks:
+            for number in np.unique(numbers).tolist():
+                is_own = numbers == number
+                items[is_own] = self._files[number].item_of(items[is_own])
+        return numbers.tolist(), items.tolist()
+
+    def _place(self, index: int) -> tuple[_File, int]:
+        (number,), (item,) = self._places(np.array([index], np.int64))
+        return self._files[number], item
+
+    def key(self, index: int) -> str:
+        """The file's key, and the number of the item in it."""
+        file, item = self._place(index)
+        return f"{file.info.key}:{item + self.first_number}"
+
+    def keys(self, indices: Int64s) -> list[str]:
+        """The keys of several samples."""
+        files, first = self._files, self.first_number
+        return [f"{files[number].info.key}:{item + first}" for number, item in zip(*self._places(indices), strict=True)]
+
+    def origin(self, index: int) -> str:
+        """The key of the file."""
+        return self._place(index)[0].info.key
+
+    def is_last(self, index: int) -> bool:
+        """True for the last item of a file."""
+        file, item = self._place(index)
+        return item + 2 == len(file.offsets.starts)
+
+    def ranges(self, index: int) -> list[FieldRange]:
+        """The bytes of the line or record."""
+        file, item = self._place(index)
+        start, end = file.offsets.starts[item : item + 2].tolist()
+        return [FieldRange("", "", ByteRange(file.info.key, start, end - start, file.info.etag))]
+
+    def table(self, indices: Int64s) -> Table:
+        """The ranges of several samples."""
+        files = self._files
+        numbers, items = self._places(indices)
+        if len(files) == 1:
+            places, starts, num = np.array(items, np.int64), files[0].offsets.starts, len(items)
+            firsts = starts[places]
+            lengths = (starts[places + 1] - firsts).tolist()
+            info = files[0].info
+            return Table((("", ""),), Ranges([info.key] * num, firsts.tolist(), lengths, [info.etag] * num))
+        ranges = Ranges([], [], [], [])
+        for number, item in zip(numbers, items, strict=True):
+            file = files[number]
+            starts = file.offsets.starts
+            start = starts.item(item)
+            ranges.keys.append(file.info.key)
+            ranges.starts.append(start)
+            ranges.lengths.append(starts.item(item + 1) - start)
+            ranges.etags.append(file.info.etag)
+        return Table((("", ""),), ranges)
+
+    def constants(self, index: int) -> Sample:
+        """Nothing is known of a sample without reading it."""
+        return {}
+
+    def blocks(self, block_bytes: int) -> NDArray[np.int64]:
+        """Runs of samples of about `block_bytes`, never across a file: int64 [runs + 1]."""
+        bounds = [np.zeros(0, np.int64)]
+        for file, first, end in zip(self._files, self._firsts[:-1].tolist(), self._firsts[1:].tolist(), strict=True):
+            starts = file.offsets.starts
+            num_bytes = int(starts[-1] - starts[0])
+            num_parts = max(1, round(num_bytes / block_bytes))
+            if num_parts >= file.num:
+                firsts = np.arange(file.num, dtype=np.int64)
+            else:
+                wanted = starts[0] + np.arange(num_parts, dtype=np.int64) * num_bytes // num_parts
+                firsts = np.unique(file.samples_before(np.searchsorted(starts, wanted)))
+            bounds.append(first + firsts[firsts < end - first])
+        return np.append(np.concatenate(bounds), len(self)).astype(np.int64)
+
+    def packed(self) -> PackedSize:
+        """All of the files."""
+        num_bytes = sum(file.info.size for file in self._files)
+        return PackedSize(len(self), num_bytes, num_bytes)
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits from the files' keys and the sizes of all samples."""
+        digest = blake2b(f"{self._skips_blanks} {len(self)}".encode(), digest_size=8)
+        for file in self._files:
+            digest.update(file.info.key.encode("utf-8", "surrogateescape") + b"\0" + file.offsets.digest)
+        return digest.hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Other processes get the numbers of indexes that are held in memory; mapped ones they load themselves."""
+        files = [(file.info, file.offsets if file.offsets.path is None else None) for file in self._files]
+        return {**self.__dict__, "_files": files}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        loaded = [(info, self.load(info) if offsets is None else offsets) for info, offsets in state["_files"]]
+        self._files = [_File(info, offsets, skips_blanks=self._skips_blanks) for info, offsets in loaded]
+
+
+def load_with(
+    connector: Connector, info: ObjectInfo, kind: str, find: Callable[[Connector, ObjectInfo], Parts]
+) -> Offsets:
+    """The index of a file: its copy on this machine, or what `find` finds."""
+    path = path_of_copy(default_cache_dir(), kind, connector, info.key)
+    return load_offsets(info, path, lambda: find(connector, info))

@@ -1,0 +1,195 @@
+"""`kind: lines`: text and JSON Lines, a line a sample.
+
+files (listing) ──> native.scan_lines: where lines begin ──> one range a sample ──> text, or the fields of a JSON object
+
+A line ends with LF or CR LF, the last one also with the file. Text: an empty line is a sample, as for Hugging Face's `text`;
+JSON: lines of spaces are none, as for its `json`. A byte order mark at the begin of a file belongs to no line.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from loaderkit._internal.dtypes import type_of_all
+from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.connectors.config import StoreArgs
+from loaderkit.errors import FormatError
+from loaderkit.sources.base import Sample, SourceKind
+from loaderkit.sources.fields import Include
+from loaderkit.sources.listing import list_matching
+from loaderkit.sources.patterns import Patterns
+from loaderkit.sources.serial.beside import beside_or_found
+from loaderkit.sources.serial.files import (
+    NUM_THREADS,
+    Names,
+    SerialFiles,
+    load_with,
+    names_files,
+    refuse_extension,
+)
+from loaderkit.sources.serial.offsets import Offsets
+
+_DTYPES = {int: np.int64, float: np.float64, bool: np.bool_}
+_MISSING = object()
+_scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # all but the white space around
+
+
+class LinesArgs(StoreArgs):
+    """The lines of text files, or the objects of JSON Lines."""
+
+    kind: Literal["lines"] = "lines"
+    url: Annotated[
+        str, Field(min_length=1, description="the folder of the files, or one file (also with globs and braces)")
+    ]
+    format: Literal["json", "text"] = Field(
+        "json", description="json: a line is an object, whose keys become fields; text: a line is the field `text`"
+    )
+    include: Include | None = Field(
+        None, description="which files of the folder `url`: globs and braces; default: *.jsonl, of text *.txt"
+    )
+    fields: Names | None = Field(
+        None,
+        description="field -> key of the object, or keys of nested ones with dots between, as in {label: meta.label}; default: "
+        "all keys",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> LinesArgs:
+        if self.format == "text" and self.fields is not None and [*self.fields.values()] != ["text"]:
+            raise ValueError("of text lines `fields` can only rename `text`, as in {prompt: text}")
+        return self
+
+    @property
+    def _names_files(self) -> bool:
+        return self.include is None and names_files(self.url)
+
+    @property
+    def root(self) -> str:
+        """The connector's root: `url`, or its directory if it names files."""
+        return (self.url[: self.url.rfind("/") + 1] or ".") if self._names_files else self.url
+
+    @property
+    def patterns(self) -> Patterns:
+        """Those of the files below `root`."""
+        default = "*.jsonl" if self.format == "json" else "*.txt"
+        return Patterns(self.url[self.url.rfind("/") + 1 :] if self._names_files else self.include or default)
+
+
+class LinesSource(SerialFiles):
+    """The lines of all matching files of `connector`; a key ends with the number of the line, from 1."""
+
+    first_number = 1
+
+    def __init__(self, connector: Connector, args: LinesArgs) -> None:
+        infos = list_matching(connector, args.patterns, args.root, NUM_THREADS)
+        for info in infos:
+            refuse_extension(connector.describe(info.key), info.key)
+        self._is_text = args.format == "text"
+        self._text = "text" if args.fields is None else next(iter(args.fields))
+        self._picked = None if args.fields is None else [*args.fields.items()]
+        super().__init__(connector, infos, args.limit, skips_blanks=not self._is_text)
+
+    def load(self, info: ObjectInfo) -> Offsets:
+        return load_with(self._connector, info, "lines", beside_or_found)
+
+    def parse(self, index: int, data: memoryview) -> Sample:
+        """The line as text, without its end; or the fields of its object, lists of numbers as arrays."""
+        try:
+            text = str(data, "utf-8")
+        except UnicodeDecodeError as error:
+            raise FormatError(
+                f"it is not UTF-8: byte {error.start + 1} of the line is 0x{data[error.start]:02x}"
+            ) from None
+        if not text.endswith("\n") and not self.is_last(index):
+            raise FormatError(
+                "it does not end where the index of the file says: run `loaderkit index` again, or remove it"
+            )
+        if self._is_text:
+            return {self._text: text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text}
+        value = parse_json(text)
+        if type(value) is not dict:
+            raise FormatError(f"it is {_named(value)}, not an object, as lines of JSON are (text: `format: text`)")
+        if self._picked is not None:
+            value = {name: _pick(value, key) for name, key in self._picked}
+        for name, item in value.items():
+            if type(item) is list:
+                value[name] = as_array(item)
+        return value
+
+
+def parse_json(text: str) -> Any:
+    """The value of one line. Raises FormatError, which names the column."""
+    stripped = text.strip(" \t\r\n")
+    try:
+        value, end = _scan(stripped, 0)
+        if end == len(stripped):
+            return value
+    except StopIteration:
+        pass
+    except json.JSONDecodeError:
+        pass
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a thousand brackets
+        raise FormatError(f"it is no JSON that can be read: {error}") from None
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        raise FormatError(f"it is no JSON: {error.msg}, in column {error.pos + 1}") from None
+    raise FormatError("it is no JSON")
+
+
+def _pick(value: dict[str, Any], key: str) -> Any:
+    """The value of a key, or of a path of keys with dots between. Raises FormatError."""
+    found = value.get(key, _MISSING)
+    if found is not _MISSING:
+        return found
+    found = value
+    for part in key.split("."):
+        found = found.get(part, _MISSING) if type(found) is dict else _MISSING
+    if found is _MISSING:
+        raise FormatError(f"it has no {key!r}, only {', '.join(map(repr, value)) or 'nothing'}")
+    return found
+
+
+def as_array(values: list[Any]) -> Any:
+    """A list of numbers, or of such lists of one length, as an array: int64, float64 (also where some are whole) or bool; any
+    other list, and one without items, as it is. Raises FormatError for whole numbers beyond int64."""
+    kind = type_of_all(values)
+    if kind is None and {*map(type, values)} == {int, float}:
+        kind = float
+    if kind is list:
+        arrays = list(map(as_array, values))
+        is_array = all(type(array) is np.ndarray and array.dtype.kind in "biuf" for array in arrays)
+        if not is_array or len({array.shape for array in arrays}) > 1:
+            return values
+        dtypes = {array.dtype for array in arrays}
+        return values if len(dtypes) > 1 and np.dtype(np.bool_) in dtypes else np.stack(arrays)
+    dtype = _DTYPES.get(kind) if kind is not None else None
+    if dtype is None:
+        return values
+    try:
+        return np.array(values, dtype)
+    except OverflowError:
+        raise FormatError("it has a whole number beyond 64 bits in a list") from None
+
+
+def _named(value: Any) -> str:
+    names = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _open(args: LinesArgs, connector: Connector | None) -> LinesSource:
+    assert connector is not None
+    return LinesSource(connector, args)
+
+
+def _fields_of(args: LinesArgs) -> dict[str, str] | None:
+    if args.format == "text":
+        return {"text" if args.fields is None else next(iter(args.fields)): "text"}
+    return None if args.fields is None else dict.fromkeys(args.fields, "a value of JSON")
+
+
+LINES = SourceKind(LinesArgs, "serial", _open, lambda args: args.root, _fields_of)

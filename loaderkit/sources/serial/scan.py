@@ -1,0 +1,45 @@
+"""Where the lines of a file begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from loaderkit import native
+from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.errors import FormatError
+from loaderkit.sources.serial.files import refuse_compressed
+from loaderkit.sources.serial.offsets import Int64s
+
+_BLOCK_BYTES = 8 << 20
+_BOM = b"\xef\xbb\xbf"
+
+
+def find_lines(connector: Connector, info: ObjectInfo) -> Iterator[tuple[Int64s, Int64s]]:
+    """Where the lines of a file begin, and which are blank; read block by block. Raises FormatError for one that is compressed
+    or not UTF-8, and what the connector raises."""
+    name, num_lines, begin = connector.describe(info.key), 0, 0
+    block = memoryview(bytearray(min(_BLOCK_BYTES, info.size)))
+    no_blanks, is_blank, last = np.zeros(0, np.int64), True, 0
+    if not info.size:
+        yield np.zeros(1, np.int64), no_blanks
+        return
+    while begin < info.size:
+        view = block[: min(len(block), info.size - begin)]
+        connector.read_into(info.key, begin, view, etag=info.etag)
+        first = 0
+        if begin == 0:
+            refuse_compressed(name, view)
+            if bytes(view[:2]) in {b"\xff\xfe", b"\xfe\xff"}:
+                raise FormatError(f"{name} is UTF-16: convert it to UTF-8, as by `iconv -f UTF-16 -t UTF-8`")
+            first = last = len(_BOM) if view[:3] == _BOM else 0
+            yield np.array([first], np.int64), no_blanks
+        starts, blanks, is_blank = native.scan_lines(view[first:], begin + first, is_blank)
+        found = np.frombuffer(starts, np.int64)
+        yield found, np.frombuffer(blanks, np.int64) + num_lines
+        num_lines += len(found)
+        last = int(found[-1]) if len(found) else last
+        begin += len(view)
+    if last != info.size:  # the last line has no end
+        yield np.array([info.size], np.int64), np.array([num_lines] if is_blank else [], np.int64)

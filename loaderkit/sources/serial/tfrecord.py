@@ -1,0 +1,140 @@
+"""`kind: tfrecord`: records of TensorFlow, a tf.train.Example a sample.
+
+files (listing) ──> the .idx beside each, or the length of every record ──> one range a sample ──> checksums ──> its features
+
+A record is its length (8 bytes), the checksum of that, its data, and the checksum of them: CRC-32C, turned and shifted.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from loaderkit import native
+from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.connectors.config import StoreArgs
+from loaderkit.errors import FormatError
+from loaderkit.sources.base import Sample, SourceKind
+from loaderkit.sources.fields import Include
+from loaderkit.sources.listing import list_matching
+from loaderkit.sources.patterns import Patterns
+from loaderkit.sources.serial.files import NUM_THREADS, Names, SerialFiles, load_with, names_files, refuse_extension
+from loaderkit.sources.serial.offsets import Offsets
+from loaderkit.sources.serial.records import check_record, find_records
+
+_ALWAYS_A_LIST = "[]"
+
+
+class TfrecordArgs(StoreArgs):
+    """The records of TFRecord files: tf.train.Example, or any bytes."""
+
+    kind: Literal["tfrecord"] = "tfrecord"
+    url: Annotated[
+        str, Field(min_length=1, description="the folder of the files, or one file (also with globs and braces)")
+    ]
+    format: Literal["example", "bytes"] = Field(
+        "example",
+        description="example: a tf.train.Example, whose features become fields; bytes: a record is the field `data`",
+    )
+    include: Include | None = Field(
+        None, description="which files of the folder `url`: globs and braces; default: *.tfrecord*"
+    )
+    fields: Names | None = Field(
+        None,
+        description="field -> feature, as in {image: image/encoded, label: image/class/label}; with [] behind its name it is a "
+        "list also where it has one value, as in {tokens: 'tokens[]'}; default: all features",
+    )
+    verify: Literal["full", "length"] = Field(
+        "full", description="full: compare the checksum of every record's data; length: only that of its length"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> TfrecordArgs:
+        if self.format == "bytes" and self.fields is not None and [*self.fields.values()] != ["data"]:
+            raise ValueError("of `format: bytes` `fields` can only rename `data`, as in {image: data}")
+        return self
+
+    @property
+    def _names_files(self) -> bool:
+        return self.include is None and names_files(self.url)
+
+    @property
+    def root(self) -> str:
+        """The connector's root: `url`, or its directory if it names files."""
+        return (self.url[: self.url.rfind("/") + 1] or ".") if self._names_files else self.url
+
+    @property
+    def patterns(self) -> Patterns:
+        """Those of the files below `root`."""
+        return Patterns(self.url[self.url.rfind("/") + 1 :] if self._names_files else self.include or "*.tfrecord*")
+
+
+class _Picked(NamedTuple):
+    """A field: the feature that it is, and whether that is always a list."""
+
+    field: str
+    feature: str
+    is_list: bool
+
+
+class TfrecordSource(SerialFiles):
+    """The records of all matching files of `connector`; a key ends with the number of the record, from 0."""
+
+    def __init__(self, connector: Connector, args: TfrecordArgs) -> None:
+        infos = [
+            info
+            for info in list_matching(connector, args.patterns, args.root, NUM_THREADS)
+            if not info.key.endswith(".idx")
+        ]
+        for info in infos:
+            refuse_extension(connector.describe(info.key), info.key)
+        self._is_full = args.verify == "full"
+        self._bytes = None if args.format == "example" else next(iter(args.fields or ("data",)))
+        self._picked = None if args.fields is None else [_picked(*pair) for pair in args.fields.items()]
+        self._wanted = None if self._picked is None else frozenset(picked.feature for picked in self._picked)
+        super().__init__(connector, infos, args.limit)
+
+    def load(self, info: ObjectInfo) -> Offsets:
+        return load_with(self._connector, info, "tfrecord", find_records)
+
+    def parse(self, index: int, data: memoryview) -> Sample:
+        """The features of the record: bytes, a whole number or float32 where there is one value, a list of bytes or an array of
+        int64 or float32 where there are several or none."""
+        record = check_record(data, is_full=self._is_full)
+        if self._bytes is not None:
+            return {self._bytes: bytes(record)}
+        try:
+            features = native.parse_example(record, self._wanted)
+        except ValueError as error:
+            raise FormatError(f"it is no tf.train.Example: {error} (other records: `format: bytes`)") from None
+        if self._picked is None:
+            return {name: _value(values, is_list=False) for name, values in features.items()}
+        try:
+            return {field: _value(features[feature], is_list=is_list) for field, feature, is_list in self._picked}
+        except KeyError as error:
+            there = ", ".join(map(repr, native.parse_example(record, None))) or "none"
+            raise FormatError(f"it has no feature {error.args[0]!r}, only {there}") from None
+
+
+def _picked(field: str, feature: str) -> _Picked:
+    return _Picked(field, feature.removesuffix(_ALWAYS_A_LIST), feature.endswith(_ALWAYS_A_LIST))
+
+
+def _value(values: Any, *, is_list: bool) -> Any:
+    if type(values) is list:
+        return values[0] if len(values) == 1 and not is_list else values
+    kind, data = values
+    if is_list or len(data) != (4 if kind == "f" else 8):
+        return np.frombuffer(data, kind)
+    return int.from_bytes(data, "little", signed=True) if kind == "q" else np.float32(struct.unpack("<f", data)[0])
+
+
+def _open(args: TfrecordArgs, connector: Connector | None) -> TfrecordSource:
+    assert connector is not None
+    return TfrecordSource(connector, args)
+
+
+TFRECORD = SourceKind(TfrecordArgs, "serial", _open, lambda args: args.root)

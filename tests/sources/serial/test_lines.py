@@ -1,0 +1,314 @@
+"""`kind: lines`: text and JSON Lines, against Python's own splitting and json."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from no_kernels import without_kernels
+
+import loaderkit
+from loaderkit import Pipeline, native
+from loaderkit.cli import main
+from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectChangedError, SourceError, StageError
+from loaderkit.native import fallback_serial
+from loaderkit.sources.serial import scan as module
+from loaderkit.sources.serial.lines import LinesArgs, LinesSource, as_array, parse_json
+
+BOM = b"\xef\xbb\xbf"
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def source_of(files: dict[str, bytes], **args: Any) -> LinesSource:
+    return LinesSource(MemoryConnector(files), LinesArgs.model_validate({"url": "memory://", **args}))
+
+
+def samples_of(source: LinesSource) -> list[tuple[str, Any]]:
+    """All keys and samples, read as `read` reads them."""
+    table = source.table(np.arange(len(source)))
+    found = []
+    for index, (key, start, length, etag) in enumerate(zip(*table.ranges, strict=True)):
+        data = bytearray(length)
+        source._connector.read_into(key, start, memoryview(data), etag=etag)
+        assert source.ranges(index)[0].range == (key, start, length, etag)
+        found.append((source.key(index), source.parse(index, memoryview(data))))
+    assert source.keys(np.arange(len(source))) == [key for key, _ in found]
+    return found
+
+
+def split(data: bytes) -> list[bytes]:
+    """Python's lines: what is between LFs, without a CR before one, and a last line that has no end."""
+    *ended, last = data.removeprefix(BOM).split(b"\n")
+    return [line.removesuffix(b"\r") for line in ended] + ([last] if last else [])
+
+
+def random_text(rng: random.Random) -> bytes:
+    pieces = [b"\n", b"\n\n", b"\r\n", b" ", b"\t", b"\r", b"a", "é€😀".encode(), b"x" * rng.randrange(200)]
+    begin = rng.choice([b"", BOM])
+    return begin + b"".join(rng.choice(pieces) for _ in range(rng.randrange(60)))
+
+
+@pytest.mark.parametrize("ways", [nullcontext, without_kernels], ids=["c", "python"])
+def test_text_against_pythons_lines(
+    ways: Callable[[], Any], rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(60):
+        monkeypatch.setattr(module, "_BLOCK_BYTES", rng.choice([3, 7, 64, 1 << 20]))  # lines over the borders of blocks
+        files = {f"{number}-{name}.txt": random_text(rng) for name in range(rng.randrange(1, 4))}
+        expected = [
+            (f"{key}:{line + 1}", {"text": text.decode()})
+            for key, data in sorted(files.items())
+            for line, text in enumerate(split(data))
+        ]
+        with ways():
+            if expected:
+                assert samples_of(source_of(files, format="text")) == expected
+            else:
+                with pytest.raises(SourceError, match="is empty"):
+                    source_of(files, format="text")
+
+
+@pytest.mark.parametrize("ways", [nullcontext, without_kernels], ids=["c", "python"])
+def test_objects_against_pythons_json(
+    ways: Callable[[], Any], rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(40):
+        monkeypatch.setattr(module, "_BLOCK_BYTES", rng.choice([3, 50, 1 << 20]))
+        files, expected = {}, []
+        for name in range(rng.randrange(1, 4)):
+            rows = [random_object(rng) if rng.random() < 0.8 else None for _ in range(rng.randrange(1, 20))]
+            texts = [rng.choice(["", " ", "\t "]) if row is None else dumped(row, rng) for row in rows]
+            data = rng.choice([b"", BOM]) + rng.choice(["\n", "\r\n"]).join(texts).encode() + rng.choice([b"", b"\n"])
+            files[f"{number}-{name}.jsonl"] = data
+            lines = [(line, text) for line, text in enumerate(split(data)) if text.strip()]
+            expected += [(f"{number}-{name}.jsonl:{line + 1}", json.loads(text)) for line, text in lines]
+        if not expected:
+            continue
+        with ways():
+            source = source_of(files)
+            found = samples_of(source)
+        assert [(key, as_lists(sample)) for key, sample in found] == expected
+        for block_bytes in (1, 100, 10**6):
+            bounds = source.blocks(block_bytes)
+            assert (bounds[0], bounds[-1]) == (0, len(source))
+            assert (np.diff(bounds) > 0).all()
+
+
+def random_object(rng: random.Random) -> dict[str, Any]:
+    values: list[Any] = [
+        "é\u2028\n",
+        1,
+        -2.5,
+        True,
+        None,
+        [],
+        [1, 2, 3],
+        [1, 2.5],
+        [[1, 2], [3, 4]],
+        [[1], [2, 3]],
+        ["a"],
+    ]
+    return {f"k{number}": rng.choice([*values, {"b": [1]}]) for number in range(rng.randrange(4))}
+
+
+def dumped(row: dict[str, Any], rng: random.Random) -> str:
+    return rng.choice(["", "  "]) + json.dumps(row, ensure_ascii=rng.random() < 0.5) + rng.choice(["", " "])
+
+
+def as_lists(sample: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in sample.items()}
+
+
+def test_the_kernel_and_its_twin(rng: random.Random) -> None:
+    for _ in range(500):
+        data = bytes(rng.choice(b"ab \t\r\n\n\x0b\x00") for _ in range(rng.randrange(300)))
+        is_blank = rng.random() < 0.5
+        assert native.scan_lines(data, 7, is_blank) == fallback_serial.scan_lines(data, 7, is_blank)
+
+
+def test_lists_of_numbers_are_arrays() -> None:
+    values: list[Any]
+    for values, dtype in (([1, 2], "int64"), ([1.0], "float64"), ([1, 0.5], "float64"), ([True], "bool")):
+        array = as_array(values)
+        assert (array.dtype, array.tolist()) == (dtype, values)
+    assert as_array([[1, 2], [3, 4]]).shape == (2, 2)
+    assert as_array([[1, 2], [0.5, 4]]).tolist() == [[1, 2], [0.5, 4]]
+    for values in ([], ["a"], [1, "a"], [True, 1], [None, 1], [[1], [2, 3]], [[True], [1]], [[]], [{"a": 1}]):
+        assert as_array(values) is values
+    with pytest.raises(FormatError, match="beyond 64 bits"):
+        as_array([2**64])
+
+
+def batches(pipeline: Pipeline, **overrides: Any) -> list[dict[str, Any]]:
+    with loaderkit.build(
+        pipeline, overrides={f"prefetch.{name}": value for name, value in overrides.items()}
+    ) as loader:
+        return list(loader)
+
+
+def test_fields(tmp_path: Path) -> None:
+    rows = [{"content": f"t{n}", "meta": {"label": n, "x.y": 3}, "a.b": n, "v": [n, 1]} for n in range(5)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    fields = {"text": "content", "label": "meta.label", "whole": "a.b", "v": "v"}
+    (batch,) = batches(Pipeline.lines(tmp_path, fields=fields).shuffle(False).read().batch(5).epochs(1))
+    assert batch.pop("__key__") == [f"x.jsonl:{number}" for number in range(1, 6)]
+    assert [*batch] == [*fields]
+    assert batch["text"] == [row["content"] for row in rows]
+    assert batch["label"].tolist() == batch["whole"].tolist() == [0, 1, 2, 3, 4]
+    assert batch["v"].shape == (5, 2)
+    (tmp_path / "x.txt").write_text("one\n\ntwo")
+    (batch,) = batches(
+        Pipeline.lines(tmp_path, format="text", fields={"prompt": "text"}).shuffle(False).read().batch(5).epochs(1)
+    )
+    assert batch["prompt"] == ["one", "", "two"]
+
+
+BAD = {
+    b'{"a": 1,}': r"it is no JSON: .*, in column 9",
+    b'{"a": 1} x': r"it is no JSON: Extra data, in column 10",
+    b"[1]": "it is a list, not an object",
+    b"null": "it is null, not an object",
+    b'{"a": "\xff"}': "it is not UTF-8: byte 8 of the line is 0xff",
+    b'{"b": 1}': "it has no 'a', only 'b'",
+    b'{"a": [%d]}' % 2**70: "beyond 64 bits",
+    b"[" * 100_000: "no JSON that can be read",
+    b'{"a": ' + b"1" * 5000 + b"}": "no JSON that can be read",
+}
+
+
+@pytest.mark.parametrize("line", BAD, ids=range(len(BAD)))
+def test_a_bad_line_is_a_bad_sample(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"a": 1}\n\n' + line + b'\r\n{"a": 2}')
+    pipeline = Pipeline.lines(tmp_path / "x.jsonl", fields={"a": "a"}).shuffle(False).read().batch(1).epochs(1)
+    with pytest.raises(StageError, match=rf"'x\.jsonl:3' in {tmp_path}/x\.jsonl: .*{BAD[line]}"):
+        batches(pipeline)
+    good = batches(pipeline.errors(on_bad_sample="replace"))
+    assert len(good) == 3
+    assert {batch["a"].item() for batch in good} == {1, 2}
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"fine\nb\xe9d\n")
+    with pytest.raises(StageError, match=r"'x\.txt:2'.*byte 2 of the line is 0xe9"):
+        batches(Pipeline.lines(tmp_path, format="text").shuffle(False).read().batch(1).epochs(1))
+
+
+def test_which_files(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a/x.jsonl", "c.ndjson", "v1.0/y.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"name": name}))
+
+    def names(url: Any, **args: Any) -> list[str]:
+        (batch,) = batches(Pipeline.lines(url, **args).shuffle(False).read().batch(9).epochs(1))
+        return batch["name"]  # type: ignore[no-any-return]
+
+    assert names(tmp_path) == ["b.jsonl"]
+    assert names(tmp_path, include="**/*.jsonl") == ["a/x.jsonl", "b.jsonl", "v1.0/y.jsonl"]
+    assert names(tmp_path, include=["c.ndjson", "b.jsonl"]) == ["b.jsonl", "c.ndjson"]
+    assert names(tmp_path / "c.ndjson") == ["c.ndjson"]
+    assert names(tmp_path / "{b.jsonl,c.ndjson}") == ["b.jsonl", "c.ndjson"]
+    assert names(tmp_path / "v1.0", include="*.jsonl") == ["v1.0/y.jsonl"]
+    with pytest.raises(SourceError, match=r"is called '\*.jsonl'; there are 'c.txt'"):
+        source_of({"c.txt": b"a"})
+    assert LinesArgs(url="s3://my.bucket").root == "s3://my.bucket"
+    assert LinesArgs(url="s3://my.bucket/x.jsonl").root == "s3://my.bucket/"
+    with pytest.raises(ConfigError, match="can only rename"):
+        Pipeline.lines("x", format="text", fields={"a": "b"}).read().batch(1).config  # noqa: B018
+    with pytest.raises(ConfigError, match="reserved"):
+        Pipeline.lines("x", fields={"__key__": "b"}).read().batch(1).config  # noqa: B018
+
+
+def test_what_has_no_random_access() -> None:
+    data = b'{"a": 1}\n'
+    with pytest.raises(
+        SourceError, match=r"memory://x\.jsonl\.gz is compressed \(gzip\).*decompress it, or .*kind: iterable"
+    ):
+        source_of({"x.jsonl.gz": gzip.compress(data)}, include="*.gz")
+    with pytest.raises(FormatError, match=r"compressed \(gzip\), whatever its name says"):
+        source_of({"x.jsonl": gzip.compress(data)})
+    with pytest.raises(FormatError, match="UTF-16"):
+        source_of({"x.jsonl": '{"a": 1}\n'.encode("utf-16")})
+
+
+class TestIndex:
+    def test_is_kept_and_made_anew(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "x.txt"
+        path.write_text("a\nbc\n")
+        scans = []
+        scan = native.scan_lines
+        monkeypatch.setattr(native, "scan_lines", lambda *args: (scans.append(1), scan(*args))[1])  # type: ignore[func-returns-value]
+        args = LinesArgs(url=str(tmp_path), format="text")
+        for _ in range(2):
+            assert [text["text"] for _, text in samples_of(LinesSource(FileConnector(tmp_path), args))] == ["a", "bc"]
+        assert len(scans) == 1
+        path.write_text("ab\nc\n")
+        assert [text["text"] for _, text in samples_of(LinesSource(FileConnector(tmp_path), args))] == ["ab", "c"]
+        assert len(scans) == 2
+
+    def test_replaced_since_listed(self, tmp_path: Path) -> None:
+        (tmp_path / "x.txt").write_text("a\nbc\n")
+        source = LinesSource(FileConnector(tmp_path), LinesArgs(url=str(tmp_path), format="text"))
+        (tmp_path / "x.txt").write_text("abcd\n")
+        with pytest.raises(ObjectChangedError, match=r"x\.txt"):
+            samples_of(source)
+
+    def test_beside_the_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
+        path, beside = tmp_path / "x.jsonl", tmp_path / "x.jsonl.offsets"
+        path.write_text('{"a": 1}\n\n{"a": 2}\n')
+        assert main(["index", "--check", str(path)]) == 1
+        assert main(["index", str(path)]) == 0
+        assert main(["index", "--check", str(path)]) == 0
+        with monkeypatch.context() as patched:
+            patched.setattr(native, "scan_lines", lambda *args: pytest.fail("the file was scanned"))
+            expected = samples_of(LinesSource(FileConnector(tmp_path), LinesArgs(url=str(tmp_path))))
+        assert expected == [("x.jsonl:1", {"a": 1}), ("x.jsonl:3", {"a": 2})]
+        path.write_text('{"a": 11}\n{"a": 2}\n')  # of the same size
+        assert main(["index", "--check", str(path)]) == 1
+        with pytest.warns(UserWarning, match=r"x\.jsonl\.offsets is not used: it was made for another version"):
+            found = samples_of(LinesSource(FileConnector(tmp_path), LinesArgs(url=str(tmp_path))))
+        assert found == [("x.jsonl:1", {"a": 11}), ("x.jsonl:2", {"a": 2})]
+        beside.write_bytes(b"nonsense")
+        path.touch()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert samples_of(LinesSource(FileConnector(tmp_path), LinesArgs(url=str(tmp_path)))) == found
+
+    def test_one_that_lies_is_found_out(self, tmp_path: Path, cache_dir: Path) -> None:
+        (tmp_path / "x.txt").write_text("abc\ndef\n")
+        args = LinesArgs(url=str(tmp_path), format="text")
+        LinesSource(FileConnector(tmp_path), args)
+        (kept,) = cache_dir.rglob("*.offsets")
+        data = bytearray(kept.read_bytes())
+        data[64:] = np.array([0, 3, 8], "<i8").tobytes()
+        kept.write_bytes(data)
+        with pytest.raises(FormatError, match="does not end where the index"):
+            samples_of(LinesSource(FileConnector(tmp_path), args))
+
+
+def test_parse_json_takes_what_json_takes(rng: random.Random) -> None:
+    texts = ['{"a": NaN}', '"\\ud800"', "1e999", "-0", '{"a": 1, "a": 2}', " \r\n[1]\t", "", " ", "{", "nul", "1 2"]
+    texts += ["\x0b1", "\ufeff1"]
+    texts += [json.dumps(random_object(rng)) for _ in range(20)]
+    for text in texts:
+        try:
+            expected = json.loads(text)
+        except json.JSONDecodeError:
+            with pytest.raises(LoaderkitError):
+                parse_json(text)
+        else:
+            assert repr(parse_json(text)) == repr(expected)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +52,13 @@ class ColumnType(NamedTuple):
     def __str__(self) -> str:
         shape = ", ".join("any" if length is None else str(length) for length in self.shape)
         return self.reason or (f"{self.dtype} [{shape}]" if self.content == "number" else self.content)
+
+    @property
+    def row_bytes(self) -> int:
+        """The least memory that a row takes when it is decoded; runs of equal values take less in the file."""
+        if self.content != "number":
+            return 8  # its bounds
+        return np.dtype(self.dtype).itemsize * prod(1 if length is None else length for length in self.shape)
 
     @property
     def layout(self) -> tuple[Any, ...]:
@@ -271,6 +279,11 @@ def decode_group(
 
 
 def _joined(pa: Any, chunks: Any) -> Any:
+    """One array; of more than 2 GiB of texts or bytes pyarrow makes several."""
+    if chunks.num_chunks > 1 and (
+        large := {pa.binary(): pa.large_binary(), pa.string(): pa.large_string()}.get(chunks.type)
+    ):
+        chunks = chunks.cast(large)
     return chunks.chunk(0) if chunks.num_chunks == 1 else pa.concat_arrays(chunks.chunks or [pa.array([], chunks.type)])
 
 

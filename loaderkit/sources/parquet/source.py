@@ -118,10 +118,13 @@ class ParquetSource(RowSource):
         self._groups = self._collect(load)
         renamed = {column: field for field, column in (args.fields or {}).items()}
         self.fields = {renamed.get(column, column): column for column in self._types}
-        firsts = np.concatenate([[0], np.cumsum(self._groups.num_rows)])
-        self._num = int(firsts[-1]) if args.limit is None else min(int(firsts[-1]), args.limit)
-        self._firsts = np.minimum(firsts, self._num)
-        self.group_bytes = self._groups.sizes.sum(axis=1)
+        ends = np.cumsum(self._groups.num_rows)
+        self._num = int(ends[-1]) if args.limit is None else min(int(ends[-1]), args.limit)
+        num_groups = int(np.searchsorted(ends, self._num)) + 1
+        self._groups = _Groups(*(column[:num_groups] for column in self._groups))
+        self._firsts = np.concatenate([[0], np.minimum(ends[:num_groups], self._num)])
+        row_bytes = sum(kind.row_bytes for kind in self._types.values())
+        self.group_bytes = np.maximum(self._groups.sizes.sum(axis=1), row_bytes * self._groups.num_rows)
         self.memory_bytes = args.memory
 
     def __len__(self) -> int:
@@ -185,8 +188,7 @@ class ParquetSource(RowSource):
         """Runs of whole row groups of about `block_bytes` when decoded, at least one each, never across a file."""
         files = self._groups.files
         first_groups = np.flatnonzero(np.diff(files, prepend=-1))
-        bounds = self._firsts[cut_blocks(self.group_bytes, block_bytes, first_groups)]
-        return np.unique(bounds)  # `limit` may end before the last ones
+        return self._firsts[cut_blocks(self.group_bytes, block_bytes, first_groups)]
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits from the files' keys and sizes, the rows of the row groups, and the columns and their types."""

@@ -70,6 +70,9 @@ def test_canonical_order_and_keys(files: dict[str, bytes]) -> None:
     assert keys[-1] == "b/c.parquet/9"
     with build(MemoryConnector(files), limit=9) as loader:
         assert rows(loader) == list(range(9))
+    with build(MemoryConnector(files), limit=7) as loader:
+        assert loader.num_samples == 7
+        assert rows(loader) == list(range(7))
 
 
 def test_files_named_by_braces_or_one_by_one(tmp_path: Path, files: dict[str, bytes]) -> None:

@@ -85,6 +85,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "null in a list": (pa.array([[1], [2, None], []]), "'x' has a null in a list"),
     "null list": (pa.array([[1], None, []], pa.list_(pa.int64())), "'x' is null"),
     "null in a fixed list": (pa.array([[1, 2], [2, None], [3, 4]], pa.list_(pa.int64(), 2)), "'x' is null, or has a null"),
+    "null fixed list": (pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int64(), 2)), "'x' is null, or has a null"),
+    "null pair": (pa.array([[[1, 2]], [None], []], pa.list_(pa.list_(pa.int64(), 2))), "'x' has a null in a list"),
     "lengths": (pa.array([[[1]], [[1], [2, 3]], []], pa.list_(pa.list_(pa.int8()))), "'x' holds lists of 1 to 2 items"),
     "no bytes": (
         pa.array([{"bytes": b"a", "path": None}, {"bytes": None, "path": "z/y.jpg"}, {"bytes": b"", "path": "q"}]),

@@ -16,9 +16,12 @@ import numpy as np
 import pytest
 from buckets import upload
 from fault_proxy import FaultProxy
+from forked_workers import Template
 from hypothesis import HealthCheck, settings
 from PIL import Image
 from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, find_weed
+
+from loaderkit._internal.system import child_process
 
 # What a shell begins in the background ignores Ctrl-C, and so would all that is begun here.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -31,6 +34,7 @@ HELPERS = ROOT / "tests" / "helpers"
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(SEED, str(random.SystemRandom().randrange(2**32)))  # xdist's workers inherit it
+    settings.load_profile("test" if "not prove" in config.option.markexpr else "prove")
     if not hasattr(config, "workerinput"):
         # Some 300 programs of tests import loaderkit, and where PYTHONDONTWRITEBYTECODE is set each would compile it: 0.5 s.
         compileall.compile_dir(ROOT / "loaderkit", quiet=1)
@@ -70,9 +74,31 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(f"{os.environ[SEED]} {request.node.nodeid}")
 
 
+@pytest.fixture(scope="session")
+def worker_template(request: pytest.FixtureRequest) -> Iterator[Template | None]:
+    """What forks worker processes in `make test`; None in `make prove`."""
+    if "not prove" not in request.config.option.markexpr:
+        yield None
+        return
+    template = Template()
+    yield template
+    template.close()
+
+
+@pytest.fixture(autouse=True)
+def forked_workers(request: pytest.FixtureRequest, worker_template: Template | None) -> Iterator[None]:
+    """Worker processes are forks, without 1.8 s of imports each, save in tests marked `fresh_workers`: forked_workers.py says
+    when forks prove as much."""
+    with pytest.MonkeyPatch.context() as patch:
+        if worker_template is not None and request.node.get_closest_marker("fresh_workers") is None:
+            patch.setattr(child_process, "_keep", worker_template.keep)
+        yield
+
+
 # How busy a machine is decides no test.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("unhurried")
+settings.register_profile("prove", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("test", settings.get_profile("prove"), max_examples=40)
+settings.load_profile("prove")
 
 CLASSES = ("ant", "bee", "cat")
 NUM_PHOTOS = 60  # 20 of each class

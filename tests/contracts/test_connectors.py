@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from seaweed import Seaweed
 
 import loaderkit
@@ -211,7 +212,7 @@ def key_sets(draw: st.DrawFn) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", DRAWN)
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(keys=key_sets(), prefix=st.one_of(st.just(""), KEYS, KEYS.map(lambda key: key[:2])))
 def test_listing_is_ordered_by_the_bytes_of_the_key(kind: str, keys: list[str], prefix: str) -> None:
     with opened(kind) as factory:
@@ -255,7 +256,7 @@ def test_prefix_is_a_string_not_a_directory(factory: Factory) -> None:
 
 
 @pytest.mark.parametrize("kind", DRAWN)
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(data=st.binary(max_size=2000), ends=st.tuples(st.integers(0, 2000), st.integers(0, 2000)))
 def test_any_range_is_the_slice(kind: str, data: bytes, ends: tuple[int, int]) -> None:
     start, end = sorted(min(place, len(data)) for place in ends)
@@ -267,7 +268,7 @@ def test_any_range_is_the_slice(kind: str, data: bytes, ends: tuple[int, int]) -
 
 
 @pytest.mark.parametrize("kind", DRAWN)
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(
     data=st.binary(min_size=40, max_size=400),
     length=st.integers(1, 9),
@@ -373,7 +374,7 @@ def test_unusual_keys(factory: Factory, key: str, request: pytest.FixtureRequest
 
 
 @pytest.mark.parametrize("kind", DRAWN)
-@settings(max_examples=80)
+@settings(max_examples=num_examples(80))
 @given(
     data=st.binary(min_size=1, max_size=60).map(lambda seed: seed * 700),
     wanted=st.lists(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_workers import RUNNING, forks
 
 
 def resources() -> tuple[int, int, int, int]:
@@ -20,16 +21,22 @@ def resources() -> tuple[int, int, int, int]:
     return found.count("thread"), found.count("descriptor"), found.count("mapping"), found.count("process")
 
 
+def children() -> set[int]:
+    """The processes that this one has begun and that run, also those that a template has begun for it."""
+    found = set(forks())
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found |= set(map(int, file.read_text().split()))
+    return found - set(RUNNING)
+
+
 def traces() -> set[tuple[str, str]]:
     """The same one by one, (kind, which).
 
     A thread that was not begun by `threading`, but asked for itself, is counted there for good, and is not ours.
     """
     gc.collect()
-    found: set[tuple[str, str]] = set()
-    for file in Path("/proc/self/task").glob("*/children"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-            found |= {("process", pid) for pid in file.read_text().split()}
+    found: set[tuple[str, str]] = {("process", str(pid)) for pid in children()}
     mappings = Path("/proc/self/maps").read_text().splitlines()
     found |= {("mapping", line) for line in mappings if "memfd:loaderkit" in line}
     threads = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]

@@ -6,6 +6,7 @@ import pytest
 from dealt import MOVES, Simulation, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.sampling.dealing import BatchDealing
@@ -14,7 +15,7 @@ from loaderkit.sampling.shard import Shard
 
 
 class TestAProcessInThePlaceOfAnother:
-    @settings(max_examples=300)
+    @settings(max_examples=num_examples(300))
     @given(
         size=st.integers(1, 60),
         batch=st.integers(1, 9),
@@ -73,7 +74,7 @@ def simulations(draw: st.DrawFn) -> Simulation:
 
 
 class TestAnotherNumberOfProcesses:
-    @settings(max_examples=500, deadline=None)
+    @settings(max_examples=num_examples(500), deadline=None)
     @given(simulations(), st.lists(st.sampled_from(MOVES), max_size=60))
     def test_the_sequence_stays(self, simulation: Simulation, moves: list[str]) -> None:
         """From N to M to K, wherever the loop is, and whoever dies; and no batch is made that another one makes, too."""

@@ -64,7 +64,7 @@ class TestEveryPipeline:
             assert math.isfinite(batch["image"].sum().item())
             assert set(batch["label"].tolist()) <= {0, 1, 2}
 
-    @pytest.mark.matrix(2)
+    @pytest.mark.prove
     @pytest.mark.usefixtures("ray_nodes")
     def test_in_actors(self, file: Path) -> None:
         """The bytes of `inline`, of a cluster whose nodes know nothing of this program's environment."""

@@ -59,7 +59,7 @@ def total(batch: dict[str, Any], rng: Any) -> None:
     batch["total"] = int(batch["x"].sum()) + int(rng.integers(1000))
 
 
-LONG = {"a process of pools", "three processes of pools", "three actors of pools"}
+LONG = {"a process of pools", "three processes of pools", "two actors", "three actors of pools"}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.prove] if name in LONG else []) for name in EXECUTORS])

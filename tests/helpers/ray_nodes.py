@@ -7,7 +7,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -82,13 +82,39 @@ def cluster_of(num_nodes: int) -> Iterator[Nodes]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def ray_nodes() -> Iterator[Nodes]:
-    """A cluster of a head and three nodes, to which this process is connected."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        with cluster_of(3) as nodes:
-            yield nodes
+class _Shared:
+    """One cluster for all tests of a folder that a process runs one after the other: to begin one takes 9 s of CPU, and idle it
+    takes some from tests that need none."""
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._nodes: Nodes | None = None
+
+    def nodes(self) -> Nodes:
+        """The cluster; begun, if none runs."""
+        if self._nodes is None:
+            patch = self._open.enter_context(pytest.MonkeyPatch.context())
+            patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+            self._nodes = self._open.enter_context(cluster_of(3))
+        return self._nodes
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """End it with the last test of a folder."""
+        if nextitem is None or nextitem.path.parent != item.path.parent:
+            self._nodes = None
+            self._open.close()
+
+
+_shared = _Shared()
+
+
+@pytest.fixture
+def ray_nodes(pytestconfig: pytest.Config) -> Nodes:
+    """A cluster of a head and three nodes, to which this process is connected. Who takes a node away adds another one."""
+    if not pytestconfig.pluginmanager.is_registered(_shared):
+        pytestconfig.pluginmanager.register(_shared)
+    return _shared.nodes()
 
 
 RAY: dict[str, Any] = {"prefetch.executor": "ray", "prefetch.processes": 2, "prefetch.ray": {"num_cpus": 0.5}}

@@ -60,7 +60,7 @@ def of_inline(pipeline: Pipeline, num_epochs: int = 1) -> list[dict[str, Any]]:
 
 
 class TestBatches:
-    @pytest.mark.parametrize("num", [1, 3])
+    @pytest.mark.parametrize("num", [pytest.param(1, marks=pytest.mark.prove), 3])
     def test_are_those_of_inline(self, num: int) -> None:
         with build_ray(numbers(200), num) as loader:
             found = [frozen(batch) for _ in range(2) for batch in loader]

@@ -81,6 +81,7 @@ def delays_of_deaths(nodes: Nodes, num_deaths: int, hows: list[str], folder: Pat
     return delays
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("how", ["actor", "node"])
 def test_the_same_batches(how: str, ray_nodes: Nodes, tmp_path: Path, rng: random.Random) -> None:  # noqa: F811
     delays_of_deaths(ray_nodes, 2, [how], tmp_path, rng)
@@ -139,6 +140,7 @@ class TestEnds:
         del caught
         check_nothing_left()
 
+    @pytest.mark.matrix(1)
     @pytest.mark.parametrize("way", ["break", "close", "collected"])
     def test_nothing_is_left(self, way: str) -> None:
         loader = build_ray(numbers(800))
@@ -168,6 +170,7 @@ class TestEnds:
         check_nothing_left()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
 def test_the_drivers_end(how: str, ray_nodes: Nodes) -> None:  # noqa: F811
     """Ctrl-C and kill -9 of the program that trains leave no actor, process or object."""
@@ -194,6 +197,7 @@ def test_the_drivers_end(how: str, ray_nodes: Nodes) -> None:  # noqa: F811
     check_nothing_left()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("site", "says"),
     [

@@ -101,6 +101,7 @@ def short_folder() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
+@pytest.mark.prove
 def test_the_job_for_slurm_runs(folder: Path, short_folder: Path) -> None:
     """Both nodes are this machine: `srun` of Slurm is a program that does what it does there."""
     (script,) = (text for kind, text in examples(RECIPES) if kind == "sh" and "#SBATCH" in text)

@@ -34,7 +34,7 @@ def run(program: Path, arguments: list[str], folder: Path, launcher: list[str] |
     return done.stdout
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_every_example_runs(
     program: Path, photos: Path, shards: Path, tmp_path: Path, request: pytest.FixtureRequest

@@ -105,6 +105,7 @@ def test_other_modes(place: Path) -> None:
     )
 
 
+@pytest.mark.prove
 def test_nothing_is_left_when_it_is_stopped(place: Path) -> None:
     arguments = ["--work", "records", "--contestants", "loaderkit,dataloader", "--rounds", "1000"]
     harness = subprocess.Popen(command(place, *arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -229,6 +229,7 @@ class TestDeaths:
         assert names(tmp_path / "run") == ["step-0000000001", "step-0000000003"]
         assert number_in(tmp_path) == 3
 
+    @pytest.mark.matrix(1)
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_what_is_sent_to_all_leaves_the_process_alone(self, number: signal.Signals, tmp_path: Path) -> None:
         """Ctrl-C reaches parent and child: the checkpoint that is being written is completed. SIGTERM ends the parent."""

@@ -417,9 +417,8 @@ def test_stores_that_are_no_directories(kind: str, request: pytest.FixtureReques
 
 
 class TestKilled:
-    @pytest.mark.parametrize(
-        "kill_at", [pytest.param(1, marks=pytest.mark.prove), 3, pytest.param(6, marks=pytest.mark.prove)]
-    )
+    @pytest.mark.prove
+    @pytest.mark.parametrize("kill_at", [1, 3, 6])
     def test_training_goes_on_with_the_same_losses(self, kill_at: int, tmp_path: Path) -> None:
         """Model, optimizer, loader, dropout: killed with -9 and begun again, the losses are those of a run that was not."""
         program = [sys.executable, str(HELPERS / "training_with_checkpoints.py")]

@@ -86,6 +86,12 @@ class Directory:
         except FileNotFoundError:
             return None
         except OSError as error:
+            root = self._base.rstrip("/")
+            if not directory and os.path.isfile(root):
+                raise ObjectNotFoundError(
+                    f"{root!r} is a file, and a directory is wanted here; of a source name the file's directory in `url`, and "
+                    "the file in `include`"
+                ) from error
             raise self._translate(directory, error) from error
         return status.st_dev, status.st_ino
 

@@ -45,9 +45,11 @@ def test_missing_root(tmp_path: Path) -> None:
 
 
 def test_root_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ObjectNotFoundError):
-        keys(tmp_path / "file")
+    (tmp_path / "x.tgz").write_bytes(b"")
+    with pytest.raises(ObjectNotFoundError, match=r"x\.tgz' is a file, and a directory is wanted.*`include`"):
+        keys(tmp_path / "x.tgz")
+    with pytest.raises(ObjectNotFoundError, match="a part of its path is a file"):
+        keys(tmp_path / "x.tgz" / "a")
 
 
 def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def check(folder: Path, num: int, *more: str) -> None:
     assert {f"{kind} refused" for kind in kinds - {"idx", "offsets"}} <= counts.keys()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("more", [[], ["--without-c"]], ids=["c", "python"])
 def test_a_sample(tmp_path: Path, more: list[str]) -> None:
     check(tmp_path, 500, *more)

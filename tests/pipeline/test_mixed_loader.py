@@ -329,7 +329,7 @@ def test_remote_sources_are_read_ahead(shuffle: str) -> None:
 
 def test_remote_sources_are_opened_and_tried_at_once() -> None:
     """Each listing, and each first sample, waits until all are under way."""
-    listing, first = threading.Barrier(3, timeout=30), threading.Barrier(3, timeout=30)
+    listing, first = threading.Barrier(3, timeout=120), threading.Barrier(3, timeout=120)
 
     class Waiting(_Remote):
         def list(self, prefix: str) -> Iterator[Any]:

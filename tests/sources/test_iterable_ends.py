@@ -185,6 +185,7 @@ print("trained")
 """
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("closing", ["loader.close()", "del loader", ""])
 def test_a_program_ends_while_an_item_is_awaited(closing: str) -> None:
     command = [sys.executable, "-c", PROGRAM.format(closing=closing)]

@@ -109,6 +109,7 @@ def test_check_names_what_draws_unseeded(tmp_path: Path, capsys: pytest.CaptureF
     assert found(data="Disturbing") == {"read": ["np.random", "random", "torch"]}
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
@@ -128,6 +129,7 @@ def test_check_makes_the_first_batch_twice(
     assert said is None or said in lines[0]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("source", "said"),
     [

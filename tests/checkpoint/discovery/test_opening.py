@@ -24,7 +24,7 @@ class Together(MemoryConnector):
     def __init__(self, objects: dict[str, bytes]) -> None:
         super().__init__(objects)
         self.reads: list[tuple[str, int, int]] = []
-        self.all_asked = threading.Barrier(_NUM_SHARDS, timeout=20)
+        self.all_asked = threading.Barrier(_NUM_SHARDS, timeout=120)
 
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         self.reads.append((key, start, start + len(buffer)))

@@ -41,7 +41,8 @@ def test_the_same_batches(num_changes: int, tmp_path: Path, rng: random.Random) 
         loop.take(1)
         for _ in range(num_changes):
             loop.change()
-        assert loop.num_killed
+        while not loop.num_killed:  # no death may have been drawn, or the one to die was gone by then
+            loop.change()
         while len(live_actors()) != len(engine.processes):  # those that leave end meanwhile
             loop.take(1)
         loop.check(pipeline, **SKIPS)

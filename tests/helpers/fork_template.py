@@ -57,7 +57,8 @@ def _begin(orders: socket.socket, waiting: selectors.BaseSelector) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
     answers = socket.socket(fileno=answering)
-    answers.send(str(pid).encode())
+    with suppress(OSError):  # nobody waits any more
+        answers.send(str(pid).encode())
     waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, answers))
 
 

@@ -74,7 +74,8 @@ class Template:
                 life.started.put(error)
                 return
             life.started.put(pid)
-            life.exit_code = int(ours.recv(MESSAGE_BYTES))
+            code = ours.recv(MESSAGE_BYTES)
+            life.exit_code = int(code) if code else None  # the template has ended, and so has it
         life.ended.set()
 
     def _send(

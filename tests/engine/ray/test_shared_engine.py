@@ -128,7 +128,7 @@ class TestInTheStore:
 
     def test_only_an_array_that_may_not_be_written_is_not_copied(self) -> None:
         for may_write in (True, False):
-            with build_ray(pipeline_of(Rows(may_write=may_write))) as loader:
+            with build_ray(pipeline_of(Rows(may_write=may_write)), 1) as loader:
                 batches = list(loader)
             assert {one for batch in batches for one in batch["may_write"].tolist()} == {may_write}
             assert {one for batch in batches for one in batch["stored"].tolist()} == {not may_write}
@@ -136,6 +136,7 @@ class TestInTheStore:
             del batches
             check_nothing_left()
 
+    @pytest.mark.prove
     def test_an_actor_writes_to_its_own_array(self) -> None:
         """Two of each node."""
         with build_ray(pipeline_of(Marked()), 6, **{"prefetch.batches": 12}) as loader:
@@ -144,12 +145,13 @@ class TestInTheStore:
         check_nothing_left()
 
     def test_a_small_one_goes_with_the_calls(self) -> None:
-        with build_ray(numbers()) as loader:
+        with build_ray(numbers(), 1) as loader:
             loader.start()
             assert not object_sizes()
             assert len(list(loader)) == 8
         check_nothing_left()
 
+    @pytest.mark.matrix(2)
     @pytest.mark.parametrize("way", ["break", "error", "interrupt", "no room", "collected"])
     def test_nothing_is_left(self, way: str) -> None:
         def loop(loader: loaderkit.Loader) -> None:
@@ -166,16 +168,16 @@ class TestInTheStore:
                 loader.start()
                 assert len(object_sizes()) == 1
         elif way == "collected":
-            loader = build_ray(pipeline_of(Rows()))
+            loader = build_ray(pipeline_of(Rows()), 1)
             loop(loader)
             del loader
         elif way == "error":
-            with build_ray(pipeline_of(Rows()).call(fail)) as loader, pytest.raises(StageError) as caught:
+            with build_ray(pipeline_of(Rows()).call(fail), 1) as loader, pytest.raises(StageError) as caught:
                 loop(loader)
             del caught
         else:
             try:
-                with build_ray(pipeline_of(Rows())) as loader:
+                with build_ray(pipeline_of(Rows()), 1) as loader:
                     loop(loader)
             except KeyboardInterrupt:
                 assert way == "interrupt"

@@ -99,7 +99,7 @@ class SerialFiles(SerialSource):
         self._skips_blanks = skips_blanks
         self._files: list[_File] = []
         num = 0
-        for info, offsets in self._loaded(infos):
+        for info, offsets in self._loaded(infos, limit):
             file = _File(info, offsets, skips_blanks=skips_blanks)
             num += file.num
             self._files.append(file)
@@ -117,12 +117,13 @@ class SerialFiles(SerialSource):
     def load(self, info: ObjectInfo) -> Offsets:
         """The index of a file; called from several threads."""
 
-    def _loaded(self, infos: list[ObjectInfo]) -> Iterator[tuple[ObjectInfo, Offsets]]:
-        """All files with their indexes; a few are loaded ahead."""
+    def _loaded(self, infos: list[ObjectInfo], limit: int | None) -> Iterator[tuple[ObjectInfo, Offsets]]:
+        """All files with their indexes; a few are loaded ahead, none with a `limit`, which may need only the first."""
         num_threads = _NUM_REMOTE_THREADS if traits_of(self._connector).is_remote else NUM_THREADS
+        num_ahead = 4 * num_threads if limit is None else 1
         with ThreadPoolExecutor(num_threads, thread_name_prefix="loaderkit-index") as pool:
-            for first in range(0, len(infos), 4 * num_threads):
-                some = infos[first : first + 4 * num_threads]
+            for first in range(0, len(infos), num_ahead):
+                some = infos[first : first + num_ahead]
                 yield from zip(some, pool.map(self.load, some), strict=True)
 
     def __len__(self) -> int:

@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from buckets import upload
+from seaweed import Seaweed
 from tf_records import example, record
 from token_files import tokenized
 
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.cli import main
+from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.sources.serial import beside, files, lines, tfrecord
+from loaderkit.sources.serial.offsets import Offsets
 
 NUM = 45
 Make = Callable[..., Pipeline]
@@ -172,3 +177,33 @@ def test_many_small_files(make: Make, tmp_path: Path, rng: random.Random) -> Non
         assert numbers_of(loader) == expected
     with loaderkit.build(make(data, limit=11).shuffle(False).read().batch(7).epochs(1)) as loader:
         assert numbers_of(loader) == expected[:11]
+
+
+def test_from_a_bucket(
+    make: Make, seaweed: Seaweed, s3_keys: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With reading ahead, and by the indexes beside the files; the same order as from files."""
+    with loaderkit.build(make().shuffle("block", seed=3, block=300).read().batch(4).epochs(1)) as loader:
+        expected = numbers_of(loader)
+    paths = [str(path) for path in (tmp_path / "data").iterdir()]
+    assert main(["index", *paths]) == 0
+    bucket = f"lines-{tmp_path.name.replace('_', '-').lower()}"
+    upload(seaweed, tmp_path / "data", bucket)
+    monkeypatch.setattr(beside, "find_lines", lambda *args: pytest.fail("a file was scanned"))
+    remote = make(f"s3://{bucket}", s3={"endpoint": seaweed.endpoint})
+    with loaderkit.build(remote.shuffle("block", seed=3, block=300).read().batch(4).epochs(1)) as loader:
+        assert numbers_of(loader) == expected
+
+
+def test_with_a_limit_only_the_first_files_are_scanned(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def noted(connector: Connector, info: ObjectInfo, *more: Any) -> Offsets:
+        seen.append(info.key)
+        return files.load_with(connector, info, *more)
+
+    for module in (lines, tfrecord):
+        monkeypatch.setattr(module, "load_with", noted)
+    with loaderkit.build(make(limit=5).read().batch(5).epochs(1)) as loader:
+        assert len(numbers_of(loader)) == 5
+    assert len(seen) == 1

@@ -123,9 +123,13 @@ def numbers(folder: Path, num: int) -> dict[str, Any]:
 def images(folder: Path, num: int) -> dict[str, Any]:
     path = folder / "images.parquet"
     write_images(path, folder / "photos", num)
-    source = Pipeline.parquet(str(path))
+    source, files = Pipeline.parquet(str(path)), Pipeline.files(str(folder / "photos"), label="parent")
+    trained = [
+        one.shuffle(seed=1).read().decode().random_resized_crop(SIZE).batch(64).normalize() for one in (source, files)
+    ]
     return {
-        "loaderkit": Ours(source.shuffle(seed=1).read().decode().random_resized_crop(SIZE).batch(64).normalize()),
+        "loaderkit": Ours(trained[0]),
+        "loaderkit, from files": Ours(trained[1]),
         "loaderkit, in order, only bytes": Ours(source.shuffle("none").read().batch(64)),
         "datasets": of_hugging_face(path, folder / "cache", 64, images=True),
         "pyarrow, in order, only bytes": of_pyarrow(path, 64, images=True),
@@ -154,8 +158,8 @@ def main() -> None:
                     if number:  # the first is to warm up
                         speeds[contestant].append(num_samples / (time.perf_counter() - begin_s))
             found[name] = {contestant: round(median(these)) for contestant, these in speeds.items()}
-            for peer in ("datasets", next(one for one in contestants if one.startswith("pyarrow"))):
-                against = "loaderkit" if peer == "datasets" else peer.replace("pyarrow", "loaderkit")
+            for peer in [one for one in contestants if one.startswith(("datasets", "pyarrow", "loaderkit, from"))]:
+                against = peer.replace("pyarrow", "loaderkit") if peer.startswith("pyarrow") else "loaderkit"
                 ratios = [one / other for one, other in zip(speeds[against], speeds[peer], strict=True)]
                 found[name][f"{against} / {peer}"] = round(median(ratios), 2)
             print(name, found[name])

@@ -54,6 +54,8 @@ def test_examples_run(page: str, folder: Path, bucket: None, monkeypatch: pytest
     monkeypatch.chdir(folder)
     num_run = 0
     monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])  # `loaderkit watch` runs a script in this process
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     for kind, text in examples(page):
         if libraries(text) & {*LOOPS, "ray"} or needs_cluster(text) or lacks(text):
             continue  # as below, in tests/integrations and in tests/engine/ray, or not at all

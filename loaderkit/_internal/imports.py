@@ -1,11 +1,15 @@
-"""Imports objects by name: "package.module:name" in a config, and a package's public names on first use."""
+"""Imports objects by name: "package.module:name" in a config, and a package's public names on first use; waits for imports."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
 
@@ -31,3 +35,45 @@ def public_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]
         return value
 
     return get
+
+
+def when_imported(name: str, then: Callable[[ModuleType], None]) -> Callable[[], None]:
+    """Call `then` with a module right after it is executed, or at once if that was before. Returns what takes it back.
+
+    What the module's import raises, it raises; `then` may not import what imports this module.
+    """
+    if name in sys.modules:
+        then(sys.modules[name])
+        return lambda: None
+    finder = _OnceFinder(name, then)
+    sys.meta_path.insert(0, finder)
+    return finder.stop
+
+
+class _OnceFinder(MetaPathFinder):
+    """Finds one module as all others do, and calls a function when it has been executed."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name, self._then = name, then
+
+    def stop(self) -> None:
+        """Find nothing any more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The spec of that one module, by the other finders."""
+        if name != self._name:
+            return None
+        self.stop()
+        spec = find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_tell(module: ModuleType) -> None:
+            execute(module)
+            self._then(module)
+
+        spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+        return spec

@@ -25,6 +25,7 @@ from loaderkit.cli.run import run
 from loaderkit.cli.terminal import console
 from loaderkit.cli.terminal.options import Debug, Settings
 from loaderkit.cli.tune import tune
+from loaderkit.cli.watch import watch
 from loaderkit.errors import ConfigError, LoaderkitError
 
 # Typer's base of all complaints about the command line: Click's, or in newer releases Typer's own copy of it.
@@ -56,6 +57,7 @@ def _root(
 
 for function in (run, check, explain, profile, tune, index, pack, restore, manifest, checkpoints, demo):
     app.command()(function)
+app.command(context_settings={"allow_interspersed_args": False})(watch)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,9 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.say("error: stdout is closed, and that is where the result goes: redirect it, to /dev/null if need be")
         return 1
     settings = Settings()
+    stdout_errors = sys.stdout.errors
     try:
         with _plain_warnings():
-            return _dispatch(arguments, settings)
+            code = _dispatch(arguments, settings)
+        if settings.then is None:
+            return code
+        if hasattr(
+            sys.stdout, "reconfigure"
+        ):  # what runs now has its streams and warnings as if there was nothing around it
+            sys.stdout.reconfigure(errors=stdout_errors)
+        return settings.then()
     except (Exception, KeyboardInterrupt) as error:
         if settings.debug:
             traceback.print_exc()

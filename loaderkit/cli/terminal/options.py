@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +21,7 @@ class Settings:
     """What the command line says to `main` itself."""
 
     debug: bool = False
+    then: Callable[[], int] | None = None  # run once the command line is done with, and give the exit code
 
 
 def _note_debug(context: typer.Context, value: bool) -> bool:

@@ -72,7 +72,8 @@ def _sections(report: Report) -> Iterator[RenderableType]:
 
 def _verdict(report: Report) -> Iterator[RenderableType]:
     verdict = report.verdict
-    head = f"{report.name}: the loop waited {report.stall.percent:.1f} % of {say_seconds(report.wall_s)}"
+    rank = f", rank {report.rank} of {report.world_size}" if report.world_size > 1 else ""
+    head = f"{report.name}{rank}: the loop waited {report.stall.percent:.1f} % of {say_seconds(report.wall_s)}"
     if report.partial:
         head += f" (partial: {report.partial})"
     later = report.stall.after_start_percent

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from loaderkit.engine.metrics import Stats
+from loaderkit.errors import ConfigError
 from loaderkit.pipeline.ranks.place import ranks_now
 from loaderkit.profile.build import ReportSubject
 from loaderkit.profile.recording import ProfiledLoader
@@ -28,7 +29,10 @@ def watched_subject(recorder: Recorder, name: str) -> ProfiledLoader:
 
 
 def _subject(recorder: Recorder, name: str) -> ReportSubject:
-    rank, world_size = ranks_now()
+    try:
+        rank, world_size = ranks_now()
+    except ConfigError:  # an environment that makes no sense is no matter here
+        rank, world_size = 0, 1
     return ReportSubject(
         name=name,
         rank=rank,

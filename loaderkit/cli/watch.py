@@ -1,0 +1,234 @@
+"""`loaderkit watch`: run a training script as it is, and say what its loops over DataLoaders wait for."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib.util
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import FrameType, ModuleType, TracebackType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loaderkit._internal.atomic_file import why_not_writable, write_atomically
+from loaderkit.cli.terminal import console
+from loaderkit.cli.terminal.options import Settings
+from loaderkit.profile.watched.script import ScriptLoaders
+
+if TYPE_CHECKING:
+    from loaderkit.profile.report import Report
+
+_MOST_SHOWN = 5
+
+
+def watch(
+    context: typer.Context,
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A Python script; with -m a module.", show_default=False)
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments, whatever they are.", show_default=False)
+    ] = None,
+    *,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.", show_default=False)
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", help="Write the report as one HTML page with charts.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Run SCRIPT as it is, and say on stderr what its loops over torch's DataLoaders wait for, and what to change.
+
+    Options come before SCRIPT. Of several DataLoaders each has a report, in files FILE, FILE-2, ...; under torchrun each rank:
+    torchrun -m loaderkit watch SCRIPT.
+    """
+    for path, option in ((json_path, "--json"), (html, "--html")):
+        if path is not None and (reason := why_not_writable(path)) is not None:
+            raise typer.BadParameter(reason, param_hint=option)
+    missing = [name for name in ("jinja2", "vl_convert") if html is not None and importlib.util.find_spec(name) is None]
+    if missing:
+        raise typer.BadParameter(f"it needs {missing[0]}: pip install 'loaderkit[profile]'", param_hint="--html")
+    if not is_module and not Path(script).exists():
+        raise typer.BadParameter(f"there is no file {script}; options come before it", param_hint="SCRIPT")
+    wanted = Script(
+        script,
+        tuple(arguments or ()),
+        is_module,
+        json_path and json_path.resolve(),  # the script may go to another folder
+        html and html.resolve(),
+    )
+    settings = context.obj
+    assert isinstance(settings, Settings)
+    settings.then = wanted.run
+
+
+@dataclass(frozen=True)
+class Script:
+    """What to run, and where its reports go."""
+
+    name: str
+    arguments: tuple[str, ...]
+    is_module: bool
+    json: Path | None
+    html: Path | None
+
+    def run(self) -> int:
+        """Run it in this process, as Python would; the exit code that it asks for."""
+        loaders, ended_by = ScriptLoaders(Path(self.name).name), None
+        loaders.begin()
+        with _on_sigterm(lambda: self._deliver(loaders, KeyboardInterrupt, None, "terminated by SIGTERM")):
+            try:
+                self._run()
+                _join_threads()
+            except BaseException as error:
+                ended_by = error
+            code, is_error = _exit_code(ended_by), not isinstance(ended_by, (SystemExit, type(None)))
+            self._deliver(loaders, type(ended_by) if is_error and ended_by else None, ended_by)
+        return code
+
+    def _run(self) -> None:
+        sys.argv = [self.name, *self.arguments]
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path[0] = os.getcwd() if self.is_module else str(Path(self.name).resolve().parent)
+        if self.is_module:
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+        elif Path(self.name).is_dir():
+            runpy.run_path(self.name, run_name="__main__")
+        else:
+            _run_file(str(Path(self.name).absolute()))
+
+    def _deliver(
+        self,
+        loaders: ScriptLoaders,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        why: str | None = None,
+    ) -> None:
+        """Say and write the reports. What goes wrong with that is said, and is no matter for the script."""
+        try:
+            reports = loaders.reports(kind, error)
+            if why is not None:
+                reports = [report.model_copy(update={"partial": why}) for report in reports]
+            _show(reports)
+            self._write(reports)
+        except Exception as failed:
+            console.say(f"loaderkit watch: there is no report: {type(failed).__name__}: {failed}")
+
+    def _write(self, reports: list[Report]) -> None:
+        written = []
+        for number, report in enumerate(reports, 1):
+            parts = [f"-rank{report.rank}"] if report.world_size > 1 else []
+            suffix = "".join([*parts, f"-{number}" if number > 1 else ""])
+            if self.json is not None:
+                written.append(self.json.with_stem(f"{self.json.stem}{suffix}"))
+                write_atomically(written[-1], report.to_json())
+            if self.html is not None:
+                from loaderkit.profile.render.html import to_html
+
+                written.append(self.html.with_stem(f"{self.html.stem}{suffix}"))
+                write_atomically(written[-1], to_html(report))
+        if written:
+            console.say(f"written: {', '.join(map(str, written))}")
+
+
+def _run_file(path: str) -> None:
+    """Run a script as `__main__`, which `runpy.run_path` would take away at the end, and give it another `sys.argv[0]`."""
+    loader = SourceFileLoader("__main__", path)
+    code = loader.source_to_code(loader.get_data(path), path)
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=path, __builtins__=builtins, __cached__=None, __loader__=loader, __annotations__={})
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)  # noqa: S102  # the script that the user has named, as Python runs it
+
+
+def _show(reports: list[Report]) -> None:
+    from loaderkit.profile.render.terminal import render, to_text
+
+    if not reports:
+        console.say(
+            "loaderkit watch: the script took no batch from a DataLoader of torch in this process (of other loops: "
+            "loaderkit.watch(...) in the script; under torchrun: torchrun -m loaderkit watch SCRIPT)"
+        )
+        return
+    ranked = sorted(reports, key=lambda report: -report.stall.total_s)
+    for report in ranked[:_MOST_SHOWN]:
+        if sys.stderr is not None and sys.stderr.isatty():
+            console.stderr().print("", render(report))
+        elif sys.stderr is not None:  # in one piece, as other ranks write there, too
+            sys.stderr.write(f"\n{to_text(report)}")
+            sys.stderr.flush()
+    if rest := ranked[_MOST_SHOWN:]:
+        console.say(f"and {len(rest)} more, which waited {sum(report.stall.total_s for report in rest):.1f} s in all")
+
+
+def _exit_code(ended_by: BaseException | None) -> int:
+    """That of Python for a script that ended so; its traceback is shown as Python shows it."""
+    if ended_by is None:
+        return 0
+    if isinstance(ended_by, SystemExit):
+        if ended_by.code is None or isinstance(ended_by.code, int):
+            return ended_by.code or 0
+        console.say(str(ended_by.code))
+        return 1
+    trace = _of_script(ended_by.__traceback__)
+    sys.excepthook(type(ended_by), ended_by.with_traceback(trace), trace)
+    return 130 if isinstance(ended_by, KeyboardInterrupt) else 1
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's own frames on."""
+    whole = trace
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename not in (__file__, runpy.__file__, "<frozen runpy>"):
+            return trace
+        trace = trace.tb_next
+    return whole
+
+
+def _join_threads() -> None:
+    """Wait for the script's threads, as Python does before it ends."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+
+
+@contextlib.contextmanager
+def _on_sigterm(deliver: Any) -> Iterator[None]:
+    """Where nothing else is done about SIGTERM, deliver first, and then end by it as ever. Not in processes that are forked."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+    pid = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if os.getpid() == pid:
+            deliver()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def forget() -> None:
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=forget)
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        forget()

@@ -41,10 +41,13 @@ class ExecutorLifecycle:
         self._last_stats: Stats | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._stopping = threading.Lock()
+        self._has_to_end = False  # the executor: `stop` was called, and has not returned if Ctrl-C came then
         self._recordings: list[Trace] | None = None  # of executors that have ended; None: nothing is recorded
 
     def at(self, epoch: int, position: int) -> Executor:
         """The executor, with (epoch, position) next; a new one at first and after an error."""
+        if self._has_to_end and not self.is_closed:
+            self.stop(join_s=1.0)
         executor = self.executor  # `close` in another thread may take it away meanwhile
         if executor is None:
             self.check_open()
@@ -74,6 +77,10 @@ class ExecutorLifecycle:
         if self.is_closed:
             raise ClosedError("the loader is closed: build another one")
 
+    def taking(self) -> None:
+        """Note that a batch is taken from the executor: unless it is `delivered`, as after Ctrl-C, it is to be made again."""
+        self._next_position = None
+
     def delivered(self, epoch: int, position: int) -> None:
         """Note that the executor has delivered everything before (epoch, position)."""
         self._next_position = (epoch, position)
@@ -89,6 +96,7 @@ class ExecutorLifecycle:
         """End the executor and all its threads."""
         executor, monitor = self.executor, self.monitor  # another thread's `close` may set them to None
         if executor is not None:
+            self._has_to_end = True
             self._last_stats = self.stats()
             if self._recordings is not None:
                 self._recordings.append(executor.recorded())
@@ -102,6 +110,7 @@ class ExecutorLifecycle:
                 if self.executor is executor:
                     self.executor = self.monitor = None
                     self.run += 1
+            self._has_to_end = False
         finalizer = self._finalizer
         if finalizer is not None:
             finalizer.detach()

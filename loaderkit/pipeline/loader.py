@@ -184,6 +184,7 @@ class Loader:
         executors = self._executors
         executor = executors.at(self._epoch, self._position)
         try:
+            executors.taking()
             delivery = executor.next()
             self._bad_samples.note(delivery, executors.run)
             if delivery.error is not None:

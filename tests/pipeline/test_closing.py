@@ -27,7 +27,9 @@ from conftest import make_photo
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.engine.base import Engine
 from loaderkit.errors import ClosedError, ConfigError, LoaderkitError
+from loaderkit.pipeline.bad_samples import BadSamples
 
 
 @pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
@@ -226,3 +228,32 @@ def test_what_only_other_pipelines_need_is_not_imported(tmp_path: Path) -> None:
     ):
         assert find_spec(f"loaderkit.{name}") is not None
         assert f"loaderkit.{name}" not in done.stdout.split()
+
+
+@pytest.mark.parametrize("has_closed", [False, True])
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_a_second_ctrl_c_while_the_first_one_is_handled(
+    executor: Any, has_closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch that was taken is made again: it was lost, or `next` said that the loader was closed."""
+    close = Engine.close
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    def interrupted_close(engine: Engine, join_s: float) -> None:
+        if has_closed:
+            close(engine, join_s)
+        raise KeyboardInterrupt
+
+    pipeline = Pipeline.dataset(range(12)).shuffle(False).read().batch(3).prefetch(executor=executor)
+    with loaderkit.build(pipeline) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(BadSamples, "note", interrupted)
+            patch.setattr(Engine, "close", interrupted_close)
+            next(batches)
+        loader.load_state_dict(state)
+        assert [batch["0"].tolist() for batch in loader] == [[3, 4, 5], [6, 7, 8], [9, 10, 11]]

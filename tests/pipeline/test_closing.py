@@ -203,6 +203,7 @@ class TestImport:
             "checkpoint",
             "errors",
             "restore",
+            "watch",
         }
         for name in loaderkit.__all__:
             assert getattr(loaderkit, name) is not None

@@ -34,8 +34,17 @@ from loaderkit.checkpoint.manager.settings import (
 )
 from loaderkit.cli.app import app
 from loaderkit.connectors.config import CacheArgs, ReadAheadArgs, RetryArgs, S3Args
+from loaderkit.metrics.families import CHECKPOINT_FAMILIES, FAMILIES, PREFIX
 from loaderkit.pipeline.config.mixture import ChangeArgs, MixArgs, MixedArgs
-from loaderkit.pipeline.config.model import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs, RanksArgs, RayArgs
+from loaderkit.pipeline.config.model import (
+    BlockArgs,
+    ErrorsArgs,
+    MetricsArgs,
+    OrderArgs,
+    PrefetchArgs,
+    RanksArgs,
+    RayArgs,
+)
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.profile import ranks, report, report_parts
 from loaderkit.stages.base import StageArgs
@@ -58,6 +67,8 @@ A pipeline is a mapping with these keys; only `source` (or `sources`) and `stage
 | `stages` | what is done to them, in this order; each is a name, or a name with arguments: [stages](#stages) |
 | `prefetch` | how far to work ahead: [prefetch](#prefetch) |
 | `errors` | what to do with bad samples: [errors](#errors) |
+| `ranks` | how ranks that need the same batches get them: [ranks](#ranks) |
+| `metrics` | where Prometheus reads what the loader counts: [metrics](#metrics) |
 | `output` | a list of fields: batches are then tuples in that order; default: batches are dicts |
 
 Sizes are numbers of bytes or text with a unit (`64MiB`, `2GB`); durations are seconds or text (`500ms`, `60s`, `5min`).
@@ -85,6 +96,11 @@ sample stages for its own samples, which run behind `read` and before the common
 """
 
 CHECKPOINTS = """The settings of [`loaderkit.CheckpointManager`](#loaderkitcheckpointmanager): arguments, a mapping, or a file such as `checkpoint.yaml`.
+"""
+
+METRICS = """Counters end in `_total`. All have the labels `pipeline` (its name) and `rank`, but for `loaderkit_checkpoint_*`, which are of the process.
+`loaderkit_store_*` are the counters of the connectors in use, as `store` in [statistics](#statistics) lists them: `num_requests` is `loaderkit_store_requests_total`,
+`body_s` is `loaderkit_store_body_seconds_total`.
 """
 
 BATCH = """## Batches
@@ -223,6 +239,8 @@ def render() -> str:
     parts += ["`prefetch.ray`, for `executor: ray`:\n", table(RayArgs)]
     parts += ["## Errors\n", summary(ErrorsArgs) + "\n", table(ErrorsArgs)]
     parts += ["## Ranks\n", summary(RanksArgs) + "\n", table(RanksArgs)]
+    parts += ["## Metrics\n", summary(MetricsArgs) + " More in the [guide](guide.md#metrics).\n", table(MetricsArgs)]
+    parts += [METRICS, families()]
     parts += ["## Checkpoints\n", CHECKPOINTS, table(SaveSettings)]
     sections = {
         "local": LocalArgs,
@@ -244,6 +262,15 @@ def render() -> str:
         commands(),
     ]
     return "\n".join(part for part in parts if part).rstrip() + "\n"
+
+
+def families() -> str:
+    """The metrics as a Markdown table."""
+    rows = [
+        f"| `{PREFIX}{name}{'_total' if family.kind == 'counter' else ''}` | {', '.join(f'`{label}`' for label in family.labels)} | {family.help} |"
+        for name, family in {**FAMILIES, **CHECKPOINT_FAMILIES}.items()
+    ]
+    return "\n".join(["| metric | labels | meaning |", "|---|---|---|", *rows]) + "\n"
 
 
 def report_tables() -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, BeforeValidator
 
 from loaderkit.pipeline.config import kind_methods
-from loaderkit.pipeline.config.model import ErrorsArgs, PrefetchArgs, RanksArgs
+from loaderkit.pipeline.config.model import ErrorsArgs, MetricsArgs, PrefetchArgs, RanksArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 
 TARGET = Path(kind_methods.__file__).with_suffix(".pyi")
@@ -45,6 +45,7 @@ BESIDE = {
     **dict.fromkeys(("_factor_range", "_hue_range", "_angle_range", "_sigma_range"), "float"),
     "_as_list": "str",
     "_shuffle_mode": "bool",
+    "_address": "",
 }
 """Name of a validator -> what it takes beside the type it stands before. A list is taken wherever a tuple is."""
 PATHS = ("url", "quarantine")
@@ -117,6 +118,7 @@ def render() -> str:
     parts = [stub(kind, source.args, is_source=True) for kind, source in SOURCES.items()]
     parts += [stub(kind, stage.args) for kind, stage in STAGES.items()]
     parts += [stub("prefetch", PrefetchArgs), stub("errors", ErrorsArgs), stub("ranks", RanksArgs)]
+    parts += [stub("metrics", MetricsArgs)]
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(TARGET), "-"]
     text = HEAD + "\n".join(parts)
     return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout

@@ -13,6 +13,8 @@ from loaderkit.checkpoint.manager.saving import Saving
 from loaderkit.connectors.base import GatherInto, Hashed, ReadHashed, ReadInto, ReadMany
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.integrations.ray import RayRows
+from loaderkit.metrics.writers import log
+from loaderkit.pipeline.batch_numbers import DataLoaderParts
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.tensor_loader import TensorLoader
 from loaderkit.profile.watched.watch import Watched
@@ -32,6 +34,9 @@ def render() -> str:
 ### `loaderkit.Loader`
 
 {block(loaderkit.Loader, leave={"as_subject"})}
+What it has of a `DataLoader`, for other loops:
+
+{block(DataLoaderParts)}
 For `source.kind: checkpoint`:
 
 {block(TensorLoader)}
@@ -89,6 +94,9 @@ Objects in memory, for tests (`loaderkit.connectors.memory`):
 Ray Data ([guide](guide.md#ray-data)), `from loaderkit.integrations.ray import RayRows`:
 
 {block(RayRows, more={"__init__"}, only={"__init__"})}
+### `loaderkit.metrics`
+
+{block(log)}
 ### `loaderkit.errors`
 
 ```text

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from loaderkit import checkpoint, errors
+from loaderkit import checkpoint, errors, metrics
 from loaderkit._internal.imports import public_names
 from loaderkit._internal.version import __version__
 
@@ -29,6 +29,7 @@ __all__ = [
     "build",
     "checkpoint",
     "errors",
+    "metrics",
     "restore",
     "watch",
 ]

@@ -72,7 +72,7 @@ def run(
         run_checkpoint(config, as_json)
         return
     plan = open_plan(pipeline, assignments)
-    with Loader(plan) as loader:
+    with Loader(plan, has_metrics=True) as loader:
         if resume is not None:
             loader.load_state_dict(read_state(resume))
         passes = plan_passes(plan, loader, epochs)

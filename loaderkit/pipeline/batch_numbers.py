@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 from loaderkit.errors import LoaderkitError
+from loaderkit.pipeline.config.model import PipelineConfig
 
 
 class BatchesByNumber:
@@ -97,4 +99,59 @@ class EpochIterator(Iterator[Any]):
             raise
         finally:
             self._turn.is_taken = False
+        return batch
+
+
+class DataLoaderParts(ABC):
+    """What other loops ask a DataLoader for, as a loader has it. `sampler` and `prefetch_factor` are None."""
+
+    sampler: None = None  # there is none to replace: the loader has its order and its ranks
+    prefetch_factor: None = None  # that of a DataLoader without processes, as the one over `dataset` is
+
+    @property
+    @abstractmethod
+    def config(self) -> PipelineConfig: ...
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int: ...
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def set_epoch(self, epoch: int) -> None: ...
+
+    @abstractmethod
+    def _rest_from(self, number: int) -> Iterator[Any]:
+        """The next epoch without the first `number` batches."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """The number of samples of a whole batch on this rank; with `batch: {tokens: N}` None, as of a `batch_sampler`."""
+        return self.config.batch_size
+
+    @property
+    def dataset(self) -> BatchesByNumber:
+        """Its `len` is the number of samples. It gives no samples, but batches to the DataLoader that
+        `accelerate.skip_first_batches(loader, num)` makes, also in the Trainer of transformers."""
+        return BatchesByNumber(lambda: self.num_samples, self._rest_from)
+
+    @property
+    def batch_sampler(self) -> BatchNumbers:
+        """The numbers of an epoch's batches, for that DataLoader; its `set_epoch`, which Lightning calls, is the loader's."""
+        return BatchNumbers(self.__len__, self.set_epoch)
+
+    @property
+    def drop_last(self) -> NoReturn:
+        """There is none, so that `accelerate.data_loader.prepare_data_loader`, which would shard the batches again, ends."""
+        raise AttributeError(
+            "a Loader has no drop_last, which prepare_data_loader asks for: its batches are this rank's already, and would be "
+            "sharded twice. Iterate over the loader itself (`Accelerator.prepare` returns it as it is), and let "
+            "`transfer: {device: auto}` bring its batches to the device"
+        )
+
+    @staticmethod
+    def collate_fn(batch: Any) -> Any:
+        """The batch: it is whole already."""
         return batch

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.metrics import Stats
+from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.trace import Trace
+from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.monitor import Monitor, Series
 from loaderkit.errors import ClosedError
@@ -19,6 +21,7 @@ from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.live_settings import LiveSettings, make_tuner
 
 if TYPE_CHECKING:
+    from loaderkit.metrics.endpoint import Export
     from loaderkit.profile.step_log import StepLog
 
 
@@ -35,6 +38,7 @@ class ExecutorLifecycle:
         self.executor: Executor | None = None
         self.monitor: Monitor | None = None
         self.steps: StepLog | None = None  # of the running profile
+        self.metrics: Export | None = None  # of the loader
         self._series = Series()
         self._next_position: tuple[int, int] | None = None  # (epoch, position) of the executor's next batch
         self.run = 0  # executors that have ended
@@ -51,9 +55,13 @@ class ExecutorLifecycle:
         executor = self.executor  # `close` in another thread may take it away meanwhile
         if executor is None:
             self.check_open()
+            if self.metrics is not None:
+                self.metrics.before_run()
             self.executor = executor = make_executor(self.plan, self._clock)
             self._next_position = None
             self.settings.attach(executor)
+            if self.metrics is not None:
+                self.metrics.loader.has_run = True
             if self._recordings is not None:
                 executor.record()
             if self.steps is not None and self._last_stats is not None:
@@ -148,6 +156,23 @@ class ExecutorLifecycle:
         """The traces since `record`, one an executor; ends the trace."""
         kept, self._recordings = self._recordings or [], None
         return kept if self.executor is None else [*kept, self.executor.recorded()]
+
+
+def open_metrics(plan: ExecutionPlan, tuning: Tuning) -> Export | None:
+    """The loader's place where `metrics` says; None: it says nothing. Raises ConfigError, MissingExtraError."""
+    config = plan.config
+    if config.metrics.prometheus is None:
+        return None
+    from loaderkit.metrics.endpoint import Export  # http.server: only when asked
+
+    rows = [StageStats(name, pool.workers) for pool in tuning.pools for name in pool.stages]
+    return Export(
+        config.metrics.prometheus,
+        name=config.name,
+        rank=plan.schedule.rank,
+        action=config.errors.on_bad_sample,
+        first=replace(Stats.empty(rows, config.prefetch.memory), tuning=tuning),
+    )
 
 
 def abandon(executor: Executor, monitor: Monitor | None) -> None:

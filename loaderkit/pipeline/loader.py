@@ -15,13 +15,13 @@ from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.errors import ClosedError, ConfigError, StallTimeout, WorkerDiedError
 from loaderkit.pipeline.bad_samples import BadSamples
-from loaderkit.pipeline.batch_numbers import BatchesByNumber, BatchNumbers, EpochIterator, Turn
+from loaderkit.pipeline.batch_numbers import DataLoaderParts, EpochIterator, Turn
 from loaderkit.pipeline.config.builder import Pipeline, to_config
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.empty_batches import EmptyBatches
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
-from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle
+from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle, open_metrics
 from loaderkit.pipeline.ranks.place import given_place, other_ranks, ranks_now
 from loaderkit.pipeline.source_accounts import SourceAccounts
 from loaderkit.sampling.mix_rules import with_later_changes
@@ -65,7 +65,7 @@ def build(
         return cast(Loader, TensorLoader(config, connectors or {}, clock))
     plan = compile_pipeline(config, place=place, connectors=connectors)
     try:
-        return Loader(plan, clock)
+        return Loader(plan, clock, has_metrics=True)
     except BaseException:
         plan.close()
         raise
@@ -74,11 +74,11 @@ def build(
 _END = object()
 
 
-class Loader:
+class Loader(DataLoaderParts):
     """Batches of one rank, epoch after epoch. One thread at a time iterates; `stats` may be called from any."""
 
-    def __init__(self, plan: ExecutionPlan, clock: Clock = time.perf_counter) -> None:
-        """The loader closes the plan's connector. Raises ConfigError."""
+    def __init__(self, plan: ExecutionPlan, clock: Clock = time.perf_counter, *, has_metrics: bool = False) -> None:
+        """The loader closes the plan's connector. `has_metrics`: it is shown where `metrics` says. Raises ConfigError."""
         self._plan = plan
         self._fingerprint = plan.fingerprint()
         self._has_ranks = plan.has_given_ranks
@@ -93,6 +93,10 @@ class Loader:
         self._sources = SourceAccounts(plan, self._bad_samples)
         self._empty_batches = EmptyBatches(plan.config, plan.schedule)
         self._executors = ExecutorLifecycle(plan, clock)
+        self._metrics = open_metrics(plan, self._executors.settings.tuning) if has_metrics else None
+        if self._metrics is not None:
+            self._executors.metrics = self._metrics
+            self._metrics.attach(self)
 
     # ---------------------------------------------------------------------------------------------------- iterating
 
@@ -135,6 +139,8 @@ class Loader:
                 raise other_ranks(mine, now)
             self._plan = self._executors.plan = self._plan.of_rank(*now)
             self._stream = self._plan.compiled.context.stream
+            if self._metrics is not None:
+                self._metrics.loader.rank = now[0]
         self._has_ranks = True
 
     def _is_over(self, epoch: int) -> bool:
@@ -314,46 +320,6 @@ class Loader:
         self._executors.check_open()
         self._executors.settings.set(stage, workers, batches, memory)
 
-    # ------------------------------------------------------------------------------- as a DataLoader, for other loops
-
-    @property
-    def batch_size(self) -> int | None:
-        """The number of samples of a whole batch on this rank; with `batch: {tokens: N}` None, as of a `batch_sampler`."""
-        return self._plan.config.batch_size
-
-    @property
-    def dataset(self) -> BatchesByNumber:
-        """Its `len` is the number of samples. It gives no samples, but batches to the DataLoader that
-        `accelerate.skip_first_batches(loader, num)` makes, also in the Trainer of transformers."""
-        return BatchesByNumber(lambda: self.num_samples, self._rest_from)
-
-    @property
-    def sampler(self) -> None:
-        """There is none to replace: the loader has its order and its ranks."""
-
-    @property
-    def batch_sampler(self) -> BatchNumbers:
-        """The numbers of an epoch's batches, for that DataLoader; its `set_epoch`, which Lightning calls, is the loader's."""
-        return BatchNumbers(self.__len__, self.set_epoch)
-
-    @property
-    def prefetch_factor(self) -> None:
-        """That of a DataLoader without processes, as the one over `dataset` is."""
-
-    @property
-    def drop_last(self) -> NoReturn:
-        """There is none, so that `accelerate.data_loader.prepare_data_loader`, which would shard the batches again, ends."""
-        raise AttributeError(
-            "a Loader has no drop_last, which prepare_data_loader asks for: its batches are this rank's already, and would be "
-            "sharded twice. Iterate over the loader itself (`Accelerator.prepare` returns it as it is), and let "
-            "`transfer: {device: auto}` bring its batches to the device"
-        )
-
-    @staticmethod
-    def collate_fn(batch: Any) -> Any:
-        """The batch: it is whole already."""
-        return batch
-
     def _rest_from(self, number: int) -> Iterator[Any]:
         """The next epoch without the first `number` batches, which are not read."""
         self._empty_batches.check_number(number)
@@ -428,7 +394,7 @@ class Loader:
     def close(self) -> None:
         """Stop all threads and free memory and descriptors. Idempotent; delivered batches stay valid."""
         # Otherwise Ctrl-C has interrupted an earlier close.
-        if self._executors.is_closed and self._executors.executor is None:
+        if self._executors.is_closed and self._executors.executor is None and self._metrics is None:
             return
         self._executors.is_closed = True
         try:
@@ -436,6 +402,9 @@ class Loader:
         finally:  # also after Ctrl-C
             self._bad_samples.close()
             self._plan.close()
+            if self._metrics is not None:
+                self._metrics.close()
+                self._metrics = None
 
     def __enter__(self) -> Loader:
         self._executors.check_open()

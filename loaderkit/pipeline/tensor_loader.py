@@ -36,6 +36,10 @@ class TensorLoader:
         assert isinstance(args, CheckpointArgs)
         if config.prefetch.is_remote:
             raise ConfigError("prefetch.executor: tensors of a checkpoint are read by threads: use thread or inline")
+        if config.metrics.prometheus is not None:
+            raise ConfigError(
+                "metrics.prometheus: there are metrics of batches, and none of a checkpoint: leave it out here"
+            )
         self.config = config
         self._args = args
         self._clock = clock

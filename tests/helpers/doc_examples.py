@@ -36,9 +36,9 @@ def libraries(text: str) -> set[str]:
 
 def lacks(text: str) -> set[str]:
     """Which of them are not installed."""
-    return {
-        name for name in libraries(text) & {"datasets", "torchvision", *LOOPS} if importlib.util.find_spec(name) is None
-    }
+    used = libraries(text) & {"datasets", "torchvision", *LOOPS}
+    used |= {"tensorboard"} if "torch.utils.tensorboard" in text else set()
+    return {name for name in used if importlib.util.find_spec(name) is None}
 
 
 def needs_cluster(text: str) -> bool:

@@ -24,7 +24,7 @@ xyzzy: 1  # <<
         "xyzzy",
         [
             "unknown key 'xyzzy'",
-            "expected one of version, name, source, sources, mix, order, stages, prefetch, errors, ranks, output",
+            "expected one of version, name, source, sources, mix, order, stages, prefetch, errors, ranks, metrics, output",
         ],
     ),
     "unknown key of a section": (

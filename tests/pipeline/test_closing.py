@@ -202,6 +202,7 @@ class TestImport:
             "build",
             "checkpoint",
             "errors",
+            "metrics",
             "restore",
             "watch",
         }

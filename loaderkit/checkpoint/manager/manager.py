@@ -208,7 +208,7 @@ class CheckpointManager:
             raise
         staging_s = time.perf_counter() - begin_s
         self._stats["staging_s"] += staging_s
-        SAVES.pauses.staging_s += staging_s
+        SAVES.add_pause(staging_s=staging_s)
         board, states, asked = self._board, [copy], [*self._due.messages(), *self._answers]
         self._answers = []
         del copy
@@ -271,7 +271,7 @@ class CheckpointManager:
         begin_s = time.perf_counter()
         saving.join()
         waited_s = time.perf_counter() - begin_s
-        SAVES.pauses.waiting_s += waited_s
+        SAVES.add_pause(waiting_s=waited_s)
         self._stats["waiting_s"] += waited_s
         self._add_flush(saving.stats)
         self._saving = None

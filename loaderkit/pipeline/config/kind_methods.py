@@ -1,5 +1,5 @@
 """The methods of `Pipeline` that are made from settings: one for each kind of source and of stage, `prefetch`,
-`errors` and `ranks`.
+`errors`, `ranks` and `metrics`.
 
 Editors and type checkers read kind_methods.pyi instead, which docs/make_stubs.py writes.
 """
@@ -18,7 +18,7 @@ from loaderkit._internal.config.diagnostics import nearest
 from loaderkit._internal.config.settings import Model
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.config.model import ErrorsArgs, PrefetchArgs, RanksArgs
+from loaderkit.pipeline.config.model import ErrorsArgs, MetricsArgs, PrefetchArgs, RanksArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.stages.base import StageArgs
 
@@ -97,5 +97,6 @@ for _kind, _source in SOURCES.items():
     setattr(KindMethods, _kind, source_method(_kind, _source.args))
 for _kind, _stage in STAGES.items():
     setattr(KindMethods, _kind, stage_method(_kind, _stage.args))
-for _key, _args in (("prefetch", PrefetchArgs), ("errors", ErrorsArgs), ("ranks", RanksArgs)):
+_SECTIONS = {"prefetch": PrefetchArgs, "errors": ErrorsArgs, "ranks": RanksArgs, "metrics": MetricsArgs}
+for _key, _args in _SECTIONS.items():
     setattr(KindMethods, _key, section_method(_key, _args))

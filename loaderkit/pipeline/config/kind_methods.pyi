@@ -804,3 +804,10 @@ class KindMethods:
         share: each reads for itself; broadcast: the first of them reads, and passes batches on to the
             others
         """
+
+    def metrics(self, *, prometheus: int | str | None = None) -> Self:
+        """Where other programs read what the loader counts.
+
+        prometheus: the port at which Prometheus reads it, on this machine; HOST:PORT, as in 0.0.0.0:9431,
+            for others; with LOCAL_RANK n (torchrun) it is the port + n; the loaders of one process share it
+        """

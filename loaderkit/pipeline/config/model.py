@@ -16,6 +16,7 @@ from loaderkit._internal.config.settings import ByteSize, Duration, Model
 from loaderkit._internal.config.yaml_text import to_yaml
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
+from loaderkit.metrics.address import parse_address
 from loaderkit.pipeline.config.mixture import MIXTURE, MixedSourceConfig, MixtureArgs
 from loaderkit.pipeline.config.registry import SOURCES
 from loaderkit.sources.base import SourceKind
@@ -174,6 +175,22 @@ class RanksArgs(Model):
     )
 
 
+def _address(value: Any) -> Any:
+    if value is not None:
+        parse_address(value)
+    return value
+
+
+class MetricsArgs(Model):
+    """Where other programs read what the loader counts."""
+
+    prometheus: Annotated[int | str | None, BeforeValidator(_address)] = Field(
+        None,
+        description="the port at which Prometheus reads it, on this machine; HOST:PORT, as in 0.0.0.0:9431, for others; "
+        "with LOCAL_RANK n (torchrun) it is the port + n; the loaders of one process share it",
+    )
+
+
 @dataclass(frozen=True)
 class PipelineConfig:
     """A whole pipeline, valid and complete: every default is filled in."""
@@ -187,6 +204,7 @@ class PipelineConfig:
     errors: ErrorsArgs = field(default_factory=ErrorsArgs)
     output: tuple[str, ...] | None = None
     ranks: RanksArgs = field(default_factory=RanksArgs)
+    metrics: MetricsArgs = field(default_factory=MetricsArgs)
 
     @property
     def source_kind(self) -> str:
@@ -266,6 +284,7 @@ class PipelineConfig:
             data["prefetch"] = _dump(self.prefetch, defaults)
             data["errors"] = _dump(self.errors, defaults)
             data["ranks"] = _dump(self.ranks, defaults)
+            data["metrics"] = _dump(self.metrics, defaults)
             data["output"] = list(self.output) if self.output is not None else None
         except ValueError as error:
             raise ConfigError(f"this pipeline cannot be written as YAML: {error}") from error

@@ -17,6 +17,7 @@ from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.mixture import MixtureArgs
 from loaderkit.pipeline.config.model import (
     ErrorsArgs,
+    MetricsArgs,
     OrderArgs,
     PipelineConfig,
     PrefetchArgs,
@@ -29,7 +30,9 @@ from loaderkit.pipeline.config.source_parsing import absolute_url, parse_section
 from loaderkit.pipeline.config.stage_parsing import parse_stages, stage_arguments, stage_names
 from loaderkit.pipeline.config.validation import check_structure, order_of_stream
 
-_SECTIONS = ("version", "name", "source", "sources", "mix", "order", "stages", "prefetch", "errors", "ranks", "output")
+_SECTIONS = (
+    "version", "name", "source", "sources", "mix", "order", "stages", "prefetch", "errors", "ranks", "metrics", "output"
+)  # fmt: skip
 
 
 def load_yaml(path: Path, *, overrides: Mapping[str, Any] | None = None) -> PipelineConfig:
@@ -86,6 +89,7 @@ def _parse(data: Any, problems: Problems, base: Path, overrides: Mapping[str, An
     prefetch = parse_section(PrefetchArgs, data, "prefetch", problems)
     errors = parse_section(ErrorsArgs, data, "errors", problems)
     ranks = parse_section(RanksArgs, data, "ranks", problems)
+    metrics = parse_section(MetricsArgs, data, "metrics", problems)
     output = _parse_output(data, problems)
     if source is not None and len(stages) == len(data["stages"] if isinstance(data.get("stages"), list) else ()):
         check_structure(source, stages, order, prefetch, problems)
@@ -98,10 +102,11 @@ def _parse(data: Any, problems: Problems, base: Path, overrides: Mapping[str, An
     assert prefetch is not None
     assert errors is not None
     assert ranks is not None
+    assert metrics is not None
     if errors.quarantine is not None:
         errors = errors.model_copy(update={"quarantine": str(base.absolute() / Path(errors.quarantine).expanduser())})
     name = data.get("name", problems.file.stem if problems.file is not None else "pipeline")
-    return PipelineConfig(source, stages, 1, name, order, prefetch, errors, output, ranks)
+    return PipelineConfig(source, stages, 1, name, order, prefetch, errors, output, ranks, metrics)
 
 
 def _apply_overrides(data: dict[str, Any], overrides: Any, problems: Problems) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.worker_clock import Clock
-from loaderkit.errors import ClosedError, ConfigError, StallTimeout, WorkerDiedError
+from loaderkit.errors import ClosedError, ConfigError, MissingExtraError, StallTimeout, WorkerDiedError
 from loaderkit.pipeline.bad_samples import BadSamples
 from loaderkit.pipeline.batch_numbers import DataLoaderParts, EpochIterator, Turn
 from loaderkit.pipeline.config.builder import Pipeline, to_config
@@ -31,6 +31,8 @@ from loaderkit.sources.iterable import IterableSource
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from loaderkit.integrations.iterable_dataset import BatchesDataset
+    from loaderkit.integrations.torchdata import LoaderNode
     from loaderkit.profile.recording import Profile, ProfiledLoader
 
 
@@ -327,6 +329,20 @@ class Loader(DataLoaderParts):
         epoch = self._next[0]
         self._next = (epoch, self._plan.schedule.of_epoch(epoch).position_after(0, number))
         return iter(self)
+
+    def as_iterable_dataset(self) -> BatchesDataset:
+        """A torch IterableDataset of these batches, for `DataLoader(dataset, batch_size=None, num_workers=0)`."""
+        from loaderkit.integrations.iterable_dataset import BatchesDataset  # a higher room, only when asked
+
+        return BatchesDataset(self)
+
+    def as_node(self) -> LoaderNode:
+        """A node of torchdata. `torchdata.nodes.Loader(node)` resumes exactly from its state. Raises MissingExtraError."""
+        try:
+            from loaderkit.integrations.torchdata import LoaderNode  # as above
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(f"as_node needs the package torchdata ({error}): pip install torchdata") from error
+        return LoaderNode(self)
 
     # ----------------------------------------------------------------------------------------------------- watching
 

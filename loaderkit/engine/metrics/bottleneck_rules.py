@@ -208,8 +208,10 @@ def gil(facts: Facts) -> Verdict | None:
 
 def _is_gil(interval: Interval, busiest: StageFacts) -> bool:
     uses_several_cpus = interval.cpus_used > _ONE_CPU * interval.num_processes
-    # Where other programs have the CPUs, what holds the GIL uses less of them.
-    little = LITTLE_CPU * min(1.0, interval.cpus_left) if busiest.pool.trial.holds_gil else LITTLE_CPU
+    is_held = (
+        busiest.pool.trial.holds_gil and busiest.needs_cpu <= COMPUTING
+    )  # else all wait for a CPU, also without it
+    little = LITTLE_CPU * min(1.0, interval.cpus_left) if is_held else LITTLE_CPU  # others leave less to who holds it
     if busiest.stage.cpu_s < little * interval.wall_s or uses_several_cpus or interval.is_inline:
         return False
     if busiest.stage.in_turn:

@@ -97,11 +97,14 @@ class TestOtherPrograms:
         assert (found.stage, found.change.startswith("prefetch.executor:")) == ("wakeup", bool(keys))
         assert [one.key for one in settings_for(found, seen, CONFIG)] == keys
 
-    @pytest.mark.parametrize(("gil_taken", "kind"), [(0.95, "gil"), (0.3, "stragglers")])
-    def test_leave_little_to_who_holds_the_gil(self, gil_taken: float, kind: str) -> None:
-        """With a tenth of a CPU a function in Python is seldom on one, and its workers' turns vary as stragglers do."""
+    @pytest.mark.parametrize(
+        ("gil_taken", "delayed_s", "kind"), [(0.95, 4, "gil"), (0.3, 4, "stragglers"), (0.95, 32, "computing")]
+    )
+    def test_leave_little_to_who_holds_the_gil(self, gil_taken: float, delayed_s: float, kind: str) -> None:
+        """With a tenth of a CPU a function in Python is seldom on one, and its workers' turns vary as stragglers do. Functions
+        that release the GIL find it taken there, too, by one that has no CPU: but then all wait for a CPU."""
         slow = services((0.04, 900), (1.2, 100))
-        rows = [row("read", 0.1, 0.01, workers=4), row("call", 39, 0.8, workers=4, delayed_s=4, services=slow)]
+        rows = [row("read", 0.1, 0.01, workers=4), row("call", 39, 0.8, workers=4, delayed_s=delayed_s, services=slow)]
         seen = stats({"call": 8.0}, rows, idle_s=0.0, trial=ContentionResult(0.9, 0.9, gil_taken, 4.0))
         seen = replace(seen, host=replace(seen.host, others_s=39.0))
         assert seen.verdict().kind == kind

@@ -35,7 +35,6 @@ from mutate_formats import (
     ZIP,
     Operator,
     Rng,
-    at_the_end,
     behind_length,
     behind_npy_length,
     damaged,
@@ -148,53 +147,6 @@ def array_kinds() -> Iterator[Kind]:
     of_npz = (*ZIP, of_member(".npy", of_npy), of_member(".npy", of_npy), zip_bomb)
     for name, file in (("npz", npz), ("npz-packed", packed)):
         yield Kind(name, file.getvalue(), of_npz, every_array, (as_file("x.npz"),), FormatError)
-
-
-def parquet_kinds() -> Iterator[Kind]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from loaderkit import Pipeline
-    from loaderkit.errors import FormatError
-    from loaderkit.sources.parquet.arrow import chunk_table, decode_group, parse_footer
-
-    lists = [[number] * (number % 4) for number in range(40)]
-    table = pa.table({"x": range(40), "text": [f"t{number}" for number in range(40)], "list": lists})
-    file = io.BytesIO()
-    pq.write_table(table, file, row_group_size=20, compression="snappy")
-
-    def parse(data: bytes) -> None:
-        size = int.from_bytes(data[-8:-4], "little") + 8
-        if size > len(data):
-            raise FormatError("as `load_footer` says")
-        footer = parse_footer(data[-size:], "x")
-        types = [kind for kind in footer.columns.values() if kind.content]
-        leaves = [leaf for kind in types for leaf in kind.leaves]
-        chunk_table(footer, leaves, "x", len(data) - size)
-        for group in range(min(footer.metadata.num_row_groups, 3)):
-            columns, _ = decode_group(
-                footer,
-                group,
-                types,
-                [(0, memoryview(data))],
-                where="x",
-                size=len(data),
-                read=lambda start, length: memoryview(b""),
-            )
-            for column in columns:
-                column.take(np.arange(min(20, footer.metadata.row_group(group).num_rows)))
-
-    read = (
-        Pipeline.parquet("memory://").shuffle("none").read().batch(4, ragged={"list": "list"}).prefetch(concurrency=2)
-    )
-    yield Kind(
-        "parquet",
-        file.getvalue(),
-        (*PLAIN, whole_number, at_the_end, at_the_end, at_the_end),
-        parse,
-        (lambda data: epoch(read, {"x.parquet": data}),),
-        FormatError,
-    )
 
 
 def tar_of(format: int = tarfile.USTAR_FORMAT, long: bool = False) -> bytes:  # noqa: A002 - as tarfile calls it
@@ -429,7 +381,7 @@ def reader_of(data: bytes) -> Callable[[int, memoryview], None]:
 
 
 def kinds(only: str | None) -> list[Kind]:
-    made = [*picture_kinds(), *array_kinds(), *parquet_kinds(), *tar_kinds(), *state_kinds(), *checkpoint_kinds()]
+    made = [*picture_kinds(), *array_kinds(), *tar_kinds(), *state_kinds(), *checkpoint_kinds()]
     made += [Kind(*kind) for kind in serial_kinds(epoch)]
     for kind in made:
         for read in (kind.parse, *kind.use):

@@ -40,12 +40,6 @@ def whole_number(data: bytes, rng: Rng) -> bytes:
     return put(data, place, number.to_bytes(size, "little" if rng.random() < 0.5 else "big"))[: len(data)]
 
 
-def at_the_end(data: bytes, rng: Rng) -> bytes:
-    """Bytes of the second half change, where Parquet has its footer; its length and the magic bytes behind it stay."""
-    half = len(data) // 2
-    return data[:half] + pick(rng, PLAIN)(data[half:-8], rng) + data[-8:]
-
-
 def number_in_text(data: bytes, rng: Rng) -> bytes:
     """Digits become other digits, or none."""
     found = [*re.finditer(rb"\d+", data)]

@@ -208,10 +208,9 @@ def gil(facts: Facts) -> Verdict | None:
 
 def _is_gil(interval: Interval, busiest: StageFacts) -> bool:
     uses_several_cpus = interval.cpus_used > _ONE_CPU * interval.num_processes
-    is_held = (
-        busiest.pool.trial.holds_gil and busiest.needs_cpu <= COMPUTING
-    )  # else all wait for a CPU, also without it
-    little = LITTLE_CPU * min(1.0, interval.cpus_left) if is_held else LITTLE_CPU  # others leave less to who holds it
+    # Others leave less to who holds the GIL; workers that wait for a CPU do so without it, too.
+    is_held = busiest.pool.trial.holds_gil and busiest.needs_cpu <= COMPUTING
+    little = LITTLE_CPU * (min(1.0, interval.cpus_left) if is_held else 1.0)
     if busiest.stage.cpu_s < little * interval.wall_s or uses_several_cpus or interval.is_inline:
         return False
     if busiest.stage.in_turn:
@@ -392,8 +391,7 @@ def computing(facts: Facts, *, always: bool = False) -> Verdict | None:
 def waiting(facts: Facts) -> Verdict:
     """Its workers wait for something other than a CPU or one another, or nothing tells what for: no other rule applies."""
     interval, awaited = facts.interval, facts.awaited
-    stage = awaited.stage
-    usual_s = stage.services.percentile(0.5)
+    stage, usual_s = awaited.stage, awaited.stage.services.percentile(0.5)
     evidence = f"{100 * (1 - awaited.needs_cpu):.0f} % of that waiting for something other than a CPU"
     if usual_s is not None:
         evidence += f", {say_seconds(usual_s)} an item"

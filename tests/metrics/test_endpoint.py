@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from executors import EXECUTORS
 from leftovers import nothing_left  # noqa: F401 - a fixture for every test here
-from ray_nodes import RAY, ray_nodes  # noqa: F401 - a fixture
 from scraping import Scrape, free_port, text_of
 
 import loaderkit
@@ -73,17 +72,6 @@ def test_a_scrape_has_the_numbers_of_stats(executor: str, records: Path) -> None
         assert Scrape(port, plain=True).values.keys() == scrape.values.keys()
     with pytest.raises(OSError, match="refused"):
         text_of(port)
-
-
-@pytest.mark.prove
-def test_a_scrape_with_ray_has_rows_of_nodes(ray_nodes: None, records: Path) -> None:  # noqa: F811
-    port = free_port()
-    with loaderkit.build(pipeline_of(records, port), overrides={**RAY, "order.epochs": 1}) as loader:
-        assert len(list(loader)) == 12
-        scrape, rows = Scrape(port), loader.stats().nodes.rows
-    assert scrape("batches_total") == 12
-    assert scrape.by("node", "node_batches_total") == {row.name: row.num_batches for row in rows}
-    assert scrape("node_workers") == scrape("processes") == 2
 
 
 class Course:

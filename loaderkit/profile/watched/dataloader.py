@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
+from torch.utils.data import IterableDataset
 from torch.utils.data import dataloader as torch_dataloader
 
 A_WAIT_S = 1e-3  # a shorter one is not looked at more closely
@@ -30,6 +31,7 @@ class LoaderArguments:
     persistent_workers: bool = False
     in_order: bool = True
     dataset: str = ""  # its class
+    is_iterable: bool = False  # an IterableDataset, which splits its samples by worker, or does not
 
     @property
     def num_ahead(self) -> int:
@@ -62,10 +64,12 @@ class LoaderView:
             persistent_workers=bool(getattr(iterator, "_persistent_workers", False)),
             in_order=bool(getattr(iterator, "_in_order", True)),
             dataset=type(iterator._dataset).__name__,
+            is_iterable=isinstance(iterator._dataset, IterableDataset),
         )
 
     def asked(self, account: LoaderAccount, now_s: float) -> bool:
-        """The loop is about to call next(). True if workers have finished all they were asked for."""
+        """The loop is about to call next(). True if it will not wait for workers: they have finished all they were asked for,
+        or what they have finished waits to be pinned."""
         return False
 
     def came(self, account: LoaderAccount, now_s: float) -> None:
@@ -120,8 +124,13 @@ class WorkersView(LoaderView):
 
     def num_unfinished(self) -> int:
         """Batches that workers have been asked for and have not finished."""
-        unfinished: int = self._iterator._tasks_outstanding - self._num_done()
-        return unfinished if self._num_pinned is None else unfinished - self._num_pinned()
+        num_done: int = self._num_done()
+        unfinished: int = self._iterator._tasks_outstanding - num_done
+        if self._num_pinned is None:
+            return unfinished
+        return (
+            unfinished - int(self._num_pinned()) - (num_done > 0)
+        )  # of which the thread that pins has one more in work
 
     def asked(self, account: LoaderAccount, now_s: float) -> bool:
         """Count what workers did while the loop computed."""
@@ -129,6 +138,8 @@ class WorkersView(LoaderView):
         self._count(account, now_s, min(self._num_workers, num_unfinished), is_wait=False)
         if self._has_ended():
             account.before_end()
+        if self._num_pinned is not None and not self._num_pinned() and self._num_done():
+            return True  # some wait to be pinned
         return num_unfinished <= 0
 
     def came(self, account: LoaderAccount, now_s: float) -> None:

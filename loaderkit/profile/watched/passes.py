@@ -62,7 +62,7 @@ class Pass:
         if view is not None:
             view.came(recorder, now_s)
         if log is not None:
-            log.on_batch(() if recorder.accounts.is_on_gpu else (batch,))
+            log.on_batch((batch,) if recorder.holds_batches and not recorder.accounts.is_on_gpu else ())
         if self._is_first:
             self._on_first()
         return batch

@@ -32,6 +32,7 @@ from loaderkit.profile.watched.worker_processes import WorkerProcesses
 
 _LOOKING = 0.005  # share of the time
 _NUM_PROGRAMS = 3
+_ROOM = 0.25  # share of the shared memory that is free, above which it has room for a batch that is held
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # where torch puts tensors that pass between processes
 
 
@@ -42,6 +43,7 @@ class Recorder:
         self.log: StepLog | None = None  # of a profile that is under way
         self.clock = clock
         self.next_look_s = 0.0
+        self.holds_batches = _may_hold()  # for one step more, for a profile
         self._kind = kind
         self.accounts = Accounts()
         self._workers = WorkerProcesses()
@@ -80,7 +82,8 @@ class Recorder:
 
     def look(self, begin_s: float) -> None:
         """Read what processes do, and keep a point of the series."""
-        self._series.add(self._read())
+        self._series.add(self.snapshot())
+        self.holds_batches = _may_hold()
         now_s = self.clock()
         self.next_look_s = now_s + max(TICK_S, (now_s - begin_s) / _LOOKING)
 
@@ -113,16 +116,21 @@ class Recorder:
 
     def stats(self, since: WatchedStats | None = None) -> WatchedStats:
         """The accounts up to now; with `since`, their rise after that moment."""
-        now = self._read()
-        if self._programs:
-            now = replace(now, programs=tuple(busiest(self._programs, programs(), os.getpid())[:_NUM_PROGRAMS]))
+        now = self.with_programs(self.snapshot())
         return now if since is None else now.since(since)
+
+    def with_programs(self, stats: WatchedStats) -> WatchedStats:
+        """These stats with other programs named, as of now; takes milliseconds."""
+        if not self._programs:
+            return stats
+        return replace(stats, programs=tuple(busiest(self._programs, programs(), os.getpid())[:_NUM_PROGRAMS]))
 
     def series(self) -> list[dict[str, Any]]:
         """The accounts over time, in at most 512 points."""
         return self._series.to_list()
 
-    def _read(self) -> WatchedStats:
+    def snapshot(self) -> WatchedStats:
+        """The accounts up to now, without the names of other programs."""
         self._workers.read()
         accounts, workers, arguments = self.accounts, self._workers.total(), self._arguments
         now_s, waits_s = self.clock(), self.accounts.waits_s.copy()
@@ -190,6 +198,11 @@ class Recorder:
             pools=(PoolTuning(names[:1], arguments.num_workers), *own),
             pids=self._workers.pids,
         )
+
+
+def _may_hold() -> bool:
+    free = _shared_free_share()
+    return free is None or free > _ROOM
 
 
 def _shared_free_share() -> float | None:

@@ -11,16 +11,16 @@ from loaderkit.pipeline.ranks.place import ranks_now
 from loaderkit.profile.build import ReportSubject
 from loaderkit.profile.recording import ProfiledLoader
 from loaderkit.profile.report_parts import VerdictPart
-from loaderkit.profile.watched.counters import WatchedSnapshot
 from loaderkit.profile.watched.recorder import Recorder
 from loaderkit.profile.watched.rules import diagnose_watched
+from loaderkit.profile.watched.stats import WatchedStats
 
 
 def watched_subject(recorder: Recorder, name: str) -> ProfiledLoader:
     """What a profile reads of it. No sample of it is known, so that none is named."""
     return ProfiledLoader(
         subject=lambda: _subject(recorder, name),
-        stats=recorder.stats,
+        stats=recorder.snapshot,
         series=recorder.series,
         watch=recorder.watch,
         record=lambda: None,
@@ -38,7 +38,7 @@ def _subject(recorder: Recorder, name: str) -> ReportSubject:
         rank=rank,
         world_size=world_size,
         config=_described(recorder, name),
-        verdict=_verdict,
+        verdict=lambda passed: _verdict(recorder, passed),
         slowest=lambda passed, begin_s: [],
         finished=lambda report: report.model_copy(update={"patch": None}),  # of a YAML file
         list_s=0.0,
@@ -46,13 +46,13 @@ def _subject(recorder: Recorder, name: str) -> ReportSubject:
     )
 
 
-def _verdict(passed: Stats) -> VerdictPart:
-    assert isinstance(passed, WatchedSnapshot)
-    verdict, settings = diagnose_watched(passed)
+def _verdict(recorder: Recorder, passed: Stats) -> VerdictPart:
+    assert isinstance(passed, WatchedStats)
+    verdict, settings = diagnose_watched(recorder.with_programs(passed))
     return VerdictPart(**verdict._asdict(), settings=settings)
 
 
 def _described(recorder: Recorder, name: str) -> dict[str, Any]:
-    stats = recorder.stats()
+    stats = recorder.snapshot()
     arguments = {} if stats.arguments is None else asdict(stats.arguments)
     return {"name": name, "watched": stats.kind, **arguments}

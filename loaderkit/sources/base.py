@@ -215,6 +215,10 @@ class Taken(NamedTuple):
 class Column(Protocol):
     """One field of a row group."""
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes."""
+
     def take(self, rows: NDArray[np.int64]) -> Taken:
         """The values of these rows, int64 [n]: in memory of their own, except for `StoredBytes`."""
 

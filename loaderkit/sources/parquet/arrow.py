@@ -254,9 +254,9 @@ def decode_group(
     where: str,
     size: int,
     read: ReadRange,
-) -> tuple[list[Column], int]:
-    """Some columns of a row group of a file of `size` bytes, and the bytes of memory that they take. `held` is what was read of
-    the file, in order: (start, bytes). Raises FormatError naming the file as `where`, and what `read` raises."""
+) -> list[Column]:
+    """Some columns of a row group of a file of `size` bytes. `held` is what was read of the file, in order: (start, bytes).
+    Raises FormatError naming the file as `where`, and what `read` raises."""
     pa, pq = _import()
     metadata = footer.metadata
     leaves = sorted({leaf for column in columns for leaf in column.leaves})
@@ -275,7 +275,7 @@ def decode_group(
         raise
     except _errors() as error:
         raise FormatError(f"{where}: row group {group} cannot be decoded: {error}") from error
-    return [column for column in made if column is not None], int(table.get_total_buffer_size())
+    return [column for column in made if column is not None]
 
 
 def _joined(pa: Any, chunks: Any) -> Any:

@@ -28,6 +28,10 @@ class Node(Protocol):
     def valid(self) -> _Valid:
         """True for those that are not null and have no null in them: bool [n]; None: all."""
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory that they take."""
+
 
 @dataclass(frozen=True)
 class NumberNode:
@@ -40,6 +44,10 @@ class NumberNode:
 
     def valid(self) -> _Valid:
         return self.is_there
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + _num_bytes(self.is_there)
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,10 @@ class FixedListNode:
             return self.is_there
         inside: NDArray[np.bool_] = np.all(items.reshape(self.num, self.size), axis=1)
         return inside if self.is_there is None else inside & self.is_there
+
+    @property
+    def num_bytes(self) -> int:
+        return self.items.num_bytes + _num_bytes(self.is_there)
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,14 @@ class ListNode:
     def valid(self) -> _Valid:
         return self.is_there
 
+    @property
+    def num_bytes(self) -> int:
+        return self.bounds.nbytes + self.items.num_bytes + _num_bytes(self.is_there)
+
+
+def _num_bytes(is_there: _Valid) -> int:
+    return 0 if is_there is None else is_there.nbytes
+
 
 def _refuse_nulls(is_there: _Valid, low: int, high: int) -> None:
     if is_there is not None and not is_there[low:high].all():
@@ -98,6 +118,7 @@ class FixedColumn:
     def __init__(self, node: Node, num_rows: int, shape: tuple[int, ...]) -> None:
         self._valid = node.valid()
         self._values = _without_nulls(node).array(0, num_rows).reshape(num_rows, *shape)
+        self.num_bytes = self._values.nbytes + _num_bytes(self._valid)
 
     def take(self, rows: Rows) -> Taken:
         values = self._values[rows]
@@ -120,6 +141,7 @@ class ListColumn:
 
     def __init__(self, node: Node, is_there: _Valid) -> None:
         self._node, self._is_there = node, is_there
+        self.num_bytes = node.num_bytes  # with `is_there`
 
     def take(self, rows: Rows) -> Taken:
         values: list[Any] = [None] * len(rows)
@@ -140,6 +162,7 @@ class BytesColumn:
 
     def __init__(self, data: memoryview, bounds: NDArray[np.int64], is_there: _Valid) -> None:
         self._data, self._bounds, self._is_there = data, bounds, is_there
+        self.num_bytes = data.nbytes + bounds.nbytes + _num_bytes(is_there)
 
     def views(self, rows: Rows) -> list[memoryview | None]:
         """The bytes of some rows; None for a null."""
@@ -161,6 +184,7 @@ class TextColumn:
 
     def __init__(self, encoded: BytesColumn) -> None:
         self._encoded = encoded
+        self.num_bytes = encoded.num_bytes
 
     def take(self, rows: Rows) -> Taken:
         values: list[Any] = []
@@ -181,6 +205,7 @@ class FileColumn:
 
     def __init__(self, contents: BytesColumn, paths: BytesColumn) -> None:
         self._contents, self._paths = contents, paths
+        self.num_bytes = contents.num_bytes + paths.num_bytes
 
     def take(self, rows: Rows) -> Taken:
         values: list[Any] = []

@@ -310,7 +310,8 @@ class _GroupReader:
         held = [(one.start, read(one.start, one.length)) for one in self._source.group_ranges(group)]
         fields = self._source.fields
         types = [footer.columns[column] for column in fields.values()]
-        columns, memory_bytes = decode_group(footer, number, types, held, where=where, size=info.size, read=read)
+        columns = decode_group(footer, number, types, held, where=where, size=info.size, read=read)
+        memory_bytes = sum(column.num_bytes for column in columns)
         return RowGroup(dict(zip(fields, columns, strict=True)), memory_bytes, sum(len(data) for _, data in held))
 
     def _footer_of(self, info: ObjectInfo, where: str) -> Footer:

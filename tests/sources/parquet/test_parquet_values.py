@@ -15,6 +15,8 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, StageError
+from loaderkit.sources.parquet.footers import load_footer
+from loaderkit.sources.parquet.source import ParquetArgs, ParquetSource
 
 RAGGED = {"list": "list", "list of lists": "list", "list of pairs": "list"}
 
@@ -139,3 +141,24 @@ def test_a_column_that_can_be_no_field(said: str, rng: random.Random) -> None:
         batch = next(iter(loader))
         assert list(batch) == ["y", "x", "__key__"]
         assert sorted(batch["x"].tolist()) == [1, 2]
+
+
+DECODED: dict[str, tuple[Any, int]] = {
+    "text": (pa.array(["é" * 50] * 1000), 100),
+    "categories": (pa.array(["é" * 50] * 1000).dictionary_encode(), 100),
+    "views": (pa.array(["é" * 50] * 1000, pa.string_view()), 100),
+    "booleans": (pa.FixedSizeListArray.from_arrays(pa.array([True, False] * 50_000), 100), 100),
+    "lists": (pa.array([[True, False] * 50] * 1000), 100),
+    "categories in lists": (pa.array([[7.0] * 10] * 1000, pa.list_(pa.dictionary(pa.int8(), pa.float64()))), 80),
+    "files": (pa.array([{"bytes": b"a" * 90, "path": "b" * 10}] * 1000), 100),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DECODED)
+def test_the_memory_of_a_row_group_is_that_of_its_values(kind: str, rng: random.Random) -> None:
+    """Not of what they were decoded from: `memory` bounds what is held."""
+    column, row_bytes = DECODED[kind]
+    connector = MemoryConnector({"f.parquet": written(pa.table({"x": column}), rng, row_group_size=1000)})
+    source = ParquetSource(connector, ParquetArgs(url="memory://"), lambda info: load_footer(connector, info, None))
+    memory_bytes = source.reader(connector)(0).memory_bytes
+    assert 1000 * row_bytes <= memory_bytes <= 1000 * (row_bytes + 40)

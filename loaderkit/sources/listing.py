@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import blake2b
 from itertools import islice
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from loaderkit import native
 from loaderkit.connectors.base import Connector, ObjectInfo
-from loaderkit.errors import AccessDeniedError, ObjectNotFoundError, SourceError
+from loaderkit.errors import AccessDeniedError, LoaderkitError, ObjectNotFoundError, SourceError
 from loaderkit.sources.patterns import Patterns
 
 _MAX_NAMED = 20
@@ -160,7 +161,20 @@ def refuse_unmatched(connector: Connector, patterns: Patterns, keys: Iterable[st
     if missing:
         named = ", ".join(map(repr, missing[:_MAX_NAMED]))
         more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
-        raise SourceError(f"nothing below {root!r} is called {named}{more}; {_describe_existing(connector)}")
+        exists = _describe_folder(connector, missing[0]) or _describe_existing(connector)
+        raise SourceError(f"nothing below {root!r} is called {named}{more}; {exists}")
+
+
+def _describe_folder(connector: Connector, name: str) -> str:
+    """What to write for a name that is a folder's; "" if it is none."""
+    inside: list[str] = []
+    with suppress(LoaderkitError):
+        inside = [info.key.rpartition("/")[2] for info in islice(connector.list(f"{name}/"), 100)]
+    if not inside:
+        return ""
+    data = [file for file in inside if not file.startswith(("_", "."))] or inside  # as Spark's _SUCCESS
+    _, dot, extension = data[0].rpartition(".")
+    return f"{name!r} is a folder: name the files in it, as in {f'{name}/*{dot}{extension}'!r}"
 
 
 def _describe_existing(connector: Connector) -> str:

@@ -269,7 +269,8 @@ class ParquetSource(RowSource):
             if not footer.columns[name].content:
                 raise ConfigError(
                     f"source.{key}: the column {name!r} of {where} holds {footer.columns[name].reason}, which can be no field: "
-                    f"choose others, as by columns: [{listed}], or write it as numbers, text or bytes"
+                    + (f"choose others, as by columns: [{listed}], or " * bool(usable))
+                    + "write it as numbers, text or bytes"
                 )
         return {name: footer.columns[name] for name in names}
 

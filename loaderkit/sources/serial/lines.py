@@ -22,7 +22,7 @@ from loaderkit.sources.base import Sample, SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import list_matching
 from loaderkit.sources.patterns import Patterns
-from loaderkit.sources.serial.beside import beside_or_found
+from loaderkit.sources.serial.beside import beside_or_found, key_beside
 from loaderkit.sources.serial.files import (
     NUM_THREADS,
     Names,
@@ -86,6 +86,8 @@ class LinesSource(SerialFiles):
 
     def __init__(self, connector: Connector, args: LinesArgs) -> None:
         infos = list_matching(connector, args.patterns, args.root, NUM_THREADS)
+        indexes = {key_beside(info.key) for info in infos}
+        infos = [info for info in infos if info.key not in indexes]  # `include: "*"` matches them, too
         for info in infos:
             refuse_extension(connector.describe(info.key), info.key)
         self._is_text = args.format == "text"
@@ -104,7 +106,8 @@ class LinesSource(SerialFiles):
             raise FormatError(
                 f"it is not UTF-8: byte {error.start + 1} of the line is 0x{data[error.start]:02x}"
             ) from None
-        if not text.endswith("\n") and not self.is_last(index):
+        end = text.find("\n")
+        if 0 <= end < len(text) - 1 or (end < 0 and not self.is_last(index)):
             raise FormatError(
                 "it does not end where the index of the file says: run `loaderkit index` again, or remove it"
             )

@@ -298,6 +298,22 @@ class TestIndex:
         kept.write_bytes(data)
         with pytest.raises(FormatError, match="does not end where the index"):
             samples_of(LinesSource(FileConnector(tmp_path), args))
+        with pytest.raises(FormatError, match="does not end where the index"):  # one that left out a line
+            LinesSource(FileConnector(tmp_path), args).parse(0, memoryview(b"abc\ndef\n"))
+
+    def test_is_no_data(self) -> None:
+        """Also where the pattern of files matches it."""
+        files = {"x.txt": b"a\n", "x.txt.offsets": b"of another version", "y.offsets": b"b\n"}
+        with pytest.warns(UserWarning, match="is not used"):
+            source = source_of(files, format="text", include="*")
+        assert samples_of(source) == [("x.txt:1", {"text": "a"}), ("y.offsets:1", {"text": "b"})]
+
+
+def test_a_folder_that_is_called_as_a_file() -> None:
+    with pytest.raises(SourceError, match=r"'v1\.0' is a folder: name the files in it, as in 'v1\.0/\*\.jsonl'"):
+        source_of({"v1.0/_SUCCESS": b"", "v1.0/part-0.jsonl": b"{}"}, url="memory://v1.0")
+    (sample,) = samples_of(source_of({"part-0.jsonl": b"{}"}, url="memory://v1.0/*.jsonl"))
+    assert sample == ("part-0.jsonl:1", {})
 
 
 def test_parse_json_takes_what_json_takes(rng: random.Random) -> None:

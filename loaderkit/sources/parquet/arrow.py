@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
@@ -103,6 +104,7 @@ def chunk_table(footer: Footer, leaves: Sequence[int], where: str, end: int) -> 
     starts, lengths, sizes = (np.zeros((metadata.num_row_groups, len(leaves)), np.int64) for _ in range(3))
     num_rows = np.zeros(metadata.num_row_groups, np.int64)
     try:
+        _refuse_bad_chunks(metadata, leaves)
         for group in range(metadata.num_row_groups):
             row_group = metadata.row_group(group)
             num_rows[group] = row_group.num_rows
@@ -243,6 +245,31 @@ class _ChunkFile:
 
     def close(self) -> None:
         self.closed = True
+
+
+class _NothingRead(Exception):  # noqa: N818 - no error
+    """Stands for the bytes that are not wanted."""
+
+
+class _NoFile(_ChunkFile):
+    def read(self, num_bytes: int = -1) -> memoryview:
+        raise _NothingRead
+
+
+def _refuse_bad_chunks(metadata: Any, leaves: Sequence[int]) -> None:
+    """Let pyarrow look at all column chunks where it catches what its own code throws. In `row_group.column` it does not (26),
+    and a damaged footer would end the process. All are looked at before the first is read."""
+    pa, pq = _import()
+    if not metadata.num_row_groups or not leaves:
+        return
+    source = pa.PythonFile(_NoFile(1 << 62, [], _nothing), mode="r")
+    with suppress(_NothingRead), pq.ParquetFile(source, metadata=metadata, pre_buffer=True) as file:
+        groups = list(range(metadata.num_row_groups))
+        file.reader.read_row_groups(groups, column_indices=list(leaves), use_threads=False)
+
+
+def _nothing(start: int, length: int) -> memoryview:
+    raise _NothingRead
 
 
 def decode_group(

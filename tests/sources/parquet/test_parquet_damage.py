@@ -71,9 +71,13 @@ def test_any_damage_is_an_error_of_ours_or_none(rng: random.Random, number: int)
     numbers = np.random.default_rng(zlib.crc32(rng.randbytes(8)))
     outcomes = {"read": 0, "refused": 0}
     for _ in range(60):
-        # Not of the footer: pyarrow 26 ends the process on some that are damaged (it throws what nobody catches).
         end = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-        damaged = mutations(data[:end], numbers) + data[end:]
+        of_rows, footer = data[:end], data[end:-8]
+        if rng.random() < 0.5:
+            of_rows = mutations(of_rows, numbers)
+        else:
+            footer = mutations(footer, numbers)
+        damaged = of_rows + footer + data[-8:]
         try:
             with build(damaged, {"errors.on_bad_sample": "skip"}) as loader:
                 for batch in loader:

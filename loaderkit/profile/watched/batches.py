@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,13 +28,7 @@ def num_samples_of(batch: Any, batch_size: int | None = None, depth: int = _DEPT
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         return batch.shape[0] if len(batch.shape) else 1
     if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
-        if not batch or not depth or isinstance(batch[0], (str, bytes, int, float, tuple, Mapping)):
-            return len(batch)
-        first = num_samples_of(batch[0], None, depth - 1)
-        if batch_size is None or first == batch_size or len(batch) > batch_size:
-            return first
-        is_of_samples = first > batch_size or _length(batch[0]) != _length(batch[-1]) or len(batch) > _MOST_FIELDS
-        return len(batch) if is_of_samples else first
+        return _num_in_list(batch, batch_size, depth)
     fields = batch.values() if isinstance(batch, Mapping) else getattr(batch, "__dict__", {}).values()
     if isinstance(batch, tuple):
         fields = batch
@@ -42,6 +36,19 @@ def num_samples_of(batch: Any, batch_size: int | None = None, depth: int = _DEPT
         if isinstance(field, (torch.Tensor, np.ndarray, list, tuple, Mapping)):
             return num_samples_of(field, batch_size, depth - 1)
     return 1
+
+
+def _num_in_list(batch: Sequence[Any], batch_size: int | None, depth: int) -> int:
+    """A list may hold fields, or samples."""
+    if len(batch) == 1 and batch_size is None and isinstance(batch[0], Mapping) and depth:  # as DALI gives it
+        return num_samples_of(batch[0], None, depth - 1)
+    if not batch or not depth or isinstance(batch[0], (str, bytes, int, float, tuple, Mapping)):
+        return len(batch)
+    first = num_samples_of(batch[0], None, depth - 1)
+    if batch_size is None or first == batch_size or len(batch) > batch_size:
+        return first
+    is_of_samples = first > batch_size or _length(batch[0]) != _length(batch[-1]) or len(batch) > _MOST_FIELDS
+    return len(batch) if is_of_samples else first
 
 
 def _length(value: Any) -> Any:

@@ -120,6 +120,7 @@ class Holder:
         (lambda: [(torch.zeros(3, 9), 1), (torch.zeros(3, 9), 2), (torch.zeros(3, 9), 3)], 3, 324, 3),
         (lambda: [{"x": 1}, {"x": 2}, {"x": 3}], 3, 0, 0),
         (lambda: (np.zeros((4, 2)), ["a"] * 4), 4, 68, 1),
+        (lambda: [{"x": torch.zeros(4, 3)}], 4, 48, 1),  # of one of DALI's pipelines
         (lambda: 5, 1, 0, 0),
         (list, 0, 0, 0),
     ],

@@ -359,7 +359,10 @@ def _owned(value: Any, name: str, spec: FieldSpec, take_bytes: TakeBytes | None)
         if isinstance(value, np.ndarray) and value.base is not None:
             return value.copy()
         return bytes(value) if isinstance(value, memoryview) else value
-    tensor = as_tensor(value)
+    try:
+        tensor = as_tensor(value)
+    except TypeError as error:
+        raise ValueError(f"its field {name!r} is in `ragged`, which is for tensors, and {error}") from None
     if spec.kind == "pad" and (dtype_of(tensor) != spec.dtype or tensor.ndim != len(spec.shape)):
         example = f"{spec.dtype} {list(spec.shape)}"
         raise ValueError(

@@ -136,19 +136,23 @@ def as_tensor(value: Any) -> torch.Tensor:
         return to_tensor(value)
     if type(value) is GpuDecoded:
         return value.tensor[value.row]
-    if isinstance(value, np.ndarray):
+    if isinstance(value, (np.ndarray, np.uint64)):  # `torch.as_tensor` takes all other numbers of NumPy's
         if type_in_numpy(value.dtype.name) is None:
             raise TypeError(f"torch has no type for an array of {value.dtype}")
         if not value.dtype.isnative:
             value = value.astype(value.dtype.newbyteorder("="))
         if not (value.flags.writeable and value.flags.aligned) or any(stride < 0 for stride in value.strides):
-            value = value.copy()
+            value = np.array(value, order="C")
         return torch.from_numpy(value)
     if isinstance(value, (bool, int, np.generic)):
         return torch.as_tensor(value, device="cpu")
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float64, device="cpu")
-    raise TypeError(f"{type(value).__name__} is not a number, array or tensor")
+    raise TypeError(
+        "a list without items has no type: make it an array of one in a `call` before"
+        if type(value) is list and not value
+        else f"{type(value).__name__} is not a number, array or tensor"
+    )
 
 
 def describe(value: Any) -> str:

@@ -245,6 +245,10 @@ def test_ragged_of_what_is_no_tensor_or_no_field() -> None:
         batch_of([{"x": "text"}], ragged={"x": "pad"})
     with pytest.raises(StageError, match="cannot hold sample '0'"):
         batch_of([{"x": 2**70}], ragged={"x": "pad"})
+    with pytest.raises(
+        StageError, match=r"'1'.*its field 'x' is in `ragged`.*a list without items has no type: make it"
+    ):
+        batch_of([{"x": np.ones(2)}, {"x": []}], ragged={"x": "pad"})
     with pytest.raises(StageError, match=r"'y'.*samples have x"):
         batch_of([{"x": 1}], ragged={"y": "list"})
 
@@ -314,6 +318,12 @@ def test_integers_that_are_too_large() -> None:
     assert batch_of([{"x": 2**63 - 1}, {"x": -(2**63)}])["x"].tolist() == [2**63 - 1, -(2**63)]
     with pytest.raises(StageError):
         batch_of([{"x": 2**70}])
+
+
+def test_unsigned_integers_of_64_bits_are_numbers() -> None:
+    found = batch_of([{"x": np.uint64(2**64 - 1)}, {"x": np.uint64(1)}])["x"]
+    assert found.dtype == torch.uint64
+    assert found.tolist() == [2**64 - 1, 1]
 
 
 def test_objects_that_are_no_numbers() -> None:

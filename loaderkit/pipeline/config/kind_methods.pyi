@@ -223,7 +223,7 @@ class KindMethods:
         url: the folder of the files, or one file (also with globs and braces)
         format: example: a tf.train.Example, whose features become fields; bytes: a record is the field
             `data`
-        include: which files of the folder `url`: globs and braces; default: *.tfrecord*
+        include: which files of the folder `url`: globs and braces; default: *.tfrec*
         fields: field -> feature, as in {image: image/encoded, label: image/class/label}; with [] behind its
             name it is a list also where it has one value, as in {tokens: 'tokens[]'}; default: all features
         verify: full: compare the checksum of every record's data; length: only that of its length

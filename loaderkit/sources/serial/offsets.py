@@ -191,7 +191,8 @@ def _save_copy(path: Path, info: ObjectInfo, find: Callable[[], Parts]) -> bool:
     finally:
         with suppress(OSError):
             file.close()
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # on a disk that has become read-only
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ class TfrecordArgs(StoreArgs):
         description="example: a tf.train.Example, whose features become fields; bytes: a record is the field `data`",
     )
     include: Include | None = Field(
-        None, description="which files of the folder `url`: globs and braces; default: *.tfrecord*"
+        None, description="which files of the folder `url`: globs and braces; default: *.tfrec*"
     )
     fields: Names | None = Field(
         None,
@@ -69,7 +69,7 @@ class TfrecordArgs(StoreArgs):
     @property
     def patterns(self) -> Patterns:
         """Those of the files below `root`."""
-        return Patterns(self.url[self.url.rfind("/") + 1 :] if self._names_files else self.include or "*.tfrecord*")
+        return Patterns(self.url[self.url.rfind("/") + 1 :] if self._names_files else self.include or "*.tfrec*")
 
 
 class _Picked(NamedTuple):

@@ -67,7 +67,7 @@ def test_damaged_ones_are_refused_or_sound() -> None:
         assert ((offsets.blanks >= 0) & (offsets.blanks < len(offsets.starts) - 1)).all()
 
 
-@pytest.mark.parametrize("call", ["write", "replace", "mkdir"])
+@pytest.mark.parametrize("call", ["write", "replace", "mkdir", "read-only"])
 def test_a_full_disk_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def fail(*args: Any, **more: Any) -> None:
         raise OSError(errno.ENOSPC, "no space")
@@ -76,6 +76,9 @@ def test_a_full_disk_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(module, "open", lambda *args: Full(tmp_path / "full", "xb"), raising=False)
     elif call == "replace":
         monkeypatch.setattr(os, "replace", fail)
+    elif call == "read-only":
+        monkeypatch.setattr(os, "replace", fail)
+        monkeypatch.setattr(Path, "unlink", fail)
     else:
         monkeypatch.setattr(Path, "mkdir", fail)
 
@@ -83,7 +86,7 @@ def test_a_full_disk_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
         write = fail  # type: ignore[assignment]
 
     assert load_offsets(INFO, tmp_path / "a" / "x", found).starts.tolist() == STARTS.tolist()
-    assert not list(tmp_path.rglob("*.tmp"))
+    assert bool(list(tmp_path.rglob("*.tmp"))) == (call == "read-only")
 
 
 def test_errors_of_the_store_come_through(tmp_path: Path) -> None:

@@ -294,6 +294,12 @@ def test_compressed_by_name() -> None:
         source_of({"x.tfrecord.gz": b""})
 
 
+def test_files_of_a_folder_by_their_names() -> None:
+    names = ["a.tfrecord", "b.tfrecord-00000-of-00002", "c.tfrec", "d.tfrecords"]
+    source = source_of(dict.fromkeys([*names, "e.txt"], WHOLE))
+    assert [*dict.fromkeys(key.rpartition(":")[0] for key, _ in parsed(source))] == names
+
+
 class TestIndex:
     def test_of_dali(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = tmp_path / "x.tfrecord"

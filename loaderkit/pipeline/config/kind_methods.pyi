@@ -180,8 +180,8 @@ class KindMethods:
         cls,
         url: str | os.PathLike[str],
         *,
-        format: Literal["json", "text"] = "json",
         include: str | tuple[str, ...] | list[str] | None = None,
+        format: Literal["json", "text"] = "json",
         fields: Mapping[str, str] | None = None,
         limit: int | None = None,
         s3: Mapping[str, Any] = ...,
@@ -192,8 +192,8 @@ class KindMethods:
         """The lines of text files, or the objects of JSON Lines.
 
         url: the folder of the files, or one file (also with globs and braces)
-        format: json: a line is an object, whose keys become fields; text: a line is the field `text`
         include: which files of the folder `url`: globs and braces; default: *.jsonl, of text *.txt
+        format: json: a line is an object, whose keys become fields; text: a line is the field `text`
         fields: field -> key of the object, or keys of nested ones with dots between, as in {label:
             meta.label}; default: all keys
         limit: only the first N samples of the canonical order
@@ -208,8 +208,8 @@ class KindMethods:
         cls,
         url: str | os.PathLike[str],
         *,
-        format: Literal["example", "bytes"] = "example",
         include: str | tuple[str, ...] | list[str] | None = None,
+        format: Literal["example", "bytes"] = "example",
         fields: Mapping[str, str] | None = None,
         verify: Literal["full", "length"] = "full",
         limit: int | None = None,
@@ -221,9 +221,9 @@ class KindMethods:
         """The records of TFRecord files: tf.train.Example, or any bytes.
 
         url: the folder of the files, or one file (also with globs and braces)
+        include: which files of the folder `url`: globs and braces; default: *.tfrec*
         format: example: a tf.train.Example, whose features become fields; bytes: a record is the field
             `data`
-        include: which files of the folder `url`: globs and braces; default: *.tfrec*
         fields: field -> feature, as in {image: image/encoded, label: image/class/label}; with [] behind its
             name it is a list also where it has one value, as in {tokens: 'tokens[]'}; default: all features
         verify: full: compare the checksum of every record's data; length: only that of its length

@@ -13,9 +13,12 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
+from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import FormatError, SourceError
 from loaderkit.sources.base import FieldRange, PackedSize, Sample, SerialSource, Table
+from loaderkit.sources.fields import Include
 from loaderkit.sources.formats.tar_index.store import default_cache_dir
+from loaderkit.sources.patterns import Patterns
 from loaderkit.sources.serial.offsets import Int64s, Offsets, Parts, load_offsets, path_of_copy
 
 NUM_THREADS = 4
@@ -44,6 +47,34 @@ def names_files(url: str) -> bool:
     scheme, separator, path = url.rpartition("://")
     is_bucket = separator and scheme not in {"file", "memory"} and "/" not in path
     return not is_bucket and "." in path[path.rfind("/") + 1 :].lstrip(".")
+
+
+class SerialArgs(StoreArgs):
+    """What all kinds say about which files there are."""
+
+    url: Annotated[
+        str, Field(min_length=1, description="the folder of the files, or one file (also with globs and braces)")
+    ]
+    include: Include | None = None
+
+    @property
+    @abstractmethod
+    def _usual(self) -> str:
+        """Which files of a folder are read if `include` does not say."""
+
+    @property
+    def _names_files(self) -> bool:
+        return self.include is None and names_files(self.url)
+
+    @property
+    def root(self) -> str:
+        """The connector's root: `url`, or its directory if it names files."""
+        return (self.url[: self.url.rfind("/") + 1] or ".") if self._names_files else self.url
+
+    @property
+    def patterns(self) -> Patterns:
+        """Those of the files below `root`."""
+        return Patterns(self.url[self.url.rfind("/") + 1 :] if self._names_files else self.include or self._usual)
 
 
 def refuse_extension(name: str, key: str) -> None:

@@ -9,28 +9,19 @@ JSON: lines of spaces are none, as for its `json`. A byte order mark at the begi
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from loaderkit._internal.dtypes import type_of_all
 from loaderkit.connectors.base import Connector, ObjectInfo
-from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import FormatError
 from loaderkit.sources.base import Sample, SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import list_matching
-from loaderkit.sources.patterns import Patterns
 from loaderkit.sources.serial.beside import beside_or_found, key_beside
-from loaderkit.sources.serial.files import (
-    NUM_THREADS,
-    Names,
-    SerialFiles,
-    load_with,
-    names_files,
-    refuse_extension,
-)
+from loaderkit.sources.serial.files import NUM_THREADS, Names, SerialArgs, SerialFiles, load_with, refuse_extension
 from loaderkit.sources.serial.offsets import Offsets
 
 _DTYPES = {int: np.int64, float: np.float64, bool: np.bool_}
@@ -38,13 +29,10 @@ _MISSING = object()
 _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # all but the white space around
 
 
-class LinesArgs(StoreArgs):
+class LinesArgs(SerialArgs):
     """The lines of text files, or the objects of JSON Lines."""
 
     kind: Literal["lines"] = "lines"
-    url: Annotated[
-        str, Field(min_length=1, description="the folder of the files, or one file (also with globs and braces)")
-    ]
     format: Literal["json", "text"] = Field(
         "json", description="json: a line is an object, whose keys become fields; text: a line is the field `text`"
     )
@@ -64,19 +52,8 @@ class LinesArgs(StoreArgs):
         return self
 
     @property
-    def _names_files(self) -> bool:
-        return self.include is None and names_files(self.url)
-
-    @property
-    def root(self) -> str:
-        """The connector's root: `url`, or its directory if it names files."""
-        return (self.url[: self.url.rfind("/") + 1] or ".") if self._names_files else self.url
-
-    @property
-    def patterns(self) -> Patterns:
-        """Those of the files below `root`."""
-        default = "*.jsonl" if self.format == "json" else "*.txt"
-        return Patterns(self.url[self.url.rfind("/") + 1 :] if self._names_files else self.include or default)
+    def _usual(self) -> str:
+        return "*.jsonl" if self.format == "json" else "*.txt"
 
 
 class LinesSource(SerialFiles):

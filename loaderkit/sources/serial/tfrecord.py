@@ -8,33 +8,28 @@ A record is its length (8 bytes), the checksum of that, its data, and the checks
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from loaderkit import native
 from loaderkit.connectors.base import Connector, ObjectInfo
-from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import FormatError
 from loaderkit.sources.base import Sample, SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import list_matching
-from loaderkit.sources.patterns import Patterns
-from loaderkit.sources.serial.files import NUM_THREADS, Names, SerialFiles, load_with, names_files, refuse_extension
+from loaderkit.sources.serial.files import NUM_THREADS, Names, SerialArgs, SerialFiles, load_with, refuse_extension
 from loaderkit.sources.serial.offsets import Offsets
 from loaderkit.sources.serial.records import check_record, find_records
 
 _ALWAYS_A_LIST = "[]"
 
 
-class TfrecordArgs(StoreArgs):
+class TfrecordArgs(SerialArgs):
     """The records of TFRecord files: tf.train.Example, or any bytes."""
 
     kind: Literal["tfrecord"] = "tfrecord"
-    url: Annotated[
-        str, Field(min_length=1, description="the folder of the files, or one file (also with globs and braces)")
-    ]
     format: Literal["example", "bytes"] = Field(
         "example",
         description="example: a tf.train.Example, whose features become fields; bytes: a record is the field `data`",
@@ -58,18 +53,8 @@ class TfrecordArgs(StoreArgs):
         return self
 
     @property
-    def _names_files(self) -> bool:
-        return self.include is None and names_files(self.url)
-
-    @property
-    def root(self) -> str:
-        """The connector's root: `url`, or its directory if it names files."""
-        return (self.url[: self.url.rfind("/") + 1] or ".") if self._names_files else self.url
-
-    @property
-    def patterns(self) -> Patterns:
-        """Those of the files below `root`."""
-        return Patterns(self.url[self.url.rfind("/") + 1 :] if self._names_files else self.include or "*.tfrec*")
+    def _usual(self) -> str:
+        return "*.tfrec*"
 
 
 class _Picked(NamedTuple):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from loaderkit.profile.report import Report
 
 _MOST_SHOWN = 5
+_IMPORT = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+_BEFORE = (__file__, runpy.__file__, "<frozen runpy>", *_IMPORT)  # frames before the script's own
 
 
 def watch(
@@ -87,7 +89,7 @@ class Script:
 
     def run(self) -> int:
         """Run it in this process, as Python would; the exit code that it asks for."""
-        loaders, ended_by = ScriptLoaders(Path(self.name).name), None
+        loaders, ended_by, pid = ScriptLoaders(Path(self.name).name), None, os.getpid()
         loaders.begin()
         with _on_sigterm(lambda: self._deliver(loaders, KeyboardInterrupt, None, "terminated by SIGTERM")):
             try:
@@ -96,7 +98,8 @@ class Script:
             except BaseException as error:
                 ended_by = error
             code, is_error = _exit_code(ended_by), not isinstance(ended_by, (SystemExit, type(None)))
-            self._deliver(loaders, type(ended_by) if is_error and ended_by else None, ended_by)
+            if os.getpid() == pid:  # and no child that the script has forked, which has come to its end as well
+                self._deliver(loaders, type(ended_by) if is_error and ended_by else None, ended_by)
         return code
 
     def _run(self) -> None:
@@ -183,19 +186,19 @@ def _exit_code(ended_by: BaseException | None) -> int:
             return ended_by.code or 0
         console.say(str(ended_by.code))
         return 1
-    trace = _of_script(ended_by.__traceback__)
+    trace = _of_script(ended_by)
     sys.excepthook(type(ended_by), ended_by.with_traceback(trace), trace)
     return 130 if isinstance(ended_by, KeyboardInterrupt) else 1
 
 
-def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's own frames on."""
-    whole = trace
+def _of_script(error: BaseException) -> TracebackType | None:
+    """The traceback from the script's own frames on; of a script that does not compile none, as of Python."""
+    whole = trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename not in (__file__, runpy.__file__, "<frozen runpy>"):
+        if trace.tb_frame.f_code.co_filename not in _BEFORE:
             return trace
         trace = trace.tb_next
-    return whole
+    return None if isinstance(error, SyntaxError) else whole
 
 
 def _join_threads() -> None:

@@ -112,6 +112,10 @@ class StepLog:
         self.utilised_steps += self._epoch_steps * self._epoch_compute_s / max(self._epoch_s, 1e-9)
         self._epoch_s, self._epoch_compute_s, self._epoch_steps = 0.0, 0.0, 0
 
+    def on_left(self) -> None:
+        """After `on_epoch`: the loop has dropped an iterator before its end, and that took a while."""
+        self.next_s += self._pass()
+
     def close(self) -> None:
         """End the last step and the log."""
         self.on_epoch()

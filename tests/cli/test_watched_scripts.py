@@ -202,3 +202,23 @@ for number, batch in enumerate(loader):
     report = Report.from_json(Path("r-2.json").read_text())
     assert (report.num_batches, report.partial) == (4, "terminated by SIGTERM")
     assert ran.stderr.count("written: ") == 1  # its worker has said nothing
+
+
+def test_a_child_that_the_script_forks_says_nothing(tmp_path: Path) -> None:
+    """It comes to the script's end as well, and would write over what its parent has."""
+    (tmp_path / "train.py").write_text(
+        "import os\nchild = os.fork()\nif child:\n    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-m", "loaderkit", "watch", "train.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (0, "0\n"), ran.stderr
+    assert ran.stderr.count("took no batch") == 1
+
+
+def test_a_script_that_does_not_compile_has_the_traceback_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train.py", more="x = (") == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f'  File "{Path.cwd() / "train.py"}", line 11')
+    assert "SyntaxError: '(' was never closed" in said

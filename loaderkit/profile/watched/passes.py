@@ -16,9 +16,10 @@ _DELAYS_S = 0.005  # how often the loop's thread is asked for how long it had no
 class Pass:
     """The iterator that the loop gets, which gives what another one gives. All other attributes are those of that one."""
 
-    __slots__ = ("__weakref__", "_inner", "_is_first", "_next_delay_s", "_recorder", "_view")
+    __slots__ = ("__weakref__", "_inner", "_is_first", "_is_over", "_next_delay_s", "_recorder", "_view")
 
     def __init__(self, recorder: Recorder, open_inner: Callable[[], Any]) -> None:
+        self._is_over = True  # nothing has begun
         begin_s = recorder.opening()
         self._recorder = recorder
         self._inner = open_inner()
@@ -26,6 +27,19 @@ class Pass:
         self._next_delay_s = 0.0
         self._view = view_of(self._inner, recorder.clock)
         recorder.opened(begin_s, self._view)
+        self._is_over = False
+        if hasattr(type(self._inner), "__len__"):
+            self.__class__ = _PassWithLength
+
+    def __del__(self) -> None:
+        """The loop has left an epoch early: ending workers takes time, for they finish the batch that they make."""
+        if self._is_over:
+            return
+        recorder, view = self._recorder, self._view
+        recorder.leaving(view)
+        begin_s = recorder.clock()
+        self._inner = self._view = view = None
+        recorder.left(begin_s)
 
     def __iter__(self) -> Pass:
         return self
@@ -51,6 +65,7 @@ class Pass:
             batch = next(self._inner)
         except BaseException as error:
             if isinstance(error, StopIteration):
+                self._is_over = True
                 recorder.accounts.ended(clock() - begin_s)
             if log is not None:
                 log.on_end()
@@ -77,3 +92,10 @@ class Pass:
         if name in Pass.__slots__:  # not set yet
             raise AttributeError(name)
         return getattr(self._inner, name)
+
+
+class _PassWithLength(Pass):
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        return len(self._inner)

@@ -108,6 +108,19 @@ class Recorder:
         """Workers are about to end."""
         self._workers.read()
 
+    def leaving(self, view: LoaderView | None) -> None:
+        """The loop is about to drop an iterator before its end."""
+        if isinstance(view, WorkersView):
+            self.before_end()
+        if self.log is not None:
+            self.log.on_epoch()
+
+    def left(self, begin_s: float) -> None:
+        """It has, which took the time since `begin_s`."""
+        self.accounts.ended(self.clock() - begin_s)
+        if self.log is not None:
+            self.log.on_left()
+
     # ------------------------------------------------------------------------------------------------ what it comes to
 
     def watch(self, log: StepLog | None) -> None:

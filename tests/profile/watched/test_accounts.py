@@ -135,3 +135,36 @@ def test_a_batch_that_holds_itself_is_counted_all_the_same() -> None:
     batch: list[Any] = []
     batch.append(batch)
     assert size_of(batch).num_bytes == 0
+
+
+def test_what_leaving_an_epoch_early_takes_is_waited_for(rng: random.Random) -> None:
+    """As the end of a DataLoader's workers does, which finish their batches first."""
+    clock, ends_s, steps_s = Clock(), [rng.uniform(0, 2) for _ in range(3)], [rng.uniform(0, 2) for _ in range(3)]
+    recorder = Recorder("generator", clock)
+    with Profile(watched_subject(recorder, "drawn")) as profile:
+        assert profile._log is not None
+        profile._log._clock = clock
+        profile._log._mark_s = profile._log.begin_s = clock()
+        for end_s, step_s in zip(ends_s, steps_s, strict=True):
+
+            def generate(end_s: float = end_s) -> Iterator[int]:
+                try:
+                    for number in range(9):
+                        clock.now_s += 0.5
+                        yield number
+                finally:
+                    clock.now_s += end_s
+
+            for number in Pass(recorder, generate):
+                if number == 1:
+                    break
+                clock.now_s += step_s
+    stats = recorder.stats()
+    assert stats.num_batches == 6
+    assert stats.waits_s["epoch change"] == pytest.approx(sum(ends_s))
+    assert stats.watched.stop_s == pytest.approx(sum(ends_s))
+    assert sum(stats.waits_s.values()) == pytest.approx(3.0 + sum(ends_s), abs=1e-6)
+    report = profile.result
+    assert report.stall.total_s == pytest.approx(3.0 + sum(ends_s), abs=1e-6)
+    assert report.steps.compute_s == pytest.approx(sum(steps_s))
+    assert report.steps.outside_s == pytest.approx(0.0, abs=1e-6)

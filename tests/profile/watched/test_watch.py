@@ -70,6 +70,15 @@ def test_what_has_no_length_has_none_when_watched() -> None:
     assert next(watched) == 1
     assert [*watched] == [2]
     assert watched.stats().num_batches == 2
+    assert not hasattr(iter(watched), "__len__")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_iterator_of_a_loader_has_the_length_that_it_has_alone(num_workers: int) -> None:
+    loader = DataLoader(pairs(), batch_size=2, num_workers=num_workers)
+    iterator: Any = iter(loaderkit.watch(loader))
+    assert len(iterator) == len(loader)
+    assert len([*iterator]) == len(loader)
 
 
 def test_watches_may_be_nested_and_left_early() -> None:

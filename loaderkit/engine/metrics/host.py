@@ -152,7 +152,8 @@ def _children_s() -> float:
 
 def _native_s() -> float:
     """CPU time so far of the threads that Python did not start; 10 us each."""
-    started = {str(thread.native_id) for thread in threading.enumerate()}
+    # In a fork Python takes the main thread for the one of its parent, whose number it had.
+    started = {str(os.getpid()), *(str(thread.native_id) for thread in threading.enumerate())}
     total_ns = 0
     try:
         threads = os.listdir("/proc/self/task")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,9 +32,9 @@ class Pass:
         if hasattr(type(self._inner), "__len__"):
             self.__class__ = _PassWithLength
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """The loop has left an epoch early: ending workers takes time, for they finish the batch that they make."""
-        if self._is_over:
+        if self._is_over or is_finalizing():
             return
         recorder, view = self._recorder, self._view
         recorder.leaving(view)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -186,3 +188,14 @@ def test_a_report_is_one_as_of_a_loader_and_leaves_out_what_is_not_known() -> No
     assert "mine: the loop waited" in str(report)
     with pytest.raises(TypeError, match="another kind of loader"):
         watched.stats(since=None).since(object())  # type: ignore[arg-type]
+
+
+def test_an_iterator_that_is_open_when_python_ends_goes_without_a_word() -> None:
+    program = """
+import torch, loaderkit
+from torch.utils.data import DataLoader, TensorDataset
+stream = iter(loaderkit.watch(DataLoader(TensorDataset(torch.arange(8)), num_workers=1)))
+next(stream)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stderr) == (0, "")

@@ -99,14 +99,13 @@ def functions(by_name: Mapping[str, Callable[..., Any]]) -> dict[str, Function]:
 class Record(metaclass=_Frozen):
     """Stands for an instance of a dataclass: `state` is what it was built with. Equality is identity."""
 
-    __slots__ = ("args", "state")
+    __slots__ = ("state",)
+    state: Any
 
     def __new__(cls, *_: Any) -> Record:
-        return object.__new__(cls)
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.state: Any = None
+        made = object.__new__(cls)  # not in __init__, which a pickle need not call
+        made.state = None
+        return made
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

@@ -171,3 +171,13 @@ class TestPlaces:
     def test_of_a_number_too_long_to_be_written(self) -> None:
         with pytest.raises(FormatError, match="a int"):
             read_metadata(described((1,), [((0,), (1,))], k=_StorageInfo("__1_0.distcp", 10**5000, 9)))
+
+
+@pytest.mark.parametrize(
+    "kind", [Metadata, MetadataIndex, _StorageInfo, TensorStorageMetadata, ChunkStorageMetadata, TensorProperties]
+)
+def test_an_object_without_its_state_is_refused(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pickle only says of which class it is."""
+    monkeypatch.setattr(kind, "__getstate__", lambda self: None, raising=False)
+    with pytest.raises(FormatError):
+        read_metadata(described((1,), [((0,), (1,))]))

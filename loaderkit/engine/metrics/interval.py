@@ -408,7 +408,11 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
         is_as_fast_alone=None if alone_share is None else alone_share >= num_compared**-0.5,
         is_serial=is_serial,
         is_held_up=is_held_up,
-        is_limited=is_held_up and alone_share is not None and alone_share * num_compared * SCALES > 1,
+        # Of two workers, what hardly lets both work lets one: that is a lock, for which more is asked.
+        is_limited=is_held_up
+        and num_compared > 2
+        and alone_share is not None
+        and alone_share * num_compared * SCALES > 1,
         computes_elsewhere=computes_elsewhere,
         may_hold_gil=not computes_elsewhere and _may_hold_gil(stage, trial, num_in_process),
         loop_holds_gil=_loop_holds_gil(interval, stage, trial),

@@ -83,7 +83,8 @@ def test_others_want_more_cpus_than_they_get(photos: Path) -> None:
     computing = {"busy_s": 1.8, "cpu_s": 0.45, "io_s": 0.0, "gil_s": 0.0, "delayed_s": 1.35}
     waiting = {"busy_s": 0.2, "cpu_s": 0.0, "io_s": 0.1, "gil_s": 0.0, "delayed_s": 0.1}
     rows = [reading.model_copy(update=waiting), decoding.model_copy(update=computing)]
-    changes = {"stages": rows, "wall_s": 1.0, "host": {**report.host, "others_cpus": 1.5}}
+    verdict = report.verdict.model_copy(update={"stage": decoding.name, "kind": "computing"})
+    changes = {"verdict": verdict, "stages": rows, "wall_s": 1.0, "host": {**report.host, "others_cpus": 1.5}}
     machine = report.machine.model_copy(update={"cpus": 2})
     model = model_of(report.model_copy(update={**changes, "machine": machine}))
     assert model is not None

@@ -12,7 +12,7 @@ _HOST_AND_PORT = re.compile(r"(?:(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):)?(?P
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
-class Address(NamedTuple):
+class ListenAddress(NamedTuple):
     """A host, by name or number, and a port."""
 
     host: str
@@ -22,7 +22,7 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_address(value: Any) -> Address:
+def parse_address(value: Any) -> ListenAddress:
     """The address of a port, 9431, or of a text "HOST:PORT"; without a host only this machine reaches it. Raises ValueError."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     match = _HOST_AND_PORT.fullmatch(str(value)) if is_number or isinstance(value, str) else None
@@ -30,7 +30,7 @@ def parse_address(value: Any) -> Address:
         raise ValueError(
             f"a port from 1 to 65535, or HOST:PORT such as 0.0.0.0:9431 for readers on other machines, not {value!r}"
         )
-    return Address((match["host"] or _HERE).strip("[]"), int(match["port"]))
+    return ListenAddress((match["host"] or _HERE).strip("[]"), int(match["port"]))
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from loaderkit._internal.system.listeners import listener_of
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.errors import ConfigError, MissingExtraError
-from loaderkit.metrics.address import Address, local_rank, parse_address
-from loaderkit.metrics.exported import ExportedLoader, Measured
+from loaderkit.metrics.address import ListenAddress, local_rank, parse_address
+from loaderkit.metrics.exported import ExportedLoader, ScrapedLoader
 from loaderkit.metrics.server import MetricsServer
 from loaderkit.metrics.totals import Totals
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("loaderkit")
 class _Endpoint:
     """The loaders at one address, open or closed, and the server while one is open."""
 
-    address: Address
+    address: ListenAddress
     loaders: list[ExportedLoader] = field(default_factory=list)
     server: MetricsServer | None = None
 
@@ -76,7 +76,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a signal's handler may close a loader
-        self.endpoints: dict[Address, _Endpoint] = {}
+        self.endpoints: dict[ListenAddress, _Endpoint] = {}
 
     def after_fork(self) -> None:
         endpoints, self.lock, self.endpoints = self.endpoints, threading.RLock(), {}
@@ -103,8 +103,8 @@ class Export:
                 f"metrics.prometheus needs the package prometheus_client ({error}): pip install 'loaderkit[metrics]'"
             ) from error
         self._prometheus, self._name, self._action, self._first = prometheus, name, action, first
-        self._measured: weakref.ref[Measured] | None = None
-        self._finalizer: weakref.finalize[..., Measured] | None = None
+        self._loader: weakref.ref[ScrapedLoader] | None = None
+        self._finalizer: weakref.finalize[..., ScrapedLoader] | None = None
         self._join(rank)
 
     def _join(self, rank: int) -> None:
@@ -124,9 +124,9 @@ class Export:
                 self._endpoint.leave(self.loader)
                 raise
 
-    def attach(self, loader: Measured) -> None:
+    def attach(self, loader: ScrapedLoader) -> None:
         """Show this loader from now on; if it is collected and was not closed, it leaves as well."""
-        self._measured = weakref.ref(loader)
+        self._loader = weakref.ref(loader)
         self.loader.attach(loader)
         # In a thread of its own: the collector may run in any, which may hold any lock.
         self._finalizer = weakref.finalize(loader, _thread.start_new_thread, self._leave, ())
@@ -134,7 +134,7 @@ class Export:
 
     def before_run(self) -> None:
         """An executor is about to be made; a process that was forked since joins an endpoint of its own."""
-        loader = None if self._measured is None else self._measured()
+        loader = None if self._loader is None else self._loader()
         if loader is not None and os.getpid() != self._pid:
             self._detach()
             self._join(self.loader.rank)
@@ -156,7 +156,7 @@ class Export:
                 self._endpoint.leave(self.loader)
 
 
-def _warn_of_taken(address: Address) -> None:
+def _warn_of_taken(address: ListenAddress) -> None:
     who = listener_of(address.port)
     who = f"by {who}" if who is not None else "by another program"
     if who.startswith(f"by process {os.getpid()} "):

@@ -13,8 +13,8 @@ from loaderkit.metrics.totals import Totals
 logger = logging.getLogger("loaderkit")
 
 
-class Measured(Protocol):
-    """What is read of a loader at a scrape."""
+class ScrapedLoader(Protocol):
+    """What a scrape reads of a loader."""
 
     @property
     def epoch(self) -> int: ...
@@ -35,12 +35,12 @@ class ExportedLoader:
         self.totals = totals
         self._action = action
         self._first = first
-        self._loader: weakref.ref[Measured] | None = None
+        self._loader: weakref.ref[ScrapedLoader] | None = None
         self.has_run = False  # True: an executor was made, so there are statistics
         self.is_open = True
         totals.begin(first, action)
 
-    def attach(self, loader: Measured) -> None:
+    def attach(self, loader: ScrapedLoader) -> None:
         """Read this loader from now on."""
         self._loader = weakref.ref(loader)
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from typing import Any, cast
 
-from loaderkit.metrics.address import Address
+from loaderkit.metrics.address import ListenAddress
 
 _SILENT_S = 5.0  # a client that sends nothing for so long is let go
 _REQUEST_S = 1.0  # for requests that are under way when the server ends
@@ -29,7 +29,7 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     allow_reuse_address = True  # a port whose last connections have just ended is free
     daemon_threads = True
 
-    def __init__(self, address: Address, write: Write) -> None:
+    def __init__(self, address: ListenAddress, write: Write) -> None:
         """Raises OSError if it cannot listen there."""
         self.write = write
         self._requests: dict[threading.Thread, socket.socket] = {}

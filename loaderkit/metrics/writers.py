@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, ref
 
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.metrics.families import causes
 
 
-class Logged(Protocol):
-    """A loader, as far as `log` reads it."""
+class LoggedLoader(Protocol):
+    """What `log` reads of a loader."""
 
     @property
     def config(self) -> Any: ...
@@ -19,11 +19,18 @@ class Logged(Protocol):
     def stats(self) -> Stats: ...
 
 
-_LAST: WeakKeyDictionary[Any, WeakKeyDictionary[Logged, Stats]] = WeakKeyDictionary()
-"""By writer and loader: the statistics when it was last written."""
+class _Written(NamedTuple):
+    """The statistics of a loader when they were last written to a writer."""
+
+    writer: Callable[[], Any]  # None: it is gone
+    stats: Stats
 
 
-def log(loader: Logged, writer: Any, step: int) -> dict[str, float]:
+_LAST: WeakKeyDictionary[LoggedLoader, dict[int, _Written]] = WeakKeyDictionary()
+"""By loader and `id` of the writer, which need be neither hashable nor unequal to others."""
+
+
+def log(loader: LoggedLoader, writer: Any, step: int) -> dict[str, float]:
     """Write what the loader did since it was last written to this `writer`, as scalars of training step `step`; returns them.
 
     The names are `loaderkit/<name of the pipeline>/...`: `stall_percent` of the time, and by what the loop waited for
@@ -36,15 +43,31 @@ def log(loader: Logged, writer: Any, step: int) -> dict[str, float]:
     """
     write = _write_to(writer)
     stats = loader.stats()
-    by_loader = _LAST.setdefault(writer, WeakKeyDictionary())
-    last = by_loader.get(loader)
-    rise = stats if last is None or last.run != stats.run else stats.since(last)
+    by_writer = _LAST.setdefault(loader, {})
+    last = by_writer.get(id(writer))
+    is_known = last is not None and last.writer() is writer  # an `id` may be another one's that is gone
+    rise = stats.since(last.stats) if last is not None and is_known and last.stats.run == stats.run else stats
     if rise.wall_s <= 0:
         return {}
-    by_loader[loader] = stats
+    if not is_known:
+        _forget_gone(by_writer)
+    by_writer[id(writer)] = _Written(_reference(writer), stats)
     values = {f"loaderkit/{loader.config.name}/{name}": float(value) for name, value in _values(rise).items()}
     write(values, step)
     return values
+
+
+def _reference(writer: Any) -> Callable[[], Any]:
+    """Gives the writer. One without weak references, as with `__slots__`, is kept for as long as the loader is."""
+    try:
+        return ref(writer)
+    except TypeError:
+        return lambda: writer
+
+
+def _forget_gone(by_writer: dict[int, _Written]) -> None:
+    for key in [key for key, written in by_writer.items() if written.writer() is None]:
+        del by_writer[key]
 
 
 def _values(rise: Stats) -> dict[str, float]:

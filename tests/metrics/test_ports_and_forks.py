@@ -20,7 +20,7 @@ from waiting import LIMIT_S, wait_for
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError, MissingExtraError
-from loaderkit.metrics.address import Address, local_rank, parse_address
+from loaderkit.metrics.address import ListenAddress, local_rank, parse_address
 
 LISTENER = """
 import socket, sys
@@ -79,7 +79,7 @@ def test_addresses_that_cannot_be(given: Any, words: str) -> None:
 
 
 def test_addresses() -> None:
-    assert parse_address(9431) == parse_address("9431") == Address("127.0.0.1", 9431)
+    assert parse_address(9431) == parse_address("9431") == ListenAddress("127.0.0.1", 9431)
     assert parse_address("0.0.0.0:80") == ("0.0.0.0", 80)
     assert parse_address("node-7.cluster:9431") == ("node-7.cluster", 9431)
     assert parse_address("[::]:9431") == ("::", 9431)

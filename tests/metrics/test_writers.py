@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import csv
+import gc
 import importlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 
 import loaderkit
 from loaderkit import Loader, Pipeline
-from loaderkit.metrics import log
+from loaderkit.metrics import log, writers
 
 
 def built(name: str = "numbers", **overrides: Any) -> Loader:
@@ -86,6 +89,40 @@ def test_two_loaders_do_not_share_names() -> None:
         log(validation, writer, 7)
     assert {tag.split("/")[1] for tag, _ in writer.scalars} == {"train", "validation"}
     assert {step for _, step in writer.scalars} == {7}
+
+
+@dataclass
+class Unhashable:
+    """Equal to all others of its class."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None: ...
+
+
+class Slotted:
+    """Cannot be weakly referenced."""
+
+    __slots__ = ()
+    add_scalar = Unhashable.add_scalar
+
+
+@pytest.mark.parametrize("make", [Unhashable, Slotted])
+def test_each_writer_has_an_account_of_its_own_and_none_that_is_gone_is_kept(make: type[Any]) -> None:
+    with built() as loader:
+        batches = iter(loader)
+        first, second = make(), make()
+        next(batches)
+        speed = "loaderkit/numbers/batches_per_second"
+        assert log(loader, first, 0)[speed] > 0
+        assert log(loader, second, 0)[speed] > 0, "it was not written to yet"
+        assert log(loader, first, 0)[speed] == 0, "no batch has come since"
+        next(batches)
+        for _ in range(20):
+            assert log(loader, make(), 1)
+        kept, writer = writers._LAST[loader], ref(loader)
+        assert (len(kept) <= 3) is (make is Unhashable)
+    del loader, batches
+    gc.collect()
+    assert writer() is None, "its accounts keep the loader"
 
 
 def test_after_an_error_values_are_those_of_the_new_run() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from loaderkit.pipeline.loader import Loader
 from loaderkit.profile.recording import Profile
-from loaderkit.profile.watched.passes import Pass
+from loaderkit.profile.watched.iterator import WatchedIterator
 from loaderkit.profile.watched.recorder import Recorder
 from loaderkit.profile.watched.stats import WatchedStats
 from loaderkit.profile.watched.subject import watched_subject
@@ -29,14 +29,14 @@ class Watched(Generic[Batch]):
             return self._loaderkit_inner.__class__
 
     def __init__(self, iterable: Iterable[Batch], name: str, recorder: Recorder) -> None:
-        for attribute, value in (("inner", iterable), ("name", name), ("recorder", recorder), ("pass", None)):
+        for attribute, value in (("inner", iterable), ("name", name), ("recorder", recorder), ("iterator", None)):
             object.__setattr__(self, f"_loaderkit_{attribute}", value)
 
     def __iter__(self) -> Iterator[Batch]:
         """One pass over what is watched."""
         inner = self._loaderkit_inner
-        found = Pass(self._loaderkit_recorder, lambda: iter(inner))
-        object.__setattr__(self, "_loaderkit_pass", found if found.gives(inner) else None)
+        found = WatchedIterator(self._loaderkit_recorder, lambda: iter(inner))
+        object.__setattr__(self, "_loaderkit_iterator", found if found.gives(inner) else None)
         return found
 
     def stats(self, since: WatchedStats | None = None) -> WatchedStats:
@@ -99,9 +99,9 @@ class _WithNext(Watched[Batch]):
     """What is an iterator itself goes on where it is."""
 
     def __next__(self) -> Batch:
-        if self._loaderkit_pass is None:
+        if self._loaderkit_iterator is None:
             iter(self)
-        batch: Batch = next(self._loaderkit_pass)
+        batch: Batch = next(self._loaderkit_iterator)
         return batch
 
 

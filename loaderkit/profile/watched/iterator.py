@@ -14,7 +14,7 @@ from loaderkit.profile.watched.recorder import Recorder
 _DELAYS_S = 0.005  # how often the loop's thread is asked for how long it had no CPU: that takes 10 us
 
 
-class Pass:
+class WatchedIterator:
     """The iterator that the loop gets, which gives what another one gives. All other attributes are those of that one."""
 
     __slots__ = ("__weakref__", "_inner", "_is_first", "_is_over", "_next_delay_s", "_recorder", "_view")
@@ -30,7 +30,7 @@ class Pass:
         recorder.opened(begin_s, self._view)
         self._is_over = False
         if hasattr(type(self._inner), "__len__"):
-            self.__class__ = _PassWithLength
+            self.__class__ = _WithLength
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """The loop has left an epoch early: ending workers takes time, for they finish the batch that they make."""
@@ -42,7 +42,7 @@ class Pass:
         self._inner = self._view = view = None
         recorder.left(begin_s)
 
-    def __iter__(self) -> Pass:
+    def __iter__(self) -> WatchedIterator:
         return self
 
     def gives(self, inner: Any) -> bool:
@@ -90,12 +90,12 @@ class Pass:
             self._recorder.see(view)
 
     def __getattr__(self, name: str) -> Any:
-        if name in Pass.__slots__:  # not set yet
+        if name in WatchedIterator.__slots__:  # not set yet
             raise AttributeError(name)
         return getattr(self._inner, name)
 
 
-class _PassWithLength(Pass):
+class _WithLength(WatchedIterator):
     __slots__ = ()
 
     def __len__(self) -> int:

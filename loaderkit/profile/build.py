@@ -120,7 +120,9 @@ def make_report(facts: ReportFacts) -> Report:
             ran_s = waited_s - passed.waits_s.get(START, 0.0) - later_s + later.waits_s.get(START, 0.0)
             # Nothing can be read ahead of the first batch: all of its wait is the start. `first_batch` says what it was for.
             start_s = later.waits_s.get(START, 0.0) + max(0.0, waited_s - later_s)
-            passed = replace(passed, waits_s={**later.waits_s, START: start_s}, started_s=max(0.0, ran_s))
+            passed = replace(
+                passed, waits_s={**later.waits_s, START: start_s}, started_s=passed.started_s + max(0.0, ran_s)
+            )
         later_s += log.release_s
         after_start_percent = min(100.0, 100.0 * later_s / max(loop_s - (log.first_wait_s or 0.0), 1e-9))
     if log.release_s:
@@ -172,7 +174,7 @@ def make_report(facts: ReportFacts) -> Report:
 def _since(end: Stats, earlier: Stats, wall_s: float) -> Stats:
     """The stats of the loop's own time: pauses outside of it, such as a validation, are no part of its wall time."""
     passed = end.since(earlier) if earlier.run == end.run else end
-    return replace(passed, wall_s=max(wall_s, 1e-9), paused_s=max(0.0, passed.wall_s - wall_s))
+    return replace(passed, wall_s=max(wall_s, 1e-9), paused_s=max(0.0, passed.wall_s + passed.paused_s - wall_s))
 
 
 def described(config: PipelineConfig) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class Accounts:
 
     def __init__(self) -> None:
         self.waits_s: dict[str, float] = {}
+        self.first_waits_s: dict[str, float] = {}  # of these, for the first of all batches
         self.num_batches = self.num_samples = self.num_bytes = self.largest_bytes = 0
         self.collate_s = self.collate_cpu_s = 0.0  # of the waits for `dataset`
         self._num_epochs = self._num_measured = self._measured_bytes = 0
@@ -67,8 +68,9 @@ class Accounts:
 
     def is_known(self) -> None:
         """What is iterated over is a DataLoader, as its first batch has shown."""
-        if waited_s := self.waits_s.pop(ITERABLE, 0.0):
-            self._charge(DATASET, waited_s)
+        for waits_s in (self.waits_s, self.first_waits_s):
+            if waited_s := waits_s.pop(ITERABLE, 0.0):
+                waits_s[DATASET] = waits_s.get(DATASET, 0.0) + waited_s
 
     def ended(self, seconds: float) -> None:
         """An epoch has ended."""
@@ -88,7 +90,7 @@ class Accounts:
         """A batch came after `seconds`. Of these the loop's thread was on a CPU for `cpu_s`, and for `delayed_s` ready to run
         while no CPU was free (None: that was not read). `all_done`: when it was asked for, workers had finished all that they
         had been asked for."""
-        cpu_s = min(cpu_s, seconds)
+        cpu_s, before = min(cpu_s, seconds), None if self.num_batches else self.waits_s.copy()
         self._own_cpu_s += cpu_s
         if arguments is None or not arguments.num_workers:
             self._charge(ITERABLE if arguments is None else DATASET, seconds)
@@ -103,6 +105,8 @@ class Accounts:
             self._charge(DATASET, seconds - cpu_s)
         if not is_first:
             self._count_late(seconds)
+        elif before is not None:
+            self.first_waits_s = {cause: wait_s - before.get(cause, 0.0) for cause, wait_s in self.waits_s.items()}
         elif self._num_epochs > 1:
             self._first_s += seconds
         self.num_batches += 1

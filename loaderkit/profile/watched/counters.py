@@ -92,4 +92,9 @@ class WatchedSnapshot(Stats):
             # The counters of the processes that load: there were none.
             earlier = replace(earlier, host=replace(earlier.host, cpu_s=0.0, read_bytes=0, disk_bytes=0))
         passed = super().since(earlier)
-        return replace(passed, watched=self.watched.minus(earlier.watched))
+        return replace(
+            passed,
+            watched=self.watched.minus(earlier.watched),
+            paused_s=self.paused_s - earlier.paused_s,
+            started_s=self.started_s - earlier.started_s,
+        )

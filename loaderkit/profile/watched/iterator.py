@@ -50,11 +50,8 @@ class WatchedIterator:
         return self._inner is inner
 
     def __next__(self) -> Any:
-        recorder, view = self._recorder, self._view
-        clock, log = recorder.clock, recorder.log
-        if log is not None:
-            log.on_request()
-        begin_s, delayed_s = clock(), None
+        recorder, view, clock = self._recorder, self._view, self._recorder.clock
+        begin_s, delayed_s = recorder.asked(), None
         if begin_s >= recorder.next_look_s and not self._is_first:
             recorder.look(begin_s)
         if begin_s >= self._next_delay_s:
@@ -67,9 +64,9 @@ class WatchedIterator:
         except BaseException as error:
             if isinstance(error, StopIteration):
                 self._is_over = True
-                recorder.accounts.ended(clock() - begin_s)
-            if log is not None:
-                log.on_end()
+                recorder.ended(begin_s)
+            else:
+                recorder.failed()
             raise
         cpu_s, now_s = time.thread_time() - begin_cpu_s, clock()
         if delayed_s is not None:
@@ -77,10 +74,9 @@ class WatchedIterator:
         recorder.came(batch, now_s - begin_s, cpu_s, delayed_s, is_first=self._is_first, all_done=all_done)
         if view is not None:
             view.came(recorder, now_s)
-        if log is not None:
-            log.on_batch((batch,) if recorder.holds_batches and not recorder.accounts.is_on_gpu else ())
         if self._is_first:
             self._on_first()
+        recorder.gave(batch)
         return batch
 
     def _on_first(self) -> None:

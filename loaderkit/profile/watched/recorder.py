@@ -1,11 +1,11 @@
 """Keeps the accounts of one watched loop: its waits, its batches, and what the processes that load do meanwhile.
 
-    iter() ──> opened ──> [asked ──> came]... ──> asked ──> ended        in the loop's own thread; no other thread
+    iter() ──> opened ──> [asked ──> came ──> gave]... ──> asked ──> ended   in the loop's own thread; no other thread
                              └── every quarter of a second or less often ──> look: /proc of the workers, a point of the series
 
 A wait is charged to the loop's own thread as far as that was on a CPU (`handover`); if all batches that had been asked for were
 finished, to `wakeup` as far as no CPU was free, and to `handover` or `pin_memory`; else to `dataset`. Looking takes half a
-percent of the time at most.
+percent of the time at most. What the loop does after the last batch that it takes is not in `wall_s`: it may be a validation.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.system.processes import ProcessCounters, Program, busiest, programs
 from loaderkit.engine.metrics.host import CpuWatch, HostStats, host_stats
 from loaderkit.engine.metrics.snapshot import StageStats
+from loaderkit.engine.metrics.stalls import START
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from loaderkit.engine.monitor import TICK_S, Series
 from loaderkit.profile.step_log import StepLog
@@ -52,23 +53,28 @@ class Recorder:
         self._arguments: LoaderArguments | None = None
         self._view: weakref.ref[LoaderView] | None = None
         self._began_s: float | None = None
+        self._loop_s = 0.0  # of the loop itself: its waits, and its steps up to the next wait
+        self._mark_s = 0.0
+        self._is_in_step = False
 
     # -------------------------------------------------------------------------------------- the loop, in its own thread
 
     def opening(self) -> float:
         """The loop begins a pass over the data; the time."""
-        if self.log is not None:
-            self.log.on_epoch()
         if self._began_s is None:
             self._programs = programs()
             self._cpus.begin()
             self._began_s = self.clock()
-        return self.clock()
+        if self.log is not None:
+            self.log.on_epoch()
+        self._is_in_step, self._mark_s = False, self.clock()
+        return self._mark_s
 
     def opened(self, begin_s: float, view: LoaderView | None) -> None:
         """It has begun, which took the time since `begin_s`."""
         if self.log is not None:
             self.log.on_opened()
+        self._add_to_loop()
         self.accounts.opened(self.clock() - begin_s)
         if view is not None:
             self.see(view)
@@ -79,6 +85,16 @@ class Recorder:
         self.accounts.is_known()
         if isinstance(view, WorkersView):
             self._workers.begin(view.pids, view.pin_thread)
+
+    def asked(self) -> float:
+        """The loop asks for a batch; the time."""
+        if self.log is not None:
+            self.log.on_request()
+        now_s = self.clock()
+        if self._is_in_step:
+            self._loop_s += now_s - self._mark_s
+        self._is_in_step, self._mark_s = False, now_s
+        return now_s
 
     def look(self, begin_s: float) -> None:
         """Read what processes do, and keep a point of the series."""
@@ -94,6 +110,24 @@ class Recorder:
         arguments = self._arguments
         self.accounts.waited(arguments, waited_s, cpu_s, delayed_s, is_first=is_first, all_done=all_done)
         self.accounts.holds(batch, None if arguments is None else arguments.batch_size)
+
+    def gave(self, batch: Any) -> None:
+        """The loop has the batch, and its step begins."""
+        self._add_to_loop()
+        self._is_in_step = True
+        if self.log is not None:
+            self.log.on_batch((batch,) if self.holds_batches and not self.accounts.is_on_gpu else ())
+
+    def ended(self, begin_s: float) -> None:
+        """No batch came: the epoch is over, which took the time since `begin_s`."""
+        self.accounts.ended(self.clock() - begin_s)
+        self.failed()
+
+    def failed(self) -> None:
+        """No batch came."""
+        self._add_to_loop()
+        if self.log is not None:
+            self.log.on_end()
 
     def worked(self, seconds: float, num_workers: int, busy: float, *, is_wait: bool, is_asking: bool) -> None:
         """Of `num_workers` workers, `busy` had batches to make for so long."""
@@ -114,12 +148,19 @@ class Recorder:
             self.before_end()
         if self.log is not None:
             self.log.on_epoch()
+        self._is_in_step, self._mark_s = False, self.clock()
 
     def left(self, begin_s: float) -> None:
         """It has, which took the time since `begin_s`."""
         self.accounts.ended(self.clock() - begin_s)
+        self._add_to_loop()
         if self.log is not None:
             self.log.on_left()
+
+    def _add_to_loop(self) -> None:
+        now_s = self.clock()
+        self._loop_s += now_s - self._mark_s
+        self._mark_s = now_s
 
     # ------------------------------------------------------------------------------------------------ what it comes to
 
@@ -155,15 +196,18 @@ class Recorder:
             pin_cpu_s=self._workers.pin_cpu_s,
         )
         rows = rows_of(accounts, arguments, counters, workers, waits_s)
+        started_s = 0.0 if self._is_inline else _charge_start(accounts.first_waits_s, waits_s)
         num_unfinished = self._num_unfinished()
         num_asked = 0 if arguments is None else arguments.num_ahead
         return WatchedStats(
             run=1,
             now_s=now_s,
-            wall_s=0.0 if self._began_s is None else now_s - self._began_s,
+            wall_s=self._loop_s,
+            paused_s=0.0 if self._began_s is None else max(0.0, now_s - self._began_s - self._loop_s),
             num_batches=accounts.num_batches,
             num_samples=accounts.num_samples,
             waits_s=waits_s,
+            started_s=started_s,
             stages=rows,
             num_ready=0 if num_unfinished is None else max(0, num_asked - num_unfinished),
             num_open=num_asked,
@@ -175,6 +219,10 @@ class Recorder:
             shared_free_share=_shared_free_share(),
             kind=self._kind,
         )
+
+    @property
+    def _is_inline(self) -> bool:
+        return self._arguments is not None and not self._arguments.num_workers
 
     def _num_unfinished(self) -> int | None:
         view = None if self._view is None else self._view()
@@ -200,7 +248,7 @@ class Recorder:
         arguments, names = self._arguments, tuple(row.name for row in rows)
         if arguments is None:
             return Tuning(None, cpus=num_cpus(), pools=(PoolTuning(names, 1),))
-        if not arguments.num_workers:
+        if self._is_inline:
             return Tuning("inline", cpus=num_cpus(), pools=(PoolTuning(names, 1),))
         own = [PoolTuning((name,), 1, is_trainers=True) for name in names[1:]]
         return Tuning(
@@ -211,6 +259,18 @@ class Recorder:
             pools=(PoolTuning(names[:1], arguments.num_workers), *own),
             pids=self._workers.pids,
         )
+
+
+def _charge_start(first_waits_s: dict[str, float], waits_s: dict[str, float]) -> float:
+    """Charge the wait for the first of all batches to `start`, as nothing can be made ahead of it; its seconds."""
+    total_s = 0.0
+    for cause, seconds in first_waits_s.items():
+        moved_s = min(seconds, waits_s.get(cause, 0.0))
+        total_s += moved_s
+        waits_s[cause] = waits_s.get(cause, 0.0) - moved_s
+    if total_s:
+        waits_s[START] = waits_s.get(START, 0.0) + total_s
+    return total_s
 
 
 def _may_hold() -> bool:

@@ -139,13 +139,14 @@ def test_a_batch_that_holds_itself_is_counted_all_the_same() -> None:
 
 def test_what_leaving_an_epoch_early_takes_is_waited_for(rng: random.Random) -> None:
     """As the end of a DataLoader's workers does, which finish their batches first."""
-    clock, ends_s, steps_s = Clock(), [rng.uniform(0, 2) for _ in range(3)], [rng.uniform(0, 2) for _ in range(3)]
+    clock = Clock()
+    ends_s, steps_s, pauses_s = ([rng.uniform(0, 2) for _ in range(3)] for _ in range(3))
     recorder = Recorder("generator", clock)
     with Profile(watched_subject(recorder, "drawn")) as profile:
         assert profile._log is not None
         profile._log._clock = clock
         profile._log._mark_s = profile._log.begin_s = clock()
-        for end_s, step_s in zip(ends_s, steps_s, strict=True):
+        for end_s, step_s, pause_s in zip(ends_s, steps_s, pauses_s, strict=True):
 
             def generate(end_s: float = end_s) -> Iterator[int]:
                 try:
@@ -157,8 +158,10 @@ def test_what_leaving_an_epoch_early_takes_is_waited_for(rng: random.Random) -> 
 
             for number in WatchedIterator(recorder, generate):
                 if number == 1:
+                    clock.now_s += pause_s
                     break
                 clock.now_s += step_s
+            clock.now_s += pause_s
     stats = recorder.stats()
     assert stats.num_batches == 6
     assert stats.waits_s["epoch change"] == pytest.approx(sum(ends_s))
@@ -167,4 +170,11 @@ def test_what_leaving_an_epoch_early_takes_is_waited_for(rng: random.Random) -> 
     report = profile.result
     assert report.stall.total_s == pytest.approx(3.0 + sum(ends_s), abs=1e-6)
     assert report.steps.compute_s == pytest.approx(sum(steps_s))
-    assert report.steps.outside_s == pytest.approx(0.0, abs=1e-6)
+    assert report.steps.outside_s == pytest.approx(2 * sum(pauses_s))
+    # Stats and report say the same of the loop, without what comes after the last batch that it takes.
+    assert stats.wall_s == pytest.approx(report.wall_s)
+    assert stats.wall_s + stats.paused_s == pytest.approx(clock() - 50.0)
+    assert stats.stall_s == pytest.approx(
+        {cause: s for cause, s in report.stall.by_stage.items() if cause != "release"}
+    )
+    assert stats.verdict().stage == report.verdict.stage

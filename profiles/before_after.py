@@ -30,7 +30,7 @@ from typing import Any
 import safetensors.torch
 
 from loaderkit._internal.system.cgroups import num_cpus
-from loaderkit.sources.formats.tar_index import default_cache_dir
+from loaderkit._internal.system.user_cache import default_cache_dir
 from profiles.peers import rounds
 from profiles.peers.__main__ import prepare, shortened
 from profiles.peers.environments import OWN, ROOT

@@ -25,11 +25,11 @@ import torch
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.cli.demo.photos import demo_data
 from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.worker_clock import WorkerClock
 from loaderkit.engine.work import Chunk
-from loaderkit.sources.formats.tar_index import default_cache_dir
 from profiles.record import record
 
 

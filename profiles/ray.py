@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loaderkit.sources.formats.tar_index import default_cache_dir
+from loaderkit._internal.system.user_cache import default_cache_dir
 from profiles.peers.data import Amounts, into_page_cache, make
 from profiles.peers.places import Places
 from profiles.ray_contestants import CONTESTANTS, SLEEP_BATCH, SLEEP_S, batches_of

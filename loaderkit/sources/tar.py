@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from loaderkit import native
+from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import AccessDeniedError, SourceError
 from loaderkit.sources.base import FieldRange, PackedSize, Sample, Source, SourceKind, Table
 from loaderkit.sources.fields import FieldMap, Fields, Include, described_fields
-from loaderkit.sources.formats.tar_index import TarIndex, default_cache_dir, load_index
+from loaderkit.sources.formats.tar_index import TarIndex, load_index
 from loaderkit.sources.listing import StringTable, cut_blocks, refuse_unmatched, stat_all
 from loaderkit.sources.patterns import Patterns
 from loaderkit.sources.tar_samples import TarSamples, group_members

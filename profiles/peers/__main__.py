@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from loaderkit.sources.formats.tar_index import default_cache_dir
+from loaderkit._internal.system.user_cache import default_cache_dir
 from profiles.peers import data, report, rounds
 from profiles.peers.environments import OWN, ROOT, python_of
 from profiles.peers.places import Places

@@ -9,11 +9,12 @@ from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
+from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.checkpoint.discovery.archive import TarConnector
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.connectors.factory import open_connector
 from loaderkit.errors import CheckpointError, ObjectNotFoundError
-from loaderkit.sources.formats.tar_index import default_cache_dir, load_index
+from loaderkit.sources.formats.tar_index import load_index
 
 SAVING = ".saving-"
 """Begins the name of a directory that is being written, and of one beside it that tells by whom."""

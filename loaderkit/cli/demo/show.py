@@ -16,6 +16,7 @@ from threadpoolctl import threadpool_limits
 
 import loaderkit
 from loaderkit._internal.system.cgroups import num_cpus
+from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.cli.demo.child import SAVED_BATCHES
 from loaderkit.cli.demo.photos import demo_data
 from loaderkit.cli.demo.training import ANSWER_S, SLOW, SmallNet, train_on, training_pipeline
@@ -25,7 +26,6 @@ from loaderkit.profile.compare import compare_reports
 from loaderkit.profile.render.summary import facts_table
 from loaderkit.profile.render.terminal import render
 from loaderkit.profile.report import Report
-from loaderkit.sources.formats.tar_index import default_cache_dir
 
 _NUM_REPEATED = 3  # batches between the checkpoint and the kill, and so those that are made twice
 

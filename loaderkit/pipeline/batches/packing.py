@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit._internal.system.cgroups import num_cpus
+from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.sampling.packing import PackedOrder, Pieces
 from loaderkit.sampling.schedule import UNKNOWN, EpochSizes, SamplePermutation
 from loaderkit.sources.base import RecordSource, SequenceSource, Source
-from loaderkit.sources.formats.tar_index.store import default_cache_dir
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.sources.sequences.lengths import LengthIndex
 from loaderkit.stages.base import BatchWork, SampleChunk, StageConfig

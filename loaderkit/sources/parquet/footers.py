@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from hashlib import blake2b
 from pathlib import Path
 
+from loaderkit._internal.system.user_cache import keep, path_in_cache
 from loaderkit.connectors.base import Connector, ObjectInfo, traits_of
 from loaderkit.errors import FormatError
 
@@ -25,13 +24,12 @@ def load_footer(connector: Connector, info: ObjectInfo, cache_dir: Path | None) 
     """
     if cache_dir is None or not traits_of(connector).is_remote:
         return _read(connector, info)
-    name = blake2b(os.fsencode(connector.describe(info.key)), digest_size=16).hexdigest()
-    path = Path(cache_dir) / "parquet-footers" / name
+    path = path_in_cache(cache_dir, "parquet-footers", connector.describe(info.key), "")
     head = f"{_VERSION} {info.size} {info.etag}\n".encode("utf-8", "surrogateescape")
     footer = _load_copy(path, head)
     if footer is None:
         footer = _read(connector, info)
-        _save_copy(path, head, footer)
+        keep(path, lambda file: file.write(head + _digest(footer) + footer))
     return footer
 
 
@@ -69,20 +67,6 @@ def _load_copy(path: Path, head: bytes) -> bytes | None:
     footer = data[len(head) + _DIGEST_BYTES :]
     is_whole = data[len(head) : len(head) + _DIGEST_BYTES] == _digest(footer)
     return footer if data.startswith(head) and is_whole else None
-
-
-def _save_copy(path: Path, head: bytes, footer: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "xb") as file:
-                file.write(head + _digest(footer) + footer)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError:  # a read-only or full disk only costs time at the next start
-        return
 
 
 def _digest(data: bytes) -> bytes:

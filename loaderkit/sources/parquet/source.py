@@ -21,12 +21,12 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from loaderkit._internal.config.settings import ByteSize, as_tuple
 from loaderkit._internal.system.forks import ending_forks
+from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, SourceError
 from loaderkit.sources.base import FieldRange, RowGroup, RowSource, Sample, SourceKind
 from loaderkit.sources.fields import Include
-from loaderkit.sources.formats.tar_index import default_cache_dir
 from loaderkit.sources.listing import StringTable, cut_blocks, list_matching
 from loaderkit.sources.parquet.arrow import ChunkTable, ColumnType, Footer, chunk_table, decode_group, parse_footer
 from loaderkit.sources.parquet.footers import load_footer

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit._internal.system.user_cache import keep, path_in_cache
 from loaderkit.connectors.base import Connector, ObjectInfo
 
 _VERSION = 1
@@ -35,13 +33,13 @@ def load_document_ends(
     """
     if cache_dir is None:
         return _scanned(connector, info, first_byte, dtype, end, block_bytes)
-    name = blake2b(os.fsencode(connector.describe(info.key)), digest_size=16).hexdigest()
-    path = Path(cache_dir) / "document-ends" / f"{name}.npz"
+    path = path_in_cache(cache_dir, "document-ends", connector.describe(info.key), ".npz")
     made_of = f"{_VERSION} {info.size} {info.etag} {first_byte} {dtype.str} {end}"
     ends = _load_copy(path, made_of)
     if ends is None:
         ends = _scanned(connector, info, first_byte, dtype, end, block_bytes)
-        _save_copy(path, made_of, ends)
+        parts: dict[str, Any] = {"made_of": np.array(made_of), "ends": ends}
+        keep(path, lambda file: np.savez(file, **parts))
     return ends
 
 
@@ -72,17 +70,3 @@ def _load_copy(path: Path, made_of: str) -> NDArray[np.int64] | None:
         return None
     is_whole = ends.ndim == 1 and len(ends) and ends[0] > 0 and bool(np.all(ends[1:] > ends[:-1]))
     return ends if is_whole else None
-
-
-def _save_copy(path: Path, made_of: str, ends: NDArray[np.int64]) -> None:
-    temporary = path.with_name(f"{path.stem}.{secrets.token_hex(8)}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "xb") as file:
-                np.savez(file, made_of=np.array(made_of), ends=ends)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError:  # a read-only or full disk only costs time at the next start
-        return

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from loaderkit._internal.system.user_cache import path_in_cache, replace_file
 
 _VERSION = 2
 
@@ -18,8 +18,7 @@ class LengthIndex:
 
     def __init__(self, cache_dir: Path, made_of: str) -> None:
         self._made_of = f"{_VERSION} {made_of}"
-        digest = blake2b(self._made_of.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-        self.path = Path(cache_dir) / "lengths" / f"{digest}.npz"
+        self.path = path_in_cache(cache_dir, "lengths", self._made_of, ".npz")
 
     def load(self, num_samples: int) -> tuple[NDArray[np.int64], int] | None:
         """The lengths, int64 [samples], and how many samples were bad, whose length is 0; None if there is no such file, or it
@@ -36,11 +35,5 @@ class LengthIndex:
 
     def save(self, lengths: NDArray[np.int64], num_bad: int) -> None:
         """Write the file, whole or not at all. Raises OSError."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f"{self.path.stem}.{secrets.token_hex(8)}.tmp")
-        try:
-            with open(temporary, "xb") as file:
-                np.savez(file, made_of=np.array(self._made_of), lengths=lengths, num_bad=num_bad)
-            os.replace(temporary, self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        parts: dict[str, Any] = {"made_of": np.array(self._made_of), "lengths": lengths, "num_bad": np.array(num_bad)}
+        replace_file(self.path, lambda file: np.savez(file, **parts))

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, FormatError, ObjectNotFoundError, SourceError
 from loaderkit.sources.base import FieldRange, PackedSize, Sample, Sequences, SequenceSource, SourceKind, Table
 from loaderkit.sources.formats.npy import read_npy_header
-from loaderkit.sources.formats.tar_index.store import default_cache_dir
 from loaderkit.sources.listing import numbered
 from loaderkit.sources.sequences.document_ends import load_document_ends
 from loaderkit.sources.sequences.megatron import Documents, parse_megatron_index

@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 
+from loaderkit._internal.system.user_cache import default_cache_dir, path_in_cache
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import FormatError, SourceError
 from loaderkit.sources.base import FieldRange, PackedSize, Sample, SerialSource, Table
 from loaderkit.sources.fields import Include
-from loaderkit.sources.formats.tar_index.store import default_cache_dir
 from loaderkit.sources.patterns import Patterns
-from loaderkit.sources.serial.offsets import Int64s, Offsets, Parts, load_offsets, path_of_copy
+from loaderkit.sources.serial.offsets import Int64s, Offsets, Parts, load_offsets
 
 NUM_THREADS = 4
 _NUM_REMOTE_THREADS = 16  # they wait for the store, not for a CPU
@@ -268,5 +268,5 @@ def load_with(
     connector: Connector, info: ObjectInfo, kind: str, find: Callable[[Connector, ObjectInfo], Parts]
 ) -> Offsets:
     """The index of a file: its copy on this machine, or what `find` finds."""
-    path = path_of_copy(default_cache_dir(), kind, connector, info.key)
+    path = path_in_cache(default_cache_dir(), kind, connector.describe(info.key), ".offsets")
     return load_offsets(info, path, lambda: find(connector, info))

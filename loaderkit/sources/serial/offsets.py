@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import io
 import os
-import secrets
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit._internal.system.user_cache import keep
+from loaderkit.connectors.base import ObjectInfo
 from loaderkit.errors import FormatError
 
 Int64s = NDArray[np.int64]
@@ -52,20 +51,12 @@ def load_offsets(info: ObjectInfo, path: Path | None, find: Callable[[], Parts])
         return _in_memory(info, find())
     offsets = _load_copy(path, info)
     if offsets is None:
-        is_kept = _save_copy(path, info, find)
+        is_kept = keep(path, lambda file: pack(info, find(), tag_of(info), file))
         offsets = _load_copy(path, info) if is_kept else None
     return _in_memory(info, find()) if offsets is None else offsets
 
 
-def path_of_copy(cache_dir: Path | None, kind: str, connector: Connector, key: str) -> Path | None:
-    """Where the index of a file is kept on this machine."""
-    if cache_dir is None:
-        return None
-    name = blake2b(os.fsencode(connector.describe(key)), digest_size=16).hexdigest()
-    return Path(cache_dir) / kind / f"{name}.offsets"
-
-
-def pack(info: ObjectInfo, parts: Parts, tag: bytes, file: BinaryIO) -> None:
+def pack(info: ObjectInfo, parts: Parts, tag: bytes, file: IO[bytes]) -> None:
     """Write an index; `tag`, 16 bytes, says which version of the file it is of. Raises OSError, and what `parts` raise."""
     file.write(bytes(_HEADER.size))
     digest, num_starts, blanks = blake2b(digest_size=16), 0, [np.zeros(0, np.int64)]
@@ -83,7 +74,7 @@ def pack(info: ObjectInfo, parts: Parts, tag: bytes, file: BinaryIO) -> None:
     file.flush()
 
 
-def unpack(file: BinaryIO, info: ObjectInfo, tag: bytes | None, path: Path | None = None) -> Offsets:
+def unpack(file: IO[bytes], info: ObjectInfo, tag: bytes | None, path: Path | None = None) -> Offsets:
     """An index as `pack` writes it, mapped from `path` if it is large. Raises FormatError if it is damaged, or of another
     version of the file (`tag` None: any of this size)."""
     num_bytes = file.seek(0, os.SEEK_END)
@@ -147,57 +138,3 @@ def _load_copy(path: Path, info: ObjectInfo) -> Offsets | None:
             return unpack(file, info, tag_of(info), path)
     except (OSError, FormatError):
         return None
-
-
-class _NotKeptError(Exception):
-    """The disk of this machine has failed, or is full."""
-
-
-class _Sink:
-    """A file whose errors are told from those of what is written into it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def write(self, data: Any) -> int:
-        with _keeping():
-            return self._file.write(data)
-
-    def seek(self, offset: int) -> int:
-        with _keeping():
-            return self._file.seek(offset)
-
-    def flush(self) -> None:
-        with _keeping():
-            self._file.flush()
-
-
-def _save_copy(path: Path, info: ObjectInfo, find: Callable[[], Parts]) -> bool:
-    """False if this machine's disk does not take it: that only costs time at the next start. Raises what `find` raises."""
-    temporary = path.with_name(f"{path.stem}.{secrets.token_hex(8)}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(temporary, "xb")  # noqa: SIM115 - closed below
-    except OSError:
-        return False
-    try:
-        pack(info, find(), tag_of(info), _Sink(file))  # type: ignore[arg-type]
-        with _keeping():
-            file.close()
-            os.replace(temporary, path)
-        return True
-    except _NotKeptError:
-        return False
-    finally:
-        with suppress(OSError):
-            file.close()
-        with suppress(OSError):  # on a disk that has become read-only
-            temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def _keeping() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _NotKeptError from error

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tar_archives import Recording, archive, by_tarfile
 
+from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import ObjectInfo, writes_of
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.sources.formats.tar_index import (
     TarIndex,
-    default_cache_dir,
     load_index,
     scan_tar,
 )

@@ -15,11 +15,11 @@ import pytest
 from mutate import OPERATORS
 from mutate_formats import damaged
 
+from loaderkit._internal.system import user_cache
 from loaderkit.connectors.base import ObjectInfo
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConnectorError, FormatError
-from loaderkit.sources.serial import offsets as module
 from loaderkit.sources.serial.lines import LinesArgs, LinesSource
 from loaderkit.sources.serial.offsets import Parts, load_offsets, pack, parse
 
@@ -73,7 +73,7 @@ def test_a_full_disk_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(errno.ENOSPC, "no space")
 
     if call == "write":
-        monkeypatch.setattr(module, "open", lambda *args: Full(tmp_path / "full", "xb"), raising=False)
+        monkeypatch.setattr(user_cache, "open", lambda *args: Full(tmp_path / "full", "xb"), raising=False)
     elif call == "replace":
         monkeypatch.setattr(os, "replace", fail)
     elif call == "read-only":

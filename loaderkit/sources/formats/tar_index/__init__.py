@@ -7,12 +7,11 @@ TarIndex     the result (index.py)
 
 from loaderkit.sources.formats.tar_index.index import TarIndex
 from loaderkit.sources.formats.tar_index.scan import scan_tar
-from loaderkit.sources.formats.tar_index.store import default_cache_dir, load_index
+from loaderkit.sources.formats.tar_index.store import load_index
 from loaderkit.sources.formats.tar_index.wds import parse_wds_index, wds_index_key, write_wds_index
 
 __all__ = [
     "TarIndex",
-    "default_cache_dir",
     "load_index",
     "parse_wds_index",
     "scan_tar",

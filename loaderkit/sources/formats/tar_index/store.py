@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import warnings
-from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from loaderkit._internal.system.user_cache import keep, path_in_cache
 from loaderkit.connectors.base import Connector, ObjectInfo, traits_of
 from loaderkit.errors import AccessDeniedError, FormatError, ObjectNotFoundError, printable
 from loaderkit.sources.formats.tar_index.index import TarIndex, sample_key_and_extension
@@ -17,14 +16,6 @@ from loaderkit.sources.formats.tar_index.scan import TarScanner, scan_tar
 from loaderkit.sources.formats.tar_index.wds import parse_wds_index, wds_index_key
 
 _VERSION = 1
-
-
-def default_cache_dir() -> Path:
-    """$LOADERKIT_CACHE_DIR, or `loaderkit` in $XDG_CACHE_HOME, or ~/.cache/loaderkit."""
-    configured = os.environ.get("LOADERKIT_CACHE_DIR")
-    if configured:
-        return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loaderkit"
 
 
 def load_index(
@@ -41,9 +32,8 @@ def load_index(
     if cache_dir is None:
         index = _beside(connector, info) if use_wds_index else None
         return index if index is not None else scan_tar(connector, info)
-    name = blake2b(os.fsencode(connector.describe(info.key)), digest_size=16).hexdigest()
-    path = Path(cache_dir) / "tar-index" / f"{name}.npz"
-    of_samples = path.with_name(f"{name}-samples.npz")
+    path = path_in_cache(cache_dir, "tar-index", connector.describe(info.key), ".npz")
+    of_samples = path.with_name(f"{path.stem}-samples.npz")
     is_remote = traits_of(connector).is_remote
     index = _load_copy(path, info) if is_remote else None
     if index is None and use_wds_index:
@@ -150,22 +140,12 @@ def _load_copy(path: Path, info: ObjectInfo) -> TarIndex | None:
 
 
 def _save_copy(path: Path, info: ObjectInfo, index: TarIndex) -> None:
-    temporary = path.with_name(f"{path.stem}.{secrets.token_hex(8)}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "xb") as file:
-                np.savez(
-                    file,
-                    version=np.int64(_VERSION),
-                    size=np.int64(info.size),
-                    etag=np.array(info.etag),
-                    starts=index.starts,
-                    sizes=index.sizes,
-                    names=np.frombuffer(index.packed_names, np.uint8),
-                )
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError:  # a read-only or full disk only costs time at the next start
-        return
+    parts: dict[str, Any] = {
+        "version": np.int64(_VERSION),
+        "size": np.int64(info.size),
+        "etag": np.array(info.etag),
+        "starts": index.starts,
+        "sizes": index.sizes,
+        "names": np.frombuffer(index.packed_names, np.uint8),
+    }
+    keep(path, lambda file: np.savez(file, **parts))

@@ -1,0 +1,40 @@
+"""What is kept in the user's cache directory: whole, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from loaderkit._internal.system.user_cache import keep, path_in_cache
+from loaderkit.errors import UnreachableError
+
+
+def test_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = path_in_cache(tmp_path, "folder", "s3://bucket/\udce9", ".npz")
+    assert path != path_in_cache(tmp_path, "folder", "s3://bucket/e", ".npz")
+    assert keep(path, lambda file: file.write(b"one"))
+
+    def fail(error: BaseException, file: IO[bytes]) -> None:
+        file.write(b"half")
+        raise error
+
+    assert not keep(path, partial(fail, OSError(errno.ENOSPC, "full")))
+    for error in (UnreachableError("s3"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            keep(path, partial(fail, error))
+    assert [file.read_bytes() for file in path.parent.iterdir()] == [b"one"]
+
+
+def test_what_killed_processes_left_goes(tmp_path: Path) -> None:
+    ages_s = {"killed.tmp": 2 * 24 * 3600, "writing.tmp": 3600, "kept.npz": 2 * 24 * 3600}
+    for name, age_s in ages_s.items():
+        (tmp_path / name).write_bytes(b"")
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    assert keep(tmp_path / "new.npz", lambda file: file.write(b""))
+    assert {file.name for file in tmp_path.iterdir()} == {"writing.tmp", "kept.npz", "new.npz"}

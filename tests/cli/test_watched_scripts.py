@@ -83,10 +83,10 @@ def test_each_loader_has_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("train.py", "--json", "r.json", "--html", "r.html", more=again) == 0
     reports = [Report.from_json(Path(name).read_text()) for name in ("r.json", "r-2.json")]
     assert sorted(path.name for path in Path().glob("r*")) == ["r-2.html", "r-2.json", "r.html", "r.json"]
-    # One that is made anew for each epoch is one loader.
+    # One that is made anew for each epoch is one loader, and that its data sets are several is said.
     assert [(report.num_batches, report.num_samples) for report in reports] == [(6, 12), (6, 24)]
     assert [report.name for report in reports] == [
-        f"train.py: DataLoader of TensorDataset (train.py:{line})" for line in (9, 12)
+        f"train.py: DataLoader of TensorDataset (train.py:{line})" for line in ("9", "12, 3 data sets")
     ]
     assert {report.partial for report in reports} == {None}
     said = capsys.readouterr()
@@ -94,6 +94,33 @@ def test_each_loader_has_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.err.count("the loop waited") >= 2
     assert "written: " in said.err
     assert "<title>train.py" in Path("r.html").read_text()
+
+
+HELPER = """
+def loop(dataset, **options):
+    for batch in DataLoader(dataset, batch_size=2, **options):
+        pass
+
+def numbers(number):
+    return TensorDataset(torch.arange(number))
+"""
+
+
+@pytest.mark.parametrize(
+    "loops",
+    [
+        "train, val = numbers(20), numbers(6)\nfor dataset in (train, val) * 2:\n    loop(dataset)",
+        "for _ in range(2):\n    loop(numbers(20))\n    loop(numbers(6))",
+        "train, val = [*range(20)], [*range(6)]\nfor dataset in (train, val) * 2:\n    loop(dataset)",
+        "for n in (20, 6) * 2:\n    loop(numbers(n), shuffle=n == 20)",
+    ],
+    ids=["data sets", "lines", "lists", "samplers"],
+)
+def test_loops_over_loaders_made_in_one_function_are_told_apart(loops: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train.py", "--json", "r.json", more=HELPER + loops) == 0
+    reports = [Report.from_json(path.read_text()) for path in sorted(Path().glob("r*.json"))]
+    assert sorted(report.num_batches for report in reports) == [6, 6, 20]  # the first is of the script's own loop
+    capsys.readouterr()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ The script imports torch's dataloader ──> its `__iter__` is replaced ──>
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -26,7 +27,8 @@ _CLASSES = {
     "torch.utils.data.dataloader": "DataLoader",
     "torchdata.stateful_dataloader.stateful_dataloader": "StatefulDataLoader",  # which does not call the other's `__iter__`
 }
-_LIBRARIES = ("site-packages", "dist-packages", "<frozen", str(Path(__file__).parents[2]))
+_LIBRARIES = ("site-packages", "dist-packages", "<frozen", f"{Path(__file__).parents[2]}{os.sep}")
+_ARGUMENTS = ("num_workers", "batch_size", "prefetch_factor", "persistent_workers", "pin_memory", "drop_last")
 
 
 @dataclass
@@ -37,6 +39,32 @@ class _Watching:
     profile: Profile
     loader: weakref.ref[Any]
     key: tuple[Any, ...]
+    dataset: _Identity
+    num_datasets: int = 1
+
+    def report(self) -> Report:
+        """Its report, which says so if several data sets are taken together in it."""
+        report = self.profile.result
+        if self.num_datasets == 1:
+            return report
+        name = f"{report.name.removesuffix(')')}, {self.num_datasets} data sets)"
+        return report.model_copy(update={"name": name, "config": {**report.config, "name": name}})
+
+
+class _Identity:
+    """Which object it was, without keeping it."""
+
+    def __init__(self, value: Any) -> None:
+        self._id, self._ref = id(value), None
+        with contextlib.suppress(TypeError):  # of a list there are no weak references
+            self._ref = weakref.ref(value)
+
+    def is_of(self, value: Any) -> bool:
+        return self._id == id(value) if self._ref is None else self._ref() is value
+
+    def is_gone(self) -> bool:
+        """False if that is not known."""
+        return self._ref is not None and self._ref() is None
 
 
 class ScriptLoaders:
@@ -61,7 +89,7 @@ class ScriptLoaders:
         self._undo = []
         for one in self._watching:
             one.profile.__exit__(kind, error, None)
-        found = [one.profile.result for one in self._watching]
+        found = [one.report() for one in self._watching]
         self._watching = []
         return [report for report in found if report.num_batches]
 
@@ -87,15 +115,26 @@ class ScriptLoaders:
         known = next((one for one in self._watching if one.loader() is loader), None)
         if known is not None:
             return known
-        place = _place(sys._getframe(2))
-        arguments = ("num_workers", "batch_size", "prefetch_factor", "persistent_workers", "pin_memory")
-        key = (place, type(loader), type(loader.dataset), *(getattr(loader, name, None) for name in arguments))
-        for one in self._watching:
-            if one.key == key and one.loader() is None:  # it was made anew for another epoch
-                one.loader = weakref.ref(loader)
-                return one
-        found = self._begin(loader, place, key)
+        lines = _lines(sys._getframe(2))
+        kinds = (type(part) for part in (loader, loader.dataset, loader.sampler, loader.batch_sampler))
+        key = (*lines, *kinds, *(getattr(loader, name, None) for name in _ARGUMENTS))
+        found = self._earlier(loader, key)
+        if found is not None:
+            found.loader = weakref.ref(loader)
+            return found
+        found = self._begin(loader, f"{Path(lines[0][0]).name}:{lines[0][1]}", key)
         self._watching.append(found)
+        return found
+
+    def _earlier(self, loader: Any, key: tuple[Any, ...]) -> _Watching | None:
+        """That of which this one is made anew, for another epoch: over the same data set, or one that is made anew as well."""
+        gone = [one for one in self._watching if one.key == key and one.loader() is None]
+        for one in gone:
+            if one.dataset.is_of(loader.dataset):
+                return one
+        found = next((one for one in gone if one.dataset.is_gone()), None)
+        if found is not None:
+            found.dataset, found.num_datasets = _Identity(loader.dataset), found.num_datasets + 1
         return found
 
     def _begin(self, loader: Any, place: str, key: tuple[Any, ...]) -> _Watching:
@@ -108,15 +147,16 @@ class ScriptLoaders:
         recorder = Recorder(f"{kind.__module__}.{kind.__qualname__}")
         profile = Profile(watched_subject(recorder, f"{self._name}: {name_of(loader)} ({place})"))
         profile.__enter__()
-        return _Watching(recorder, profile, weakref.ref(loader), key)
+        return _Watching(recorder, profile, weakref.ref(loader), key, _Identity(loader.dataset))
 
 
-def _place(frame: Any) -> str:
-    """Where the script iterates: the file and the line of the innermost frame that is no library's, else of the outermost."""
-    found = frame
+def _lines(frame: Any) -> list[tuple[str, int]]:
+    """Files and lines of the frames that are no library's, innermost first: where the script iterates, and where it calls that.
+    Without one, those of the outermost."""
+    found, outermost = [], ("", 0)
     while frame is not None:
-        found = frame
-        if not any(part in frame.f_code.co_filename for part in _LIBRARIES):
-            break
+        outermost = (frame.f_code.co_filename, frame.f_lineno)
+        if not any(part in outermost[0] for part in _LIBRARIES):
+            found.append(outermost)
         frame = frame.f_back
-    return f"{Path(found.f_code.co_filename).name}:{found.f_lineno}"
+    return found or [outermost]

@@ -125,26 +125,53 @@ class Script:
             reports = loaders.reports(kind, error)
             if why is not None:
                 reports = [report.model_copy(update={"partial": why}) for report in reports]
-            _show(reports)
-            self._write(reports)
+            with_batches = [report for report in reports if report.num_batches]
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # stderr is full or closed: files can be written all the same
+                _show(with_batches, [report for report in reports if not report.num_batches])
+            self._write(with_batches)
         except Exception as failed:
-            console.say(f"loaderkit watch: there is no report: {type(failed).__name__}: {failed}")
+            _say(f"there is no report: {type(failed).__name__}: {failed}")
 
     def _write(self, reports: list[Report]) -> None:
-        written = []
+        """Write each report to each file. One that cannot be written does not keep the others from it."""
+        written: list[Path] = []
         for number, report in enumerate(reports, 1):
             parts = [f"-rank{report.rank}"] if report.world_size > 1 else []
             suffix = "".join([*parts, f"-{number}" if number > 1 else ""])
-            if self.json is not None:
-                written.append(self.json.with_stem(f"{self.json.stem}{suffix}"))
-                write_atomically(written[-1], report.to_json())
-            if self.html is not None:
-                from loaderkit.profile.render.html import to_html
-
-                written.append(self.html.with_stem(f"{self.html.stem}{suffix}"))
-                write_atomically(written[-1], to_html(report))
+            for option, file, render in (("--json", self.json, _to_json), ("--html", self.html, _to_html)):
+                if file is None:
+                    continue
+                path = file.with_stem(f"{file.stem}{suffix}")
+                try:
+                    write_atomically(path, render(report))
+                    written.append(path)
+                except Exception as error:
+                    reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                    _say(f"{path} was not written ({reason}): name another place by {option}")
+        if not reports:
+            for file in filter(None, (self.json, self.html)):
+                _say(f"there is nothing to write to {file}")
         if written:
-            console.say(f"written: {', '.join(map(str, written))}")
+            with contextlib.suppress(OSError, ValueError):
+                console.say(f"written: {', '.join(map(str, written))}")
+
+
+def _say(message: str) -> None:
+    """A line on stderr, if that takes one: the script's exit code does not depend on it."""
+    with contextlib.suppress(OSError, ValueError):
+        console.say(f"loaderkit watch: {message}")
+
+
+def _to_json(report: Report) -> str:
+    return report.to_json()
+
+
+def _to_html(report: Report) -> str:
+    from loaderkit.profile.render.html import to_html  # with jinja2
+
+    return to_html(report)
 
 
 def _run_file(path: str) -> None:
@@ -157,14 +184,19 @@ def _run_file(path: str) -> None:
     exec(code, module.__dict__)  # noqa: S102  # the script that the user has named, as Python runs it
 
 
-def _show(reports: list[Report]) -> None:
+def _show(reports: list[Report], without_batches: list[Report]) -> None:
+    """Say what there is to say, the loop that waited longest first."""
     from loaderkit.profile.render.terminal import render, to_text
 
+    for report in without_batches[:_MOST_SHOWN]:
+        why = report.partial or "its data set is empty, or smaller than a batch with drop_last"
+        _say(f"{report.name} gave no batch: {why}")
     if not reports:
-        console.say(
-            "loaderkit watch: the script took no batch from a DataLoader of torch in this process (of other loops: "
-            "loaderkit.watch(...) in the script; under torchrun: torchrun -m loaderkit watch SCRIPT)"
-        )
+        if not without_batches:
+            _say(
+                "the script took no batch from a DataLoader of torch in this process (of other loops: "
+                "loaderkit.watch(...) in the script; under torchrun: torchrun -m loaderkit watch SCRIPT)"
+            )
         return
     ranked = sorted(reports, key=lambda report: -report.stall.total_s)
     for report in ranked[:_MOST_SHOWN]:
@@ -184,7 +216,8 @@ def _exit_code(ended_by: BaseException | None) -> int:
     if isinstance(ended_by, SystemExit):
         if ended_by.code is None or isinstance(ended_by.code, int):
             return ended_by.code or 0
-        console.say(str(ended_by.code))
+        with contextlib.suppress(OSError, ValueError):
+            console.say(str(ended_by.code))
         return 1
     trace = _of_script(ended_by)
     sys.excepthook(type(ended_by), ended_by.with_traceback(trace), trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -190,6 +191,40 @@ def test_without_a_loader_that_is_said(capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr()
     assert said.out == "run\n"
     assert "took no batch from a DataLoader" in said.err
+
+
+def test_a_loader_without_a_batch_is_named_and_nothing_is_written_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text(LOOP.replace("batches(12)", "batches(0)"))
+    assert main(["watch", "--json", "r.json", "train.py"]) == 0
+    said = capsys.readouterr().err
+    assert "train.py: DataLoader of TensorDataset (train.py:9) gave no batch: its data set is empty" in said
+    assert f"there is nothing to write to {Path.cwd() / 'r.json'}" in said
+    assert not Path("r.json").exists()
+
+
+def test_a_file_that_cannot_be_written_costs_neither_the_others_nor_the_exit_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As where a disk is full, or the script has removed the folder; nothing is left of it."""
+    Path("folder").mkdir()
+    ending = "import os\nos.rmdir('folder')\nfor batch in batches(6):\n    pass\nsys.exit(5)"
+    assert run("train.py", "--json", "folder/r.json", "--html", "r.html", more=ending) == 5
+    said = capsys.readouterr().err
+    for name in ("r.json", "r-2.json"):
+        path = Path.cwd() / "folder" / name
+        assert f"{path} was not written (No such file or directory): name another place by --json" in said
+    assert sorted(path.name for path in Path().iterdir()) == ["r-2.html", "r.html", "train.py"]
+    assert f"written: {Path.cwd() / 'r.html'}, {Path.cwd() / 'r-2.html'}" in said
+
+
+def test_where_stderr_takes_nothing_the_files_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115 - closing it fails
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", full)
+        assert run("train.py", "--json", "r.json", more="sys.exit(5)") == 5
+    with contextlib.suppress(OSError):
+        full.close()
+    assert Report.from_json(Path("r.json").read_text()).num_batches == 6
 
 
 def test_a_script_sees_what_it_sees_alone(tmp_path: Path) -> None:

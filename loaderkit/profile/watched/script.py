@@ -82,7 +82,7 @@ class ScriptLoaders:
             self._undo.append(when_imported(module, functools.partial(self._replace, name)))
 
     def reports(self, kind: type[BaseException] | None, error: BaseException | None) -> list[Report]:
-        """Stop, and give a report for each DataLoader that gave a batch, in the order in which they were begun. `kind` and
+        """Stop, and give a report for each DataLoader that was iterated over, in the order in which they were begun. `kind` and
         `error`: what ended the script."""
         for undo in self._undo:
             undo()
@@ -91,7 +91,7 @@ class ScriptLoaders:
             one.profile.__exit__(kind, error, None)
         found = [one.report() for one in self._watching]
         self._watching = []
-        return [report for report in found if report.num_batches]
+        return found
 
     def _replace(self, name: str, module: ModuleType) -> None:
         kind = getattr(module, name)

@@ -267,7 +267,7 @@ def _tell_check(checked: dict[str, Any]) -> None:
     if checked["num_ignored_members"]:
         rows.append(("ignored", f"{checked['num_ignored_members']} tar members: hidden, or without an extension"))
     if left_out := checked["left_out"]:
-        from loaderkit.sources.files import said_counts
+        from loaderkit.sources.listing import said_counts
 
         rows.append(
             ("left out", f"{sum(left_out.values())} files that `include` does not take: {said_counts(left_out)}")

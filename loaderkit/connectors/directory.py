@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat as stat_bits
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 
+from loaderkit._internal.text import warn
 from loaderkit.connectors.base import ObjectInfo
-from loaderkit.errors import ConnectorError, ObjectNotFoundError, printable
+from loaderkit.errors import ConnectorError, ObjectNotFoundError
 
 _Entry = tuple[str, os.DirEntry[str]]
 _OpenDirectory = tuple[Iterator[_Entry], tuple[int, int]]
@@ -53,12 +53,9 @@ class Directory:
             else:
                 stack.pop()
         if lost:
-            warnings.warn(
-                printable(
-                    f"below {self._base!r} links that lead nowhere are left out ({len(lost)}, such as {lost[0]!r}): was what "
-                    "they lead to moved, or is a disk not mounted?"
-                ),
-                stacklevel=2,
+            warn(
+                f"below {self._base!r} links that lead nowhere are left out ({len(lost)}, such as {lost[0]!r}): was what "
+                "they lead to moved, or is a disk not mounted?"
             )
 
     def _entries(self, directory: str, prefix: str) -> Sequence[_Entry]:

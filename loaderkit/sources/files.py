@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from itertools import chain, islice
 from typing import Annotated, Any, Literal, TypeVar
@@ -28,11 +28,10 @@ from loaderkit.sources.fields import (
     included_fields,
 )
 from loaderkit.sources.joined import join_files
-from loaderkit.sources.listing import Listing, cut_blocks
+from loaderkit.sources.listing import Listing, cut_blocks, extension_of, said_counts
 from loaderkit.sources.patterns import Patterns
 
 _MAX_COUNTED = 10_000
-_MAX_EXTENSIONS = 6
 
 _Named = TypeVar("_Named", tuple[str, ...], dict[str, int])
 
@@ -213,10 +212,10 @@ class FilesSource(Source):
         for info in files:
             matches = self._patterns.matches(info.key)
             if not matches or self._takes_images:
-                is_image = _extension(info.key).lower() in IMAGE_EXTENSIONS
+                is_image = extension_of(info.key).lower() in IMAGE_EXTENSIONS
                 if not matches or not is_image:
                     if (is_image or self._takes_images) and "/." not in f"/{info.key}":
-                        self.left_out[_extension(info.key)] += 1
+                        self.left_out[extension_of(info.key)] += 1
                     continue
             is_sample = self._args.limit is None or num_chosen < self._args.limit
             if not is_sample and (self._args.label == "none" or self._args.classes is not None):
@@ -234,7 +233,7 @@ class FilesSource(Source):
     def _has_image(self) -> bool:
         first = islice(self._connector.list(""), _MAX_COUNTED)
         return any(
-            _extension(info.key).lower() in IMAGE_EXTENSIONS and self._patterns.matches(info.key) for info in first
+            extension_of(info.key).lower() in IMAGE_EXTENSIONS and self._patterns.matches(info.key) for info in first
         )
 
     def _field_of(self, key: str) -> tuple[str, str]:
@@ -277,20 +276,6 @@ class FilesSource(Source):
             f"no file below {self._args.url!r} matches {self._patterns}: {seen}; check `url` and "
             + ("`include`" if self._first is None else "`fields`")
         )
-
-
-def _extension(key: str) -> str:
-    """As it is written; "" without one."""
-    base = key[key.rfind("/") + 1 :]
-    return base[base.rfind(".") + 1 :] if "." in base else ""
-
-
-def said_counts(by_extension: Mapping[str, int]) -> str:
-    """Numbers of files by extension, in words: "480 .JPG, 2 .txt, 1 without extension"."""
-    most = sorted(by_extension.items(), key=lambda item: (-item[1], item[0]))
-    named = [f"{num} .{name}" if name else f"{num} without extension" for name, num in most[:_MAX_EXTENSIONS]]
-    rest = sum(num for _, num in most[_MAX_EXTENSIONS:])
-    return ", ".join([*named, *([f"{rest} others"] if rest else [])])
 
 
 def _fields_of(args: FilesArgs) -> dict[str, str] | None:

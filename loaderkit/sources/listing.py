@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import blake2b
@@ -18,6 +18,7 @@ from loaderkit.errors import AccessDeniedError, LoaderkitError, ObjectNotFoundEr
 from loaderkit.sources.patterns import Patterns
 
 _MAX_NAMED = 20
+_MAX_EXTENSIONS = 6
 
 
 class StringTable:
@@ -116,12 +117,23 @@ class Listing:
         return self.keys.take(indices), self.sizes[indices].tolist(), [*self.etags.take(indices)]
 
 
-def list_matching(connector: Connector, patterns: Patterns, root: str, num_threads: int) -> list[ObjectInfo]:
-    """The objects that match, in canonical order; named ones also where the store does not list. Raises SourceError, naming
-    `root`, if a pattern matches nothing, and what the connector raises."""
+def list_matching(
+    connector: Connector,
+    patterns: Patterns,
+    root: str,
+    num_threads: int,
+    leave_out: Callable[[str], None] = lambda key: None,
+) -> list[ObjectInfo]:
+    """The objects that match, in canonical order; named ones also where the store does not list. `leave_out` gets the keys of
+    the others that are listed and not hidden. Raises SourceError, naming `root`, if a pattern matches nothing, and what the
+    connector raises."""
     infos: list[ObjectInfo] = []
     try:
-        infos = [info for info in connector.list(patterns.prefix) if patterns.matches(info.key)]
+        for info in connector.list(patterns.prefix):
+            if patterns.matches(info.key):
+                infos.append(info)
+            elif "/." not in f"/{info.key}":
+                leave_out(info.key)
     except AccessDeniedError:  # listing a bucket needs a separate permission
         if patterns.names is None:
             raise
@@ -129,6 +141,20 @@ def list_matching(connector: Connector, patterns: Patterns, root: str, num_threa
         infos = stat_all(connector, patterns.names, num_threads)
     refuse_unmatched(connector, patterns, (info.key for info in infos), root)
     return infos
+
+
+def extension_of(key: str) -> str:
+    """That of a file, as it is written; "" without one."""
+    base = key[key.rfind("/") + 1 :]
+    return base[base.rfind(".") + 1 :] if "." in base else ""
+
+
+def said_counts(by_extension: Mapping[str, int]) -> str:
+    """Numbers of files by extension, in words: "480 .JPG, 2 .txt, 1 without extension"."""
+    most = sorted(by_extension.items(), key=lambda item: (-item[1], item[0]))
+    named = [f"{num} .{name}" if name else f"{num} without extension" for name, num in most[:_MAX_EXTENSIONS]]
+    rest = sum(num for _, num in most[_MAX_EXTENSIONS:])
+    return ", ".join([*named, *([f"{rest} others"] if rest else [])])
 
 
 def stat_all(

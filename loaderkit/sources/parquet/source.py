@@ -7,7 +7,7 @@ sample -> row group (binary search) -> file, and row in the group; a group -> th
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,7 +27,7 @@ from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, SourceError
 from loaderkit.sources.base import FieldRange, RowGroup, RowSource, Sample, SourceKind
 from loaderkit.sources.fields import Include
-from loaderkit.sources.listing import StringTable, cut_blocks, list_matching
+from loaderkit.sources.listing import StringTable, cut_blocks, extension_of, list_matching
 from loaderkit.sources.parquet.arrow import ChunkTable, ColumnType, Footer, chunk_table, decode_group, parse_footer
 from loaderkit.sources.parquet.footers import load_footer
 from loaderkit.sources.patterns import Patterns
@@ -63,7 +63,7 @@ class ParquetArgs(StoreArgs):
 
     @model_validator(mode="after")
     def _names_fit(self) -> ParquetArgs:
-        if self.url.endswith(".parquet") and "include" in self.model_fields_set:
+        if self.names_files and "include" in self.model_fields_set:
             raise ValueError("`url` names the files already; leave `include` out, or let `url` name their folder")
         columns, renamed = self.columns or (), list((self.fields or {}).values())
         for name, listed in (("columns", columns), ("fields", renamed)):
@@ -76,14 +76,19 @@ class ParquetArgs(StoreArgs):
         return self
 
     @property
+    def names_files(self) -> bool:
+        """True if `url` names files, not their folder."""
+        return self.url.endswith(".parquet")
+
+    @property
     def root(self) -> str:
         """The connector's root: `url`, or its directory if it names files."""
-        return (self.url[: self.url.rfind("/") + 1] or ".") if self.url.endswith(".parquet") else self.url
+        return (self.url[: self.url.rfind("/") + 1] or ".") if self.names_files else self.url
 
     @property
     def files(self) -> str | tuple[str, ...]:
         """The patterns of files below `root`."""
-        return self.url[self.url.rfind("/") + 1 :] if self.url.endswith(".parquet") else self.include
+        return self.url[self.url.rfind("/") + 1 :] if self.names_files else self.include
 
 
 class _Groups(NamedTuple):
@@ -113,7 +118,8 @@ class ParquetSource(RowSource):
         self._wanted = args.columns or (tuple(args.fields.values()) if args.fields is not None else None)
         patterns = Patterns(args.files)
         self._num_threads = _NUM_REMOTE_THREADS if traits_of(connector).is_remote else _NUM_THREADS
-        self._files = list_matching(connector, patterns, args.root, self._num_threads)
+        self.left_out: Counter[str] = Counter()
+        self._files = list_matching(connector, patterns, args.root, self._num_threads, self._leave_out)
         self._types: dict[str, ColumnType] = {}  # column -> its type in the first file
         self._groups = self._collect(load)
         renamed = {column: field for field, column in (args.fields or {}).items()}
@@ -126,6 +132,10 @@ class ParquetSource(RowSource):
         row_bytes = sum(kind.row_bytes for kind in self._types.values())
         self.group_bytes = np.maximum(self._groups.sizes.sum(axis=1), row_bytes * self._groups.num_rows)
         self.memory_bytes = args.memory
+
+    def _leave_out(self, key: str) -> None:
+        if not self._args.names_files:
+            self.left_out[extension_of(key)] += 1
 
     def __len__(self) -> int:
         return self._num

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from hashlib import blake2b
 
+from loaderkit._internal.text import warn
 from loaderkit.connectors.base import Connector, ObjectInfo
-from loaderkit.errors import AccessDeniedError, FormatError, ObjectNotFoundError, printable
+from loaderkit.errors import AccessDeniedError, FormatError, ObjectNotFoundError
 from loaderkit.sources.serial.offsets import Int64s, Offsets, Parts, pack, parse
 from loaderkit.sources.serial.scan import find_lines
 
@@ -18,6 +18,11 @@ _END_BYTES = 4096
 def key_beside(key: str) -> str:
     """The key of the index of a file."""
     return f"{key}.offsets"
+
+
+def is_beside(key: str, keys: Container[str]) -> bool:
+    """True if `key` is that of the index of one of the files `keys`."""
+    return key.endswith(".offsets") and key.removesuffix(".offsets") in keys
 
 
 def write_index(connector: Connector, info: ObjectInfo, parts: Parts) -> bytes:
@@ -50,7 +55,7 @@ def beside_or_found(connector: Connector, info: ObjectInfo) -> Iterator[tuple[In
     try:
         offsets = read_index(connector, info)
     except FormatError as error:
-        warnings.warn(printable(f"{error}; write it again (`loaderkit index`) or delete it"), stacklevel=2)
+        warn(f"{error}; write it again (`loaderkit index`) or delete it")
     if offsets is None:
         yield from find_lines(connector, info)
     else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import Annotated, Any
@@ -13,11 +14,13 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 
 from loaderkit._internal.system.user_cache import default_cache_dir, path_in_cache
+from loaderkit._internal.text import warn
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import FormatError, SourceError
 from loaderkit.sources.base import FieldRange, PackedSize, Sample, SerialSource, Table
 from loaderkit.sources.fields import Include
+from loaderkit.sources.listing import extension_of, list_matching
 from loaderkit.sources.patterns import Patterns
 from loaderkit.sources.serial.offsets import Int64s, Offsets, Parts, load_offsets
 
@@ -25,7 +28,8 @@ NUM_THREADS = 4
 _NUM_REMOTE_THREADS = 16  # they wait for the store, not for a CPU
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
 _EXTENSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
-_ADVICE = "it has no random access: decompress it, or read it in its own order by kind: iterable"
+_INDEXES = frozenset({"offsets", "idx"})
+_ADVICE = "it has no random access: decompress it, or leave it out by `include`, or read it in its own order by kind: iterable"
 
 
 def checked_names(value: dict[str, str]) -> dict[str, str]:
@@ -59,29 +63,72 @@ class SerialArgs(StoreArgs):
 
     @property
     @abstractmethod
-    def _usual(self) -> str:
+    def usual(self) -> str:
         """Which files of a folder are read if `include` does not say."""
 
     @property
-    def _names_files(self) -> bool:
+    def also_usual(self) -> tuple[str, ...]:
+        """The ends of other names that such files have."""
+        return ()
+
+    @property
+    def names_files(self) -> bool:
+        """True if `url` names files, not their folder."""
         return self.include is None and names_files(self.url)
 
     @property
     def root(self) -> str:
         """The connector's root: `url`, or its directory if it names files."""
-        return (self.url[: self.url.rfind("/") + 1] or ".") if self._names_files else self.url
+        return (self.url[: self.url.rfind("/") + 1] or ".") if self.names_files else self.url
 
     @property
     def patterns(self) -> Patterns:
         """Those of the files below `root`."""
-        return Patterns(self.url[self.url.rfind("/") + 1 :] if self._names_files else self.include or self._usual)
+        return Patterns(self.url[self.url.rfind("/") + 1 :] if self.names_files else self.include or self.usual)
 
 
-def refuse_extension(name: str, key: str) -> None:
-    """Raise SourceError for a file whose name says that it is compressed."""
-    for extension, how in _EXTENSIONS.items():
-        if key.lower().endswith(extension):
-            raise SourceError(f"{name} is compressed ({how}), so {_ADVICE}")
+def list_files(
+    connector: Connector, args: SerialArgs, is_index: Callable[[str, Container[str]], bool]
+) -> tuple[list[ObjectInfo], Counter[str]]:
+    """The files that are meant, without the indexes beside them, and by extension the number of files left out. `is_index`
+    tells an index by its key and those of all files.
+
+    Warns of files beside those of the default `include` that have the same content by their names. Raises as `list_matching`
+    does, and SourceError for a file whose name says that it is compressed.
+    """
+    left_out: Counter[str] = Counter()
+    alike: list[str] = []
+    is_folder = not args.names_files
+
+    def leave_out(key: str) -> None:
+        extension = extension_of(key)
+        if is_folder and extension not in _INDEXES:
+            left_out[extension] += 1
+            if "/" not in key and _decompressed(key).endswith(args.also_usual):
+                alike.append(key)
+
+    infos = list_matching(connector, args.patterns, args.root, NUM_THREADS, leave_out)
+    keys = {info.key for info in infos}
+    infos = [info for info in infos if not is_index(info.key, keys)]
+    for info in infos:
+        for extension, how in _EXTENSIONS.items():
+            if info.key.lower().endswith(extension):
+                raise SourceError(f"{connector.describe(info.key)} is compressed ({how}), so {_ADVICE}")
+    if alike and args.include is None:
+        more = f" and {len(alike) - 1} more are" if len(alike) > 1 else " is"
+        warn(
+            f"{connector.describe(alike[0])}{more} left out, as {args.usual!r} is what is read of a folder: decompress what is "
+            f"compressed, name the others in `include`, or write `include: {args.usual!r}` if they are not meant"
+        )
+    return infos, left_out
+
+
+def _decompressed(key: str) -> str:
+    """What a file would be called if it were not compressed, in lower case."""
+    name = key.lower()
+    for extension in _EXTENSIONS:
+        name = name.removesuffix(extension)
+    return name
 
 
 def refuse_compressed(name: str, begin: memoryview) -> None:

@@ -19,9 +19,8 @@ from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError
 from loaderkit.sources.base import Sample, SourceKind
 from loaderkit.sources.fields import Include
-from loaderkit.sources.listing import list_matching
-from loaderkit.sources.serial.beside import beside_or_found, key_beside
-from loaderkit.sources.serial.files import NUM_THREADS, Names, SerialArgs, SerialFiles, load_with, refuse_extension
+from loaderkit.sources.serial.beside import beside_or_found, is_beside
+from loaderkit.sources.serial.files import Names, SerialArgs, SerialFiles, list_files, load_with
 from loaderkit.sources.serial.offsets import Offsets
 
 _DTYPES = {int: np.int64, float: np.float64, bool: np.bool_}
@@ -52,8 +51,12 @@ class LinesArgs(SerialArgs):
         return self
 
     @property
-    def _usual(self) -> str:
+    def usual(self) -> str:
         return "*.jsonl" if self.format == "json" else "*.txt"
+
+    @property
+    def also_usual(self) -> tuple[str, ...]:
+        return (".jsonl", ".ndjson") if self.format == "json" else (".txt",)
 
 
 class LinesSource(SerialFiles):
@@ -62,11 +65,7 @@ class LinesSource(SerialFiles):
     first_number = 1
 
     def __init__(self, connector: Connector, args: LinesArgs) -> None:
-        infos = list_matching(connector, args.patterns, args.root, NUM_THREADS)
-        indexes = {key_beside(info.key) for info in infos}
-        infos = [info for info in infos if info.key not in indexes]  # `include: "*"` matches them, too
-        for info in infos:
-            refuse_extension(connector.describe(info.key), info.key)
+        infos, self.left_out = list_files(connector, args, is_beside)
         self._is_text = args.format == "text"
         self._text = "text" if args.fields is None else next(iter(args.fields))
         self._picked = None if args.fields is None else [*args.fields.items()]

@@ -7,15 +7,15 @@ The .idx is text: a line for each record, its first byte and its bytes, length a
 from __future__ import annotations
 
 import struct
-import warnings
 from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 
 from loaderkit import native
+from loaderkit._internal.text import warn
 from loaderkit.connectors.base import Connector, ObjectInfo, traits_of
-from loaderkit.errors import AccessDeniedError, FormatError, ObjectNotFoundError, printable
+from loaderkit.errors import AccessDeniedError, FormatError, ObjectNotFoundError
 from loaderkit.sources.serial.files import refuse_compressed
 from loaderkit.sources.serial.offsets import Int64s
 
@@ -52,7 +52,7 @@ def find_records(connector: Connector, info: ObjectInfo) -> Iterator[tuple[Int64
     try:
         starts = read_idx(connector, info)
     except FormatError as error:
-        warnings.warn(printable(f"{error}; write it again (`loaderkit index`) or delete it"), stacklevel=2)
+        warn(f"{error}; write it again (`loaderkit index`) or delete it")
         starts = None
     if starts is None:
         yield from scan_records(connector, info)

@@ -18,8 +18,7 @@ from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError
 from loaderkit.sources.base import Sample, SourceKind
 from loaderkit.sources.fields import Include
-from loaderkit.sources.listing import list_matching
-from loaderkit.sources.serial.files import NUM_THREADS, Names, SerialArgs, SerialFiles, load_with, refuse_extension
+from loaderkit.sources.serial.files import Names, SerialArgs, SerialFiles, list_files, load_with
 from loaderkit.sources.serial.offsets import Offsets
 from loaderkit.sources.serial.records import check_record, find_records
 
@@ -53,7 +52,7 @@ class TfrecordArgs(SerialArgs):
         return self
 
     @property
-    def _usual(self) -> str:
+    def usual(self) -> str:
         return "*.tfrec*"
 
 
@@ -69,13 +68,7 @@ class TfrecordSource(SerialFiles):
     """The records of all matching files of `connector`; a key ends with the number of the record, from 0."""
 
     def __init__(self, connector: Connector, args: TfrecordArgs) -> None:
-        infos = [
-            info
-            for info in list_matching(connector, args.patterns, args.root, NUM_THREADS)
-            if not info.key.endswith(".idx")
-        ]
-        for info in infos:
-            refuse_extension(connector.describe(info.key), info.key)
+        infos, self.left_out = list_files(connector, args, lambda key, keys: key.endswith(".idx"))
         self._is_full = args.verify == "full"
         self._bytes = None if args.format == "example" else next(iter(args.fields or ("data",)))
         self._picked = None if args.fields is None else [_picked(*pair) for pair in args.fields.items()]

@@ -17,6 +17,8 @@ from loaderkit import Pipeline
 from loaderkit.connectors.base import ConnectorTraits
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, LoaderkitError, MissingExtraError, ObjectChangedError, SourceError, StageError
+from loaderkit.sources.parquet.footers import load_footer
+from loaderkit.sources.parquet.source import ParquetArgs, ParquetSource
 
 
 class Counting(MemoryConnector):
@@ -85,6 +87,13 @@ def test_files_named_by_braces_or_one_by_one(tmp_path: Path, files: dict[str, by
         loaderkit.build(Pipeline.parquet(str(tmp_path / "a{0,1}.parquet")).read().batch(3))
     with pytest.raises(SourceError, match="have no row"):
         build(MemoryConnector({"e.parquet": files["empty.parquet"]}))
+
+
+def test_what_is_left_out_is_counted(files: dict[str, bytes]) -> None:
+    connector = MemoryConnector(files | {"a.parq": b"", "z/z.parquet": b"", "_SUCCESS": b"", ".d.parq": b""})
+    args = ParquetArgs(url="memory://")
+    source = ParquetSource(connector, args, lambda info: load_footer(connector, info, None))
+    assert source.left_out == {"parq": 1, "": 1, "parquet": 1 + sum("/" in key for key in files)}
 
 
 def test_columns_and_fields(files: dict[str, bytes]) -> None:

@@ -217,7 +217,8 @@ def test_which_files(tmp_path: Path) -> None:
         (batch,) = batches(Pipeline.lines(url, **args).shuffle(False).read().batch(9).epochs(1))
         return batch["name"]  # type: ignore[no-any-return]
 
-    assert names(tmp_path) == ["b.jsonl"]
+    with pytest.warns(UserWarning, match=r"c\.ndjson is left out"):
+        assert names(tmp_path) == ["b.jsonl"]
     assert names(tmp_path, include="**/*.jsonl") == ["a/x.jsonl", "b.jsonl", "v1.0/y.jsonl"]
     assert names(tmp_path, include=["c.ndjson", "b.jsonl"]) == ["b.jsonl", "c.ndjson"]
     assert names(tmp_path / "c.ndjson") == ["c.ndjson"]
@@ -231,6 +232,26 @@ def test_which_files(tmp_path: Path) -> None:
         Pipeline.lines("x", format="text", fields={"a": "b"}).read().batch(1).config  # noqa: B018
     with pytest.raises(ConfigError, match="reserved"):
         Pipeline.lines("x", fields={"__key__": "b"}).read().batch(1).config  # noqa: B018
+
+
+def test_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    others = ("b.jsonl.gz", "c.JSONL.zst", "d.ndjson", "e/f.jsonl", "README", ".g.jsonl.gz", "b.jsonl.offsets")
+    files = {"a.jsonl": b'{"x": 1}', **dict.fromkeys(others, b"")}
+    with pytest.warns(
+        UserWarning, match=r"memory://b\.jsonl\.gz and 2 more are left out, .* `include: '\*\.jsonl'` if"
+    ) as caught:
+        source = source_of(files)
+    assert [one.filename for one in caught] == [__file__]
+    counts = {"gz": 1, "zst": 1, "ndjson": 1, "jsonl": 1, "": 1}
+    assert source.left_out == counts
+    assert source_of(files, include="*.jsonl").left_out == counts
+    assert not source_of(files, url="memory://a.jsonl").left_out
+    for name in ("a.jsonl", "README.md"):
+        (tmp_path / name).write_bytes(files["a.jsonl"])
+    pipeline = Pipeline.lines(tmp_path, include="*.jsonl").shuffle(False).read().batch(1)
+    (tmp_path / "p.yaml").write_text(pipeline.to_yaml())
+    assert main(["check", str(tmp_path / "p.yaml")]) == 0
+    assert "left out      2 files that `include` does not take: 1 .md, 1 .yaml" in capsys.readouterr().out
 
 
 def test_what_has_no_random_access() -> None:

@@ -292,6 +292,11 @@ def test_files_that_are_none(data: bytes, says: str) -> None:
 def test_compressed_by_name() -> None:
     with pytest.raises(SourceError, match=r"x\.tfrecord\.gz is compressed \(gzip\).*kind: iterable"):
         source_of({"x.tfrecord.gz": b""})
+    files = {"x.tfrecord": WHOLE, "x.tfrecord.idx": b"", "y.tfrecord.gz": b"", "y.txt": b""}
+    with pytest.raises(SourceError, match=r"y\.tfrecord\.gz is compressed .*leave it out by `include`"):
+        source_of(files)
+    with pytest.warns(UserWarning, match="is not used"):
+        assert source_of(files, include="*.tfrecord").left_out == {"gz": 1, "txt": 1}
 
 
 def test_files_of_a_folder_by_their_names() -> None:

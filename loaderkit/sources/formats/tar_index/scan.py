@@ -7,7 +7,6 @@ follow). POSIX.1-2017, pax, "ustar Interchange Format"; GNU tar manual, "Basic T
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -15,8 +14,9 @@ from zlib import adler32
 
 import numpy as np
 
+from loaderkit._internal.text import warn
 from loaderkit.connectors.base import Connector, ObjectInfo
-from loaderkit.errors import FormatError, printable
+from loaderkit.errors import FormatError
 from loaderkit.sources.formats.tar_index.index import TarIndex, sample_key_and_extension
 from loaderkit.sources.formats.tar_index.window import Window, WindowRun
 
@@ -52,13 +52,10 @@ def scan_tar(connector: Connector, info: ObjectInfo, *, clock: Callable[[], floa
     scanner = TarScanner(connector, info, clock)
     runs = list(scanner.runs(0))
     if scanner.num_links:
-        warnings.warn(
-            printable(
-                f"{scanner.where}: links are left out, as they have no bytes of their own ({scanner.num_links}, such as "
-                f"{_shown(scanner.first_link)}); for files in their place create the archive again with "
-                "`tar --dereference --hard-dereference`"
-            ),
-            stacklevel=2,
+        warn(
+            f"{scanner.where}: links are left out, as they have no bytes of their own ({scanner.num_links}, such as "
+            f"{_shown(scanner.first_link)}); for files in their place create the archive again with "
+            "`tar --dereference --hard-dereference`"
         )
     nothing = np.empty(0, np.int64)
     starts = np.concatenate([nothing, *(run.starts for run in runs)])
@@ -230,7 +227,7 @@ class TarScanner:
 
     def _warn(self, message: str) -> None:
         self.has_odd_end = True
-        warnings.warn(printable(message), stacklevel=4)
+        warn(message)
 
     def _fail_as_no_header(self, position: int, header: bytes | bytearray) -> NoReturn:
         if position == 0:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from loaderkit._internal.system.user_cache import keep, path_in_cache
+from loaderkit._internal.text import warn
 from loaderkit.connectors.base import Connector, ObjectInfo, traits_of
-from loaderkit.errors import AccessDeniedError, FormatError, ObjectNotFoundError, printable
+from loaderkit.errors import AccessDeniedError, FormatError, ObjectNotFoundError
 from loaderkit.sources.formats.tar_index.index import TarIndex, sample_key_and_extension
 from loaderkit.sources.formats.tar_index.scan import TarScanner, scan_tar
 from loaderkit.sources.formats.tar_index.wds import parse_wds_index, wds_index_key
@@ -72,12 +72,9 @@ def _beside(connector: Connector, info: ObjectInfo) -> TarIndex | None:
         misfit = str(error)
     if misfit is None:
         return index
-    warnings.warn(
-        printable(
-            f"the index {where} is not used, since it does not fit its archive: {misfit}; create it again or delete it "
-            "(`loaderkit index`)"
-        ),
-        stacklevel=3,
+    warn(
+        f"the index {where} is not used, since it does not fit its archive: {misfit}; create it again or delete it "
+        "(`loaderkit index`)"
     )
     return None
 

@@ -115,7 +115,8 @@ class PeerChannel:
         while missing := [n for n in missing if not self._store.check([f"{key}/{n}"])]:
             if self.failure is not None:
                 raise self.failure
-            if gone := [n for n in missing if self._store.check([f"left/{n}"])]:
+            # One that leaves has left its word before, if it came so far: all find the same difference, say.
+            if gone := [n for n in missing if self._has_gone_without(key, n)]:
                 raise self._gone(gone[0])
             waited_s, absent = time.monotonic() - begin_s, [self.peers[n] for n in missing]
             if waited_s > self._begin_s:
@@ -131,6 +132,10 @@ class PeerChannel:
                 raise _closed()
             self._has_left.wait(poll_s) if may_leave else time.sleep(poll_s)
             poll_s = min(2 * poll_s, _MAX_POLL_S)
+
+    def _has_gone_without(self, key: str, peer: int) -> bool:
+        """True if a rank has left, and not left the word `key` before. The order of the two looks decides."""
+        return self._store.check([f"left/{peer}"]) and not self._store.check([f"{key}/{peer}"])
 
     def _check_same(self, said: Sequence[str]) -> None:
         own = said[0].split("\n")

@@ -17,7 +17,7 @@ from loaderkit import __version__
 from loaderkit.cli.check import check, explain
 from loaderkit.cli.checkpoints import checkpoints
 from loaderkit.cli.demo import demo
-from loaderkit.cli.index import index
+from loaderkit.cli.indexing.command import index
 from loaderkit.cli.pack import pack
 from loaderkit.cli.profile import profile
 from loaderkit.cli.restore import manifest, restore

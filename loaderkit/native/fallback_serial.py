@@ -44,7 +44,7 @@ def _table() -> NDArray[np.uint32]:
 
 @cache
 def _shift(num_bytes: int) -> tuple[int, ...]:
-    """What each bit of a checksum becomes by so many zeros behind it."""
+    """What each of the 32 bits of a checksum becomes when `num_bytes` zeros are appended to the data."""
     if num_bytes == 1:
         table = _table().tolist()
         return tuple(bit >> 8 ^ table[bit & 0xFF] for bit in (1 << place for place in range(32)))

@@ -56,10 +56,10 @@ class BatchNumbers:
             return count()  # until `BatchesByNumber` ends with the epoch
 
 
-class Turn:
-    """Whether a batch of a loader is being asked for: two threads that ask at once would get some batches twice."""
+class NextCall:
+    """Whether `next` of a loader runs: two threads in it at once would get some batches twice."""
 
-    is_taken = False
+    is_running = False
 
 
 class EpochIterator(Iterator[Any]):
@@ -67,13 +67,13 @@ class EpochIterator(Iterator[Any]):
 
     def __init__(
         self,
-        turn: Turn,
+        next_call: NextCall,
         next_of: Callable[[int | None], tuple[Any, int]],
         num_to_come: Callable[[], int],
         check_length: Callable[[], None],
     ) -> None:
-        """`turn` is that of all iterators of a loader. `check_length` raises TypeError if how many are left is not known."""
-        self._turn = turn
+        """`next_call` is one for all iterators of a loader. `check_length` raises TypeError if the number left is not known."""
+        self._next_call = next_call
         self._next_of = next_of
         self._num_to_come = num_to_come
         self._check_length = check_length
@@ -85,20 +85,20 @@ class EpochIterator(Iterator[Any]):
         return self._num_to_come() if self._num_left is None else self._num_left
 
     def __next__(self) -> Any:
-        if self._turn.is_taken:
+        if self._next_call.is_running:
             raise LoaderkitError(
                 "this loader is being asked for a batch already, by another thread or by code that makes that batch: one "
                 "thread at a time iterates over a loader, and hands the batches on to the others (by a queue.Queue, say)"
             )
         # Threads are switched, and KeyboardInterrupt is raised, at calls: none stands between the look and `finally`.
         try:
-            self._turn.is_taken = True
+            self._next_call.is_running = True
             batch, self._num_left = self._next_of(self._num_left)
         except BaseException:
             self._num_left = 0
             raise
         finally:
-            self._turn.is_taken = False
+            self._next_call.is_running = False
         return batch
 
 

@@ -15,7 +15,7 @@ from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.errors import ClosedError, ConfigError, MissingExtraError, StallTimeout, WorkerDiedError
 from loaderkit.pipeline.bad_samples import BadSamples
-from loaderkit.pipeline.batch_numbers import DataLoaderParts, EpochIterator, Turn
+from loaderkit.pipeline.batch_numbers import DataLoaderParts, EpochIterator, NextCall
 from loaderkit.pipeline.config.builder import Pipeline, to_config
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.pipeline.config.model import PipelineConfig
@@ -90,7 +90,7 @@ class Loader(DataLoaderParts):
         self._next = (0, 0)  # (epoch, position) where the next iteration begins
         self._asked: int | None = None  # its epoch, if `set_epoch` has said it
         self._iteration = 0
-        self._turn = Turn()
+        self._next_call = NextCall()
         self._bad_samples = BadSamples(plan.noted_errors, plan.source)
         self._sources = SourceAccounts(plan, self._bad_samples)
         self._empty_batches = EmptyBatches(plan.config, plan.schedule)
@@ -114,7 +114,7 @@ class Loader(DataLoaderParts):
         self._iteration += 1
         self._next = self._or_next_epoch(*self._next)  # of what is left there may be no batch for each rank
         next_of = partial(self._next_of, self._iteration)
-        return EpochIterator(self._turn, next_of, self._num_to_come, self._empty_batches.check_length)
+        return EpochIterator(self._next_call, next_of, self._num_to_come, self._empty_batches.check_length)
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch on this rank, also in a resumed one; planned by lengths, of the current one.

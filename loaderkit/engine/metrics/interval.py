@@ -249,7 +249,8 @@ class Interval:
         return max(workers + 1, min(4 * workers, enough))
 
     def batches_for(self, workers: int) -> int:
-        """Batches with a sample for each of so many workers, and one more; 0: so many are ahead, or memory is short."""
+        """How many batches ahead give each of `workers` a sample, and one more; 0 if as many are ahead already, or if the
+        budget of memory is too small for them."""
         size = self.stats.num_samples / self.stats.num_batches if self.stats.num_batches else 0.0
         batches = 0 if self.is_inline or size < 1 else ceil(workers / size) + 1
         has_memory = batches * self.stats.memory.get("batch_bytes", 0) <= self.stats.memory["budget_bytes"]

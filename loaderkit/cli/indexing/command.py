@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from loaderkit.cli.index_lengths import index_lengths
-from loaderkit.cli.index_serial import has_lines, has_records, index_key, indexed
+from loaderkit.cli.indexing.lengths import index_lengths
+from loaderkit.cli.indexing.serial import has_lines, has_records, index_key, indexed
 from loaderkit.cli.terminal import console
 from loaderkit.cli.terminal.options import AsJson, Debug
 from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectNotFoundError, SourceError

@@ -1,0 +1,1 @@
+"""`loaderkit index`: indexes beside data files, and the lengths of samples."""

@@ -333,7 +333,6 @@ def stage_rows(passed: Stats, series: Sequence[Mapping[str, Any]]) -> list[Stage
                 **known,
                 kind=row.kind,
                 in_turn=row.in_turn,
-                computes_elsewhere=facts.computes_elsewhere,
                 is_limited=facts.is_limited,
                 pool=pool,
                 io_s=waiting_s - gil_s,

@@ -169,16 +169,6 @@ def oversubscription(facts: Facts) -> Verdict | None:
     return _of_stage(interval, facts.awaited, "oversubscription", evidence, change, sure=0.9)
 
 
-def subprocesses(facts: Facts) -> Verdict | None:
-    """Its function starts processes, and waits for what those compute."""
-    interval, awaited = facts.interval, facts.awaited
-    if not awaited.computes_elsewhere:
-        return None
-    used = interval.stats.host.children_s / interval.counted_s
-    evidence = f"processes that this program started used {used:.1f} CPUs, the workers {interval.cpus_used:.1f}"
-    return _of_stage(interval, awaited, "computing", evidence, words.less_work(interval, awaited), sure=0.9)
-
-
 def gil(facts: Facts) -> Verdict | None:
     """Workers compute, together no more than one CPU can, and wait for one another meanwhile.
 

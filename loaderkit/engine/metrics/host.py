@@ -37,7 +37,6 @@ class HostStats:
     others_s: float | None = (
         None  # of these CPUs, used by other programs or taken away by the host of a virtual machine
     )
-    children_s: float = 0.0  # CPU time of processes that functions started, and that have ended
     native_s: float = 0.0  # CPU time of threads that Python did not start: pools of BLAS, OpenMP, torch
     swapped_bytes: int = 0  # of this process, at this moment
     quota_cpus: float | None = None  # CPUs that its cgroup leaves it; None without a quota
@@ -52,7 +51,6 @@ class HostStats:
             disk_bytes=_difference(self.disk_bytes, earlier.disk_bytes),
             idle_s=_difference(self.idle_s, earlier.idle_s or 0.0),  # None before the first wait
             others_s=_difference(self.others_s, earlier.others_s or 0.0),
-            children_s=max(0.0, self.children_s - earlier.children_s),
             native_s=max(0.0, self.native_s - earlier.native_s),  # a thread that has ended takes its time with it
         )
 
@@ -73,14 +71,14 @@ class CpuWatch:
 
     def begin(self) -> None:
         """Start to count."""
-        self._first = (cpu_times_so_far(), _own_s())
+        self._first = (cpu_times_so_far(), time.process_time())
 
     def added_to(self, host: HostStats, children_s: float = 0.0) -> HostStats:
-        """`host` with the CPUs' times; `children_s` of them went to this program's other processes, which still run."""
+        """`host` with the CPUs' times; `children_s` of them went to this program's other processes."""
         (first, first_own_s), now = self._first, cpu_times_so_far()
         if first is None or now is None:
             return replace(host, idle_s=None, others_s=None)
-        own_s = _own_s() - first_own_s + children_s
+        own_s = time.process_time() - first_own_s + children_s
         # Below 0 where the other processes had started before: between two moments that does not count.
         return replace(host, idle_s=now.idle_s - first.idle_s, others_s=now.busy_s - first.busy_s - own_s)
 
@@ -103,7 +101,6 @@ def merged_hosts(hosts: Sequence[HostStats]) -> HostStats:
         throttled_s=max(throttled, default=None),
         read_bytes=_sum(host.read_bytes for host in hosts),
         disk_bytes=_sum(host.disk_bytes for host in hosts),
-        children_s=sum(host.children_s for host in hosts),
         native_s=sum(host.native_s for host in hosts),
         swapped_bytes=sum(host.swapped_bytes for host in hosts),
         quota_cpus=hosts[0].quota_cpus,
@@ -133,21 +130,10 @@ def host_stats() -> HostStats:
         throttled_s=max((_throttled_s(file) for file in _throttling_files()), default=None),
         read_bytes=io.get(b"rchar"),
         disk_bytes=io.get(b"read_bytes"),
-        children_s=_children_s(),
         native_s=_native_s(),
         swapped_bytes=status.get(b"VmSwap", 0) * 1024,
         quota_cpus=_quota(),
     )
-
-
-def _own_s() -> float:
-    return time.process_time() + _children_s()
-
-
-def _children_s() -> float:
-    """CPU time of the processes that this one has started, and whose end it has waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _native_s() -> float:

@@ -243,9 +243,8 @@ class Interval:
         where they compute no more than there are CPUs for."""
         share = self.share_after_start
         enough = ceil(workers / max(1e-9, 1 - share)) if share < 1 else 2 * workers
-        used = self.cpus_used + self.stats.host.children_s / self.counted_s
-        if computing and self.cpus is not None and used > 0:
-            enough = min(enough, ceil(workers * self.cpus / used))
+        if computing and self.cpus is not None and self.cpus_used > 0:
+            enough = min(enough, ceil(workers * self.cpus / self.cpus_used))
         return max(workers + 1, min(4 * workers, enough))
 
     def batches_for(self, workers: int) -> int:
@@ -293,7 +292,6 @@ class StageFacts:
     is_serial: bool  # workers block one another
     is_held_up: bool  # an item takes plainly longer side by side, for whatever reason
     is_limited: bool  # so, and all workers get hardly more done than a few would: a server may answer a few at a time
-    computes_elsewhere: bool  # its workers wait for processes that its function starts, and those compute
     may_hold_gil: bool  # with more threads, its workers may only wait for one another
     loop_holds_gil: bool  # its workers wait for the GIL, and the loop has it
 
@@ -393,7 +391,6 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
         uses_several = computes_alone and interval.cpus_used > interval.num_processes
         is_serial = not uses_several and (does_all or (is_slowed and alone_share * num_inside > PLAINLY))
     is_held_up = slowdown is not None and slowdown > PLAINLY
-    computes_elsewhere = _computes_elsewhere(interval, stage)
     return StageFacts(
         stage=stage,
         pool=pool,
@@ -409,13 +406,8 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
         is_as_fast_alone=None if alone_share is None else alone_share >= num_compared**-0.5,
         is_serial=is_serial,
         is_held_up=is_held_up,
-        # Of two workers, what hardly lets both work lets one: that is a lock, for which more is asked.
-        is_limited=is_held_up
-        and num_compared > 2
-        and alone_share is not None
-        and alone_share * num_compared * SCALES > 1,
-        computes_elsewhere=computes_elsewhere,
-        may_hold_gil=not computes_elsewhere and _may_hold_gil(stage, trial, num_in_process),
+        is_limited=is_held_up and alone_share is not None and alone_share * num_compared * SCALES > 1,
+        may_hold_gil=_may_hold_gil(stage, trial, num_in_process),
         loop_holds_gil=_loop_holds_gil(interval, stage, trial),
     )
 
@@ -429,14 +421,6 @@ def _loop_holds_gil(interval: Interval, stage: StageStats, trial: ContentionResu
     if usual_s is None or slow_s is None or not stage.num_items:
         return False
     return usual_s < _USUAL_CPU * stage.cpu_s / stage.num_items and slow_s < _MOST_FOR_GIL_S
-
-
-def _computes_elsewhere(interval: Interval, stage: StageStats) -> bool:
-    """Most of what its workers wait is CPU time of processes that have been started; where these wait for a CPU themselves,
-    half of that is enough."""
-    least = COMPUTING / 2 if interval.is_short_of_cpus else COMPUTING
-    waited_s = stage.busy_s - stage.cpu_s - stage.delayed_s
-    return is_of_user(stage) and interval.stats.host.children_s > max(least * waited_s, stage.cpu_s, 1e-9)
 
 
 def is_of_user(stage: StageStats) -> bool:

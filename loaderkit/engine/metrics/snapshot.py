@@ -187,7 +187,6 @@ class Snapshot:
                 read_bytes=0,
                 disk_bytes=0,
                 native_s=0.0,
-                children_s=0.0,
             ),
             tuning=Tuning(),
         )
@@ -287,7 +286,6 @@ class Snapshot:
                 "idle_s": self.host.idle_s,
                 "others_s": None if self.host.others_s is None else max(0.0, self.host.others_s),
                 "native_s": self.host.native_s,
-                "children_s": self.host.children_s,
                 "swapped_bytes": self.host.swapped_bytes,
                 "read_bytes": self.host.read_bytes,
                 "disk_bytes": self.host.disk_bytes,

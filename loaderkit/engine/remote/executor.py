@@ -404,7 +404,7 @@ class RemoteEngine:
                 "rss_peak_bytes": host_stats().rss_peak_bytes,
                 "process_rss_peak_bytes": stats.memory["rss_peak_bytes"],
             },
-            host=self._cpu_watch.added_to(stats.host, children_s=stats.host.cpu_s + stats.host.children_s),
+            host=self._cpu_watch.added_to(stats.host, children_s=stats.host.cpu_s),
             tuning=replace(
                 tuning,
                 processes=self._dealing.num_processes,

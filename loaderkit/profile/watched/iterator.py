@@ -8,10 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 from loaderkit._internal.system.processes import thread_delayed_s
-from loaderkit.profile.watched.dataloader import view_of
+from loaderkit.profile.watched.dataloader import LoaderView, view_of
 from loaderkit.profile.watched.recorder import Recorder
 
 _DELAYS_S = 0.005  # how often the loop's thread is asked for how long it had no CPU: that takes 10 us
+
+
+def open_watched(recorder: Recorder, open_inner: Callable[[], Any]) -> WatchedIterator:
+    """Begin one pass over what `open_inner` gives the iterator of."""
+    begin_s = recorder.opening()
+    inner = open_inner()
+    view = view_of(inner, recorder.clock)
+    recorder.opened(begin_s, view)
+    return (_WithLength if hasattr(type(inner), "__len__") else WatchedIterator)(recorder, inner, view)
 
 
 class WatchedIterator:
@@ -19,19 +28,12 @@ class WatchedIterator:
 
     __slots__ = ("__weakref__", "_inner", "_is_first", "_is_over", "_next_delay_s", "_recorder", "_view")
 
-    def __init__(self, recorder: Recorder, open_inner: Callable[[], Any]) -> None:
-        self._is_over = True  # nothing has begun
-        begin_s = recorder.opening()
-        self._recorder = recorder
-        self._inner = open_inner()
-        self._is_first = True
+    def __init__(self, recorder: Recorder, inner: Any, view: LoaderView | None) -> None:
+        self._recorder, self._inner, self._view = recorder, inner, view
+        self._is_first, self._is_over = True, False
         self._next_delay_s = 0.0
-        self._view = view_of(self._inner, recorder.clock)
-        recorder.opened(begin_s, self._view)
-        self._is_over = False
-        if hasattr(type(self._inner), "__len__"):
-            self.__class__ = _WithLength
 
+    # `sys` may be gone at Python's end, so it is asked for beforehand.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """The loop has left an epoch early: ending workers takes time, for they finish the batch that they make."""
         if self._is_over or is_finalizing():

@@ -107,9 +107,9 @@ class ScriptLoaders:
     def _iterate(self, loader: Any, original: Callable[[Any], Any]) -> Any:
         if os.getpid() != self._pid:  # in a process that the script has forked
             return original(loader)
-        from loaderkit.profile.watched.iterator import WatchedIterator  # torch is there by now
+        from loaderkit.profile.watched.iterator import open_watched  # torch is there by now
 
-        return WatchedIterator(self._watch(loader).recorder, lambda: original(loader))
+        return open_watched(self._watch(loader).recorder, lambda: original(loader))
 
     def _watch(self, loader: Any) -> _Watching:
         known = next((one for one in self._watching if one.loader() is loader), None)

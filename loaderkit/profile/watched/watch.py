@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from loaderkit.pipeline.loader import Loader
 from loaderkit.profile.recording import Profile
-from loaderkit.profile.watched.iterator import WatchedIterator
+from loaderkit.profile.watched.iterator import open_watched
 from loaderkit.profile.watched.recorder import Recorder
 from loaderkit.profile.watched.stats import WatchedStats
 from loaderkit.profile.watched.subject import watched_subject
@@ -35,7 +35,7 @@ class Watched(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         """One pass over what is watched."""
         inner = self._loaderkit_inner
-        found = WatchedIterator(self._loaderkit_recorder, lambda: iter(inner))
+        found = open_watched(self._loaderkit_recorder, lambda: iter(inner))
         object.__setattr__(self, "_loaderkit_iterator", found if found.gives(inner) else None)
         return found
 

@@ -12,7 +12,7 @@ import torch
 
 from loaderkit.profile.recording import Profile
 from loaderkit.profile.watched.batches import num_samples_of, size_of
-from loaderkit.profile.watched.iterator import WatchedIterator
+from loaderkit.profile.watched.iterator import open_watched
 from loaderkit.profile.watched.recorder import Recorder
 from loaderkit.profile.watched.subject import watched_subject
 
@@ -51,7 +51,7 @@ def test_waits_and_epochs_are_told_apart(rng: random.Random) -> None:
                 clock.now_s += open_s
                 return clock.generate(waits_s, end_s)
 
-            for _ in WatchedIterator(recorder, begin):
+            for _ in open_watched(recorder, begin):
                 step_s = rng.uniform(0, 1)
                 clock.now_s += step_s
                 computed_s += step_s
@@ -83,7 +83,7 @@ def test_late_batches_are_seen_to_come_every_nth_time(every: int, rng: random.Ra
     clock = Clock()
     recorder = Recorder("generator", clock)
     waits_s = [rng.uniform(0.2, 0.3) if number % every == every - 1 else 1e-5 for number in range(60)]
-    for _ in WatchedIterator(recorder, lambda: clock.generate(waits_s, 0.0)):
+    for _ in open_watched(recorder, lambda: clock.generate(waits_s, 0.0)):
         clock.now_s += 0.01
     assert recorder.stats().watched.every_nth == (None if every == 1 else every)
 
@@ -92,7 +92,7 @@ def test_waits_by_chance_have_no_period(rng: random.Random) -> None:
     clock = Clock()
     recorder = Recorder("generator", clock)
     waits_s = [rng.expovariate(10) for _ in range(400)]
-    for _ in WatchedIterator(recorder, lambda: clock.generate(waits_s, 0.0)):
+    for _ in open_watched(recorder, lambda: clock.generate(waits_s, 0.0)):
         pass
     assert recorder.stats().watched.every_nth is None
 
@@ -156,7 +156,7 @@ def test_what_leaving_an_epoch_early_takes_is_waited_for(rng: random.Random) -> 
                 finally:
                     clock.now_s += end_s
 
-            for number in WatchedIterator(recorder, generate):
+            for number in open_watched(recorder, generate):
                 if number == 1:
                     clock.now_s += pause_s
                     break

@@ -48,7 +48,10 @@ def run(program: str, nodes: Nodes, first: str = "") -> list[str]:
 
 
 def test_a_loader_after_the_end_of_the_connection(ray_nodes: Nodes) -> None:  # noqa: F811
+    # Ray ends the program if any thread is in a call of it meanwhile, so all batches have come.
     program = """
+from waiting import wait_for
+
 init = ray.init
 for loader in (build(), build(8)):
     stream = iter(loader)
@@ -57,6 +60,7 @@ for loader in (build(), build(8)):
     if not is_underway:
         assert list(stream) == []
         stream = iter(loader)
+    wait_for(lambda: loader.stats().num_ready == 4)
     ray.init = refuse
     ray.shutdown()
     if not is_underway:

@@ -1,7 +1,7 @@
 """The actor that hosts an engine: its start, its commands, its batches and its end.
 
     trainer ──begin────────────> start      makes the engine
-            ──tell, ask────────> control    goes to the engine
+            ──tell, ask────────> control    goes to the engine; `start` lets it run
             ──next─────────────> batches    takes batches that have left out of the budget, at once; returns the next
                                             finished one, in its turn, into the object store
             ──live, logs───────> life, logs return at the end, and with log records
@@ -83,7 +83,6 @@ class LoadingActor:
                 getattr(server, name)(*arguments)
             self._early.clear()
             self._server = server
-        server.start()
 
     # -------------------------------------------------------------------------------------------------- batches
 

@@ -76,10 +76,15 @@ class ActorInbox:
         self._asking = threading.RLock()  # a signal's handler may close the loader within a call
         self._is_closed = False
         self.hello: Hello | None = None
+        self.has_begun = False  # the actor has an engine, or has failed to make one
         self.offset_s = 0.0  # of the actor's clock
         self.lost: BaseException | None = None  # what Ray said of the actor's end
+        self._thread: threading.Thread | None = None
         self._ask_for_batches()
-        self._thread = threading.Thread(target=self._fetch, name="loaderkit-fetch", daemon=True)
+
+    def start(self, begun: Any) -> None:
+        """Fetch batches, once `begun`, the call that makes the actor's engine, has returned."""
+        self._thread = threading.Thread(target=self._fetch, args=(begun,), name="loaderkit-fetch", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------------- asking
@@ -161,21 +166,14 @@ class ActorInbox:
         """Note that the actor has ended: what was asked for before may still come. From any thread."""
         self._refs.put(None)
 
-    def fail(self, error: Exception) -> None:
-        """Note that the actor could not read what it was sent at its start: it will never answer. From any thread."""
-        self._arrived.put(
-            ConfigError(
-                f"prefetch.executor: ray: {self.where} cannot read what it was sent ({type(error).__name__}: {error}): install "
-                "the same versions of Python, Ray and loaderkit on all nodes"
-            )
-        )
-
     def close(self, join_s: float) -> None:
         """See `Inbox`."""
         with self._asking:
             self._is_closed = True
         self.end()
-        if self._thread is not threading.current_thread():
+        if self._thread is None:
+            self._drop_refs()
+        elif self._thread is not threading.current_thread():
             self._thread.join(join_s)
         while not self._arrived.empty():
             self._arrived.get()
@@ -183,10 +181,15 @@ class ActorInbox:
 
     # ------------------------------------------------------------------------------------------------- fetching
 
-    def _fetch(self) -> None:
+    def _fetch(self, begun: Any) -> None:
         """Fetch batches in the order in which they were asked for, until the actor's end."""
         try:
             self._meet()
+            refused = self._begin(begun)
+            del begun
+            if refused is not None:
+                self._arrived.put(refused)
+                return
             while (asked := self._refs.get()) is not None:
                 generation, ref = asked
                 del asked
@@ -221,6 +224,20 @@ class ActorInbox:
         self._ledger.round_trip(hello.node, trip_s)
         if self.hello is None:
             self.offset_s, self.hello = ahead_s, hello
+
+    def _begin(self, begun: Any) -> ConfigError | None:
+        """Let the engine run; the error, if the actor could not read what it was sent. Nothing is made before it is known here
+        that there is an engine: an actor that dies of its first batch would be taken for one that could not begin."""
+        try:
+            self._get(begun)
+        except RayTaskError as error:
+            return ConfigError(
+                f"prefetch.executor: ray: {self.where} cannot read what it was sent ({type(error).__name__}: {error}): install "
+                "the same versions of Python, Ray and loaderkit on all nodes"
+            )
+        self.has_begun = True
+        self.tell("start")
+        return None
 
     def _get(self, ref: Any) -> Any:
         # Not in ray.wait: a thread in there when the program calls ray.shutdown() ends it by a segmentation fault.

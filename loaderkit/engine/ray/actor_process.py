@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
 from loaderkit._internal.version import __version__
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
@@ -57,7 +57,6 @@ class ActorProcess:
         self._closing: Any = None
         self._unanswered: Future[Any] | None = None  # a question that was not answered in time
         self._asking = threading.Lock()
-        self._has_begun = threading.Event()  # it has an engine, or has failed to make one
         self._has_ended = threading.Event()
         self._has_logged = threading.Event()
         self._is_closed = False
@@ -101,21 +100,13 @@ class ActorProcess:
                     logger.getEffectiveLevel(),
                 ),
             )
-            begun.future().add_done_callback(self._begin)
             self._ask_for_logs(actor)
+            self._inbox.start(begun)
             self._actor = actor  # again, as a signal's handler may have closed it: it is closed once more then
         except RayError as error:
             raise WorkerDiedError(f"an actor could not be started: {error}") from error
         except ValueError as error:
             raise ConfigError(f"prefetch.ray: Ray refuses what each actor needs: {error}") from error
-
-    def _begin(self, begun: Any) -> None:
-        """Note that it answers, or could not read what it was sent; in a thread of Ray's."""
-        error = begun.exception()
-        if error is None:
-            self._has_begun.set()
-        elif not isinstance(error, RayActorError):  # of its end `_end` learns
-            self.inbox.fail(error)
 
     def _end(self, _: Any) -> None:
         """Note the actor's end; in a thread of Ray's."""
@@ -152,7 +143,7 @@ class ActorProcess:
     @property
     def is_awake(self) -> bool:
         """See `RunningProcess`."""
-        return self._has_begun.is_set() and self._hello is not None
+        return self._inbox is not None and self._inbox.has_begun
 
     def tell(self, name: str, *arguments: Any) -> None:
         """See `RunningProcess`."""

@@ -111,22 +111,25 @@ class TestEnds:
     def _connected(self, ray_nodes: Nodes) -> None:  # noqa: F811
         pass
 
-    def test_the_second_death_at_a_batch(self) -> None:
+    @pytest.mark.parametrize("position", [0, 40])
+    def test_the_second_death_at_a_batch(self, position: int) -> None:
+        """Also at the first one that an actor makes, of which it dies as soon as it has begun."""
         pipeline = Pipeline.dataset(Numbers(160)).shuffle("none").read()
-        pipeline = pipeline.call(die_always, args={"key": "44", "how": "SIGKILL"}).batch(8)
+        pipeline = pipeline.call(die_always, args={"key": str(position + 4), "how": "SIGKILL"}).batch(8)
         keys: list[str] = []
         with (
             messages_with("restarts (prefetch.restarts) are left") as warnings,
             build_ray(pipeline, 1) as loader,
-            pytest.raises(WorkerDiedError, match=r"position 40 of epoch 0.* is the second") as caught,
+            pytest.raises(WorkerDiedError, match=rf"position {position} of epoch 0.* is the second") as caught,
         ):
             for batch in loader:
                 keys += batch["__key__"]
-        assert keys == [str(number) for number in range(40)]
-        assert caught.value.samples == tuple(str(number) for number in range(40, 48))
+        assert keys == [str(number) for number in range(position)]
+        assert caught.value.samples == tuple(str(number) for number in range(position, position + 8))
         assert "the actor that loads (pid " in warnings.get()
         assert " on node " in str(caught.value)
-        del caught, batch
+        batch = None
+        del caught
         check_nothing_left()
 
     def test_no_room(self) -> None:

@@ -35,6 +35,8 @@ def open_connector(url: str, given: Mapping[str, Connector], args: StoreArgs | N
 
 def _built_in(url: str, scheme: str, rest: str, args: StoreArgs) -> Connector:
     if scheme == "file":
+        if "\0" in rest:
+            raise ConfigError(f"source.url {url!r}: a path has no null bytes")
         return RetryConnector(FileConnector(rest), _policy(args, _NUM_FILE_ATTEMPTS), args.retry.timeout)
     if scheme == "memory":
         raise ConfigError(

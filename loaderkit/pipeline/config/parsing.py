@@ -40,7 +40,7 @@ def load_yaml(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Pipe
     problems = Problems(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8, or a null byte in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"{path}: the pipeline cannot be read: {reason}") from error
     return _parse(read_yaml(text, problems), problems, path.parent, overrides or {}, expand=True)

@@ -217,6 +217,13 @@ def test_a_variable_may_hold_any_path(
     assert getattr(config.source, "url", None) == str(tmp_path / folder)
 
 
+@pytest.mark.parametrize("kind", [None, "tar", "lines", "tfrecord", "parquet"])
+def test_a_null_byte_in_a_path(kind: str | None) -> None:
+    source = {"source": {"kind": kind, "url": "a\0b"}, "stages": ["read", {"batch": {"size": 2}}]}
+    with pytest.raises(ConfigError, match=r"null byte"):
+        next(iter(loaderkit.build("a\0b" if kind is None else source)))
+
+
 def test_every_missing_variable_is_named(write: Callable[[str], Path]) -> None:
     path = write("""\
 name: ${LK_MISSING_1}

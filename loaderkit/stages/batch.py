@@ -336,18 +336,11 @@ _WRITERS: dict[type, Callable[[list[Any], FieldSpec, Slots, slice | list[int]], 
 
 
 def _misfit(value: Any, name: str, spec: FieldSpec) -> str:
-    dtype = "uint8" if spec.image and spec.kind == "slab" else spec.dtype
-    expected = "a list" if dtype is None else f"{dtype} {list(spec.shape)}"
+    expected = f"{'uint8' if spec.image and spec.kind == 'slab' else spec.dtype} {list(spec.shape)}"
     return (
         f"its field {name!r} is {describe(value)}, the batch holds {expected} (from sample {spec.example_key!r}): give all "
-        "samples one shape and type, as by a `call` before `batch`"
-        + (f", or set `ragged: {{{name}: list}}` (or pad) in `batch`" * _is_tensor(value) if dtype is not None else "")
+        f"samples one shape and type, or set `ragged: {{{name}: list}}` (or pad) in `batch`"
     )
-
-
-def _is_tensor(value: Any) -> bool:
-    """True for what is a tensor in a batch."""
-    return isinstance(value, (torch.Tensor, Image, GpuDecoded)) or shape_and_dtype(value) is not None
 
 
 def _owned(value: Any, name: str, spec: FieldSpec, take_bytes: TakeBytes | None) -> Any:
@@ -363,8 +356,6 @@ def _owned(value: Any, name: str, spec: FieldSpec, take_bytes: TakeBytes | None)
     if spec.kind == "list":
         if isinstance(value, Encoded):
             value = value.data
-        if _is_tensor(value):  # else what a batch holds would depend on which sample comes first
-            raise ValueError(_misfit(value, name, spec))
         if isinstance(value, np.ndarray) and value.base is not None:
             return value.copy()
         return bytes(value) if isinstance(value, memoryview) else value

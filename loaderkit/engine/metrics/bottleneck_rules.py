@@ -35,7 +35,7 @@ _BY_CHANCE = 1.4  # of the throughput of all; beside a lock or a full link one a
 _FILLS = (0.7, 1.3)  # times the wall time; between them, one worker was busy all the time
 _MOST_OF_A_CPU = 0.75
 _ONE_CPU = 1.2  # CPUs that threads which need the GIL can use together, and a little for what runs without it
-_NATIVE = 0.2  # share of the CPU time in threads that Python did not start; pools of libraries use more
+_NATIVE = 0.2  # share of the CPU time, and of a CPU, of threads that Python did not start; pools of libraries use more
 
 
 # ------------------------------------------------------------------------------------------------ without a stage
@@ -153,8 +153,8 @@ def oversubscription(facts: Facts) -> Verdict | None:
     if not interval.stats.tuning.is_remote:
         # What the loop may have computed in such threads itself, while it did not wait.
         native_s -= max(0.0, interval.counted_s - interval.waited_s) * (num_cpus - 1)
-    if native_s <= _NATIVE * max(interval.stats.host.cpu_s, stage.cpu_s):
-        return None
+    if native_s <= _NATIVE * max(interval.stats.host.cpu_s, stage.cpu_s, interval.counted_s):
+        return None  # they are few, or where hardly anything computes they do not either
     if interval.num_idle_cpus is not None and interval.num_idle_cpus > num_cpus / 2:
         return None  # these threads delay no worker
     evidence = (

@@ -193,8 +193,9 @@ class RemoteProcess:
 
     def is_ready(self) -> bool:
         """True once it answers, before it is to make batches. Raises EOFError if it has ended, and the error that ended it."""
-        self._take(0, 0.0)
-        return self.running is not None and self.running.is_awake
+        is_awake = self.running is not None and self.running.is_awake
+        self._take(0, 0.0)  # afterwards: what is awake by the end of its socket has ended
+        return is_awake
 
     @property
     def num_finished(self) -> int:

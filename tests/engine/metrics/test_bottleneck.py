@@ -299,6 +299,11 @@ class TestOfAStage:
         found = replace(seen, host=replace(seen.host, cpu_s=23.0, native_s=14.0)).verdict()
         assert (found.stage, found.kind) == ("call", kind)
 
+    def test_pools_that_hardly_compute_are_no_cause(self) -> None:
+        """Where everything waits, the largest part of little is theirs."""
+        seen = stats({"call": 9.9}, [row("call", 20, 0.05)], executor="thread", idle_s=0.0)
+        assert replace(seen, host=replace(seen.host, cpu_s=1.6, native_s=1.5)).verdict().kind != "oversubscription"
+
     def test_a_quota_of_a_part_of_a_cpu(self) -> None:
         busy = stats({"call": 8.0}, [row("call", 5, 4.5, blocked_s=15)])
         found = replace(busy, host=replace(busy.host, quota_cpus=0.5)).verdict()

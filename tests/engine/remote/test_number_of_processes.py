@@ -20,6 +20,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.process.connection import WorkerConnection
+from loaderkit.engine.remote.contracts import WorkerSpec
 from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.engine.remote.process_table import ProcessTable
 from loaderkit.engine.remote.remote_process import RemoteProcess
@@ -28,6 +29,7 @@ from loaderkit.pipeline.config.builder import to_config
 from loaderkit.pipeline.engine_factory import make_executor
 from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.sampling.dealing import BatchDealing
+from loaderkit.sampling.shard import Shard
 
 pytestmark = pytest.mark.matrix(1)
 
@@ -298,6 +300,38 @@ class TestCannotStart:
             assert "killed by SIGKILL before it was ready" in reasons[0]
             assert len(take(engine, 20)) == 20
             assert num_now(engine) == 1
+
+
+class DyingUnheard:
+    """A process, and its inbox, that ends unheard after one look at it: the end of its socket is news, as a message is."""
+
+    def __init__(self) -> None:
+        self._has_ended = False
+        self.inbox = self
+
+    def _look(self) -> bool:
+        had_ended, self._has_ended = self._has_ended, True
+        return had_ended
+
+    @property
+    def is_awake(self) -> bool:
+        return self._look()
+
+    def take(self, generation: int, timeout_s: float) -> None:
+        if self._look():
+            raise EOFError
+
+    def start(self, *arguments: Any) -> None:
+        pass
+
+
+def test_one_that_ends_between_two_looks_is_not_ready() -> None:
+    running: Any = DyingUnheard()
+    spec = WorkerSpec(None, "", [], [], num_batches=1, memory_bytes=0)
+    process = RemoteProcess(spec, lambda *_: running, Shard(0, 1))
+    process.start((0, 0))
+    with pytest.raises(EOFError):
+        process.is_ready()
 
 
 def test_closed_meanwhile() -> None:

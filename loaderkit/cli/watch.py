@@ -189,7 +189,7 @@ def _show(reports: list[Report], without_batches: list[Report]) -> None:
     from loaderkit.profile.render.terminal import render, to_text
 
     for report in without_batches[:_MOST_SHOWN]:
-        why = report.partial or "its data set is empty, or smaller than a batch with drop_last"
+        why = report.partial or "its data set is empty, smaller than a batch with drop_last, or the loop ended before"
         _say(f"{report.name} gave no batch: {why}")
     if not reports:
         if not without_batches:

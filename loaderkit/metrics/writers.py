@@ -22,7 +22,9 @@ class LoggedLoader(Protocol):
 class _Written(NamedTuple):
     """The statistics of a loader when they were last written to a writer."""
 
-    writer: Callable[[], Any]  # None: it is gone
+    writer: (
+        Callable[[], Any] | None
+    )  # gives None if it is gone; None: there are no references to it that do not keep it
     stats: Stats
 
 
@@ -43,31 +45,36 @@ def log(loader: LoggedLoader, writer: Any, step: int) -> dict[str, float]:
     """
     write = _write_to(writer)
     stats = loader.stats()
+    if type(stats) is not Stats:
+        raise TypeError(
+            "loaderkit.metrics.log takes a loader of loaderkit.build, and not what loaderkit.watch has given"
+        )
     by_writer = _LAST.setdefault(loader, {})
     last = by_writer.get(id(writer))
-    is_known = last is not None and last.writer() is writer  # an `id` may be another one's that is gone
+    # An `id` may be another one's that is gone.
+    is_known = last is not None and (last.writer is None or last.writer() is writer)
     rise = stats.since(last.stats) if last is not None and is_known and last.stats.run == stats.run else stats
     if rise.wall_s <= 0:
         return {}
+    values = {f"loaderkit/{loader.config.name}/{name}": float(value) for name, value in _values(rise).items()}
+    write(values, step)
     if not is_known:
         _forget_gone(by_writer)
     by_writer[id(writer)] = _Written(_reference(writer), stats)
-    values = {f"loaderkit/{loader.config.name}/{name}": float(value) for name, value in _values(rise).items()}
-    write(values, step)
     return values
 
 
-def _reference(writer: Any) -> Callable[[], Any]:
-    """Gives the writer. One without weak references, as with `__slots__`, is kept for as long as the loader is."""
+def _reference(writer: Any) -> Callable[[], Any] | None:
     try:
         return ref(writer)
-    except TypeError:
-        return lambda: writer
+    except TypeError:  # as with `__slots__`
+        return None
 
 
 def _forget_gone(by_writer: dict[int, _Written]) -> None:
-    for key in [key for key, written in by_writer.items() if written.writer() is None]:
-        del by_writer[key]
+    for key, (writer, _) in [*by_writer.items()]:
+        if writer is not None and writer() is None:
+            del by_writer[key]
 
 
 def _values(rise: Stats) -> dict[str, float]:

@@ -113,9 +113,10 @@ def numbers(number):
         "train, val = numbers(20), numbers(6)\nfor dataset in (train, val) * 2:\n    loop(dataset)",
         "for _ in range(2):\n    loop(numbers(20))\n    loop(numbers(6))",
         "train, val = [*range(20)], [*range(6)]\nfor dataset in (train, val) * 2:\n    loop(dataset)",
+        "for _ in range(2):\n    loop([*range(20)])\n    loop([*range(6)])",
         "for n in (20, 6) * 2:\n    loop(numbers(n), shuffle=n == 20)",
     ],
-    ids=["data sets", "lines", "lists", "samplers"],
+    ids=["data sets", "lines", "lists", "lists made anew", "samplers"],
 )
 def test_loops_over_loaders_made_in_one_function_are_told_apart(loops: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("train.py", "--json", "r.json", more=HELPER + loops) == 0

@@ -119,10 +119,56 @@ def test_each_writer_has_an_account_of_its_own_and_none_that_is_gone_is_kept(mak
         for _ in range(20):
             assert log(loader, make(), 1)
         kept, writer = writers._LAST[loader], ref(loader)
-        assert (len(kept) <= 3) is (make is Unhashable)
+        assert len(kept) <= 3 or make is Slotted
     del loader, batches
     gc.collect()
     assert writer() is None, "its accounts keep the loader"
+
+
+class Holding:
+    """Has no weak references, and refers to what it writes of."""
+
+    __slots__ = ("loader",)
+    add_scalar = Unhashable.add_scalar
+
+    def __init__(self, loader: loaderkit.Loader) -> None:
+        self.loader = loader
+
+
+def test_a_writer_that_holds_the_loader_does_not_keep_it() -> None:
+    with built() as loader:
+        next(iter(loader))
+        assert log(loader, Holding(loader), 0)
+        kept = ref(loader)
+    del loader
+    gc.collect()
+    assert kept() is None
+
+
+class Failing(Unhashable):
+    """Fails at its first write."""
+
+    num_calls = 0
+
+    def log_metrics(self, values: dict[str, float], step: int) -> None:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            raise OSError("no network")
+
+
+def test_what_could_not_be_written_comes_with_the_next_write() -> None:
+    writer = Failing()
+    with built() as loader:
+        next(iter(loader))
+        with pytest.raises(OSError, match="no network"):
+            log(loader, writer, 0)
+        assert log(loader, writer, 1)["loaderkit/numbers/batches_per_second"] > 0
+
+
+def test_what_is_watched_is_refused() -> None:
+    watched: Any = loaderkit.watch([1, 2])
+    with pytest.raises(TypeError, match=r"loaderkit\.watch"):
+        log(watched, Unhashable(), 3)
 
 
 def test_after_an_error_values_are_those_of_the_new_run() -> None:

@@ -55,16 +55,21 @@ class _Identity:
     """Which object it was, without keeping it."""
 
     def __init__(self, value: Any) -> None:
-        self._id, self._ref = id(value), None
+        self._id, self._ref, self._kind = id(value), None, _kind_of(value)
         with contextlib.suppress(TypeError):  # of a list there are no weak references
             self._ref = weakref.ref(value)
 
     def is_of(self, value: Any) -> bool:
         return self._id == id(value) if self._ref is None else self._ref() is value
 
-    def is_gone(self) -> bool:
-        """False if that is not known."""
-        return self._ref is not None and self._ref() is None
+    def may_be_gone(self, value: Any) -> bool:
+        """True if it is gone, so that `value` may be it, made anew. Of a list or the like that cannot be known: then one of the
+        same length may be."""
+        return self._kind == _kind_of(value) if self._ref is None else self._ref() is None
+
+
+def _kind_of(value: Any) -> tuple[type, int | None]:
+    return type(value), len(value) if isinstance(value, (list, tuple, dict)) else None
 
 
 class ScriptLoaders:
@@ -132,7 +137,7 @@ class ScriptLoaders:
         for one in gone:
             if one.dataset.is_of(loader.dataset):
                 return one
-        found = next((one for one in gone if one.dataset.is_gone()), None)
+        found = next((one for one in gone if one.dataset.may_be_gone(loader.dataset)), None)
         if found is not None:
             found.dataset, found.num_datasets = _Identity(loader.dataset), found.num_datasets + 1
         return found

@@ -96,7 +96,8 @@ def test_a_real_prometheus_scrapes_by_the_recipe(tmp_path: Path) -> None:
         re.sub(r"\[trainer-0:9431.*\]", f"['127.0.0.1:{port}']", text).replace("15s", "100ms")
     )
     pipeline = Pipeline.dataset(list(range(40))).read().batch(5).named("train").metrics(prometheus=port)
-    command = ["prometheus", "--config.file=prometheus.yml", f"--web.listen-address=127.0.0.1:{own_port}"]
+    options = ["--config.file=prometheus.yml", "--storage.tsdb.path=data"]  # Debian's has one place for all, otherwise
+    command = ["prometheus", *options, f"--web.listen-address=127.0.0.1:{own_port}"]
 
     def ask(query: str) -> list[Any]:
         url = f"http://127.0.0.1:{own_port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"

@@ -108,7 +108,8 @@ CASES: dict[str, Case] = {
         changes=frozenset({"num_workers"}),
     ),
     "slow step": Case(
-        {"number": 96, "wait_s": 0.001}, {"num_workers": 2}, {(None, "training")}, step_s=0.25, is_touchy=True,
+        {"number": 96, "wait_s": 0.001}, {"num_workers": 2}, {(None, "training"), ("start", "start")}, step_s=0.4,
+        is_touchy=True,
     ),
     "short epochs": Case(
         {"number": 32}, {"num_workers": 2}, {("epoch change", "start")}, epochs=12, changes=frozenset({"persistent_workers"})

@@ -126,9 +126,8 @@ class Script:
             if why is not None:
                 reports = [report.model_copy(update={"partial": why}) for report in reports]
             with_batches = [report for report in reports if report.num_batches]
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # stderr is full or closed: files can be written all the same
+            # If stderr is full or closed, files can be written all the same.
+            with contextlib.suppress(OSError, ValueError):
                 _show(with_batches, [report for report in reports if not report.num_batches])
             self._write(with_batches)
         except Exception as failed:

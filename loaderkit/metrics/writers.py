@@ -22,9 +22,7 @@ class LoggedLoader(Protocol):
 class _Written(NamedTuple):
     """The statistics of a loader when they were last written to a writer."""
 
-    writer: (
-        Callable[[], Any] | None
-    )  # gives None if it is gone; None: there are no references to it that do not keep it
+    writer: Callable[[], Any] | None  # a weak reference; None: its class has none
     stats: Stats
 
 

@@ -154,7 +154,7 @@ def oversubscription(facts: Facts) -> Verdict | None:
         # What the loop may have computed in such threads itself, while it did not wait.
         native_s -= max(0.0, interval.counted_s - interval.waited_s) * (num_cpus - 1)
     if native_s <= _NATIVE * max(interval.stats.host.cpu_s, stage.cpu_s, interval.counted_s):
-        return None  # they are few, or where hardly anything computes they do not either
+        return None  # such threads use little of the CPU time, or hardly any is used at all
     if interval.num_idle_cpus is not None and interval.num_idle_cpus > num_cpus / 2:
         return None  # these threads delay no worker
     evidence = (

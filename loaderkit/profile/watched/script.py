@@ -60,7 +60,9 @@ class _Identity:
             self._ref = weakref.ref(value)
 
     def is_of(self, value: Any) -> bool:
-        return self._id == id(value) if self._ref is None else self._ref() is value
+        if self._ref is not None:
+            return self._ref() is value
+        return self._id == id(value) and self._kind == _kind_of(value)  # else its place in memory is another one's now
 
     def may_be_gone(self, value: Any) -> bool:
         """True if it is gone, so that `value` may be it, made anew. Of a list or the like that cannot be known: then one of the

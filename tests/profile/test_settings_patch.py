@@ -128,6 +128,14 @@ def test_words_and_settings_say_the_same(drawn: dict[str, Any]) -> None:
             assert one.key in ("prefetch.executor", "prefetch.processes", "prefetch.batches")
 
 
+def test_next_to_no_cpu_time_asks_for_a_number_of_workers() -> None:
+    """And not for as many as the CPUs are times what one used."""
+    times = [(0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0), (5e-324, 1.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)]
+    waits, host = {"start": 1.0, "wakeup": 2.0}, (4.0, 0.0, None)
+    _, verdict = made_up(BUSY_CALL | {"times": times, "waits": waits, "host": host, "workers": 1, "idle_share": 0.0})
+    assert verdict.kind == "computing"
+
+
 @pytest.mark.parametrize(
     ("verdict", "tuning", "is_right"),
     [

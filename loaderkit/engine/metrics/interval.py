@@ -243,8 +243,8 @@ class Interval:
         where they compute no more than there are CPUs for."""
         share = self.share_after_start
         enough = ceil(workers / max(1e-9, 1 - share)) if share < 1 else 2 * workers
-        if computing and self.cpus is not None and self.cpus_used > 0:
-            enough = min(enough, ceil(workers * self.cpus / self.cpus_used))
+        if computing and self.cpus is not None and workers * self.cpus < enough * self.cpus_used:
+            enough = ceil(workers * self.cpus / self.cpus_used)
         return max(workers + 1, min(4 * workers, enough))
 
     def batches_for(self, workers: int) -> int:

@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from profiles.gpu_session.session import Place, run_steps
 from profiles.gpu_session.steps import BUDGET_S, STEPS, Step
 
 _MEMORY = Path("/dev/shm")
+_REHEARSED = 2.0  # a rehearsal may be on a small machine
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -46,8 +48,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return found
 
 
-def _limited(step: Step, limits: Mapping[str, str]) -> Step:
-    return Step(**(vars(step) | {"limit_s": float(limits[step.name])})) if step.name in limits else step
+def _limited(step: Step, limits: Mapping[str, str], factor: float) -> Step:
+    return replace(step, limit_s=float(limits.get(step.name, factor * step.limit_s)))
 
 
 def _say(line: dict[str, Any]) -> None:
@@ -80,7 +82,7 @@ def main(arguments: list[str]) -> int:
     try:
         for part, budget_s in BUDGET_S.items():
             steps = [step for step in STEPS if step.part == part and given.part in (None, part)]
-            steps = [_limited(step, limits) for step in steps if given.only is None or step.name in given.only]
+            steps = [_limited(step, limits, _REHEARSED if given.tiny else 1.0) for step in steps if given.only is None or step.name in given.only]
             lines += run_steps(steps, command, place, budget_s=given.seconds or budget_s, each=_say)
     finally:
         for folder in (fast, work):

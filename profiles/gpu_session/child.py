@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 from profiles.gpu_session.steps import STEPS
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--misbehave", choices=MISBEHAVIOURS)
     arguments = parser.parse_args()
+    until_s = time.monotonic() + arguments.limit
     faulthandler.enable()
     # The stacks of a step that hangs are in its line.
     faulthandler.dump_traceback_later(max(0.1, arguments.limit - _BEFORE_THE_END_S), exit=False)
@@ -46,7 +48,7 @@ def main() -> None:
     module, _, function = step.function.partition(":")
     report = Report(arguments.report)
     report.write()
-    context = Context(arguments.work, arguments.fast, arguments.tiny, report)
+    context = Context(arguments.work, arguments.fast, arguments.tiny, report, until_s)
     try:
         getattr(importlib.import_module(f"profiles.gpu_session.{module}"), function)(context)
     except Skipped as why:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -17,6 +19,7 @@ import torch
 from profiles.gpu_session.photographs import photographs
 
 T = TypeVar("T")
+_TO_SAY_S = 3.0
 
 
 class Skipped(Exception):  # noqa: N818 (no error)
@@ -58,12 +61,18 @@ def _short(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Context:
-    """`work` is the session's folder, `fast` one in memory if there is room, `is_tiny` says that this is a rehearsal."""
+    """`work` is the session's folder, `fast` one in memory if there is room, `is_tiny` says that this is a rehearsal, and `until_s` (of
+    time.monotonic) when the step is ended."""
 
     work: Path
     fast: Path
     is_tiny: bool
     report: Report
+    until_s: float = math.inf
+
+    def left_s(self) -> float:
+        """Seconds that a program which this step starts may take, so that there is time to say how it ended."""
+        return max(1.0, self.until_s - time.monotonic() - _TO_SAY_S)
 
     @cached_property
     def device(self) -> torch.device:

@@ -22,17 +22,17 @@ _LONGEST = 400
 
 def without_dali(context: Context) -> None:
     """Transfer, restore and the stages behind them, on a GPU."""
-    _run(context, WITHOUT_DALI, 65.0)
+    _run(context, WITHOUT_DALI)
 
 
 def with_dali(context: Context) -> None:
     """Decoding on a GPU."""
     if importlib.util.find_spec("nvidia.dali") is None:
         raise Skipped("DALI is not installed")
-    _run(context, WITH_DALI, 46.0)
+    _run(context, WITH_DALI)
 
 
-def _run(context: Context, files: tuple[str, ...], limit_s: float) -> None:
+def _run(context: Context, files: tuple[str, ...]) -> None:
     """Each test has a limit of its own where pytest-timeout is installed, and a process that dies costs its test alone where
     pytest-xdist is."""
     arguments = ["-m", "pytest", "-m", "gpu", "-q", "-rA", "--tb=short", "-p", "no:cacheprovider", "-W", "default"]
@@ -40,7 +40,7 @@ def _run(context: Context, files: tuple[str, ...], limit_s: float) -> None:
         arguments += ["--timeout=40", "--timeout-method=thread"]
     if importlib.util.find_spec("xdist"):
         arguments += ["-n", "4" if context.on_gpu else "0", "--maxprocesses=4"]
-    ended = run_program([*arguments, *files], limit_s, {"PYTHONDONTWRITEBYTECODE": "1"})
+    ended = run_program([*arguments, *files], context.left_s(), {"PYTHONDONTWRITEBYTECODE": "1"})
     sys.stderr.write(ended.stdout + ended.stderr)
     found: dict[str, list[str]] = {}
     counts: dict[str, int] = {}

@@ -45,9 +45,14 @@ def run_program(arguments: Sequence[str], limit_s: float, env: Mapping[str, str]
 
 
 def run_programs(programs: Mapping[str, Sequence[str]], limit_s: float, at_once: int) -> dict[str, Ended]:
-    """Several by name, `at_once` at a time, with `limit_s` seconds each."""
+    """Several by name, `at_once` at a time, with `limit_s` seconds for all."""
+    until_s = time.monotonic() + limit_s
+
+    def run(arguments: Sequence[str]) -> Ended:
+        return run_program(arguments, max(1.0, until_s - time.monotonic()))
+
     with ThreadPoolExecutor(at_once) as pool:
-        running = {name: pool.submit(run_program, arguments, limit_s) for name, arguments in programs.items()}
+        running = {name: pool.submit(run, arguments) for name, arguments in programs.items()}
         return {name: program.result() for name, program in running.items()}
 
 

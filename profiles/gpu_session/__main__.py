@@ -22,7 +22,7 @@ from typing import Any
 
 from profiles.gpu_session.page import page
 from profiles.gpu_session.session import Place, run_steps
-from profiles.gpu_session.steps import BUDGET_S, STEPS, Step
+from profiles.gpu_session.steps import BUDGET_S, STEPS, UNPACK, UNPACK_DALI, Step
 
 _MEMORY = Path("/dev/shm")
 _REHEARSED = 2.0  # a rehearsal may be on a small machine
@@ -38,6 +38,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="STEP[,STEP]")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "build/gpu"))
+    parser.add_argument("--bundle", type=Path, help="what `make gpu-bundle` has made, to be unpacked first")
     parser.add_argument("--seconds", type=float, help="for a part, in the place of what it has")
     for name in ("misbehave", "limit"):  # of tests: STEP=crash, STEP=seconds
         parser.add_argument(f"--{name}", action="append", default=[], help=argparse.SUPPRESS)
@@ -71,9 +72,13 @@ def main(arguments: list[str]) -> int:
     lines: list[dict[str, Any]] = []
     work = Path(tempfile.mkdtemp(prefix="loaderkit-gpu-"))
     fast = Path(tempfile.mkdtemp(prefix="loaderkit-gpu-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else work))
-    place = Place(given.out, work, fast)
+    place, site = Place(given.out, work, fast), work / "site"
+    if given.bundle is not None:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
 
     def command(step: Step, limit_s: float) -> list[str]:
+        if step.name in (UNPACK, UNPACK_DALI):
+            return [sys.executable, "profiles/gpu_bundle/unpack.py", str(given.bundle), str(site)]
         own = [sys.executable, "-X", "faulthandler", "-m", "profiles.gpu_session.child", step.name]
         own += ["--work", str(work), "--fast", str(fast), "--report", str(place.report(step)), "--limit", str(limit_s)]
         own += ["--misbehave", misbehaving[step.name]] if step.name in misbehaving else []
@@ -82,6 +87,7 @@ def main(arguments: list[str]) -> int:
     try:
         for part, budget_s in BUDGET_S.items():
             steps = [step for step in STEPS if step.part == part and given.part in (None, part)]
+            steps = [step for step in steps if given.bundle is not None or step.name not in (UNPACK, UNPACK_DALI)]
             steps = [_limited(step, limits, _REHEARSED if given.tiny else 1.0) for step in steps if given.only is None or step.name in given.only]
             lines += run_steps(steps, command, place, budget_s=given.seconds or budget_s, each=_say)
     finally:

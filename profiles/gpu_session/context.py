@@ -43,7 +43,7 @@ class Report:
     def bar(self, name: str, value: float, *, least: float | None = None, most: float | None = None) -> None:
         """Keep a figure, and whether it is at least, or at most, so much."""
         met = (least is None or value >= least) and (most is None or value <= most)
-        limit = {"least": least} if least is not None else {"most": most}
+        limit = {key: bound for key, bound in (("least", least), ("most", most)) if bound is not None}
         self.bars.append({"name": name, "value": _short(value), **limit, "met": bool(met)})
         self.add(**{name: value})
 

@@ -42,7 +42,7 @@ def measure(context: Context) -> None:
 
 def _smallest(dali: Any, device: str) -> float:
     def define() -> Any:
-        return dali.fn.random.uniform(device=device, range=[1.0, 1.0], shape=[4])
+        return dali.fn.random.uniform(device=device, range=[1.0, 2.0], shape=[4])
 
     pipeline = dali.pipeline_def(define)(batch_size=1, num_threads=1, device_id=0 if device == "gpu" else None)
     pipeline.build()

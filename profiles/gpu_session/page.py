@@ -39,7 +39,7 @@ def _summary(line: Line) -> tuple[str, ...]:
 
 
 def _bar(step: str, bar: Line) -> tuple[str, ...]:
-    limit = f"at least {bar['least']:g}" if "least" in bar else f"at most {bar['most']:g}"
+    limit = ", ".join(f"at {key} {bar[key]:g}" for key in ("least", "most") if key in bar)
     return (step, bar["name"], _text(bar["value"]), limit, "met" if bar["met"] else "**not met**")
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 BUDGET_S = {"a": 360.0, "b": 240.0}
 """How long a part takes at most."""
+UNPACK, UNPACK_DALI = "unpack", "unpack-dali"
+"""The steps of a session that is given a bundle: profiles/gpu_bundle/unpack.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,22 +25,24 @@ def _step(part: str, limit_s: float, name: str, function: str) -> Step:
 
 
 STEPS = (
+    _step("a", 10, UNPACK, ""),
     _step("a", 30, "facts", "machine:facts"),
-    _step("a", 70, "tests", "marked_tests:without_dali"),
+    _step("a", 65, "tests", "marked_tests:without_dali"),
     _step("a", 20, "copies", "copies:measure"),
     _step("a", 50, "loader", "loading:measure"),
-    _step("a", 45, "restore", "restoring:measure"),
+    _step("a", 42, "restore", "restoring:measure"),
     _step("a", 45, "save", "saving:measure"),
     _step("a", 20, "nvjpeg", "decoding:measure"),
     _step("a", 25, "ends", "ends:measure"),
     _step("a", 20, "rebuilds", "rebuilds:measure"),
     _step("a", 30, "train", "training:measure"),
-    _step("b", 30, "dali", "dali_import:measure"),
-    _step("b", 40, "pictures", "pictures:measure"),
-    _step("b", 50, "dali-tests", "marked_tests:with_dali"),
-    _step("b", 20, "levels", "levels:measure"),
-    _step("b", 40, "by-hand", "by_hand:measure"),
-    _step("b", 20, "order", "order:measure"),
+    _step("b", 22, UNPACK_DALI, ""),
+    _step("b", 14, "dali", "dali_import:measure"),
+    _step("b", 36, "pictures", "pictures:measure"),
+    _step("b", 45, "dali-tests", "marked_tests:with_dali"),
+    _step("b", 18, "levels", "levels:measure"),
+    _step("b", 34, "by-hand", "by_hand:measure"),
+    _step("b", 18, "order", "order:measure"),
     _step("b", 15, "damaged", "damaged:measure"),
-    _step("b", 25, "soak", "soak:measure"),
+    _step("b", 30, "soak", "soak:measure"),
 )

@@ -49,6 +49,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return found
 
 
+def _is_asked(step: Step, given: argparse.Namespace) -> bool:
+    if step.name in (UNPACK, UNPACK_DALI):
+        return given.bundle is not None
+    return given.only is None or step.name in given.only
+
+
 def _limited(step: Step, limits: Mapping[str, str], factor: float) -> Step:
     return replace(step, limit_s=float(limits.get(step.name, factor * step.limit_s)))
 
@@ -86,9 +92,8 @@ def main(arguments: list[str]) -> int:
 
     try:
         for part, budget_s in BUDGET_S.items():
-            steps = [step for step in STEPS if step.part == part and given.part in (None, part)]
-            steps = [step for step in steps if given.bundle is not None or step.name not in (UNPACK, UNPACK_DALI)]
-            steps = [_limited(step, limits, _REHEARSED if given.tiny else 1.0) for step in steps if given.only is None or step.name in given.only]
+            steps = [step for step in STEPS if step.part == part and given.part in (None, part) and _is_asked(step, given)]
+            steps = [_limited(step, limits, _REHEARSED if given.tiny else 1.0) for step in steps]
             lines += run_steps(steps, command, place, budget_s=given.seconds or budget_s, each=_say)
     finally:
         for folder in (fast, work):

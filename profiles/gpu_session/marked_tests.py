@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from pathlib import Path
+from collections import Counter
 
 from profiles.gpu_session.context import Context, Skipped
 from profiles.gpu_session.programs import run_program
@@ -16,7 +16,12 @@ WITHOUT_DALI = (
     "tests/engine/remote/test_trainer_stages.py",
 )
 WITH_DALI = ("tests/stages/image/test_dali.py", "tests/stages/image/test_dali_lane.py")
-_RESULT = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b\s*(?:\[(\d+)\]\s*)?(.*)$", re.MULTILINE)
+# "tests/a.py::test PASSED", or by a worker of xdist "[gw0] [ 12%] PASSED tests/a.py::test".
+_RESULT = re.compile(
+    r"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>[A-Z]+) )?(?P<name>tests/\S+::.+?)(?: (?P<last>PASSED|FAILED|ERROR|SKIPPED)\b.*)?$",
+    re.MULTILINE,
+)
+_WHY = re.compile(r"^(?:FAILED|ERROR|SKIPPED) .*$", re.MULTILINE)
 _LONGEST = 400
 
 
@@ -35,30 +40,27 @@ def with_dali(context: Context) -> None:
 def _run(context: Context, files: tuple[str, ...]) -> None:
     """Each test has a limit of its own where pytest-timeout is installed, and a process that dies costs its test alone where
     pytest-xdist is."""
-    arguments = ["-m", "pytest", "-m", "gpu", "-q", "-rA", "--tb=short", "-p", "no:cacheprovider", "-W", "default"]
+    arguments = ["-m", "pytest", "-m", "gpu", "-v", "-rfEs", "--tb=short", "-p", "no:cacheprovider", "-W", "default"]
     if importlib.util.find_spec("pytest_timeout"):
         arguments += ["--timeout=40", "--timeout-method=thread"]
     if importlib.util.find_spec("xdist"):
         arguments += ["-n", "4" if context.on_gpu else "0", "--maxprocesses=4"]
     ended = run_program([*arguments, *files], context.left_s(), {"PYTHONDONTWRITEBYTECODE": "1"})
     sys.stderr.write(ended.stdout + ended.stderr)
-    found: dict[str, list[str]] = {}
-    counts: dict[str, int] = {}
-    for outcome, number, what in _RESULT.findall(ended.stdout):
-        counts[outcome] = counts.get(outcome, 0) + int(number or 1)
-        found.setdefault(outcome, []).append(_short_name(what))
-    context.report.add(**{f"num_{outcome.lower()}": count for outcome, count in counts.items()})
-    context.report.add(rc=ended.rc, tests_s=ended.seconds)
-    for outcome in ("FAILED", "ERROR", "SKIPPED"):
-        if outcome in found:
-            context.report.add(**{outcome.lower(): found[outcome]})
+    outcomes = outcomes_in(ended.stdout)
+    counts = Counter(outcomes.values())
+    context.report.add(rc=ended.rc, tests_s=ended.seconds, **{f"num_{name}": count for name, count in counts.items()})
+    context.report.add(not_passed=[why[:_LONGEST] for why in _WHY.findall(ended.stdout)])
     if ended.rc != 0:
         raise SystemExit(f"pytest ended with {ended.rc}")
-    if "PASSED" not in counts:
+    if not counts["passed"]:
         raise Skipped("no CUDA device; the tests were collected" if not context.on_gpu else "every test skips itself")
 
 
-def _short_name(what: str) -> str:
-    """"tests/a/test_b.py::test_c - AssertionError" without the folders."""
-    name, _, why = what.partition(" - ")
-    return f"{Path(name.split('::')[0]).name}::{'::'.join(name.split('::')[1:])} {why}".strip()[:_LONGEST]
+def outcomes_in(said: str) -> dict[str, str]:
+    """"passed", "failed", "error" or "skipped", by test, also of a run that was ended."""
+    found = {}
+    for match in _RESULT.finditer(said):
+        if (outcome := match["first"] or match["last"]) is not None:
+            found[match["name"]] = outcome.lower()
+    return found

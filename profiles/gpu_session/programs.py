@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,24 +25,31 @@ class Ended(NamedTuple):
 
 
 def run_program(arguments: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> Ended:
-    """Run Python with these arguments in the checkout's folder."""
+    """Run Python with these arguments in the checkout's folder.
+
+    It writes to files: a pipe would be held open by what a killed program has started.
+    """
     begin_s = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *_paths()])} | (env or {}),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        said = process.communicate(timeout=limit_s)
-        rc: int | None = process.returncode
-    except subprocess.TimeoutExpired:
-        process.kill()
-        said, rc = process.communicate(), None
-    return Ended(rc, time.perf_counter() - begin_s, *said)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *_paths()])} | (env or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+        )
+        try:
+            rc: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            rc = None
+        took_s = time.perf_counter() - begin_s
+        said = []
+        for file in (out, err):
+            file.seek(0)
+            said.append(file.read().decode(errors="replace"))
+    return Ended(rc, took_s, *said)
 
 
 def run_programs(programs: Mapping[str, Sequence[str]], limit_s: float, at_once: int) -> dict[str, Ended]:

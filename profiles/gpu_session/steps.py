@@ -26,12 +26,12 @@ def _step(part: str, limit_s: float, name: str, function: str) -> Step:
 
 STEPS = (
     _step("a", 10, UNPACK, ""),
-    _step("a", 30, "facts", "machine:facts"),
-    _step("a", 65, "tests", "marked_tests:without_dali"),
+    _step("a", 45, "facts", "machine:facts"),
+    _step("a", 60, "tests", "marked_tests:without_dali"),
     _step("a", 20, "copies", "copies:measure"),
-    _step("a", 50, "loader", "loading:measure"),
+    _step("a", 45, "loader", "loading:measure"),
     _step("a", 42, "restore", "restoring:measure"),
-    _step("a", 45, "save", "saving:measure"),
+    _step("a", 40, "save", "saving:measure"),
     _step("a", 20, "nvjpeg", "decoding:measure"),
     _step("a", 25, "ends", "ends:measure"),
     _step("a", 20, "rebuilds", "rebuilds:measure"),

@@ -23,7 +23,7 @@ Made = Callable[[], Iterator[torch.Tensor]]
 
 
 def measure(context: Context) -> None:
-    """loaderkit decoding on the GPU and on the CPU, DALI with chroma as we ask for it, and DALI as its documentation shows it."""
+    """loaderkit decoding on the GPU and on the CPU; DALI with chroma upsampled as we ask for it, and as documented."""
     device = decoder(context)
     contestants: dict[str, Made] = {
         "loaderkit": lambda: _ours(context, device),

@@ -61,8 +61,8 @@ def _short(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Context:
-    """`work` is the session's folder, `fast` one in memory if there is room, `is_tiny` says that this is a rehearsal, and `until_s` (of
-    time.monotonic) when the step is ended."""
+    """`work` is the session's folder, `fast` one in memory if there is room; `is_tiny`: this is a rehearsal; `until_s`, of
+    time.monotonic: when the step's process is ended."""
 
     work: Path
     fast: Path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,8 +41,9 @@ def pinned_rate(context: Context, num_bytes: int = BATCH_BYTES, *, to_host: bool
 
 
 def _rate(target: torch.Tensor, source: torch.Tensor, num_rounds: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    taken_ms = []
+    event: Any = torch.cuda.Event
+    begin, end = event(enable_timing=True), event(enable_timing=True)
+    taken_ms: list[float] = []
     for number in range(num_rounds + 2):
         begin.record()
         target.copy_(source, non_blocking=True)
@@ -56,27 +56,21 @@ def _rate(target: torch.Tensor, source: torch.Tensor, num_rounds: int) -> float:
 
 def _registering(num_bytes: int) -> dict[str, float]:
     """Seconds to register memory that was never written, that was, and to give it back."""
-    cudart: Any = torch.cuda.cudart()
-    found = {}
+    cuda: Any = torch.cuda
+    cudart, found = cuda.cudart(), {}
     for name in ("fresh", "written"):
         memory = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
         if name == "written":
             memory[:] = 1
-        found[f"register_{name}_1gib_s"] = _seconds(
-            lambda memory=memory: _checked(cudart.cudaHostRegister(memory.ctypes.data, num_bytes, 0))
-        )
-        found[f"unregister_{name}_1gib_s"] = _seconds(
-            lambda memory=memory: _checked(cudart.cudaHostUnregister(memory.ctypes.data))
-        )
+        begin_s = time.perf_counter()
+        _check(cudart.cudaHostRegister(memory.ctypes.data, num_bytes, 0))
+        found[f"register_{name}_1gib_s"] = time.perf_counter() - begin_s
+        begin_s = time.perf_counter()
+        _check(cudart.cudaHostUnregister(memory.ctypes.data))
+        found[f"unregister_{name}_1gib_s"] = time.perf_counter() - begin_s
     return found
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    begin_s = time.perf_counter()
-    call()
-    return time.perf_counter() - begin_s
-
-
-def _checked(error: Any) -> None:
+def _check(error: Any) -> None:
     if int(error) != 0:
         raise RuntimeError(f"CUDA error {error}")

@@ -17,10 +17,11 @@ from profiles.gpu_session.pictures_pipeline import SIZE, ahead
 
 def measure(context: Context) -> None:
     """Seconds a batch with and without the damaged files."""
-    device, size = decoder(context), context.sized(256, 16)
+    as_device: Any = decoder(context)
+    size = context.sized(256, 16)
     for name in ("whole", "damaged"):
         folder = _photos(context, name, size)
-        made = Pipeline.files(folder, include="*.jpg").read().decode(device=device).random_resized_crop(SIZE)
+        made = Pipeline.files(folder, include="*.jpg").read().decode(device=as_device).random_resized_crop(SIZE)
         made = made.batch(size).transfer(str(context.device)).normalize().errors(on_bad_sample="skip")
         settings: dict[str, Any] = ahead(**{"prefetch.batches": 1})
         taken_s, counts = [], []

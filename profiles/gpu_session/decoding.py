@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,24 +20,29 @@ from profiles.gpu_session.pictures_pipeline import ahead
 def measure(context: Context) -> None:
     """Whole pictures, as both decode them."""
     num_pictures = context.sized(256, 16)
-    made = Pipeline.files(context.photos(), include="**/*.jpg").read().decode().batch(num_pictures, ragged={"image": "list"})
+    made = (
+        Pipeline.files(context.photos(), include="**/*.jpg")
+        .read()
+        .decode()
+        .batch(num_pictures, ragged={"image": "list"})
+    )
     with loaderkit.build(made, overrides=ahead()) as loader:
         ours = next(iter(loader))
     _own_speed(context, made, num_pictures)
     if importlib.util.find_spec("torchvision") is None:
         raise Skipped("torchvision is not installed; our decoder's speed stands")
-    from torchvision.io import ImageReadMode, decode_jpeg
-
+    torchvision: Any = importlib.import_module("torchvision.io")
+    decode = partial(torchvision.decode_jpeg, mode=torchvision.ImageReadMode.RGB, device=context.device)
     paths = [context.photos() / key for key in ours["__key__"]]
     encoded = [torch.frombuffer(bytearray(_found(path).read_bytes()), dtype=torch.uint8) for path in paths]
     begin_s = time.perf_counter()
-    theirs: Any = decode_jpeg(encoded, mode=ImageReadMode.RGB, device=context.device)
+    theirs: Any = decode(encoded)
     context.wait()
     first_s = time.perf_counter() - begin_s
     taken_s = []
     for _ in range(context.sized(6, 1)):
         begin_s = time.perf_counter()
-        decode_jpeg(encoded, mode=ImageReadMode.RGB, device=context.device)
+        decode(encoded)
         context.wait()
         taken_s.append(time.perf_counter() - begin_s)
     name = "nvjpeg" if context.on_gpu else "torchvision_cpu"

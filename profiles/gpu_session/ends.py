@@ -16,13 +16,15 @@ from profiles.gpu_session.programs import ROOT
 
 WITHOUT_CLOSE, BREAK, INTERRUPTED, SAVING = "without_close", "break", "interrupted", "saving"
 _PROGRAM = """
-import sys, threading
+import faulthandler, signal, sys
 from pathlib import Path
 import torch
 import loaderkit
 from profiles.gpu_session.context import Context, Report
 from profiles.gpu_session.pictures_pipeline import ahead, crops
-how, executor, work, is_tiny, checkpoints = sys.argv[1:]
+how, executor, work, is_tiny, checkpoints, left_s = sys.argv[1:]
+faulthandler.dump_traceback_later(float(left_s), exit=False)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 context = Context(Path(work), Path(work), is_tiny == "1", Report(Path(work) / f"{how}-{executor}.ends"))
 made = crops(context, batch=16)
 if how == "saving":
@@ -48,14 +50,16 @@ if how == "interrupted":
         for batch in loader:
             batch["image"].sum().item()
 """
-_READY_S, _END_S, _FAREWELL_S = 16.0, 6.0, 2.0
+_FAREWELL_S = 2.0
 _CTRL_C = (-signal.SIGINT, 130, 1)
 
 
 def measure(context: Context) -> None:
     """Without `close`, `break` with copies in flight, Ctrl-C, and a save that is still being written; all at once."""
     context.photos()
-    cases = [(how, executor) for how in (WITHOUT_CLOSE, BREAK, INTERRUPTED, SAVING) for executor in ("thread", "process")]
+    cases = [
+        (how, executor) for how in (WITHOUT_CLOSE, BREAK, INTERRUPTED, SAVING) for executor in ("thread", "process")
+    ]
     if context.is_tiny:
         cases = [(WITHOUT_CLOSE, "process"), (BREAK, "thread"), (INTERRUPTED, "process"), (SAVING, "thread")]
     with ThreadPoolExecutor(len(cases) if not context.is_tiny else 2) as pool:
@@ -66,49 +70,51 @@ def measure(context: Context) -> None:
 def _end(context: Context, how: str, executor: str) -> str | None:
     """Run one to its end; what is wrong with it."""
     name = f"{how}_{executor}"
-    with tempfile.TemporaryDirectory(dir=context.work) as folder:
-        checkpoints = Path(folder) / "checkpoints"
-        arguments = [how, executor, str(context.work), "1" if context.is_tiny else "0", str(checkpoints)]
-        errors = Path(folder) / "stderr"
+    with tempfile.TemporaryDirectory(dir=context.work, ignore_cleanup_errors=True) as folder:
+        checkpoints, errors = Path(folder) / "checkpoints", Path(folder) / "stderr"
+        left_s = context.left_s()
+        arguments = [how, executor, str(context.work), str(int(context.is_tiny)), str(checkpoints), str(left_s - 0.5)]
         with errors.open("wb") as said:
             process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=said
+                [sys.executable, "-X", "faulthandler", "-c", _PROGRAM, *arguments],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=said,
             )
-            try:
-                took_s, left = _watched(process, how)
-            finally:
-                process.kill()
-                process.wait()
-        rc = process.returncode
-        context.report.add(**{f"{name}_rc": rc, f"{name}_end_s": took_s})
-        text = errors.read_text(errors="replace")
-        if left:
-            return f"{name}: {left} processes were left running"
-        if rc not in (_CTRL_C if how == INTERRUPTED else (0,)):
-            return f"{name}: exit code {rc}: {text[-1500:]}"
+        took_s, num_left = _watch(process, how, time.monotonic() + left_s)
+        context.report.add(**{f"{name}_rc": process.returncode, f"{name}_end_s": took_s})
+        text = errors.read_text(errors="replace")[-1200:]
+        if took_s is None:
+            return f"{name} has not ended in time: {text}"
+        if num_left:
+            return f"{name}: {num_left} processes were left running"
+        if process.returncode not in (_CTRL_C if how == INTERRUPTED else (0,)):
+            return f"{name}: exit code {process.returncode}: {text}"
         if how == SAVING and not (checkpoints / "step-0000000001" / "loaderkit-manifest.json").exists():
-            return f"{name}: the checkpoint is not there: {text[-1500:]}"
+            return f"{name}: the checkpoint is not there: {text}"
     return None
 
 
-def _watched(process: subprocess.Popen[bytes], how: str) -> tuple[float, int]:
-    """Seconds from "ready" until its end, and how many of its processes outlived it."""
+def _watch(process: subprocess.Popen[bytes], how: str, until_s: float) -> tuple[float | None, int]:
+    """Seconds from "ready" until its end, None for one that is killed as it has not ended; and how many of its processes
+    outlived it."""
     assert process.stdout is not None
-    with ThreadPoolExecutor(1) as pool:
-        line = pool.submit(process.stdout.readline)
+    with process.stdout as said, ThreadPoolExecutor(1) as pool:
+        line = pool.submit(said.readline)
         try:
-            line.result(_READY_S)
-        except TimeoutError:
-            process.kill()
-            raise
-    family = descendants(process.pid)
-    if how == INTERRUPTED:
-        process.send_signal(signal.SIGINT)
-    begin_s = time.perf_counter()
-    process.wait(_END_S)
+            line.result(until_s - time.monotonic())
+            family = descendants(process.pid)
+            if how == INTERRUPTED:
+                process.send_signal(signal.SIGINT)
+            begin_s = time.perf_counter()
+            process.wait(until_s - time.monotonic())
+        except (TimeoutError, subprocess.TimeoutExpired):
+            process.kill()  # which ends the thread that reads, too
+            process.wait()
+            return None, 0
     took_s = time.perf_counter() - begin_s
-    until_s = time.perf_counter() + _FAREWELL_S
-    while (alive := [pid for pid in family if _is_alive(pid)]) and time.perf_counter() < until_s:
+    until_s = time.monotonic() + _FAREWELL_S
+    while (alive := [pid for pid in family if _is_alive(pid)]) and time.monotonic() < until_s:
         time.sleep(0.05)
     return took_s, len(alive)
 

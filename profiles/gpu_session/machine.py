@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,9 +60,10 @@ def _gpu(context: Context) -> None:
         values = said.splitlines()[0].split(", ")
         names = [name.replace(".", "_") for name in _QUERIES]
         context.report.add(**dict(zip(names, values, strict=True)))
+    nccl: Any = torch.cuda.nccl
     properties = torch.cuda.get_device_properties(0)
     context.report.add(gpu_memory_gib=properties.total_memory / 2**30, num_processors=properties.multi_processor_count)
-    context.report.add(num_gpus=torch.cuda.device_count(), nccl=".".join(map(str, torch.cuda.nccl.version())))
+    context.report.add(num_gpus=torch.cuda.device_count(), nccl=str(nccl.version()))
 
 
 def _version(name: str) -> str | None:

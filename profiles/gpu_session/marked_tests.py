@@ -58,7 +58,7 @@ def _run(context: Context, files: tuple[str, ...]) -> None:
 
 
 def outcomes_in(said: str) -> dict[str, str]:
-    """"passed", "failed", "error" or "skipped", by test, also of a run that was ended."""
+    """ "passed", "failed", "error" or "skipped", by test, also of a run that was ended."""
     found = {}
     for match in _RESULT.finditer(said):
         if (outcome := match["first"] or match["last"]) is not None:

@@ -11,7 +11,7 @@ Line = Mapping[str, Any]
 def page(lines: Sequence[Line]) -> str:
     """Of each step the last line: a step may have been run again."""
     last = list({line["name"]: line for line in lines}.values())
-    facts = next((line.get("figures", {}) for line in last if line["name"] == "facts"), {})
+    facts: Mapping[str, Any] = next((line.get("figures", {}) for line in last if line["name"] == "facts"), {})
     parts = [f"# A session on {facts.get('device', 'a machine with a GPU')}", ""]
     parts += _table(("step", "outcome", "s", "bars"), map(_summary, last))
     bars = [(line["name"], bar) for line in last for bar in line.get("bars", ())]

@@ -3,12 +3,14 @@ crash (nvImageCodec's issue 55: regions on the mixed device of an H100)."""
 
 from __future__ import annotations
 
+import importlib
 import io
 import itertools
 import json
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from profiles.gpu_session.context import Context
 from profiles.gpu_session.dali_import import need_dali
@@ -52,9 +54,7 @@ def measure(context: Context) -> None:
 
 def show(arguments: list[str]) -> None:
     """The program of one way: decode twice, compare, and print."""
-    from nvidia import dali  # type: ignore[import-not-found,unused-ignore]
-    from PIL import Image
-
+    dali: Any = importlib.import_module("nvidia.dali")
     device, how, load, chroma, *paths = arguments
     data = [np.fromfile(path, np.uint8) for path in paths]
     wanted = [np.asarray(Image.open(io.BytesIO(one.tobytes())).convert("RGB")) for one in data]
@@ -82,8 +82,7 @@ def show(arguments: list[str]) -> None:
     found = [np.asarray((output.as_cpu() if device == "mixed" else output).at(number)) for number in range(len(data))]
     if how == _SLICE:
         wanted = [
-            one[top : top + shape[0], left : left + shape[1]]
-            for one, (top, left) in zip(wanted, starts, strict=True)
+            one[top : top + shape[0], left : left + shape[1]] for one, (top, left) in zip(wanted, starts, strict=True)
         ]
     differences = [
         np.abs(one.astype(np.float32) - other.astype(np.float32)) for one, other in zip(found, wanted, strict=True)

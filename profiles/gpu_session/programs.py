@@ -34,7 +34,7 @@ def run_program(arguments: Sequence[str], limit_s: float, env: Mapping[str, str]
         process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", *arguments],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *_paths()])} | (env or {}),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *_paths()]), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

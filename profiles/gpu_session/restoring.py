@@ -60,8 +60,7 @@ def _in_turns(context: Context, state: State, path: Path, checked: Path, num_byt
     into = {name: torch.empty_like(tensor) for name, tensor in state.items()}
 
     def load_file() -> None:
-        for name, tensor in safetensors.torch.load_file(path, device=str(context.device)).items():
-            into[name] = tensor
+        into.update(safetensors.torch.load_file(path, device=str(context.device)))
 
     bare = BareReads(context, path, num_bytes)
     runs: dict[str, Callable[[], Any]] = {
@@ -95,7 +94,9 @@ def _in_turns(context: Context, state: State, path: Path, checked: Path, num_byt
         bus = pinned_rate(context, 256_000_000)
         context.report.add(bus_bytes_per_s=bus)
         for name in ("unchecked", "checked"):
-            context.report.bar(f"{name}_share_of_bus", context.report.figures[f"{name}_bytes_per_s"] / bus, least=_SHARE)
+            context.report.bar(
+                f"{name}_share_of_bus", context.report.figures[f"{name}_bytes_per_s"] / bus, least=_SHARE
+            )
         context.report.add(bare_reads_share_of_bus=context.report.figures["bare_reads_bytes_per_s"] / bus)
 
 
@@ -126,14 +127,15 @@ class BareReads:
 
     def _share(self, buffers: list[torch.Tensor]) -> None:
         descriptor = os.open(self._path, os.O_RDONLY)
-        stream = torch.cuda.Stream(self._context.device) if self._context.on_gpu else None
-        copied = [torch.cuda.Event() if stream is not None else None for _ in buffers]
+        cuda: Any = torch.cuda
+        stream = cuda.Stream(self._context.device) if self._context.on_gpu else None
+        copied = [None if stream is None else cuda.Event() for _ in buffers]
         number = 0
         while (begin := self._take()) < self._num_bytes:
             buffer, event = buffers[number % 2], copied[number % 2]
             if event is not None:
                 event.synchronize()
-            size = os.preadv(descriptor, [memoryview(buffer.numpy())], begin)
+            size = os.preadv(descriptor, [buffer.numpy().data], begin)
             if stream is not None and event is not None:
                 with torch.cuda.stream(stream):
                     self._target[:size].copy_(buffer[:size], non_blocking=True)

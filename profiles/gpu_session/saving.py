@@ -60,7 +60,8 @@ class BareCopy:
 def _saves(context: Context, state: State, folder: Path, flush: str) -> float:
     """Seconds of the pause of the saves behind the first two."""
     pauses_s, flushes_s = [], []
-    streams = [torch.cuda.Stream(context.device) if context.on_gpu else None for _ in range(2)]
+    cuda: Any = torch.cuda
+    streams = [cuda.Stream(context.device) if context.on_gpu else None for _ in range(2)]
     with loaderkit.CheckpointManager(folder, flush=flush, keep={"last": 1}) as manager:
         for step in range(1, _NUM_SAVES + 1):
             _work(context, state)

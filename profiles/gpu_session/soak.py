@@ -17,7 +17,8 @@ _MOST_MIB = {"allocated": 1.0, "reserved": 16.0, "pinned": 1.0, "on_gpu": 64.0, 
 
 def measure(context: Context) -> None:
     """Memory after every loader; of the growth, what came behind the first third."""
-    device, rows, until_s = decoder(context), [], time.perf_counter() + context.sized(_SECONDS, 1.0)
+    device, until_s = decoder(context), time.perf_counter() + context.sized(_SECONDS, 1.0)
+    rows: list[dict[str, float]] = []
     num_images = 0
     while time.perf_counter() < until_s or len(rows) < 2:
         with loaderkit.build(crops(context, device if len(rows) % 2 == 0 else "cpu"), overrides=ahead()) as loader:

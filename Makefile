@@ -11,7 +11,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check 2>$(VENV)/pip.log
 OR_WHY := || { cat $(VENV)/pip.log >&2; exit 1; }
 STAMP := $(VENV)/.complete
 
-.PHONY: venv demo test sanitize prove lint format peers clean
+.PHONY: venv demo test sanitize prove lint format peers gpu clean
 
 venv: $(STAMP)
 
@@ -65,6 +65,10 @@ ROUNDS ?= 5
 peers: venv
 	-$(BIN)/python -m profiles.peers.environments
 	$(BIN)/python -m profiles.peers --work $(WORK) --rounds $(ROUNDS) $(if $(CONTESTANTS),--contestants $(CONTESTANTS)) --out profiles/results
+
+# What needs a GPU, in ten minutes: docs/gpu.md. Without one, TINY=1 rehearses it.
+gpu: venv
+	$(BIN)/python -m profiles.gpu_session $(if $(PART),--part $(PART)) $(if $(TINY),--tiny) $(if $(ONLY),--only $(ONLY))
 
 clean:
 	rm -rf $(VENV) .peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -58,7 +58,10 @@ def _one(context: Context, executor: str, step: Step) -> None:
         report.add(**{f"{executor}_bare_bytes_per_s": bare, f"{executor}_bytes_per_s": copies["bytes_per_s"]})
         report.bar(f"{executor}_overlap", copies["overlap"], least=_OVERLAP)
         report.bar(f"{executor}_share_of_bus", copies["bytes_per_s"] / bare, least=_SHARE)
-        _profiled(context, executor, batches, step, bare)
+        try:
+            _profiled(context, executor, batches, step, bare)
+        except (OSError, RuntimeError, KeyError) as error:  # a machine may not let the profiler in
+            report.add(**{f"{executor}_profiler_error": f"{type(error).__name__}: {error}"})
 
 
 def _turn(context: Context, batches: Iterator[dict[str, Any]], step: Step) -> float:

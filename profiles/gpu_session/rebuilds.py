@@ -70,5 +70,5 @@ def memory(context: Context) -> dict[str, float]:
     if context.on_gpu:
         free, total = torch.cuda.mem_get_info()
         found |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
-        found |= {"pinned": torch.cuda.host_memory_stats()["allocated_bytes.current"], "on_gpu": total - free}
+        found |= {"pinned": torch.cuda.host_memory_stats().get("allocated_bytes.current", 0), "on_gpu": total - free}
     return {name: value / 2**20 for name, value in found.items()}

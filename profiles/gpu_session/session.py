@@ -79,7 +79,7 @@ def run_step(step: Step, command: Command, place: Place, *, limit_s: float) -> L
             is_late = True
         finally:
             _kill_group(process)
-    rc = process.wait()
+    rc = -signal.SIGKILL if process.poll() is None else process.returncode
     seconds = time.monotonic() - begin_s
     text = log.read_text(errors="replace")
     _append(place.out / "gpu.log", f"===== {step.name}: rc {rc}, {seconds:.1f} s\n{text[-_MOST_LOGGED:]}\n")
@@ -101,7 +101,7 @@ def _outcome(rc: int, is_late: bool, report: Line) -> str:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """End all that a step has left running. A process that waits for the driver may not end at once."""
+    """End all that a step has left running. A process that waits for the driver may not end before the driver answers."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):

@@ -98,7 +98,8 @@ def main(arguments: list[str]) -> int:
                 step for step in STEPS if step.part == part and given.part in (None, part) and _is_asked(step, given)
             ]
             steps = [_limited(step, limits, _REHEARSED if given.tiny else 1.0) for step in steps]
-            lines += run_steps(steps, command, place, budget_s=given.seconds or budget_s, each=_say)
+            seconds = given.seconds or budget_s * (_REHEARSED if given.tiny else 1.0)
+            lines += run_steps(steps, command, place, budget_s=seconds, each=_say)
     finally:
         for folder in (fast, work):
             shutil.rmtree(folder, ignore_errors=True)

@@ -40,21 +40,8 @@ def with_dali(context: Context) -> None:
 def _run(context: Context, files: tuple[str, ...]) -> None:
     """Each test has a limit of its own where pytest-timeout is installed, and a process that dies costs its test alone where
     pytest-xdist is."""
-    arguments = [
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "-v",
-        "-rfEs",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:benchmark",
-        "-W",
-        "default",
-    ]
+    arguments = ["-m", "pytest", "-m", "gpu", "-v", "-rfEs", "--tb=short", "-W", "default"]
+    arguments += ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # the second warns where xdist is at work
     if importlib.util.find_spec("pytest_timeout"):
         arguments += ["--timeout=40", "--timeout-method=thread"]
     if importlib.util.find_spec("xdist"):

@@ -36,7 +36,7 @@ STEPS = (
     _step("a", 25, "ends", "ends:measure"),
     _step("a", 30, "rebuilds", "rebuilds:measure"),
     _step("a", 30, "train", "training:measure"),
-    _step("b", 22, UNPACK_DALI, ""),
+    _step("b", 25, UNPACK_DALI, ""),
     _step("b", 14, "dali", "dali_import:measure"),
     _step("b", 36, "pictures", "pictures:measure"),
     _step("b", 40, "dali-tests", "marked_tests:with_dali"),

@@ -25,9 +25,9 @@ def _step(part: str, limit_s: float, name: str, function: str) -> Step:
 
 
 STEPS = (
-    _step("a", 10, UNPACK, ""),
+    _step("a", 15, UNPACK, ""),
     _step("a", 40, "facts", "machine:facts"),
-    _step("a", 60, "tests", "marked_tests:without_dali"),
+    _step("a", 56, "tests", "marked_tests:without_dali"),
     _step("a", 15, "copies", "copies:measure"),
     _step("a", 45, "loader", "loading:measure"),
     _step("a", 42, "restore", "restoring:measure"),

@@ -1,10 +1,10 @@
-"""Shared objects without the code of other GPUs and without symbol tables: each keeps its layout, and what is cut becomes zeros,
-of which xz leaves nothing.
+"""Shared objects without the code of other GPUs and without symbol tables. A file keeps its layout, and what is cut becomes
+zeros, of which xz leaves nothing.
 
-A section `.nv_fatbin` holds containers, one for each file that nvcc compiled: a header (magic, version, size of the header, size
-of the entries), then entries, each a header (kind, version, size of the header, size of the payload, ..., architecture) and a
-payload. The entries that are kept move to the front of their container, whose size then says so: the bytes that nvcc makes
-for that architecture alone.
+A section `.nv_fatbin` holds containers, one for each file that nvcc compiled: a header (magic, version, size of the header,
+size of the entries), then entries, each a header (kind, version, size of the header, size of the payload, ..., architecture)
+and a payload. The entries that are kept move to the front of their container, whose size then says so: the bytes that nvcc
+makes for that architecture alone.
 """
 
 from __future__ import annotations

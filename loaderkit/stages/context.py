@@ -36,6 +36,8 @@ class Stream(Protocol):
 
     def counters(self) -> dict[str, float]: ...
 
+    def close(self) -> None: ...
+
 
 @dataclass
 class CompileContext:

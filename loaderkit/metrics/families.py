@@ -56,7 +56,9 @@ FAMILIES = {
     ),
     "worker_restarts": Family("Processes that load which had died and were started again"),
     "transfer_bytes": Family("Bytes copied to the GPU"),
-    "transfer_copy_seconds": Family("Time of those copies by the GPU's clock"),
+    "transfer_timed_bytes": Family("Those of them in copies that were timed"),
+    "transfer_copy_seconds": Family("Time of the copies that were timed, by the GPU's clock"),
+    "transfer_exposed_seconds": Family("Of that time, what the loop waited for"),
     "source_samples": Family("Samples of a mixed source delivered to the loop", labels=("source",)),
     "source_tokens": Family("Tokens of those", labels=("source",)),
     "source_dropped_samples": Family("Samples of the source that filter left out", labels=("source",)),
@@ -111,6 +113,14 @@ def family_of(name: str) -> Family:
     return Family(f"Counted by the connector: {name.removeprefix(STORE)}")
 
 
+_COPIES = {
+    "num_bytes": "transfer_bytes",
+    "timed_bytes": "transfer_timed_bytes",
+    "copy_s": "transfer_copy_seconds",
+    "exposed_s": "transfer_exposed_seconds",
+}
+
+
 def counters(stats: Stats, action: str) -> Iterator[Point]:
     """All counters but `stall_seconds`; `action` is `errors.on_bad_sample`."""
     yield Point("batches", (), stats.num_batches)
@@ -122,7 +132,7 @@ def counters(stats: Stats, action: str) -> Iterator[Point]:
     for key, value in stats.store.items():
         if key != "held_bytes":
             yield Point(store_name(key), (), value)
-    for key, name in (("num_bytes", "transfer_bytes"), ("copy_s", "transfer_copy_seconds")):
+    for key, name in _COPIES.items():
         if key in stats.copies:
             yield Point(name, (), stats.copies[key])
     for source in stats.source_rows():

@@ -193,6 +193,7 @@ class Loader(DataLoaderParts):
         executor = executors.at(self._epoch, self._position)
         try:
             executors.taking()
+            asked_s = time.perf_counter()
             delivery = executor.next()
             self._bad_samples.note(delivery, executors.run)
             if delivery.error is not None:
@@ -202,7 +203,7 @@ class Loader(DataLoaderParts):
                 self._empty_batches.warn(self._epoch, self._position)
             elif not delivery.is_empty:
                 if self._stream is not None:
-                    self._stream.hand_over(delivery.result)
+                    self._stream.hand_over(delivery.result, asked_s)
                 batch = self._output(delivery.result)
         except BaseException as error:  # after Ctrl-C, too, a stage that hangs is not waited for
             hangs = not isinstance(error, Exception) or isinstance(error, (StallTimeout, WorkerDiedError))
@@ -418,6 +419,8 @@ class Loader(DataLoaderParts):
         finally:  # also after Ctrl-C
             self._bad_samples.close()
             self._plan.close()
+            if self._stream is not None:
+                self._stream.close()
             if self._metrics is not None:
                 self._metrics.close()
                 self._metrics = None

@@ -10,6 +10,7 @@ import copy
 import logging
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -17,12 +18,14 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
+from loaderkit._internal.cuda_streams import STREAMS
 from loaderkit._internal.device import resolve_device
 from loaderkit._internal.pinned import NOT_PINNED, cannot_pin
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError
 from loaderkit.stages.base import BatchContext, StageArgs, StageConfig, StageKind
 from loaderkit.stages.context import CompileContext
+from loaderkit.stages.gpu_copies import LEAST_PINNED, BatchCopies, CopyAccount, dense_parts
 
 logger = logging.getLogger("loaderkit")
 
@@ -109,57 +112,32 @@ def _refilled_tuple(value: Any, items: list[Any]) -> Any:
     return refilled
 
 
-def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The dense tensors that hold a tensor's memory: itself, or the parts of a sparse or nested one."""
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.is_nested:
-        jagged: Any = tensor
-        parts = (
-            (jagged.values(), jagged.offsets(), jagged.lengths())
-            if tensor.layout is torch.jagged
-            else (jagged.values(),)
-        )
-        return tuple(part for part in parts if part is not None)
-    names = _DENSE_PARTS.get(str(tensor.layout))
-    return (tensor,) if names is None else tuple(getattr(tensor, name)() for name in names)
-
-
 def _is_pageable(tensor: torch.Tensor) -> bool:
     """True if pinning a tensor first, which is a copy in memory, pays."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and tensor.nbytes >= _LEAST_PINNED
+        and tensor.nbytes >= LEAST_PINNED
         and not tensor.is_pinned()
     )
-
-
-_DENSE_PARTS = {
-    "torch.sparse_csr": ("crow_indices", "col_indices", "values"),
-    "torch.sparse_bsr": ("crow_indices", "col_indices", "values"),
-    "torch.sparse_csc": ("ccol_indices", "row_indices", "values"),
-    "torch.sparse_bsc": ("ccol_indices", "row_indices", "values"),
-}
-# A smaller tensor is copied to the device faster than it is pinned.
-_LEAST_PINNED = 64 * 2**10
 
 
 class TransferStream:
     """A loader's CUDA stream, on which workers run `transfer` and all later stages, concurrently with the training loop.
 
     A worker waits, without using the CPU, until its work on the stream is done. So the copied slab may be refilled at once,
-    and a delivered batch may be used on any stream.
+    and a delivered batch may be used on any stream. Close it.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Called in the thread that builds the loader: its current stream may still compute tensors that functions use."""
         self.device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = STREAMS.take(device)
+        self._finalizer = weakref.finalize(self, STREAMS.give_back, device, self._stream)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._lock = threading.Lock()
-        self._copies = (0, 0.0)
+        self._account = CopyAccount()
         self._can_pin = True
 
     @contextmanager
@@ -192,27 +170,15 @@ class TransferStream:
 
         A large tensor that is not pinned is pinned first; otherwise its copy would block this thread and other copies.
         """
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-        num_bytes = 0
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal num_bytes
-            on_device = tensor.to(self.device, non_blocking=True)
-            num_bytes += 0 if on_device is tensor else sum(part.nbytes for part in _dense_parts(tensor))
-            return on_device
-
         with self._current():
             pinned = {name: _with_tensors(value, self._pinned) for name, value in batch.items()}
+            copies = BatchCopies(self.device)
+            moved = {name: _with_tensors(value, copies.add) for name, value in pinned.items()}
             with self._lock:  # no other copies between the events
-                begin.record(self._stream)
-                moved = {name: _with_tensors(value, copied) for name, value in pinned.items()}
-                end.record(self._stream)
-            end.synchronize()
-            copy_s = begin.elapsed_time(end) / 1000
+                copies.start(self._stream)
+            timed = copies.wait()
         batch.update(moved)  # not before: a slab without tensors on it may be refilled
-        with self._lock:
-            self._copies = (self._copies[0] + num_bytes, self._copies[1] + copy_s)
+        self._account.copied(batch, copies.num_bytes, timed)
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._can_pin and _is_pageable(tensor):
@@ -226,14 +192,16 @@ class TransferStream:
                 logger.warning(NOT_PINNED, str(error).partition("\n")[0])
         return tensor
 
-    def hand_over(self, batch: dict[str, Any]) -> None:
-        """Called in the loop's thread: record that its current stream uses the batch, even after the loop dropped it."""
+    def hand_over(self, batch: dict[str, Any], asked_s: float) -> None:
+        """Called in the loop's thread, which asked for the batch at `asked_s` by `time.perf_counter`: record that its current
+        stream uses the batch, even after the loop dropped it."""
+        self._account.taken(batch, asked_s)
         stream = torch.cuda.current_stream(self.device)
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_cuda:
                 current = stream if tensor.device == self.device else torch.cuda.current_stream(tensor.device)
-                for part in _dense_parts(tensor):
+                for part in dense_parts(tensor):
                     part.record_stream(current)
             return tensor
 
@@ -241,9 +209,12 @@ class TransferStream:
             _with_tensors(value, note)
 
     def counters(self) -> dict[str, float]:
-        """The bytes copied, and the seconds the copies took on the device (by CUDA events)."""
-        num_bytes, copy_s = self._copies
-        return {"num_bytes": num_bytes, "copy_s": copy_s}
+        """See `CopyAccount`."""
+        return self._account.counters()
+
+    def close(self) -> None:
+        """Give the stream back, for the next loader: the memory of batches is kept for it. Idempotent."""
+        self._finalizer()
 
 
 def _open_stream(args: TransferArgs) -> TransferStream | None:

@@ -172,12 +172,17 @@ class Late:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> TransferStream:
     """A lane to the device `meta`, whose copies are late."""
-    moved = torch.Tensor.to
+    moved, copied = torch.Tensor.to, torch.Tensor.copy_
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("non_blocking"):
             Late.under_way.append(weakref.ref(tensor))
         return moved(tensor, *args, **kwargs)
+
+    def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if non_blocking:
+            Late.under_way.append(weakref.ref(source))
+        return copied(target, source)
 
     @contextmanager
     def device(wanted: torch.device) -> Iterator[None]:
@@ -197,6 +202,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> TransferStream:
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr("loaderkit.stages.gpu_copies.perf_counter", lambda: 0.0)
     return TransferStream(torch.device("meta"))
 
 
@@ -217,7 +224,12 @@ class TestLane:
     def test_what_was_copied_and_how_long_it_took(self, late: TransferStream) -> None:
         late.move({"a": torch.ones(4, 3), "b": "text"})
         late.move({"a": torch.ones(4, 3, device="meta"), "b": torch.ones(2, dtype=torch.uint8)})  # one is there already
-        assert late.counters() == {"num_bytes": 48 + 2, "copy_s": pytest.approx(0.004)}
+        assert late.counters() == {
+            "num_bytes": 48 + 2,
+            "timed_bytes": 48 + 2,
+            "copy_s": pytest.approx(0.004),
+            "exposed_s": 0.0,
+        }
 
     def test_packed_sequences(self, late: TransferStream) -> None:
         """Their sizes stay on the CPU, as torch wants them."""
@@ -264,7 +276,7 @@ class TestLane:
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: noted.append(tensor))
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-        late.hand_over({"nested": nested, "sparse": [torch.eye(2).to_sparse()], "dense": {"x": torch.ones(7)}})
+        late.hand_over({"nested": nested, "sparse": [torch.eye(2).to_sparse()], "dense": {"x": torch.ones(7)}}, 0.0)
         assert [part.numel() for part in noted] == [5, 4, 2, 7]
         assert not any(part.is_nested or part.is_sparse for part in noted)
 
@@ -272,26 +284,35 @@ class TestLane:
         self, late: TransferStream, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         pinned: list[int] = []
+        kept: dict[int, torch.Tensor] = {}  # by address
         empty_like = torch.empty_like
 
-        def pin(tensor: torch.Tensor, *, pin_memory: bool) -> torch.Tensor:
-            if len(pinned) == 4:
-                raise RuntimeError("CUDA error: out of memory")
-            pinned.append(tensor.numel())
-            return empty_like(tensor)
+        def pin(tensor: torch.Tensor, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            made = empty_like(tensor, **options)
+            if pin_memory:
+                if len(pinned) == 4:
+                    raise RuntimeError("CUDA error: out of memory")
+                pinned.append(tensor.numel())
+                kept[made.data_ptr()] = made
+            return made
 
         monkeypatch.setattr(torch, "empty_like", pin)
-        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.numel() == 30_000)
+        monkeypatch.setattr(
+            torch.Tensor, "is_pinned", lambda tensor: tensor.numel() == 30_000 or tensor.data_ptr() in kept
+        )
         large = [torch.ones(20_000), torch.ones(30_000), torch.ones(40_000)]
         batch: dict[str, Any] = {"small": torch.ones(10), "large": large}
         batch |= {"gaps": torch.ones(20_000, 50)[:, 1], "many times": torch.ones(1, 10).expand(9_000, 10)}
         late.move(batch)
+        counters = late.counters()
+        assert counters["timed_bytes"] == counters["num_bytes"] == 4 * (10 + 20_000 + 30_000 + 40_000 + 20_000 + 90_000)
         assert pinned == [20_000, 40_000, 20_000, 90_000], "not what is small, or pinned already"
         assert Late.under_way == []
         for _ in range(2):  # where no more can be pinned, it is copied all the same
             batch = {"large": torch.ones(50_000)}
             late.move(batch)
             assert batch["large"].is_meta
+        assert late.counters()["timed_bytes"] == counters["timed_bytes"], "a copy that blocks waits for the GIL behind it"
         assert pinned == [20_000, 40_000, 20_000, 90_000]
         assert caplog.text.count("cannot be pinned (CUDA error: out of memory)") == 1
 
@@ -347,12 +368,21 @@ def test_of_functions_with_a_time_limit_only_those_behind_batch_are_called_on_th
 
 
 def test_copies_in_the_statistics() -> None:
+    """The loop may wait for a stage for long without waiting for its copies."""
     with loaderkit.build(pipeline()) as loader:
         assert loader.stats().to_dict()["transfer"] == {}
-        before = replace(loader.stats(), copies={"num_bytes": 1000, "copy_s": 0.5})
+        copies = {"num_bytes": 1100.0, "timed_bytes": 1000.0, "copy_s": 0.5, "exposed_s": 0.5}
+        before = replace(loader.stats(), copies=copies)
     rows = [*before.stages, StageStats("move", 1, kind="transfer")]
-    later = replace(
-        before, copies={"num_bytes": 3000, "copy_s": 1.5}, stages=rows, waits_s={"move": 0.25, "decode": 5.0}
-    )
-    found = later.since(replace(before, stages=rows, waits_s={})).to_dict()["transfer"]
-    assert found == {"num_bytes": 2000, "copy_s": 1.0, "bytes_per_s": 2000.0, "overlap": 0.75}
+    copies = {"num_bytes": 3200.0, "timed_bytes": 3000.0, "copy_s": 1.5, "exposed_s": 0.75}
+    later = replace(before, copies=copies, stages=rows, waits_s={"move": 25.0, "decode": 5.0})
+    assert later.since(replace(before, stages=rows, waits_s={})).to_dict()["transfer"] == {
+        "num_bytes": 2100,
+        "timed_bytes": 2000,
+        "copy_s": 1.0,
+        "exposed_s": 0.25,
+        "bytes_per_s": 2000.0,
+        "overlap": 0.75,
+    }
+    later = replace(later, copies={"num_bytes": 5.0, "timed_bytes": 0.0, "copy_s": 0.0, "exposed_s": 0.0})
+    assert "overlap" not in later.to_dict()["transfer"], "nothing was timed"

@@ -123,7 +123,7 @@ class Snapshot:
     slowest: dict[str, tuple[Slow, ...]] = field(default_factory=dict)
     """By stage: the samples that took longest in the whole run; with `since`, those of them within the interval."""
     store: dict[str, float] = field(default_factory=dict)  # the connectors' counters; those not in _LEVELS only grow
-    copies: dict[str, float] = field(default_factory=dict)  # to a GPU: num_bytes and copy_s
+    copies: dict[str, float] = field(default_factory=dict)  # to a GPU: see `transfer` in docs/reference.md
     by_source: SourceCounts = field(default_factory=SourceCounts)  # what those batches hold of each mixed source
     sources: tuple[SourceState, ...] = ()  # the mixed sources
     paused_s: float = 0.0  # not in wall_s, but in the counters of workers and CPUs: the loop did something else
@@ -300,12 +300,15 @@ class Snapshot:
         }
 
     def _overlap(self) -> dict[str, float]:
-        """The speed of copies to the GPU, and the share of their time in which the loop did not wait for `transfer`."""
+        """The speed of the copies to the GPU that were timed, and the share of their time in which the loop did not wait for
+        them."""
         copy_s = self.copies.get("copy_s", 0.0)
         if not copy_s:
             return {}
-        waited_s = sum(self.stall_s.get(row.name, 0.0) for row in self.stages if row.kind == "transfer")
-        return {"bytes_per_s": self.copies["num_bytes"] / copy_s, "overlap": max(0.0, 1 - waited_s / copy_s)}
+        return {
+            "bytes_per_s": self.copies["timed_bytes"] / copy_s,
+            "overlap": max(0.0, 1 - self.copies["exposed_s"] / copy_s),
+        }
 
 
 def _rise(earlier: Mapping[str, float], later: Mapping[str, float]) -> dict[str, float]:

@@ -54,6 +54,10 @@ class FakeStream:
     def num_queued(self) -> int:
         return len(self._queued)
 
+    @property
+    def num_left(self) -> int:
+        return len(self._queued) - self._num_done
+
 
 class FakeEvent:
     def __init__(self, **settings: Any) -> None:
@@ -176,7 +180,8 @@ class FakeGpus:
     @contextmanager
     def installed(self) -> Iterator[FakeGpus]:
         """They are what torch has, until the end of the block."""
-        copy, to, empty, ones = torch.Tensor.copy_, torch.Tensor.to, torch.empty, torch.ones
+        copy, empty, ones = torch.Tensor.copy_, torch.empty, torch.ones
+        to: Any = torch.Tensor.to
 
         def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
             there = target if target.is_cuda else source

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_gpus import FakeGpus
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transferred import HAS_CUDA, Attributes, Frozen, Items, Noted, Pair, Star, assert_equal, batches, nest, pipeline
 
@@ -351,6 +353,8 @@ def test_of_functions_with_a_time_limit_only_those_behind_batch_are_called_on_th
             bound.append(function)
             return function
 
+        def close(self) -> None: ...
+
     def on_sample(sample: dict[str, Any]) -> None:
         sample["at"] = "sample"
 
@@ -365,6 +369,25 @@ def test_of_functions_with_a_time_limit_only_those_behind_batch_are_called_on_th
     for function, batch in zip(bound, given, strict=True):
         function(batch, None)
     assert given == [{"at": "batch"}] * 2
+
+
+def test_a_closed_loader_s_stream_is_the_next_one_s() -> None:
+    """The memory of its batches is cached for the stream."""
+    with FakeGpus().installed() as gpus:
+        loaders = []
+        for _ in range(5):
+            loaders.append(loaderkit.build(pipeline(device="cuda:1")))
+            loaders[-1].close()
+            loaders[-1].close()
+        assert len(gpus.streams) == 1
+        with loaderkit.build(pipeline(device="cuda:1")), loaderkit.build(pipeline(device="cuda:1")):
+            assert len(gpus.streams) == 2, "a stream has one loader at a time"
+        dropped = loaderkit.build(pipeline(device="cuda:1"))
+        del dropped
+        gc.collect()
+        loaderkit.build(pipeline(device="cuda:1")).close()
+        assert len(gpus.streams) == 2
+        assert gpus.contexts == set()
 
 
 def test_copies_in_the_statistics() -> None:

@@ -81,5 +81,7 @@ def _set(state: dict[str, Any]) -> None:
     np.random.set_state(("MT19937", key, numpy_state["position"], numpy_state["has_gauss"], numpy_state["gauss"]))
     devices = state.get("cuda", {})
     if devices and torch.cuda.is_available():
+        # Otherwise CUDA begins later, and with it come the seeds of an earlier `torch.manual_seed`.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         for number in range(min(torch.cuda.device_count(), len(devices))):
             torch.cuda.set_rng_state(devices[str(number)].cpu(), number)

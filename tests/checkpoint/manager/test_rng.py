@@ -75,3 +75,29 @@ def test_another_state_is_refused() -> None:
     with pytest.raises(StateError, match="damaged"):
         RngState(0).load_state_dict(damaged)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_seeds_that_wait_for_cuda_do_not_replace_what_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before CUDA begins, torch keeps states and seeds for later, and sets the seeds last."""
+    waiting: list[str] = ["seed of an earlier manual_seed"]
+    found: list[str] = []
+
+    def init() -> None:
+        found.extend(waiting)
+        waiting.clear()
+
+    def set_rng_state(state: torch.Tensor, number: int) -> None:
+        if waiting:
+            waiting.insert(0, f"state {number}")
+        else:
+            found.append(f"state {number}")
+
+    for name, value in {"is_available": lambda: True, "device_count": lambda: 2}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", set_rng_state)
+    state = RngState(0).state_dict()
+    state["rank-0"]["cuda"] = {"0": torch.zeros(16, dtype=torch.uint8), "1": torch.zeros(16, dtype=torch.uint8)}
+    RngState(0).load_state_dict(state)
+    init()  # at the latest with the first tensor on a GPU
+    assert found == ["seed of an earlier manual_seed", "state 0", "state 1"]

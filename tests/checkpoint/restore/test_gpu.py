@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rank_programs
@@ -11,7 +12,10 @@ from checkpoint_states import saved
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import loaderkit
+from loaderkit._internal import host_pages
 from loaderkit.checkpoint import StreamReader
+from loaderkit.checkpoint.flush.shared_pages import SharedPages
+from loaderkit.checkpoint.save.staging import HostCopies
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -69,3 +73,29 @@ def test_what_every_rank_has_queued_is_done_first(path: Path) -> None:
 def test_a_device_there_is_not(path: Path) -> None:
     with pytest.raises(loaderkit.errors.ConfigError, match="device"):
         loaderkit.restore(path, device="cuda:99")
+
+
+def test_no_memory_is_left_cached_for_streams_that_nobody_has(path: Path) -> None:
+    reserved = []
+    for _ in range(8):
+        restored = loaderkit.restore(path, device="cuda", dtype="bfloat16", memory="64MiB")
+        del restored
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] == reserved[1]
+
+
+@pytest.mark.parametrize("allocate", [None, SharedPages().allocate], ids=["thread", "process"])
+def test_a_state_is_copied_over_the_borders_of_what_is_pinned(
+    allocate: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_pages, "_SLICE_BYTES", 2**20)
+    state = {f"t{n}": torch.randn(300_000 * n + 1, device="cuda") for n in range(8)}
+    state["turned"] = torch.randn(700, 900, device="cuda").t()
+    wanted = {name: tensor.cpu() for name, tensor in state.items()}
+    copies = HostCopies(allocate)
+    for _ in range(3):
+        copy = copies.copy(state)
+        assert all(torch.equal(copy[name], tensor) for name, tensor in wanted.items())
+        assert copy["t7"].is_pinned()
+        del copy
+    assert "cannot be pinned" not in caplog.text

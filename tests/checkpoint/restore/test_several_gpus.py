@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rank_programs
@@ -113,7 +114,7 @@ def test_new_tensors_are_the_callers_on_its_own_stream(
     gpus: FakeGpus, path: Path, wanted: dict[str, torch.Tensor]
 ) -> None:
     """They are made on the default stream: dropped while kernels of another use them, their memory would be used again."""
-    stream = torch.cuda.Stream("cuda:1")  # type: ignore[no-untyped-call]
+    stream: Any = torch.cuda.Stream("cuda:1")  # type: ignore[no-untyped-call]
     with torch.cuda.device("cuda:1"), torch.cuda.stream(stream):
         made = loaderkit.restore(path, device="cuda:1")
     assert all(torch.equal(made[name], tensor) for name, tensor in wanted.items())

@@ -102,18 +102,30 @@ class TestStaging:
     ) -> None:
         """The memory is used for the next state."""
 
-        class NotToBeCopied:
-            def __deepcopy__(self, memo: Any) -> Any:
-                raise TypeError("not to be copied")
+        class Failing(list[Any]):
+            def append(self, item: Any) -> None:
+                if len(self) == 5:
+                    raise RuntimeError("CUDA error: out of memory")
+                super().append(item)
 
-        given = on(gpus, state)
-        with pytest.raises(TypeError, match="not to be copied"):
-            copies.copy({"bad": NotToBeCopied(), "good": given})
-        for device in gpus.devices:
-            stream = gpus.current_stream(device)
-            done = stream._num_done
-            stream.run()
-            assert stream._num_done == done
+        gpus.copies = Failing()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            copies.copy(on(gpus, state))
+        assert all(gpus.current_stream(device).num_left == 0 for device in gpus.devices)
+
+    def test_what_copies_itself_has_done_so(
+        self, gpus: FakeGpus, copies: HostCopies, state: dict[str, torch.Tensor]
+    ) -> None:
+        """A sparse tensor is cloned on its GPU, and another thread reads the clone."""
+
+        class Sparse:
+            def __deepcopy__(self, memo: Any) -> Any:
+                gpus.current_stream(gpus.devices[1]).put(lambda: done.append(1))
+                return self
+
+        done: list[int] = []
+        copies.copy({"sparse": Sparse(), "dense": on(gpus, state)})
+        assert done == [1]
 
     def test_a_state_on_the_cpu_does_not_begin_cuda(
         self, gpus: FakeGpus, copies: HostCopies, state: dict[str, torch.Tensor]

@@ -43,6 +43,8 @@ class OnTheCpu:
         assert batch["image"].dtype == torch.uint8, "it was normalised in the other process"
         self.num_moved += 1
 
+    def close(self) -> None: ...
+
     def hand_over(self, batch: dict[str, Any], asked_s: float) -> None:
         """It is here already."""
 

@@ -312,7 +312,9 @@ class TestLane:
             batch = {"large": torch.ones(50_000)}
             late.move(batch)
             assert batch["large"].is_meta
-        assert late.counters()["timed_bytes"] == counters["timed_bytes"], "a copy that blocks waits for the GIL behind it"
+        assert late.counters()["timed_bytes"] == counters["timed_bytes"], (
+            "a copy that blocks waits for the GIL behind it"
+        )
         assert pinned == [20_000, 40_000, 20_000, 90_000]
         assert caplog.text.count("cannot be pinned (CUDA error: out of memory)") == 1
 

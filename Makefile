@@ -11,7 +11,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check 2>$(VENV)/pip.log
 OR_WHY := || { cat $(VENV)/pip.log >&2; exit 1; }
 STAMP := $(VENV)/.complete
 
-.PHONY: venv demo test sanitize prove lint format peers clean
+.PHONY: venv demo test sanitize prove lint format peers gpu gpu-bundle clean
 
 venv: $(STAMP)
 
@@ -66,5 +66,14 @@ peers: venv
 	-$(BIN)/python -m profiles.peers.environments
 	$(BIN)/python -m profiles.peers --work $(WORK) --rounds $(ROUNDS) $(if $(CONTESTANTS),--contestants $(CONTESTANTS)) --out profiles/results
 
+# What needs a GPU, in ten minutes: docs/gpu.md. Without one, TINY=1 rehearses it.
+gpu: venv
+	$(BIN)/python -m profiles.gpu_session $(if $(PART),--part $(PART)) $(if $(TINY),--tiny) $(if $(ONLY),--only $(ONLY))
+
+# What is carried to a machine with a GPU and without a network; GPU_PYTHON is of the version that it has.
+GPU_PYTHON ?= python3.12
+gpu-bundle:
+	$(GPU_PYTHON) -m profiles.gpu_bundle
+
 clean:
-	rm -rf $(VENV) .peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .peers .gpu-bundle build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

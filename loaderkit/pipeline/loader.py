@@ -419,6 +419,8 @@ class Loader(DataLoaderParts):
         finally:  # also after Ctrl-C
             self._bad_samples.close()
             self._plan.close()
+            if self._stream is not None:
+                self._stream.close()
             if self._metrics is not None:
                 self._metrics.close()
                 self._metrics = None

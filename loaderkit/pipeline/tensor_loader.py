@@ -13,6 +13,7 @@ from loaderkit.checkpoint.contents import TensorEntry
 from loaderkit.checkpoint.restore.selection import choose
 from loaderkit.checkpoint.restore.source import OpenCheckpoint, parse_device
 from loaderkit.checkpoint.transfer.session import TransferSession
+from loaderkit.checkpoint.transfer.stages import hand_over
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.tuning import Tuning
@@ -92,6 +93,7 @@ class TensorLoader:
     def _tensors(self, session: TransferSession) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             for given in session:
+                hand_over(tensor for _, tensor in given)
                 while given:
                     yield given.pop(0)
         finally:

@@ -37,6 +37,8 @@ class Stream(Protocol):
 
     def counters(self) -> dict[str, float]: ...
 
+    def close(self) -> None: ...
+
 
 @dataclass
 class CompileContext:

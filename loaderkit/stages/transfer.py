@@ -10,6 +10,7 @@ import copy
 import logging
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
+from loaderkit._internal.cuda_streams import STREAMS
 from loaderkit._internal.device import resolve_device
 from loaderkit._internal.pinned import NOT_PINNED, cannot_pin
 from loaderkit.engine.work import Stage
@@ -125,13 +127,14 @@ class TransferStream:
     """A loader's CUDA stream, on which workers run `transfer` and all later stages, concurrently with the training loop.
 
     A worker waits, without using the CPU, until its work on the stream is done. So the copied slab may be refilled at once,
-    and a delivered batch may be used on any stream.
+    and a delivered batch may be used on any stream. Close it.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Called in the thread that builds the loader: its current stream may still compute tensors that functions use."""
         self.device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = STREAMS.take(device)
+        self._finalizer = weakref.finalize(self, STREAMS.give_back, device, self._stream)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._lock = threading.Lock()
         self._account = CopyAccount()
@@ -208,6 +211,10 @@ class TransferStream:
     def counters(self) -> dict[str, float]:
         """See `CopyAccount`."""
         return self._account.counters()
+
+    def close(self) -> None:
+        """Give the stream back, for the next loader: the memory of batches is kept for it. Idempotent."""
+        self._finalizer()
 
 
 def _open_stream(args: TransferArgs) -> TransferStream | None:

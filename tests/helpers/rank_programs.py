@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch._dynamo  # brought in by saving; here, so that it is imported once for all ranks
 import torch.distributed as dist
+from fake_gpus import FakeGpus
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -446,3 +447,18 @@ def die_in_load(rank: int, num_ranks: int, folder: Path) -> None:
     except Exception as error:
         (folder / f"died-{rank}").write_text(json.dumps([said, repr(error)]))
     os._exit(0)
+
+
+def restore_to_several_gpus(rank: int, num_ranks: int, folder: Path, name: str) -> None:
+    """Each rank has tensors on GPUs 1 and 2."""
+    begin(rank, num_ranks, folder, "gpus")
+    wanted = loaderkit.restore(folder / name)
+    with FakeGpus().installed() as gpus:
+        into = {key: gpus.put(torch.zeros_like(one), 1 + n % 2) for n, (key, one) in enumerate(wanted.items())}
+        loaderkit.restore(folder / name, into, rank=rank, world_size=num_ranks, memory="1MiB", concurrency=1)
+        gpus.finish()
+        assert all(torch.equal(into[key], tensor) for key, tensor in wanted.items())
+        assert {device.index for device, _, _ in gpus.copies} == gpus.contexts == {1, 2}
+        assert any(pinned for _, _, pinned in gpus.copies)
+        assert gpus.registered == {}
+    dist.destroy_process_group()

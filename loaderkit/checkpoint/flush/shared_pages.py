@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import logging
 import mmap
 import os
 import weakref
@@ -19,8 +18,6 @@ from loaderkit._internal.dtypes import Bytes
 from loaderkit._internal.system.descriptors import mapped, memory_file
 from loaderkit._internal.units import say_bytes
 from loaderkit.errors import CheckpointError
-
-logger = logging.getLogger("loaderkit")
 
 
 class AreaOffset(NamedTuple):
@@ -44,7 +41,7 @@ class SharedPages:
         self._numbers = itertools.count()
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Memory that begins at a page, uint8 [N]; pinned where there is CUDA. Raises CheckpointError without room for it."""
+        """Memory that begins at a page, uint8 [N]. Raises CheckpointError without room for it."""
         file = memory_file("loaderkit-copy")
         try:
             os.posix_fallocate(file.fileno(), 0, max(num_bytes, 1))  # its lack would show as SIGBUS at the first access
@@ -58,8 +55,6 @@ class SharedPages:
         number = next(self._numbers)
         self._areas[number] = _Area(file, memory.ctypes.data, num_bytes)
         weakref.finalize(memory, self._release, number).atexit = False
-        if torch.cuda.is_available():
-            _pin(memory)  # after the line above, so that it is undone before
         return memory
 
     def _release(self, number: int) -> None:
@@ -112,15 +107,3 @@ def _array(file: io.FileIO) -> NDArray[np.uint8]:
     with suppress(OSError, AttributeError):  # not every kernel has large pages, and for shared memory
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, np.uint8)
-
-
-def _pin(memory: NDArray[np.uint8]) -> None:
-    """Register memory with CUDA until the array is collected."""
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(cudart.cudaHostRegister(memory.ctypes.data, len(memory), 0))
-    if code == 0:
-        weakref.finalize(memory, cudart.cudaHostUnregister, memory.ctypes.data).atexit = False
-        return
-    logger.warning("shared memory cannot be pinned (CUDA error %d): copies of a state to it are slower", code)
-    with suppress(RuntimeError):  # CUDA reports the error again at this thread's next kernel: start one here
-        torch.ones(1, device="cuda")

@@ -13,22 +13,24 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 
+from loaderkit._internal.cuda_streams import DeviceStreams
+from loaderkit._internal.host_pages import HostPins
 from loaderkit.checkpoint.contents import Checksums
 from loaderkit.checkpoint.ranks.group import RankGroup
 from loaderkit.checkpoint.ranks.ranges import NeededRange, OwnedRange, assign_owners
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
 from loaderkit.checkpoint.transfer.plan import PreparedRead, ReadRequest, ReadTotals
 from loaderkit.checkpoint.transfer.session import TransferSession
-from loaderkit.checkpoint.transfer.stages import place_span, stream_of
+from loaderkit.checkpoint.transfer.stages import place_span
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.engine.metrics import Stats
 
-_CPU = torch.device("cpu")
 _JOIN_S = 15.0  # more than the engine waits for workers that hang
 
 
@@ -68,11 +70,12 @@ class RankExchange:
         num_parts: int,
         num_workers: int,
         checksums: Mapping[str, Checksums],
-        device: torch.device = _CPU,
+        devices: Collection[torch.device] = (),
         touched: set[str],
     ) -> None:
-        """`ranges` and `limits` must be the same on all ranks; `spans`, those of this rank, lie in its ranges. `touched`
-        collects the names of the tensors written to. See `TransferSession` for the memory, which is for reads alone."""
+        """`ranges` and `limits` must be the same on all ranks; `spans`, those of this rank, lie in its ranges, and their
+        tensors on `devices`. `touched` collects the names of the tensors that are written to. See `TransferSession` for the
+        memory, which is for reads alone."""
         self._group = group
         self._connector = connector
         self._objects = objects
@@ -80,7 +83,9 @@ class RankExchange:
         self._num_parts = num_parts
         self._num_workers = num_workers
         self._checksums = checksums
-        self._device = device
+        self._devices = devices
+        self._streams = DeviceStreams(())  # until `run`
+        self._pins = HostPins()
         self._limits = limits
         self._ranges = assign_owners(ranges, limits, len(group))
         self._spans = _by_range(self._ranges, spans)
@@ -105,16 +110,19 @@ class RankExchange:
             for number, owned in enumerate(self._ranges)
             if owned.owner == self._group.rank
         ]
-        with TransferSession(
-            requests,
-            self._connector,
-            self._objects,
-            memory_bytes=self._memory_bytes,
-            num_parts=self._num_parts,
-            num_workers=self._num_workers,
-            checksums=self._checksums,
-            counts_made=True,
-        ) as session:
+        with (
+            closing(DeviceStreams(self._devices)) as self._streams,
+            TransferSession(
+                requests,
+                self._connector,
+                self._objects,
+                memory_bytes=self._memory_bytes,
+                num_parts=self._num_parts,
+                num_workers=self._num_workers,
+                checksums=self._checksums,
+                counts_made=True,
+            ) as session,
+        ):
             self._session = session
             reads = _one_by_one(session)
             for number, owned in enumerate(self._ranges):
@@ -122,6 +130,7 @@ class RankExchange:
                     self._transfer(number, owned, reads)
                     self.totals.read_bytes = session.totals.fetched_bytes
             self.stats = session.stats()
+        self._free.clear()  # it is pinned
 
     @property
     def reads(self) -> list[ReadTotals]:
@@ -183,7 +192,7 @@ class RankExchange:
         try:
             whole = self._free.pop()
         except IndexError:
-            whole = torch.empty(self._limits.most_bytes, dtype=torch.uint8)
+            whole = torch.from_numpy(self._pins.pages(self._limits.most_bytes, self._streams.device))
         return whole[:size]
 
     def _prepare(self, number: int) -> Callable[[ReadLimits], PreparedRead]:
@@ -199,12 +208,10 @@ class RankExchange:
     def _place(self, number: int, owned: OwnedRange, data: torch.Tensor) -> None:
         if self._direct(number) is None:
             view = data.numpy().data
-            with stream_of(self._device):
+            with self._streams.current():  # the bytes' memory is used again
                 for span in self._spans[number]:
                     lo, hi = max(span.start, owned.start), min(span.start + span.length, owned.end)
                     self._copy(span, lo - span.start, view[lo - owned.start : hi - owned.start])
-                if self._device.type == "cuda":
-                    torch.cuda.current_stream(self._device).synchronize()
             whole = torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage())
             if len(whole) == self._limits.most_bytes:
                 self._free.append(whole)

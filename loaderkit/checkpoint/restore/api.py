@@ -18,7 +18,7 @@ from loaderkit.checkpoint.restore.selection import Dtype, choose, match_names, p
 from loaderkit.checkpoint.restore.source import OpenCheckpoint, parse_device
 from loaderkit.checkpoint.restore.task import Progress, Restored, RestoreTask, transfer_alone
 from loaderkit.checkpoint.transfer.session import name_touched
-from loaderkit.checkpoint.transfer.stages import wait_for_queued
+from loaderkit.checkpoint.transfer.stages import hand_over, wait_for_queued
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import ConfigError
 
@@ -78,6 +78,7 @@ def restore(
             tensors, values = choose(source.contents, globs)
             task = _new_task(tensors, values, target_device or _CPU, parsed_dtype, **settings)
             made, plain = transfer(source, task)
+            hand_over(made.values())
             flat: dict[str, Any] = {name: made[name] for name in tensors} | plain
             empty = source.contents.empty if globs is None else ()
             return nest(flat, source.contents.paths, empty) if nested else flat
@@ -111,7 +112,7 @@ def _new_task(
         raise ConfigError("dtype 'target' needs `into`: without it there are no tensors whose types could be meant")
     wait_for_queued([device])
     make_requests = partial(new_tensors, names=tensors, device=device, dtype=dtype)
-    return RestoreTask(tensors, values, make_requests, device, **settings)
+    return RestoreTask(tensors, values, make_requests, [device], **settings)
 
 
 def _fill_task(
@@ -122,7 +123,7 @@ def _fill_task(
     **settings: Any,
 ) -> RestoreTask:
     """The task that fills `targets`."""
-    wait_for_queued(tensor.device for tensor in targets.values())
+    devices = {tensor.device for tensor in targets.values()}
+    wait_for_queued(devices)
     make_requests = partial(given_tensors, targets=targets, dtype=dtype, device=device)
-    stage_on = next((tensor.device for tensor in targets.values() if tensor.device.type != "cpu"), _CPU)
-    return RestoreTask([*targets], values, make_requests, stage_on, **settings)
+    return RestoreTask([*targets], values, make_requests, devices, **settings)

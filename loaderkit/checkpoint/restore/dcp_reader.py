@@ -39,7 +39,6 @@ from loaderkit.connectors.base import Connector
 from loaderkit.engine.metrics import Stats
 from loaderkit.errors import CheckpointError, ConfigError, PeerError
 
-_CPU = torch.device("cpu")
 logger = logging.getLogger("loaderkit")
 
 
@@ -170,16 +169,20 @@ class StreamReader(StorageReader):
             if group is not None:
                 group.fail(error)
             raise
-        wait_for_queued(target.memory.device for target in targets)
+        wait_for_queued(_devices_of(targets))
         items = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         names = [item.storage_index.fqn for item in items]
         num_local = 1 if share is None else share.num_local
         contents, self._shared = source.contents, None
         if group is not None and share is not None:
-            device = _device_of(targets)
             num_workers = num_workers_of(contents.connector, "auto")
             session = RestoreSession(
-                group, source, num_workers=num_workers, device=device, touched=touched, num_local=num_local
+                group,
+                source,
+                num_workers=num_workers,
+                devices=_devices_of(targets),
+                touched=touched,
+                num_local=num_local,
             )
             values = _read_shared(session, source, share, targets, names)
             contents, self._shared = session.contents, (session.totals(), session.reading)
@@ -229,7 +232,7 @@ class StreamReader(StorageReader):
                     f"{self._url}: no shard of {target.name!r} lies at {target.item.storage_index.offset}"
                 )
         items = {id(target.item): target.item for target in targets}
-        with source.transfer(requests, _device_of(targets), num_parts=num_local, touched=touched) as session:
+        with source.transfer(requests, _devices_of(targets), num_parts=num_local, touched=touched) as session:
             for delivered in session:
                 for number, tensor in delivered:
                     planner.commit_tensor(items[int(number)], tensor)
@@ -268,8 +271,8 @@ class _Target(NamedTuple):
         return ReadRequest(self.name, (shard.key, start), self.memory.numel() * dtype.itemsize, 0, prepare)
 
 
-def _device_of(targets: Sequence[_Target]) -> torch.device:
-    return next((target.memory.device for target in targets if target.memory.device.type != "cpu"), _CPU)
+def _devices_of(targets: Sequence[_Target]) -> set[torch.device]:
+    return {target.memory.device for target in targets}
 
 
 def _read_shared(

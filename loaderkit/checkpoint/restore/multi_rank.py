@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -64,16 +64,16 @@ class RestoreSession:
         source: OpenCheckpoint,
         *,
         num_workers: int,
-        device: torch.device,
+        devices: Collection[torch.device],
         touched: set[str],
         num_local: int | None = None,
     ) -> None:
-        """`num_local` ranks share the memory of this machine; None: `agree` counts them."""
+        """`devices`: where the tensors are. `num_local` ranks share the memory of this machine; None: `agree` counts them."""
         self.contents = source.contents
         self._group = group
         self._source = source
         self._num_workers = num_workers
-        self._device = device
+        self._devices = devices
         self._touched = touched
         self._num_local = num_local
         self._exchanges: list[RankExchange] = []
@@ -137,8 +137,8 @@ class RestoreSession:
         """
         num_local = self._num_local or 1
         pickled_ranges, pickled_spans, archives = self._archives(pickled)
-        values_exchange = self._exchange_of(pickled_ranges, pickled_spans, limits, set())
-        tensors_exchange = self._exchange_of(ranges, spans, limits, self._touched)
+        values_exchange = self._exchange_of(pickled_ranges, pickled_spans, limits, (), set())
+        tensors_exchange = self._exchange_of(ranges, spans, limits, self._devices, self._touched)
         self._exchanges += (values_exchange, tensors_exchange)
         values_exchange.run()
         values = self._source.plain_values(names, archives, num_local)
@@ -158,7 +158,12 @@ class RestoreSession:
         return ranges, spans, archives
 
     def _exchange_of(
-        self, ranges: Sequence[NeededRange], spans: Sequence[ByteSpan], limits: ReadLimits, touched: set[str]
+        self,
+        ranges: Sequence[NeededRange],
+        spans: Sequence[ByteSpan],
+        limits: ReadLimits,
+        devices: Collection[torch.device],
+        touched: set[str],
     ) -> RankExchange:
         source = self._source
         return RankExchange(
@@ -172,7 +177,7 @@ class RestoreSession:
             num_parts=_HALVES * (self._num_local or 1),
             num_workers=self._num_workers,
             checksums=source.checksums,
-            device=self._device,
+            devices=devices,
             touched=touched,
         )
 
@@ -211,7 +216,7 @@ def transfer(group: RankGroup, source: OpenCheckpoint, task: RestoreTask) -> Res
         group,
         source,
         num_workers=num_workers_of(source.contents.connector, task.concurrency),
-        device=task.device,
+        devices=task.devices,
         touched=task.touched,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal
 
@@ -92,13 +92,13 @@ class OpenCheckpoint:
     def transfer(
         self,
         requests: list[ReadRequest],
-        device: torch.device,
+        devices: Collection[torch.device],
         concurrency: int | Literal["auto"] = "auto",
         *,
         num_parts: int = 1,
         **settings: Any,
     ) -> TransferSession:
-        """A session that reads `requests`; `settings` are those of `TransferSession`."""
+        """A session that reads `requests`, for tensors on `devices`; `settings` are those of `TransferSession`."""
         connector = self.contents.connector
         access = plan_access(connector, concurrency, requests, self.memory_bytes // num_parts)
         return TransferSession(
@@ -110,7 +110,7 @@ class OpenCheckpoint:
             num_workers=access.num_workers,
             direct=access.direct,
             checksums=self.checksums,
-            device=device,
+            devices=devices,
             **settings,
         )
 
@@ -119,7 +119,7 @@ class OpenCheckpoint:
         parsed = parse_dtype(dtype)
         if parsed == "target":
             raise ConfigError("dtype 'target' needs tensors to be filled: see loaderkit.restore(url, into=...)")
-        return self.transfer(new_tensors(self.resolved(names), names, device, parsed), device, **settings)
+        return self.transfer(new_tensors(self.resolved(names), names, device, parsed), [device], **settings)
 
     def _fetch(self, ranges: Sequence[ByteRange], num_parts: int) -> list[bytes]:
         return fetch_ranges(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -58,7 +58,7 @@ class RestoreTask:
     tensors: list[str]
     values: list[str]
     make_requests: Callable[[Checkpoint], list[ReadRequest]]
-    device: torch.device
+    devices: Collection[torch.device]  # of the tensors
     concurrency: int | Literal["auto"] = "auto"
     progress: Callable[[Progress], None] | None = None
     touched: set[str] = field(default_factory=set)  # names of the tensors that have been written to
@@ -70,7 +70,7 @@ def transfer_alone(source: OpenCheckpoint, task: RestoreTask) -> Restored:
     values = source.plain_values(task.values)
     tensors: dict[str, torch.Tensor] = {}
     begin_s = time.perf_counter()
-    with source.transfer(requests, task.device, task.concurrency, touched=task.touched) as session:
+    with source.transfer(requests, task.devices, task.concurrency, touched=task.touched) as session:
         for delivered in session:
             tensors.update(delivered)
             if task.progress is not None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from math import gcd
@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from loaderkit import native
+from loaderkit._internal.cuda_streams import DeviceStreams
 from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES
 from loaderkit.checkpoint.save.file_plan import (
     BytesItem,
@@ -37,12 +38,11 @@ from loaderkit.checkpoint.save.file_plan import (
 )
 from loaderkit.checkpoint.save.memory import PartBuffers
 from loaderkit.checkpoint.save.tensor_bytes import TensorBytes
-from loaderkit.checkpoint.transfer.stages import stream_of, wait_for_queued
+from loaderkit.checkpoint.transfer.stages import wait_for_queued
 from loaderkit.connectors.base import ObjectWriter, Writes
 from loaderkit.engine.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 from loaderkit.errors import LoaderkitError
 
-_CPU = torch.device("cpu")
 _COPIED_AT_ONCE = 2**20  # bytes of elements that have to be made
 
 
@@ -121,7 +121,7 @@ def save_files(
         parts = [part for file in files for part in file.parts()]
         devices = _devices_of(plans)
         wait_for_queued(devices)  # of this thread's kernels, which still compute what is saved
-        _Workers(parts, buffers, next(iter(devices), _CPU)).run(min(num_workers, len(parts)))
+        _Workers(parts, buffers, devices).run(min(num_workers, len(parts)))
         for file in files:
             begin_s = time.perf_counter()
             file.writer.commit()
@@ -150,9 +150,9 @@ def _opened(plan: FilePlan, writes: Writes, prefix: str) -> _OpenFile:
 class _Workers:
     """Threads that write parts, in order."""
 
-    def __init__(self, parts: Sequence[_Part], buffers: PartBuffers, device: torch.device) -> None:
+    def __init__(self, parts: Sequence[_Part], buffers: PartBuffers, devices: Collection[torch.device]) -> None:
         self._parts = parts
-        self._device = device
+        self._devices = devices
         self._next = 0
         self._buffers = buffers
         self._error: BaseException | None = None
@@ -188,9 +188,9 @@ class _Workers:
         try:
             compute_alone()
             ready.wait()
-            with stream_of(self._device):
+            with closing(DeviceStreams(self._devices)) as streams, streams.current():
                 while (part := self._take()) is not None:
-                    self._write(part)
+                    self._write(part, streams.device)
         except threading.BrokenBarrierError:
             return
         except BaseException as error:
@@ -208,12 +208,12 @@ class _Workers:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _write(self, part: _Part) -> None:
+    def _write(self, part: _Part, device: torch.device | None) -> None:
         fixed = part.file.plan.fixed(part.begin, part.end)
         if fixed is not None:
             self._fill_and_put(part, fixed)
             return
-        with self._buffers.buffer(part.file.part_bytes) as buffer:
+        with self._buffers.buffer(part.file.part_bytes, device) as buffer:
             self._fill_and_put(part, buffer[: part.end - part.begin])
 
     def _fill_and_put(self, part: _Part, memory: NDArray[np.uint8]) -> None:

@@ -1,46 +1,38 @@
-"""Host memory that begins at a page, and is kept between saves."""
+"""Host memory for parts of files, kept between saves."""
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from loaderkit._internal.dtypes import Bytes
+from loaderkit._internal.host_pages import HostPins
 
 
 class PartBuffers:
-    """Buffers for parts of files, kept when they are given back; pinned where there is CUDA."""
+    """Buffers for parts of files, kept when they are given back."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: list[NDArray[np.uint8]] = []
+        self._pins = HostPins()
+        self._free: dict[bool, list[Bytes]] = {False: [], True: []}  # by whether they are for a GPU's tensors
 
     @contextmanager
-    def buffer(self, num_bytes: int) -> Iterator[NDArray[np.uint8]]:
-        """A buffer of at least `num_bytes`, uint8 [N]; its content is what was there."""
+    def buffer(self, num_bytes: int, device: torch.device | None = None) -> Iterator[Bytes]:
+        """A buffer of at least `num_bytes`, uint8 [N]; its content is what was there. It is pinned if tensors on a CUDA
+        `device` are to be copied to it."""
+        free = self._free[device is not None]
         with self._lock:
-            fitting = [n for n, buffer in enumerate(self._free) if len(buffer) >= num_bytes]
-            kept = self._free.pop(fitting[0]) if fitting else None
+            fitting = [n for n, buffer in enumerate(free) if len(buffer) >= num_bytes]
+            kept = free.pop(fitting[0]) if fitting else None
             if kept is None:
-                self._free.clear()  # too small for this store
-        buffer = pages(num_bytes) if kept is None else kept
+                free.clear()  # too small for this store
+        buffer = self._pins.pages(num_bytes, device) if kept is None else kept
         try:
             yield buffer
         finally:
             with self._lock:
-                self._free.append(buffer)
-
-
-def pages(num_bytes: int) -> NDArray[np.uint8]:
-    """Memory that begins at a page, uint8 [N]; pinned where there is CUDA, else of large pages where the kernel has them."""
-    if torch.cuda.is_available():
-        pinned: NDArray[np.uint8] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
-        return pinned
-    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # not every kernel has them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)[:num_bytes]
+                free.append(buffer)

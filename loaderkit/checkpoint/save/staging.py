@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from loaderkit.checkpoint.save.memory import pages
+from loaderkit._internal.host_pages import HostPins, PinnedSlices, pages
 from loaderkit.checkpoint.save.tensor_bytes import identity_of, plain_tensor
 from loaderkit.checkpoint.transfer.stages import wait_for_queued
 
@@ -25,6 +26,7 @@ class _Area:
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         self._memory = memory
+        self._slices: PinnedSlices | None = None
         self._user: weakref.ref[NDArray[np.uint8]] | None = None
 
     def __len__(self) -> int:
@@ -40,6 +42,12 @@ class _Area:
         begin: int = self._memory.ctypes.data
         return begin <= address < begin + len(self._memory)
 
+    def slices(self, device: torch.device, pins: HostPins) -> PinnedSlices:
+        """Its slices, which are registered from the first call on."""
+        if self._slices is None:
+            self._slices = PinnedSlices(self._memory, device, pins)
+        return self._slices
+
     def lend(self) -> torch.Tensor:
         """The memory, uint8 [N]; it is in use as long as there is a tensor of it."""
         user = self._memory[:]
@@ -50,19 +58,21 @@ class _Area:
 class HostCopies:
     """Copies states. A copy goes into the memory of an earlier one if that is large enough and no tensor of it is left.
 
-    `allocate` gives memory of at least that many bytes, uint8 [N], that begins at a page.
+    `allocate` gives memory of at least that many bytes, uint8 [N], that begins at a page; default in memory of this process. It
+    is pinned while a state with tensors on a GPU is copied to it for the first time.
     """
 
-    def __init__(self, allocate: Callable[[int], NDArray[np.uint8]] = pages) -> None:
+    def __init__(self, allocate: Callable[[int], NDArray[np.uint8]] | None = None) -> None:
         self._allocate = allocate
         self._areas: list[_Area] = []
+        self._pins = HostPins()
 
     def copy(self, state: Any) -> Any:
         """A deep copy of the state whose tensors are contiguous and on the CPU; one that is there twice is copied once.
 
         Tensors are found in tables, lists and tuples. All is copied when this returns.
         """
-        found = _Found({}, {})
+        found = _Found({}, {}, set())
         found.collect(state)
         starts: dict[Any, int] = {}
         num_bytes = 0
@@ -70,32 +80,36 @@ class HostCopies:
             if (identity := identity_of(tensor)) not in starts:
                 starts[identity] = num_bytes
                 num_bytes += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
-        memory = self._area(num_bytes).lend()
-        devices = {tensor.device for tensor in found.plain.values()}
-        wait_for_queued(devices)
+        device = next((tensor.device for tensor in found.plain.values() if tensor.is_cuda), None)
+        area = self._area(num_bytes, is_pinned=device is not None)
+        memory, slices = area.lend(), None if device is None else area.slices(device, self._pins)
+        wait_for_queued(found.devices)
         copies: dict[Any, torch.Tensor] = {}
         memo: dict[int, Any] = {}
-        with torch.no_grad():
-            for number, tensor in found.plain.items():
-                identity = identity_of(tensor)
-                if identity not in copies:
-                    copies[identity] = _copied(tensor, memory, starts[identity])
-                memo[number] = copies[identity]
-            for number, tensor in found.wrapped.items():
-                memo[number] = _rewrapped(tensor, memo)
-        wait_for_queued(devices)  # for the copies
-        return copy.deepcopy(state, memo)
+        try:
+            with torch.no_grad():
+                for number, tensor in found.plain.items():
+                    identity = identity_of(tensor)
+                    if identity not in copies:
+                        copies[identity] = _copied(tensor, memory, starts[identity], slices)
+                    memo[number] = copies[identity]
+                for number, tensor in found.wrapped.items():
+                    memo[number] = _rewrapped(tensor, memo)
+            return copy.deepcopy(state, memo)  # copies of sparse tensors stay on their device
+        finally:
+            wait_for_queued(found.devices)  # for the copies, also after an error, as the memory is used again
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """True if a tensor is part of a copy, which neither training nor another save changes while there is a tensor of it."""
         return tensor.device.type == "cpu" and any(area.has(tensor.data_ptr()) for area in self._areas)
 
-    def _area(self, num_bytes: int) -> _Area:
+    def _area(self, num_bytes: int, *, is_pinned: bool) -> _Area:
         for area in self._areas:
             if area.is_free and len(area) >= num_bytes:
                 return area
         self._areas = [area for area in self._areas if not area.is_free][: _MAX_KEPT - 1]
-        self._areas.append(_Area(self._allocate(num_bytes)))
+        allocate = self._allocate or partial(pages, is_registered=is_pinned)
+        self._areas.append(_Area(allocate(num_bytes)))
         return self._areas[-1]
 
     def close(self) -> None:
@@ -104,10 +118,12 @@ class HostCopies:
 
 
 class _Found(NamedTuple):
-    """The tensors of a state by id: plain ones, and wrappers of tensors, the inner ones first. Others are left out."""
+    """The tensors of a state by id: plain ones, and wrappers of tensors, the inner ones first. Others are left out, but for
+    their devices."""
 
     plain: dict[int, torch.Tensor]
     wrapped: dict[int, torch.Tensor]
+    devices: set[torch.device]
 
     def collect(self, value: Any) -> None:
         """Add those in `value`."""
@@ -118,6 +134,7 @@ class _Found(NamedTuple):
             for item in value:
                 self.collect(item)
         elif isinstance(value, torch.Tensor) and id(value) not in self.wrapped:
+            self.devices.add(value.device)
             if (plain := plain_tensor(value)) is not None:
                 self.plain[id(value)] = plain
             elif is_wrapper(value):
@@ -146,11 +163,17 @@ def _rewrapped(tensor: torch.Tensor, memo: Mapping[int, Any]) -> torch.Tensor:
     return rewrapped
 
 
-def _copied(tensor: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
-    """A copy in the memory from `start` on."""
+def _copied(tensor: torch.Tensor, memory: torch.Tensor, start: int, slices: PinnedSlices | None) -> torch.Tensor:
+    """A copy in the memory from `start` on; `slices` are those of the memory. From a GPU it may still be running on return."""
     num_bytes = tensor.numel() * tensor.itemsize
     if not num_bytes:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     target = memory[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
-    target.copy_(tensor, non_blocking=tensor.is_cuda)  # what is queued there is waited for
+    if not tensor.is_cuda or slices is None:
+        target.copy_(tensor)
+        return target
+    flat, source = target.view(-1), tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    for lo, hi in slices.cut(start, start + num_bytes):
+        first, last = (lo - start) // tensor.itemsize, (hi - start) // tensor.itemsize
+        flat[first:last].copy_(source[first:last], non_blocking=True)
     return target

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from loaderkit._internal.cuda_streams import DeviceStreams
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.checkpoint.contents import Checksums
 from loaderkit.checkpoint.transfer.plan import LATENCY_GAP, ReadRequest, TensorPlan, limits_of, memory_of_worker
@@ -41,7 +42,6 @@ _FROM_MEMORY = 0.9  # share in the page cache from which on the disk does not ma
 _WORTH_KEEPING = 0.1  # share in the page cache from which on the rest is read through it, too
 # Of torchrun and most other launchers, Slurm, Open MPI, MPICH.
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_CPU = torch.device("cpu")
 
 
 class Access(NamedTuple):
@@ -118,7 +118,7 @@ class TransferSession:
         num_workers: int,
         direct: bool = False,
         checksums: Mapping[str, Checksums] | None = None,
-        device: torch.device = _CPU,
+        devices: Collection[torch.device] = (),
         touched: set[str] | None = None,
         counts_made: bool = False,
         timeout_s: float = 60.0,
@@ -127,8 +127,9 @@ class TransferSession:
         depth: int | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """`memory_bytes` is divided into `num_parts`, one of which is for this session. `direct`: read past the page cache, if
-        the connector can. `touched` collects the names of the tensors that are written to, if the caller needs them."""
+        """`memory_bytes` is divided into `num_parts`, one of which is for this session. `devices`: where the tensors are.
+        `direct`: read past the page cache, if the connector can. `touched` collects the names of the tensors that are written
+        to, if the caller needs them."""
         num_workers = 1 if inline else num_workers
         limits = limits_of(connector, memory_bytes, num_workers, is_checked=bool(checksums), num_parts=num_parts)
         self.most_bytes = limits.most_bytes  # of one read
@@ -142,12 +143,13 @@ class TransferSession:
         )
         self.totals = self.plan.totals
         self.direct = direct
+        self._streams = DeviceStreams(devices)
         stages = TransferStages(
             connector,
             objects,
             self.totals,
             checksums=checksums or {},
-            device=device,
+            streams=self._streams,
             touched=set() if touched is None else touched,
             direct=direct,
         ).stages()
@@ -188,6 +190,7 @@ class TransferSession:
     def close(self) -> None:
         """Stop the workers. Idempotent."""
         self.engine.close()
+        self._streams.close()
         self._finalizer.detach()
 
     def __enter__(self) -> TransferSession:

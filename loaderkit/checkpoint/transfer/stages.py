@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import xxhash
 
+from loaderkit._internal.cuda_streams import DeviceStreams
 from loaderkit._internal.hashing import address_of_hash
+from loaderkit._internal.host_pages import HostPins
 from loaderkit.checkpoint.contents import Checksums
 from loaderkit.checkpoint.transfer.layout import ByteSpan
 from loaderkit.checkpoint.transfer.plan import LATENCY_GAP, CoalescedRead, ReadChunk, ReadTotals
@@ -86,16 +87,18 @@ class TransferStages:
         totals: ReadTotals,
         *,
         checksums: Mapping[str, Checksums],
-        device: torch.device,
+        streams: DeviceStreams,
         touched: set[str],
         direct: bool = False,
     ) -> None:
-        """`touched` collects the names of the tensors that are written to. `direct`: read past the page cache, if possible."""
+        """`streams`: on every CUDA device with a tensor to be filled. `touched` collects the names of the tensors that are
+        written to. `direct`: read past the page cache, if possible."""
         self._connector = connector
         self._objects = objects
         self._totals = totals
         self._checksums = checksums
-        self._device = device
+        self._streams = streams
+        self._pins = HostPins()
         self._touched = touched
         self._has_latency = traits_of(connector).coalesce_gap >= LATENCY_GAP
         bulk = bulk_of(connector)
@@ -130,11 +133,13 @@ class TransferStages:
         return num_bytes
 
     def _staging(self, chunk: Chunk, size: int) -> memoryview:
-        if self._device.type != "cuda":
+        if self._streams.device is None:
             return chunk.memory("staging", size)
         pinned: memoryview | None = chunk.scratch.get(_PINNED)
         if pinned is None or len(pinned) < size:
-            pinned = chunk.scratch[_PINNED] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data
+            pinned = None
+            chunk.scratch.pop(_PINNED, None)  # before the other is made
+            pinned = chunk.scratch[_PINNED] = self._pins.pages(size + size // 4, self._streams.device).data
         return pinned[:size]
 
     def _extent(self, read: CoalescedRead) -> tuple[int, int]:
@@ -236,7 +241,7 @@ class TransferStages:
         """Copy staged bytes to their tensors, cast or transferred on the way; the number of bytes."""
         assert isinstance(chunk, ReadChunk)
         num_bytes = 0
-        with stream_of(self._device):
+        with self._streams.current():  # the next chunk overwrites the staging memory
             for read, buffer in zip(chunk.reads, chunk.buffers, strict=True):
                 if read.is_direct:
                     continue
@@ -255,9 +260,6 @@ class TransferStages:
                     self._totals.add_work(read.key, copy_s=took_s)
                 else:
                     self._totals.add_work(read.key, cast_s=took_s)
-            if self._device.type == "cuda":
-                # The next chunk overwrites the staging memory, so all copies out of it must be done.
-                torch.cuda.current_stream(self._device).synchronize()
         chunk.buffers = []
         return num_bytes
 
@@ -304,10 +306,9 @@ def wait_for_queued(devices: Iterable[torch.device]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def stream_of(device: torch.device) -> Any:
-    """A stream for one worker's copies, so that workers wait neither for one another nor for the training."""
-    if device.type != "cuda":
-        return nullcontext()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.default_stream(device))
-    return torch.cuda.stream(stream)
+def hand_over(tensors: Iterable[object]) -> None:
+    """Note that this thread's current streams use tensors that another thread has made, on the default stream: else their
+    memory would be used again there as soon as they are dropped, before kernels on these streams have ended."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -145,9 +145,10 @@ def test_a_worker_has_one_buffer_of_one_part() -> None:
             super().__init__()
             self.made: set[int] = set()
 
-        def buffer(self, num_bytes: int) -> Any:
-            manager = super().buffer(num_bytes)
+        def buffer(self, num_bytes: int, device: torch.device | None = None) -> Any:
+            manager = super().buffer(num_bytes, device)
             assert num_bytes == PART
+            assert device is None
 
             class Noting:
                 def __enter__(noting) -> Any:  # noqa: N805

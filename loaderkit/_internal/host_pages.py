@@ -1,0 +1,89 @@
+"""Host memory that begins at a page; registered with CUDA where it is copied from or to, so that such copies are fast and
+asynchronous. torch's own pinned memory is rounded up to a power of two, and stays pinned until the process ends."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from loaderkit._internal.dtypes import Bytes
+
+_SLICE_BYTES = 2**28
+_NUM_THREADS = 4  # that register slices: most of it is the kernel's making of pages
+logger = logging.getLogger("loaderkit")
+
+
+def pages(num_bytes: int, *, is_registered: bool = False) -> Bytes:
+    """Memory that begins at a page, uint8 [N]; of large pages where the kernel has them. `is_registered`: it will be."""
+    # Of private memory that a device writes to, the kernel copies every page at a fork.
+    sharing = mmap.MAP_SHARED if is_registered else mmap.MAP_PRIVATE
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=sharing | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # not every kernel has them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8, num_bytes)
+
+
+class HostPins:
+    """Registers memory with CUDA until the system refuses it once: the limit of locked memory is reached then. Any thread."""
+
+    def __init__(self) -> None:
+        self._is_refused = False
+
+    def add(self, memory: Bytes, device: torch.device, lo: int = 0, hi: int | None = None) -> None:
+        """Register the bytes [lo, hi) of an array that is no part of another, until it is collected. Warns if that cannot be:
+        copies are slower then. `device`: a CUDA device in use; the memory is registered for all."""
+        address, num_bytes = memory.ctypes.data + lo, (len(memory) if hi is None else hi) - lo
+        if self._is_refused or not num_bytes:
+            return
+        with torch.cuda.device(device):  # this thread's may be number 0, where a context would begin
+            code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))  # type: ignore[no-untyped-call]
+            if code == 0:
+                weakref.finalize(memory, _unregister, address, device, os.getpid()).atexit = False
+                return
+            self._is_refused = True
+            logger.warning("host memory cannot be pinned (CUDA error %d): copies from and to the GPU are slower", code)
+            with suppress(RuntimeError):  # CUDA reports the error again at this thread's next kernel: start one here
+                torch.ones(1, device=device)
+
+    def pages(self, num_bytes: int, device: torch.device | None) -> Bytes:
+        """`pages`, registered if there is a CUDA device."""
+        memory = pages(num_bytes, is_registered=device is not None)
+        if device is not None:
+            self.add(memory, device)
+        return memory
+
+
+class PinnedSlices:
+    """Memory whose slices are registered by threads, in order: copies to the first begin while the others are."""
+
+    def __init__(self, memory: Bytes, device: torch.device, pins: HostPins) -> None:
+        threads = ThreadPoolExecutor(_NUM_THREADS, "loaderkit-pin")
+        starts = range(0, len(memory), _SLICE_BYTES)
+        self._slices = [
+            threads.submit(pins.add, memory, device, lo, min(lo + _SLICE_BYTES, len(memory))) for lo in starts
+        ]
+        threads.shutdown(wait=False)
+
+    def cut(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """[lo, hi) of the parts of [begin, end), in order, each once its slice is registered. CUDA refuses a copy whose memory
+        is registered in part; one over two slices could be that."""
+        while begin < end:
+            number = begin // _SLICE_BYTES
+            self._slices[number].result()
+            hi = min(end, (number + 1) * _SLICE_BYTES)
+            yield begin, hi
+            begin = hi
+
+
+def _unregister(address: int, device: torch.device, pid: int) -> None:
+    if os.getpid() == pid:  # a fork has no CUDA
+        with suppress(RuntimeError), torch.cuda.device(device):  # after a kernel's error all fails
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

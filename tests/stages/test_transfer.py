@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transferred import HAS_CUDA, Attributes, Frozen, Items, Noted, Pair, Star, assert_equal, batches, nest, pipeline
 
 import loaderkit
+from loaderkit._internal.cuda_streams import STREAMS
 from loaderkit._internal.device import resolve_device
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.errors import ConfigError
@@ -204,6 +205,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> TransferStream:
     monkeypatch.setattr(torch.Tensor, "to", to)
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
     monkeypatch.setattr("loaderkit.stages.gpu_copies.perf_counter", lambda: 0.0)
+    monkeypatch.setattr(STREAMS, "_free", {})
     return TransferStream(torch.device("meta"))
 
 
@@ -352,6 +354,8 @@ def test_of_functions_with_a_time_limit_only_those_behind_batch_are_called_on_th
         def bound(self, function: Any) -> Any:
             bound.append(function)
             return function
+
+        def close(self) -> None: ...
 
     def on_sample(sample: dict[str, Any]) -> None:
         sample["at"] = "sample"

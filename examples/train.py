@@ -9,6 +9,7 @@ Model, optimizer, loader and random numbers are saved together, behind training;
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 from torch import nn
@@ -46,7 +47,11 @@ def main() -> None:
         .transfer("auto")
         .normalize(mean="imagenet", std="imagenet")
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # as `transfer: auto` decides
+    if torch.cuda.is_available():
+        torch.cuda.set_device(
+            int(os.environ.get("LOCAL_RANK", "0"))
+        )  # before `build`: `transfer: auto` is the current one
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     checkpoints = loaderkit.CheckpointManager(options.checkpoints, every=options.save_every, keep={"last": 2})
     with loaderkit.build(pipeline) as loader, checkpoints:

@@ -21,6 +21,7 @@
     ├── SourceError            the data set cannot be used: empty, no match, inconsistent
     ├── StageError             a stage failed on a sample or a batch; the cause is chained
     │   └── TooManyBadSamplesError   `errors.max_bad_samples` was passed
+    ├── DeviceError            a kernel on the GPU failed, of whatever code of the process (also a RuntimeError)
     ├── StallTimeout           no batch within `prefetch.timeout`, and `on_timeout: raise` was asked for (also a TimeoutError)
     ├── WorkerDiedError        the process that loads (`executor: process`) ended by itself once too often, or could not start
     ├── RemoteError            stands for an exception of that process which cannot be pickled
@@ -203,6 +204,11 @@ class StageError(LoaderkitError):
 
 class TooManyBadSamplesError(StageError):
     """More samples of one epoch were bad than `errors.max_bad_samples` allows."""
+
+
+class DeviceError(LoaderkitError, RuntimeError):
+    """A kernel on the GPU failed, of the training step or of any other code of the process. CUDA reports that to every later
+    call, so a loader is often the first to meet it; the process cannot use its GPU any more. `__cause__` is torch's error."""
 
 
 class StallTimeout(LoaderkitError, TimeoutError):  # noqa: N818 - its name in the public interface

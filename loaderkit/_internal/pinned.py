@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from loaderkit._internal.device import raise_kernel_failure
 from loaderkit._internal.dtypes import Bytes
 
 NOT_PINNED = "memory of batches cannot be pinned (%s): copies to the GPU are slower, and block a worker"
@@ -26,7 +27,7 @@ class PinnedMemory:
         self._is_refused = False
 
     def take(self, num_bytes: int) -> Bytes | None:
-        """Memory, uninitialised; None, with one warning, if it cannot be pinned. Raises RuntimeError of earlier kernels."""
+        """Memory, uninitialised; None, with one warning, if it cannot be pinned. Raises DeviceError if a kernel failed."""
         if self._is_refused:
             return None
         try:
@@ -35,6 +36,7 @@ class PinnedMemory:
                 return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
         except RuntimeError as error:
             if not cannot_pin(error):
+                raise_kernel_failure(error, "pinning memory for batches")
                 raise
             self._is_refused = True
             logger.warning(NOT_PINNED, str(error).partition("\n")[0])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _HERE = "127.0.0.1"
 _HOST_AND_PORT = re.compile(r"(?:(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):)?(?P<port>\d{1,5})")
-_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
 class ListenAddress(NamedTuple):
@@ -31,9 +28,3 @@ def parse_address(value: Any) -> ListenAddress:
             f"a port from 1 to 65535, or HOST:PORT such as 0.0.0.0:9431 for readers on other machines, not {value!r}"
         )
     return ListenAddress((match["host"] or _HERE).strip("[]"), int(match["port"]))
-
-
-def local_rank(environment: Mapping[str, str] = os.environ) -> int:
-    """The number of this process among those of its job on this machine, as its launcher says; else 0."""
-    numbers = (environment.get(name, "") for name in _LOCAL_RANKS)
-    return next((int(number) for number in numbers if number.isdecimal()), 0)

@@ -79,7 +79,7 @@ def _make_shared_executor(plan: ExecutionPlan, clock: Clock) -> Executor:
         memory_bytes=prefetch.memory,
         timeout_s=prefetch.timeout,
         raises=raises,
-        pins=plan.compiled.device is not None,
+        pinned_for=plan.compiled.device,
         clock=clock,
     )
 

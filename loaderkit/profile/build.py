@@ -74,6 +74,7 @@ class ReportSubject:
     finished: Callable[[Report], Report]  # the report with what can be said once all of it is there
     list_s: float
     index_s: float
+    device: torch.device | None = None  # the GPU to which batches are copied; None: there may be one that the loop uses
 
 
 def pipeline_subject(plan: ExecutionPlan, config_now: PipelineConfig) -> ReportSubject:
@@ -89,6 +90,7 @@ def pipeline_subject(plan: ExecutionPlan, config_now: PipelineConfig) -> ReportS
         finished=lambda report: with_suggestion(report, config),
         list_s=plan.list_s,
         index_s=plan.index_s,
+        device=plan.compiled.device,
     )
 
 
@@ -137,7 +139,7 @@ def make_report(facts: ReportFacts) -> Report:
     report = Report(
         name=subject.name,
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=machine(),
+        machine=machine(subject.device),
         rank=subject.rank,
         world_size=subject.world_size,
         partial=facts.partial,
@@ -162,7 +164,7 @@ def make_report(facts: ReportFacts) -> Report:
         host={
             **values["host"],
             "others_cpus": Interval.of(passed).others_cpus,
-            "numa": numa_conflict(_gpu_address()),
+            "numa": numa_conflict(_gpu_address(subject.device)),
         },
         tuning=values["tuning"],
         store=values["store"],
@@ -185,26 +187,33 @@ def described(config: PipelineConfig) -> dict[str, Any]:
         return {"name": config.name, "note": str(error)}
 
 
-def machine() -> Machine:
-    """Where this runs."""
+def machine(device: torch.device | None = None) -> Machine:
+    """Where this runs. `device`: a GPU; None: the one that this process uses, if it does."""
+    gpu = _gpu_properties(device)
     return Machine(
         cpus=num_cpus(),
         platform=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         torch=torch.__version__,
         loaderkit=__version__,
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        device="cpu" if gpu is None else gpu.name,
     )
 
 
-def _gpu_address() -> str | None:
+def _gpu_properties(device: torch.device | None) -> Any:
+    """Torch's properties of a GPU, or of the current one. None if this process uses none: asking would begin CUDA, which takes
+    seconds and memory, and forks no more."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device)
+
+
+def _gpu_address(device: torch.device | None) -> str | None:
     """On the PCI bus, as the kernel writes it; None without a GPU, or if torch does not tell."""
-    if not torch.cuda.is_available():
+    gpu = _gpu_properties(device)
+    if not hasattr(gpu, "pci_bus_id"):
         return None
-    found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    if not hasattr(found, "pci_bus_id"):
-        return None
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 # ------------------------------------------------------------------------------------------------------ the loop

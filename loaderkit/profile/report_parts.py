@@ -376,7 +376,7 @@ class Machine(Part):
     python: str
     torch: str
     loaderkit: str
-    device: str = Field(description="cpu, or the name of the GPU that batches go to")
+    device: str = Field(description="cpu, or the name of the GPU that batches go to, or the loop uses")
 
 
 class ObjectRow(Part):

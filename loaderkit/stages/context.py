@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from loaderkit._internal.device import raise_kernel_failure
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, LoaderkitError, StageError
@@ -155,6 +156,7 @@ def _naming_batches(
             else:
                 stream.run(act, batch, context)
         except USER_ERRORS as error:
+            raise_kernel_failure(error, f"{name}, with batch {context.step} of epoch {context.epoch},")
             reason = str(error) if isinstance(error, (ValueError, LoaderkitError)) else repr(error)
             raise batch_error(name, context.epoch, context.step, reason, context.keys) from error
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit import native
+from loaderkit._internal.device import raise_kernel_failure
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS, LoaderkitError, StageError
 from loaderkit.sampling.random import generator, key_of, uniforms
 from loaderkit.sources.base import Sample, Source
@@ -21,7 +22,8 @@ _NUM_REPLACEMENTS = 64
 
 @dataclass(frozen=True)
 class FailureNamer:
-    """Marks samples of a chunk as failed in one stage, with an error that names the sample, its origin and the reason."""
+    """Marks samples of a chunk as failed in one stage, with an error that names the sample, its origin and the reason. Raises
+    DeviceError if the GPU has failed: no sample is bad for that."""
 
     stage: str
     source: Source
@@ -30,6 +32,7 @@ class FailureNamer:
     def __call__(self, chunk: SampleChunk, row: int, error: BaseException) -> None:
         index = int(chunk.indices[row])
         key, origin = self.source.key(index), self.describe(self.source.origin(index))
+        raise_kernel_failure(error, f"{self.stage}, with sample {key!r},")
         reason = str(error) if isinstance(error, (ValueError, LoaderkitError, OSError)) and str(error) else repr(error)
         named = StageError(
             f"{self.stage} failed for sample {key!r} in {origin}: {reason}",

@@ -19,8 +19,9 @@ from waiting import LIMIT_S, wait_for
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit._internal.system.local_rank import local_rank
 from loaderkit.errors import ConfigError, MissingExtraError
-from loaderkit.metrics.address import ListenAddress, local_rank, parse_address
+from loaderkit.metrics.address import ListenAddress, parse_address
 
 LISTENER = """
 import socket, sys

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from loaderkit._internal.cuda_streams import STREAMS
 from loaderkit.stages.transfer import TransferStream
 
 _RECORD_S, _COPY_S = 3e-6, 8e-6  # until the device has been told
@@ -75,6 +76,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(STREAMS, "_free", {})
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, nullcontext)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transferred import HAS_CUDA, Attributes, Frozen, Items, Noted, Pair, Star, assert_equal, batches, nest, pipeline
 
 import loaderkit
+from loaderkit._internal.cuda_streams import STREAMS
 from loaderkit._internal.device import resolve_device
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.errors import ConfigError
@@ -206,6 +207,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> TransferStream:
     monkeypatch.setattr(torch.Tensor, "to", to)
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
     monkeypatch.setattr("loaderkit.stages.gpu_copies.perf_counter", lambda: 0.0)
+    monkeypatch.setattr(STREAMS, "_free", {})
     return TransferStream(torch.device("meta"))
 
 
@@ -314,7 +316,9 @@ class TestLane:
             batch = {"large": torch.ones(50_000)}
             late.move(batch)
             assert batch["large"].is_meta
-        assert late.counters()["timed_bytes"] == counters["timed_bytes"], "a copy that blocks waits for the GIL behind it"
+        assert late.counters()["timed_bytes"] == counters["timed_bytes"], (
+            "a copy that blocks waits for the GIL behind it"
+        )
         assert pinned == [20_000, 40_000, 20_000, 90_000]
         assert caplog.text.count("cannot be pinned (CUDA error: out of memory)") == 1
 

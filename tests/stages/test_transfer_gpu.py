@@ -101,6 +101,45 @@ class TestOnTheGpu:
             assert torch.equal(image[:, 0, 0, 0].long(), label)
         torch.cuda.synchronize()
 
+    @pytest.mark.filterwarnings("ignore")  # the profiler's own
+    @pytest.mark.parametrize("executor", ["thread", "process"])
+    def test_copies_take_as_long_as_the_profiler_says(self, executor: str) -> None:
+        made = loaderkit.Pipeline.dataset(Large()).read().batch(64).transfer("cuda")
+        with (
+            loaderkit.build(made, overrides={"prefetch.executor": executor}) as loader,
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler,
+        ):
+            for _ in range(5):
+                for batch in loader:
+                    del batch
+            loader.close()
+            copies = loader.stats().to_dict()["transfer"]
+        copied_s = sum(one.device_time_total for one in profiler.key_averages() if "HtoD" in one.key) / 1e6
+        if not copied_s:
+            pytest.skip("the profiler sees no copies on this machine")
+        assert 0 < copies["timed_bytes"] <= copies["num_bytes"]
+        assert copies["bytes_per_s"] == pytest.approx(copies["num_bytes"] / copied_s, rel=0.15)
+
+    def test_a_kernel_of_the_loop_that_fails(self) -> None:
+        """Whoever hears of it first; the loader closes all the same. In a process of its own, which has lost its GPU then."""
+        program = f"""
+import os, sys
+sys.path[:0] = {[*map(str, (HELPERS.parent, HELPERS, Path(__file__).parent))]!r}
+import torch
+import loaderkit
+from loaderkit.errors import DeviceError
+from transferred import pipeline
+try:
+    with loaderkit.build(pipeline(device="cuda")) as loader:
+        for epoch in range(5):
+            for batch in loader:
+                batch["x"][:, torch.tensor([99], device="cuda")]
+except DeviceError as error:
+    assert "device-side assert" in str(error), error
+    os._exit(7)  # without the destructors of what CUDA has lost
+"""
+        assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 7
+
     def test_containers_and_dtypes(self) -> None:
         stages = loaderkit.Pipeline.dataset(Items()).read().decode(fields=["image"]).batch(8).call(nest)
         with loaderkit.build(stages.transfer("cuda", dtype="float16", channels_last=True)) as loader:

@@ -13,6 +13,7 @@ from weakref import ref
 import numpy as np
 import torch
 
+from loaderkit._internal.device import KERNEL_FAILURES
 from loaderkit._internal.dtypes import Bytes
 from loaderkit.engine.process.shared_memory import Block, SharedArena
 
@@ -116,6 +117,8 @@ class _Pins:
             if code == 0:
                 self._pinned.add(block)
                 continue
+            if code in KERNEL_FAILURES:
+                return  # not that of pinning: `transfer` meets it next, and raises it
             self._is_refused = True  # the limit of locked memory is reached: the next block would be refused as well
             logger.warning(
                 "shared memory cannot be pinned (CUDA error %d): copies to the GPU are slower and block a worker", code
@@ -124,7 +127,8 @@ class _Pins:
                 torch.ones(1, device=self._device)
 
     def clear(self) -> None:
-        with torch.cuda.device(self._device):
+        # After a kernel has failed every call does; what is pinned then ends with the process.
+        with suppress(RuntimeError), torch.cuda.device(self._device):
             for block in self._pinned:
                 self._cudart.cudaHostUnregister(self._address + block.start)
         self._pinned.clear()

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from loaderkit._internal.garbage import close_collected
+from loaderkit._internal.pinned import PinnedMemory
 from loaderkit.engine import watchdog
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.metrics import Stats, stalls
@@ -69,10 +70,10 @@ class SharedExecutor:
         memory_bytes: int,
         timeout_s: float,
         raises: bool,
-        pins: bool,
+        pinned_for: torch.device | None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """What `about` gives has to be the same on all ranks. `pins`: large tensors are received in pinned memory."""
+        """What `about` gives has to be the same on all ranks. `pinned_for`: the CUDA device to which what arrives is copied."""
         self._inner = inner
         self._channel = channel
         self._stages = stages
@@ -82,7 +83,7 @@ class SharedExecutor:
         self._memory_bytes = memory_bytes
         self._timeout_s = timeout_s
         self._raises = raises
-        self._pins = pins
+        self._pinned = None if pinned_for is None else PinnedMemory(pinned_for)
         self._clock = clock
         self._changed = threading.Condition()  # guards the next four
         self._ready: deque[_Ready] = deque()
@@ -326,11 +327,9 @@ class SharedExecutor:
 
     def _new_memory(self, num_bytes: int) -> torch.Tensor:
         """Memory for a tensor that arrives: uint8 [num_bytes], on the CPU."""
-        if self._pins and num_bytes >= _MUCH_BYTES:
-            try:
-                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError:
-                self._pins = False  # `transfer` pins each batch then, or says why it cannot
+        pinned = None if self._pinned is None or num_bytes < _MUCH_BYTES else self._pinned.take(num_bytes)
+        if pinned is not None:
+            return torch.from_numpy(pinned)
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     # ------------------------------------------------------------------------------------------------- any thread

@@ -131,7 +131,7 @@ def consumer_rate(step: Step, ready: Sequence[Any], seconds: float) -> Rate:
             step(_copied(batch))
             num_batches += 1
             num_samples += num_samples_of(batch)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # what the step has started is part of it
         windows.append(RateWindow(num_samples, time.perf_counter() - begin_s, 0.0, num_batches))
     return rate_of(windows)

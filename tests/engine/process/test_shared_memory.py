@@ -190,6 +190,30 @@ class TestLeaseTable:
         lease_table.close()
         assert cuda.registered == {}
 
+    @pytest.mark.parametrize(("code", "warnings"), [(2, 1), (710, 0)])
+    def test_what_keeps_memory_from_being_pinned(
+        self,
+        arena: SharedArena,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        code: int,
+        warnings: int,
+    ) -> None:
+        """A failed kernel is not that of pinning, and does not keep a loader from closing."""
+        cuda = Cuda()
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+        monkeypatch.setattr(torch.cuda, "device", cuda.device)
+        allocator = Allocator(arena)
+        lease_table = LeaseTable(arena, pinned_for=torch.device("cuda", 3))
+        lease_table.lend(0, (allocator.take(PAGE),))
+        cuda.code = code
+        monkeypatch.setattr(torch, "ones", lambda *size, **options: None)  # a kernel on the device
+        lease_table.lend(1, (allocator.take(PAGE),))
+        assert caplog.text.count("cannot be pinned") == warnings
+        cuda.is_broken = code == 710
+        lease_table.close()
+        assert len(cuda.registered) == cuda.is_broken
+
 
 class Cuda:
     """The runtime, as far as memory is registered with it: always while device 3 is current."""
@@ -197,17 +221,22 @@ class Cuda:
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
         self.current = 0
+        self.code = 0  # what registering returns
+        self.is_broken = False
 
     @contextmanager
     def device(self, wanted: torch.device) -> Iterator[None]:
+        if self.is_broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
         before, self.current = self.current, wanted.index
         yield
         self.current = before
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         assert self.current == 3
-        self.registered[address] = size
-        return 0
+        if self.code == 0:
+            self.registered[address] = size
+        return self.code
 
     def cudaHostUnregister(self, address: int) -> int:
         assert self.current == 3

@@ -19,6 +19,7 @@ from loaderkit.stages.base import SampleChunk, StageConfig
 from loaderkit.stages.context import CompileContext
 from loaderkit.stages.image.dali import Renderer
 from loaderkit.stages.image.dali_graph import Graph
+from loaderkit.stages.image.dali_trial import decodes_regions
 from loaderkit.stages.image.decode import DecodeArgs
 from loaderkit.stages.image.normalize import NormalizeArgs, finish_of, normalize
 
@@ -61,6 +62,7 @@ class DaliLowering:
             decode=context.compile(on_cpu).run,
             plain=run_plain,
             finish=self._finish(context),
+            on_gpu_error=args.on_gpu_error,
         )
         stream = context.early_stream
         render = renderer if stream is None else partial(stream.run, renderer)
@@ -112,7 +114,9 @@ def lower(config: PipelineConfig, decode: StageConfig, device: torch.device | No
     number = device.index if args.device == "gpu" and device is not None else None
     num_threads = _num_threads(config, decode, num_workers)
     assert config.batch_size is not None  # `batch` refuses `tokens`
-    graph = Graph(tuple(described), finalizer, config.batch_size, number, num_threads)
+    graph = Graph(tuple(described), finalizer, config.batch_size, number, num_threads, args.regions is not False)
+    if args.regions == "auto" and number is not None and graph.crops_first:
+        graph = replace(graph, regions=decodes_regions(number))
     return DaliLowering(decode, between, last, graph)
 
 

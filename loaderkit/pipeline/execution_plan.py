@@ -384,7 +384,18 @@ def _said(stage: StageConfig) -> str:
     args = {
         name: value
         for name, value in stage.args
-        if name not in ("workers", "name", "timeout", "max_pixels", "formats", "device", "on_empty_batch")
+        if name
+        not in (
+            "workers",
+            "name",
+            "timeout",
+            "max_pixels",
+            "formats",
+            "device",
+            "regions",
+            "on_gpu_error",
+            "on_empty_batch",
+        )
         and value != type(stage.args).model_fields[name].default
     }
     return f"{stage.kind} {json.dumps(args, sort_keys=True, default=_name_of)}"

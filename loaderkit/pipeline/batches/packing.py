@@ -216,7 +216,11 @@ def length_index(config: PipelineConfig, source: Source) -> LengthIndex:
 
 
 def _said(stage: StageConfig) -> list[Any]:
-    args = {name: value for name, value in stage.args if name not in ("workers", "timeout", "device")}
+    args = {
+        name: value
+        for name, value in stage.args
+        if name not in ("workers", "timeout", "device", "regions", "on_gpu_error")
+    }
     return [stage.kind, stage.name, args]
 
 

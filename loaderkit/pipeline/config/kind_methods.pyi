@@ -316,6 +316,8 @@ class KindMethods:
         max_pixels: int = 178956970,
         boxes: Mapping[str, Literal["xyxy", "xywh", "cxcywh"]] = ...,
         keypoints: tuple[str, ...] | list[str] | None = None,
+        regions: Literal["auto"] | bool = "auto",
+        on_gpu_error: Literal["raise", "cpu"] = "raise",
         *,
         name: str | None = None,
         workers: int | Literal["auto"] = "auto",
@@ -357,6 +359,11 @@ class KindMethods:
         boxes: fields that are boxes [N, 4], each with its format, as in {boxes: xyxy} (or xywh, cxcywh)
         keypoints: fields that are keypoints [N, 2], [N, K, 2] or [N, K, 3], whose third number stays as it
             is
+        regions: decode only the pixels of a crop that comes next, or (false) whole JPEGs, and crop then;
+            auto: not with `device: gpu` where that fails in a trial, made in another process once a GPU and
+            version
+        on_gpu_error: where DALI fails whatever the images are: end with its error, or decode on the CPU
+            from then on
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """

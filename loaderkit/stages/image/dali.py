@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from loaderkit.errors import StageError
 from loaderkit.sources.base import Sample
 from loaderkit.sources.fields import IMAGE_EXTENSIONS
 from loaderkit.stages.base import Encoded, GpuDecoded, Image, SampleChunk
+from loaderkit.stages.image.dali_errors import reason_of, system_failure
 from loaderkit.stages.image.dali_graph import Graph, build_pipeline, import_dali, inputs_of
 from loaderkit.stages.image.formats import is_well_formed, jpeg_size
 from loaderkit.stages.image.ops import ImageOp, size_after
@@ -36,6 +39,8 @@ logger = logging.getLogger("loaderkit")
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 _SAMPLE = re.compile(r"sample #(\d+)")  # in some errors of DALI
 _MOST_NAMED = 3  # each costs a run and a new pipeline
+# One image that DALI refuses fails log2 of their number in a row, 11 of a batch of 2048.
+_MOST_FAILED = 16
 
 
 class _Job(NamedTuple):
@@ -54,7 +59,7 @@ class Renderer:
 
     `draws(name, chunk)` returns a stage's uniform numbers, float64 [n, num_draws]. On the CPU `decode(chunk)` decodes the other
     images, `plain(chunk)` runs the stages between `decode` and `batch`, and `finish` those after it, on [n, C, H, W]; the
-    result of `finish` is new memory.
+    result of `finish` is new memory. `on_gpu_error`: where DALI fails whatever the images are, raise, or stay on the CPU.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Renderer:
         decode: Callable[[SampleChunk], Any],
         plain: Callable[[SampleChunk], None],
         finish: Callable[[torch.Tensor], torch.Tensor],
+        on_gpu_error: Literal["raise", "cpu"] = "raise",
     ) -> None:
         self._dali = import_dali()
         self._graph = graph
@@ -82,24 +88,45 @@ class Renderer:
         self._finish = finish
         self._idle: deque[Any] = deque()  # pipelines not in use; a pipeline runs in one thread at a time
         self._has_warned = False
+        self._num_failed = 0  # runs in a row that failed on images which the CPU's decoder accepts
+        self._on_gpu_error = on_gpu_error
+        self._stays_on_cpu = False
+        self._leaving = threading.Lock()
 
     def __call__(self, chunk: SampleChunk) -> None:
         """A chunk stage: every image becomes a row of a tensor, or its sample fails. Raises StageError if DALI has no memory or
-        the GPU fails."""
+        fails whatever the images are, unless `on_gpu_error` is "cpu"."""
         chunk.current = None
-        for field, jobs in self._jobs(chunk).items():
-            self._render(chunk, field, jobs)
+        try:
+            for field, jobs in self._jobs(chunk).items():
+                self._render(chunk, field, jobs)
+        except StageError as failure:
+            if self._on_gpu_error == "raise":
+                raise
+            self._leave_dali(failure)
         for row, sample in enumerate(chunk.samples):
             if sample is not None:
                 chunk.current = row
                 self._on_the_cpu(chunk, row, sample)
 
     def close(self) -> None:
-        """Drop the pipelines."""
+        """Drop the pipelines, and give back the memory that DALI keeps for others."""
         self._idle.clear()
+        with suppress(RuntimeError):  # of a GPU that has failed
+            self._dali.backend.ReleaseUnusedMemory()
+
+    def _leave_dali(self, failure: StageError) -> None:
+        """Decode on the CPU from now on."""
+        with self._leaving:
+            is_first, self._stays_on_cpu = not self._stays_on_cpu, True
+        if is_first:
+            logger.warning("%s. From now on it is done on the CPU, as `on_gpu_error: cpu` says", failure)
+            self.close()
 
     def _jobs(self, chunk: SampleChunk) -> dict[str, list[_Job]]:
         """The jobs for DALI, by field."""
+        if self._stays_on_cpu:
+            return {}
         draws = [self._draws(name, chunk) for name, _ in self._graph.stages]
         by_field: dict[str, list[_Job]] = {}
         for row, sample in enumerate(chunk.samples):
@@ -163,6 +190,8 @@ class Renderer:
         whole = [job for job in jobs if self.is_whole(chunk, job.row, field)]
         error = self._run(chunk, field, whole) if whole else None
         if error is not None:
+            self._count_failure(chunk, error)
+            self._render_halves(chunk, field, whole)
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
@@ -170,14 +199,28 @@ class Renderer:
                     "%s",
                     error,
                 )
-            self._render_halves(chunk, field, whole)
 
     def _render_halves(self, chunk: SampleChunk, field: str, jobs: list[_Job]) -> None:
         """Bisect for the images that DALI fails on, with about 2 log2(n) runs each."""
         middle = len(jobs) // 2
         for half in (jobs[:middle], jobs[middle:]) if middle else ():
-            if self._run(chunk, field, half) is not None:
+            if (error := self._run(chunk, field, half)) is not None:
+                self._count_failure(chunk, error)
                 self._render_halves(chunk, field, half)
+
+    def _count_failure(self, chunk: SampleChunk, error: Exception) -> None:
+        """Raises StageError if DALI has failed so often that the images cannot be the cause: a batch of 256 would cost 511
+        runs, each with a new pipeline."""
+        self._num_failed += 1
+        if self._num_failed >= _MOST_FAILED:
+            reason = reason_of(error).partition("\n")[0]
+            whole = "; `regions: false` to decode whole images may help" if self._graph.decodes_crops else ""
+            raise StageError(
+                f"{self._name} failed: DALI failed {self._num_failed} times in a row on images that the CPU's decoder accepts: "
+                f"{reason} (`decode: {{on_gpu_error: cpu}}` goes on without DALI{whole})",
+                stage=self._name,
+                epoch=chunk.epoch,
+            ) from error
 
     def is_whole(self, chunk: SampleChunk, row: int, field: str) -> bool:
         """True if the CPU's decoder accepts an image."""
@@ -204,10 +247,11 @@ class Renderer:
         except (RuntimeError, ValueError, IndexError, TypeError) as error:  # DALI's errors have no common type
             del pipeline  # invalid after an error
             error = error.with_traceback(None)  # its frames would keep memory alive
-            if (failure := _system_failure(error, self._graph)) is not None:
+            if (failure := system_failure(error, self._graph)) is not None:
                 failed = StageError(f"{self._name} failed: {failure}", stage=self._name, epoch=chunk.epoch)
                 raise failed from error
             return error
+        self._num_failed = 0
         images = self._rows(output)
         # Only after the output was taken: the next run of an interrupted pipeline would return these images.
         self._idle.append(pipeline)
@@ -222,7 +266,7 @@ class Renderer:
         try:
             return build_pipeline(self._dali, self._graph)
         except (RuntimeError, ValueError) as error:
-            reason = _system_failure(error, self._graph) or str(error).strip().partition("\n")[0]
+            reason = system_failure(error, self._graph) or str(error).strip().partition("\n")[0]
             failed = StageError(
                 f"{self._name} failed: DALI cannot build its pipeline: {reason}", stage=self._name, epoch=epoch
             )
@@ -262,33 +306,6 @@ class Renderer:
         for name, value in sample.items():
             if type(value) is Image:
                 sample[name] = GpuDecoded(self._finish(to_tensor(value).unsqueeze(0)), 0)
-
-
-_MEMORY = (
-    "allocation failed",
-    "bad_alloc",
-    "out of memory",
-    "cudaErrorMemoryAllocation",
-    "failure: '#5'",
-    "failure: '#15'",
-)
-
-
-def _system_failure(error: Exception, graph: Graph) -> str | None:
-    """The message for an error of DALI that no image can have caused; None if an image may have.
-
-    DALI has one type for all errors, so the text tells them apart. 5 and 15 are nvImageCodec's numbers for a failed allocation.
-    """
-    reason = str(error).rpartition("encountered:")[2].strip()  # before it come source lines and paths
-    if any(text in reason for text in _MEMORY):
-        where = "the machine" if graph.device is None else f"GPU {graph.device}"
-        return (
-            f"{where} has no memory for what DALI needs for a batch of {graph.batch_size} ({reason.splitlines()[0]}): make "
-            "stages.batch.size smaller, or prefetch.batches: each batch in progress uses one DALI pipeline"
-        )
-    if "CUDA" in reason:
-        return f"DALI cannot use the GPU any more, independent of the images: {reason}"
-    return None
 
 
 def _alone(chunk: SampleChunk, row: int, sample: Sample) -> SampleChunk:

@@ -17,13 +17,14 @@ from loaderkit.stages.image.ops import LUMA, Adjust, Crop, Finalizer, Flip, Imag
 @dataclass(frozen=True)
 class Graph:
     """The description of a DALI pipeline. `device` is the number of the CUDA device, None for DALI's CPU backend; `num_threads`
-    are DALI's CPU threads."""
+    are DALI's CPU threads; without `regions` whole images are decoded, and cropped then."""
 
     stages: tuple[tuple[str, ImageOps], ...]
     finish: Finalizer | None
     batch_size: int
     device: int | None
     num_threads: int = 1
+    regions: bool = True
 
     def lines(self) -> list[str]:
         """One line per operator, for `explain`."""
@@ -46,7 +47,12 @@ class Graph:
 
     @property
     def decodes_crops(self) -> bool:
-        """True if a crop comes first, so that only its pixels are decoded."""
+        """True if a crop comes first, and only its pixels are decoded."""
+        return self.regions and self.crops_first
+
+    @property
+    def crops_first(self) -> bool:
+        """True if a crop comes first that lies inside the image."""
         return bool(self.stages) and self.stages[0][1].takes_a_piece
 
 

@@ -121,6 +121,15 @@ class DecodeArgs(StageArgs):
     keypoints: FieldNames = Field(
         None, description="fields that are keypoints [N, 2], [N, K, 2] or [N, K, 3], whose third number stays as it is"
     )
+    regions: Literal["auto"] | bool = Field(
+        "auto",
+        description="decode only the pixels of a crop that comes next, or (false) whole JPEGs, and crop then; auto: not with "
+        "`device: gpu` where that fails in a trial, made in another process once a GPU and version",
+    )
+    on_gpu_error: Literal["raise", "cpu"] = Field(
+        "raise",
+        description="where DALI fails whatever the images are: end with its error, or decode on the CPU from then on",
+    )
 
     @property
     def annotations(self) -> Annotations:
@@ -431,7 +440,8 @@ def decode_hint(stage: StageConfig, context: CompileContext) -> tuple[StageConfi
     is_apart = args.fields is not None and fields is not None and not {*args.fields} & {*fields}
     if ops is None or args.device != "cpu" or args.exif_orientation or is_apart:
         return following, None
-    return following, hint_for(ops(following.args), is_next=following is behind[0], scaled=args.scaled)
+    takes_crop = following is behind[0] and args.regions is not False
+    return following, hint_for(ops(following.args), is_next=takes_crop, scaled=args.scaled)
 
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:

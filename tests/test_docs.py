@@ -21,6 +21,9 @@ from profiles.reports import FOLDER, PAGE, filled, text_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "docs/guide.md", "docs/recipes.md", "docs/reading-a-report.md"]
+FOLDERS = ("docs", "examples", "profiles")
+LINKING_PAGES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.md"))
+LINKING_PAGES += ["CHANGELOG.md", "README.md"]
 README_PIPELINE = named("README.md", "pipeline.yaml")
 
 
@@ -94,7 +97,7 @@ def test_examples_of_other_loops_run(library: str, folder: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", *sorted(f"docs/{path.relative_to(ROOT / 'docs')}" for path in ROOT.glob("docs/**/*.md")), *sorted(f"profiles/{path.relative_to(ROOT / 'profiles')}" for path in ROOT.glob("profiles/**/*.md"))])
+@pytest.mark.parametrize("page", LINKING_PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text()):
         if "://" not in target:

@@ -9,16 +9,20 @@ import os
 import random
 import signal
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from buckets import upload
 from fault_proxy import FaultProxy
 from forked_workers import Template
 from hypothesis import HealthCheck, settings
 from PIL import Image
+from requirements import require_all
 from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, find_weed
 
 from loaderkit._internal.system import child_process
@@ -28,14 +32,26 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SEED = "LOADERKIT_SEED"
+INTEGRATION = "integration"
+WHERE_ALL_IS_INSTALLED = ("integration and not prove", "not alone")  # make integration, make prove
 ROOT = Path(__file__).parents[1]
 HELPERS = ROOT / "tests" / "helpers"
+# Modules, and a folder of them, that import what only `make integration` installs.
+INTEGRATION_TESTS = {
+    ROOT / "tests" / place
+    for place in ("engine/ray", "integrations/test_ray_data.py", "integrations/test_ray_train.py",
+                  "metrics/test_with_ray.py", "stages/test_torchvision.py")
+}  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(2**32)))  # xdist's workers inherit it
+    os.environ.setdefault(SEED, "0")  # `make prove` sets another one; xdist's workers inherit it
+    config.option.hypothesis_seed = int(os.environ[SEED])
     settings.load_profile("test" if "not prove" in config.option.markexpr else "prove")
     if not hasattr(config, "workerinput"):
+        if config.option.markexpr in WHERE_ALL_IS_INSTALLED:
+            require_all()
         # Some 300 programs of tests import loaderkit, and where PYTHONDONTWRITEBYTECODE is set each would compile it: 0.5 s.
         compileall.compile_dir(ROOT / "loaderkit", quiet=1)
 
@@ -44,8 +60,13 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"cases are drawn with {SEED}={os.environ[SEED]}"
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if not INTEGRATION_TESTS.isdisjoint([item.path, *item.path.parents]):
+        item.add_marker(INTEGRATION)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked `matrix(n)`, `make test` runs n, drawn anew each time; `make prove` runs all."""
+    """Of the cases of a test marked `matrix(n)`, `make test` runs n, the same ones for everyone; `make prove` runs all."""
     if "not prove" not in config.option.markexpr:
         return
     matrices: dict[str, list[pytest.Item]] = {}
@@ -62,6 +83,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What they import need not be installed where they are not wanted."""
+    return True if f"not {INTEGRATION}" in config.option.markexpr and collection_path in INTEGRATION_TESTS else None
+
+
 def pytest_collection_finish() -> None:
     """Modules and tests are no garbage: looking through them took 0.2 s and more each time a test collects."""
     gc.collect()
@@ -70,8 +96,26 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
-    """Random numbers that differ from run to run and from test to test; the run's header says what brings them back."""
+    """Random numbers that differ from test to test, and with the run's seed, which its header says."""
     return random.Random(f"{os.environ[SEED]} {request.node.nodeid}")
+
+
+@pytest.fixture(autouse=True)
+def seeded_generators(request: pytest.FixtureRequest) -> None:
+    """The global generators begin each test as the run's seed and the test's name say."""
+    seed = zlib.crc32(f"{os.environ[SEED]} {request.node.nodeid}".encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.fixture
+def ray_nodes(pytestconfig: pytest.Config) -> Any:
+    """The `ray_nodes.Nodes` of a Ray cluster with a head and three nodes, to which this process is connected. A test that takes
+    a node away adds another one."""
+    from ray_nodes import shared_nodes  # it imports Ray
+
+    return shared_nodes(pytestconfig)
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +141,8 @@ def forked_workers(request: pytest.FixtureRequest, worker_template: Template | N
 
 # How busy a machine is decides no test.
 settings.register_profile("prove", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("test", settings.get_profile("prove"), max_examples=40)
+# Without a database: what an earlier run found is not run again.
+settings.register_profile("test", settings.get_profile("prove"), max_examples=40, database=None)
 settings.load_profile("prove")
 
 CLASSES = ("ant", "bee", "cat")

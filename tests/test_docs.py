@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from buckets import upload
-from doc_examples import LOOPS, examples, lacks, libraries, named, needs_cluster
+from doc_examples import LOOPS, examples, libraries, named, needs_cluster, needs_frameworks
 from mixed_photos import write_mixed
 from seaweed import Seaweed
 
@@ -21,6 +21,9 @@ from profiles.reports import FOLDER, PAGE, filled, text_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "docs/guide.md", "docs/recipes.md", "docs/reading-a-report.md"]
+FOLDERS = ("docs", "examples", "profiles")
+LINKING_PAGES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.md"))
+LINKING_PAGES += ["CHANGELOG.md", "README.md"]
 README_PIPELINE = named("README.md", "pipeline.yaml")
 
 
@@ -48,8 +51,11 @@ def bucket(shards: Path, seaweed: Seaweed, s3_keys: None, monkeypatch: pytest.Mo
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("also_frameworks", [False, pytest.param(True, marks=pytest.mark.integration)])
 @pytest.mark.parametrize("page", PAGES)
-def test_examples_run(page: str, folder: Path, bucket: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(
+    page: str, also_frameworks: bool, folder: Path, bucket: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In this process: to import torch for each takes longer than all of them."""
     monkeypatch.chdir(folder)
     num_run = 0
@@ -57,8 +63,10 @@ def test_examples_run(page: str, folder: Path, bucket: None, monkeypatch: pytest
     monkeypatch.setattr(sys, "argv", [*sys.argv])  # `loaderkit watch` runs a script in this process
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     for kind, text in examples(page):
-        if libraries(text) & {*LOOPS, "ray"} or needs_cluster(text) or lacks(text):
-            continue  # as below, in tests/integrations and in tests/engine/ray, or not at all
+        if libraries(text) & {*LOOPS, "ray"} or needs_cluster(text):
+            continue  # as below, in tests/integrations and in tests/engine/ray
+        if needs_frameworks(text) and not also_frameworks:
+            continue
         if (module := re.match(r"# (\w+\.py)\n", text)) is not None:
             (folder / module[1]).write_text(text)
         elif kind == "python":
@@ -78,22 +86,18 @@ def test_examples_run(page: str, folder: Path, bucket: None, monkeypatch: pytest
     assert num_run >= 3
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.integration
 @pytest.mark.parametrize("library", LOOPS)
 def test_examples_of_other_loops_run(library: str, folder: Path) -> None:
     """As programs of their own."""
     (example,) = (text for _, text in examples("docs/recipes.md") if library in libraries(text))
-    if lacks(example):
-        pytest.skip(f"{library} is not installed")
     (folder / "photos.yaml").write_text(named("docs/recipes.md", "photos.yaml"))
     (folder / "validation.yaml").write_text(named("README.md", "validation.yaml"))
     ran = subprocess.run([sys.executable, "-c", example], cwd=folder, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize(
-    "page", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("**/*.md") if ".venv" not in path.parts)
-)
+@pytest.mark.parametrize("page", LINKING_PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text()):
         if "://" not in target:

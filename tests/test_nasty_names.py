@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import random
 import re
@@ -28,7 +27,6 @@ from loaderkit.errors import CheckpointError, FormatError, StageError, printable
 from loaderkit.profile.render.summary import PlainConsole, table_of
 from loaderkit.sources.formats.tar_index import load_index
 
-SEED = int(os.environ.get("NASTY_SEED") or random.SystemRandom().randrange(2**32))
 ORDERS = ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\x08\x08", "\r", "\x7f", "\u202egpj", "\u2028", "\udcff"]
 MARKUP = ["[red]", "[/]", "[/red]", "[link=http://x]", "[bold", ":smile:", "{x}", "%s", "<b>", "\\["]
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -41,12 +39,10 @@ def nasty(rng: random.Random) -> str:
     return "".join(parts).replace("/", "|")  # "[/" needs a folder
 
 
-@pytest.fixture
-def rng(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> random.Random:
-    print(f"NASTY_SEED={SEED}")
+@pytest.fixture(autouse=True)
+def _plain_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    return random.Random(SEED)
 
 
 def names(rng: random.Random, num: int) -> list[str]:

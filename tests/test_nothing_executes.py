@@ -18,7 +18,6 @@ from odd_files import MODULES, OUTSIDE, PROGRAMS, Odd
 
 pytestmark = pytest.mark.filterwarnings("ignore:IM image format:DeprecationWarning")
 ROOT = Path(__file__).parents[1]
-SEED = int(os.environ["LOADERKIT_SEED"])
 
 
 def prepare(folder: Path) -> dict[str, str]:
@@ -63,9 +62,8 @@ def guarded(folder: Path, files: list[Odd], *what: str) -> dict[str, Any]:
     return found | {"called": Counter(called.read_text().splitlines()) if called.exists() else {}}
 
 
-def check(folder: Path, num: int) -> None:
-    print(f"LOADERKIT_SEED={SEED}")
-    files = [*odd_files.odd_files(random.Random(SEED), num)]
+def check(folder: Path, num: int, rng: random.Random) -> None:
+    files = [*odd_files.odd_files(rng, num)]
     before = {odd.name: odd.data for odd in files}
     found = guarded(folder, files)
     assert not found["seen"], "\n".join([f"{len(found['seen'])} events", *list(found["seen"])[:20]])
@@ -78,13 +76,13 @@ def check(folder: Path, num: int) -> None:
     assert len((folder / "work" / "bad.jsonl").read_text().splitlines()) > num / 3
 
 
-def test_nothing_is_executed(tmp_path: Path) -> None:
-    check(tmp_path, len(odd_files.MAKERS))
+def test_nothing_is_executed(tmp_path: Path, rng: random.Random) -> None:
+    check(tmp_path, len(odd_files.MAKERS), rng)
 
 
 @pytest.mark.prove
-def test_nothing_is_executed_of_thousands(tmp_path: Path) -> None:
-    check(tmp_path, 50 * len(odd_files.MAKERS))
+def test_nothing_is_executed_of_thousands(tmp_path: Path, rng: random.Random) -> None:
+    check(tmp_path, 50 * len(odd_files.MAKERS), rng)
 
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"

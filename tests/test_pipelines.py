@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from buckets import upload
-from ray_nodes import RAY, ray_nodes  # noqa: F401 - a fixture
+from ray_clusters import RAY
 
 import loaderkit
 from loaderkit import Pipeline
@@ -64,6 +64,7 @@ class TestEveryPipeline:
             assert math.isfinite(batch["image"].sum().item())
             assert set(batch["label"].tolist()) <= {0, 1, 2}
 
+    @pytest.mark.integration
     @pytest.mark.prove
     @pytest.mark.usefixtures("ray_nodes")
     def test_in_actors(self, file: Path) -> None:

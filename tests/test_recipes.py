@@ -95,9 +95,10 @@ def test_photographs_in_mixed_formats(folder: Path, files: list[Path]) -> None:
     assert_right(path, files)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("decode", [True, False])
 def test_a_copy_by_hugging_faces_datasets(folder: Path, files: list[Path], decode: bool) -> None:
-    datasets: Any = pytest.importorskip("datasets")
+    datasets: Any = importlib.import_module("datasets")
     labels = [file.parent.name for file in files]
     copy = datasets.Dataset.from_dict({"image": [str(file) for file in files], "label": labels})
     copy = copy.class_encode_column("label").cast_column("image", datasets.Image(decode=decode))

@@ -217,10 +217,10 @@ def test_without_ray_the_extra_is_named(
     assert "pip install 'loaderkit[ray]'" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_a_cluster_that_is_not_there(
     pipeline: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("ray")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert main(["pack", str(pipeline), "--out", "shards", "--ray"]) == 2
     assert "127.0.0.1:1: there is no Ray cluster that can be reached" in capsys.readouterr().err

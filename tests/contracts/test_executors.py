@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ray_nodes import RAY, ray_nodes  # noqa: F401 - a fixture
+from ray_clusters import RAY
 
 import loaderkit
 from loaderkit import Loader, Pipeline
@@ -62,7 +62,12 @@ def total(batch: dict[str, Any], rng: Any) -> None:
 LONG = {"a process of pools", "three processes of pools", "two actors", "three actors of pools"}
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.prove] if name in LONG else []) for name in EXECUTORS])
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    is_ray = EXECUTORS[name].get("prefetch.executor") == "ray"
+    return [*[pytest.mark.prove][: name in LONG], *[pytest.mark.integration][:is_ray]]
+
+
+@pytest.fixture(params=[pytest.param(name, marks=marks_of(name)) for name in EXECUTORS])
 def make(request: pytest.FixtureRequest) -> Callable[..., Loader]:
     if EXECUTORS[request.param].get("prefetch.executor") == "ray":
         request.getfixturevalue("ray_nodes")

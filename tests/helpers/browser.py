@@ -1,55 +1,24 @@
-"""A headless Chromium for tests, driven over its DevTools protocol; apt-get installs it where it is missing and we are root."""
+"""A headless Chromium for tests, driven over its DevTools protocol."""
 
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import websocket
+if TYPE_CHECKING:
+    import websocket
 
 _START_S = 60.0
 _ANSWER_S = 60.0
-_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-
-
-def find_chromium() -> str:
-    """Its path. Raises RuntimeError, which says why there is none."""
-    with open(Path(tempfile.gettempdir()) / "chromium-for-tests.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process installs it, the others find it
-        found = next(filter(None, map(shutil.which, _NAMES)), None)
-        return found if found is not None else _install_chromium()
-
-
-def _install_chromium() -> str:
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise RuntimeError("there is no Chromium, and no Debian whose root could install it: apt-get install chromium")
-    commands = (["apt-get", "update", "-q"], ["apt-get", "install", "-qy", "--no-install-recommends", "chromium"])
-    for command in commands:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=500,
-            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-        )
-        if done.returncode != 0:
-            raise RuntimeError(f"there is no Chromium, and `{' '.join(command)}` failed: {done.stderr[-500:]}")
-    found = shutil.which("chromium")
-    if found is None:
-        raise RuntimeError("there is no Chromium, though apt-get has installed it")
-    return found
 
 
 @dataclass
@@ -131,7 +100,7 @@ class Page:
 def chromium(folder: Path) -> Iterator[Page]:
     """A tab of a browser with a profile of its own in `folder`; all its processes end with the block."""
     command = [
-        find_chromium(), "--headless=new", "--remote-debugging-port=0", f"--user-data-dir={folder}", "--no-first-run",
+        "chromium", "--headless=new", "--remote-debugging-port=0", f"--user-data-dir={folder}", "--no-first-run",
         "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update",
         "--disable-default-apps", "--disable-sync", "--remote-allow-origins=*", "--hide-scrollbars",
         *(["--no-sandbox"] if os.geteuid() == 0 else []), "about:blank",
@@ -156,6 +125,8 @@ def chromium(folder: Path) -> Iterator[Page]:
 
 def _connect(process: subprocess.Popen[bytes], folder: Path, log: Path) -> websocket.WebSocket:
     """To the first tab, once the browser has written down where it listens."""
+    import websocket
+
     until_s = time.monotonic() + _START_S
     port_file = folder / "DevToolsActivePort"
     while not (port_file.exists() and len(port_file.read_text().split()) == 2):

@@ -34,11 +34,9 @@ def libraries(text: str) -> set[str]:
     return {name for pair in _LIBRARIES.findall(text) for name in pair if name}
 
 
-def lacks(text: str) -> set[str]:
-    """Which of them are not installed."""
-    used = libraries(text) & {"datasets", "torchvision", *LOOPS}
-    used |= {"tensorboard"} if "torch.utils.tensorboard" in text else set()
-    return {name for name in used if importlib.util.find_spec(name) is None}
+def needs_frameworks(text: str) -> bool:
+    """True if `make integration` installs what an example imports."""
+    return bool(libraries(text) & {"datasets", "torchvision", *LOOPS}) or "torch.utils.tensorboard" in text
 
 
 def needs_cluster(text: str) -> bool:

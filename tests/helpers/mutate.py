@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import numpy as np
-
-
-def new_seed(name: str = "LOADERKIT_SEED") -> int:
-    """A new seed for each run, which is printed: with the environment variable `name` set to it, the run is repeated."""
-    seed = int(os.environ.get(name) or int.from_bytes(os.urandom(4), "little"))
-    print(f"{name}={seed}")
-    return seed
 
 
 def truncate(data: bytes, rng: np.random.Generator) -> bytes:

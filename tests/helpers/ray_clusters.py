@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +9,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 OBJECT_STORE_BYTES = 200_000_000
+RAY: dict[str, Any] = {"prefetch.executor": "ray", "prefetch.processes": 2, "prefetch.ray": {"num_cpus": 0.5}}
+
+
+@contextmanager
+def ray_folder() -> Iterator[None]:
+    """What Ray keeps lies in a new folder, and goes with it. Else `ray.init()` of others would find the cluster, and the file
+    that says where it is needs a folder that only an earlier cluster on this machine has made."""
+    folder = Path(tempfile.mkdtemp(prefix="r-", dir="/tmp"))  # short, as sockets lie in it
+    (folder / "ray").mkdir()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_TMPDIR", str(folder))
+            patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+            yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -19,22 +36,12 @@ def ray_cluster(num_cpus: int = 4, *, nodes: int = 0) -> Iterator[Any]:
     places for tasks here: there may be more than the machine has."""
     from ray.cluster_utils import Cluster
 
-    folder = tempfile.mkdtemp(prefix="r-")  # short, as sockets lie in it
-    Path(folder, "ray").mkdir()
-    # Else `ray.init()` of others would find it, and it would report its use.
-    set_here = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
-    before = {name: os.environ.get(name) for name in set_here}
-    os.environ |= set_here
-    common: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
-    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0 if nodes else num_cpus, **common})
-    try:
-        for _ in range(nodes):
-            cluster.add_node(num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES)
-        yield cluster
-    finally:
-        cluster.shutdown()
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-        shutil.rmtree(folder, ignore_errors=True)
+    with ray_folder():
+        common: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+        cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0 if nodes else num_cpus, **common})
+        try:
+            for _ in range(nodes):
+                cluster.add_node(num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES)
+            yield cluster
+        finally:
+            cluster.shutdown()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,6 +13,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.experimental import get_local_object_locations
+from ray_clusters import RAY, ray_folder
 from waiting import wait_for
 
 import loaderkit
@@ -38,8 +37,8 @@ _SYSTEM = {
 class Nodes:
     """A cluster to whose nodes tests add, and which they take away. Its head has no CPUs."""
 
-    def __init__(self, folder: str) -> None:
-        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder, "_system_config": _SYSTEM}
+    def __init__(self) -> None:
+        head = {"num_cpus": 0, "include_dashboard": False, "_system_config": _SYSTEM}
         self._cluster = Cluster(initialize_head=True, head_node_args={**head, "object_store_memory": STORE_BYTES})
         self.address: str = self._cluster.address
         self._nodes: list[Any] = []
@@ -71,15 +70,14 @@ class Nodes:
 @contextmanager
 def cluster_of(num_nodes: int) -> Iterator[Nodes]:
     """A cluster to which this process is connected."""
-    folder = tempfile.mkdtemp(prefix="lk", dir="/tmp")
-    nodes = Nodes(folder)
-    try:
-        nodes.add(num_nodes)
-        ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
-        yield nodes
-    finally:
-        nodes.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    with ray_folder():
+        nodes = Nodes()
+        try:
+            nodes.add(num_nodes)
+            ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
+            yield nodes
+        finally:
+            nodes.close()
 
 
 class _Shared:
@@ -93,8 +91,6 @@ class _Shared:
     def nodes(self) -> Nodes:
         """The cluster; begun, if none runs."""
         if self._nodes is None:
-            patch = self._open.enter_context(pytest.MonkeyPatch.context())
-            patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
             self._nodes = self._open.enter_context(cluster_of(3))
         return self._nodes
 
@@ -109,15 +105,11 @@ class _Shared:
 _shared = _Shared()
 
 
-@pytest.fixture
-def ray_nodes(pytestconfig: pytest.Config) -> Nodes:
-    """A cluster of a head and three nodes, to which this process is connected. Who takes a node away adds another one."""
-    if not pytestconfig.pluginmanager.is_registered(_shared):
-        pytestconfig.pluginmanager.register(_shared)
+def shared_nodes(config: pytest.Config) -> Nodes:
+    """The cluster of the fixture `ray_nodes`."""
+    if not config.pluginmanager.is_registered(_shared):
+        config.pluginmanager.register(_shared)
     return _shared.nodes()
-
-
-RAY: dict[str, Any] = {"prefetch.executor": "ray", "prefetch.processes": 2, "prefetch.ray": {"num_cpus": 0.5}}
 
 
 def build_ray(pipeline: Pipeline | str, num: int = 2, **overrides: Any) -> loaderkit.Loader:

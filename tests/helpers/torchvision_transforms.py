@@ -1,8 +1,8 @@
 """torchvision's v2 transforms, as users put them in a `call` and in a data set.
 
 PyPI's torchvision is built for CUDA. Beside a torch for the CPU its C++ operators do not load, and its import fails as two of
-them are not declared; the transforms use none. Libraries that look for torchvision would fail with it, so `make venv` puts it
-into a folder that nothing else has on its path.
+them are not declared; the transforms use none. Libraries that look for torchvision would fail with it, so `make integration`
+puts it into a folder that nothing else has on its path.
 """
 
 from __future__ import annotations

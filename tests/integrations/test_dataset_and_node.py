@@ -51,7 +51,6 @@ def made(kind: str, around: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("around", ["node", "StatefulDataLoader"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchdata_resumes_exactly(kind: str, around: str, num_done: int) -> None:
-    pytest.importorskip("torchdata")
     loader, outer = made(kind, around)
     with loader:
         batches = (batch for _ in range(NUM_EPOCHS) for batch in outer)

@@ -15,6 +15,7 @@ from profiles.ray_contestants import CONTESTANTS, SLEEP_BATCH
 TURNS = [Turn(work, name, 2) for work, names in CONTESTANTS.items() for name in names] + [Turn("sleep", "ray", 2, 2)]
 
 
+@pytest.mark.integration
 @pytest.mark.prove
 @pytest.mark.parametrize("turn", TURNS, ids=lambda turn: f"{turn.work}-{turn.contestant}")
 def test_every_contestant_makes_batches(turn: Turn, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import urllib.parse
 import urllib.request
@@ -24,7 +23,6 @@ from loaderkit.metrics.families import CHECKPOINT_FAMILIES, FAMILIES, PREFIX, Fa
 DOCS = Path(__file__).parents[2] / "docs"
 DASHBOARD: dict[str, Any] = json.loads((DOCS / "grafana-dashboard.json").read_text())
 TARGETS = [(panel["title"], target) for panel in DASHBOARD["panels"] for target in panel["targets"]]
-has_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
 
 
 def known() -> dict[str, Family]:
@@ -74,7 +72,7 @@ def test_the_dashboard_shows_every_counter_of_the_loop() -> None:
     assert {f"loaderkit_{name}_total" for name in ("stall_seconds", "batches", "samples", "bad_samples")} <= shown
 
 
-@has_prometheus
+@pytest.mark.integration
 def test_its_queries_are_valid(tmp_path: Path) -> None:
     rules = [
         {"record": f"query_{number}", "expr": target["expr"].replace("$__rate_interval", "1m")}
@@ -86,7 +84,7 @@ def test_its_queries_are_valid(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-@has_prometheus
+@pytest.mark.integration
 def test_a_real_prometheus_scrapes_by_the_recipe(tmp_path: Path) -> None:
     """Its answer to the dashboard's own queries, and to the number of batches."""
     port, own_port = free_port(), free_port()

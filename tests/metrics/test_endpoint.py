@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -250,7 +249,7 @@ def test_a_client_that_says_nothing_holds_up_neither_scrapes_nor_the_close(recor
         text_of(port, host=f"127.0.0.1:{port}/other?")
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="prometheus is not installed")
+@pytest.mark.integration
 def test_prometheus_finds_nothing_to_complain_of(records: Path) -> None:
     port = free_port()
     with loaderkit.build(pipeline_of(records, port)) as loader:

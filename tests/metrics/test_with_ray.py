@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from ray_nodes import Nodes, build_ray, ray_nodes  # noqa: F401 - a fixture
+from ray_nodes import Nodes, build_ray
 from scraping import Scrape, free_port
 
 from loaderkit import Pipeline
 
 
+@pytest.mark.integration
 @pytest.mark.prove
-def test_there_are_rows_of_nodes(ray_nodes: Nodes) -> None:  # noqa: F811
+def test_there_are_rows_of_nodes(ray_nodes: Nodes) -> None:
     port = free_port()
     pipeline = Pipeline.dataset(list(range(96))).read().batch(8).epochs(1).metrics(prometheus=port)
     with build_ray(pipeline) as loader:

@@ -208,10 +208,9 @@ def test_what_is_no_writer() -> None:
             log(loader, Module(), 0)
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
 def test_tensorboard_reads_it_back(tmp_path: Path) -> None:
-    for module in ("tensorboard", "tensorboardX"):
-        pytest.importorskip(module)
     events: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     for module in ("torch.utils.tensorboard", "tensorboardX"):
         written: dict[int, dict[str, float]] = {}
@@ -228,10 +227,9 @@ def test_tensorboard_reads_it_back(tmp_path: Path) -> None:
             assert found == pytest.approx({step: values[tag] for step, values in written.items()}, rel=1e-6)
 
 
-@pytest.mark.prove
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
 def test_lightnings_loggers(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
     logger = importlib.import_module("lightning.pytorch.loggers").CSVLogger(tmp_path)
     with built() as loader:
         next(iter(loader))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -62,16 +61,16 @@ def test_built_before_the_ranks_are_forked(tmp_path: Path) -> None:
     assert_shared_out(tmp_path)
 
 
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("launcher", ["mp.spawn", "torchrun", "ddp", "ddp_fork"])
+@pytest.mark.parametrize(
+    "launcher",
+    ["mp.spawn", "torchrun", *(pytest.param(name, marks=pytest.mark.integration) for name in ("ddp", "ddp_fork"))],
+)
 def test_launched_by(tmp_path: Path, launcher: str) -> None:
     """`ddp` and `ddp_fork` are strategies of Lightning's."""
     if launcher == "mp.spawn":
         torch.multiprocessing.spawn(ranked_loaders.build_then_init, (2, tmp_path), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
     else:
         is_torchrun = launcher == "torchrun"
-        if not is_torchrun and importlib.util.find_spec("lightning") is None:
-            pytest.skip("Lightning is not installed")
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if is_torchrun else []
         command = [sys.executable, *run, SCRIPT, str(tmp_path), launcher]
         subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)

@@ -114,13 +114,13 @@ def test_a_full_disk_is_named_and_the_next_run_goes_on(tmp_path: Path, photos: P
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """The address of a Ray cluster of two CPUs."""
-    pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{HELPERS}:{ROOT}")
         with ray_cluster(2) as started:
             yield started.address
 
 
+@pytest.mark.integration
 @pytest.mark.xdist_group("ray")
 class TestRay:
     def test_tasks_write_the_same_bytes_though_one_dies(
@@ -160,13 +160,13 @@ class TestRay:
         assert result.manifest["num_samples"] == 100
 
 
+@pytest.mark.integration
 @pytest.mark.prove
 @pytest.mark.xdist_group("ray")
 def test_a_node_that_is_lost_costs_nothing_but_time(
     tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two nodes is taken away when the first shards are there; the other one makes its shards, too."""
-    pytest.importorskip("ray")
     monkeypatch.setenv("PYTHONPATH", f"{HELPERS}:{ROOT}")
     pipeline = described(str(photos))
     with ray_cluster(1, nodes=2) as cluster:

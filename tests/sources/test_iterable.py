@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 from pathlib import Path
@@ -102,11 +103,12 @@ def test_it_is_resumed_by_its_own_state_or_by_skipping(resume: Literal["auto", "
         assert [0, *range(first, 32)] == READ  # the first one shows what a batch holds
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("resume", ["auto", "skip"])
 def test_a_streaming_data_set_of_hugging_faces_is_resumed_exactly(
     resume: Literal["auto", "skip"], rng: random.Random
 ) -> None:
-    datasets: Any = pytest.importorskip("datasets")
+    datasets: Any = importlib.import_module("datasets")
     rows = datasets.Dataset.from_dict({"x": list(range(60)), "epoch": [0] * 60})
     streamed = rows.to_iterable_dataset(num_shards=3)
     if rng.random() < 0.5:
@@ -172,7 +174,7 @@ def test_a_distributed_checkpoint_has_its_state(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("name", ["nodes", "stateful_dataloader"])
 def test_loaders_of_torchdata_are_iterables(name: str, rng: random.Random) -> None:
-    torchdata: Any = pytest.importorskip(f"torchdata.{name}")
+    torchdata: Any = importlib.import_module(f"torchdata.{name}")
     if name == "nodes":
         given: Any = torchdata.Loader(torchdata.IterableWrapper(range(60)))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from loaderkit.errors import ConfigError
 INLINE = EXECUTORS["inline"]
 
 
+@pytest.mark.integration
 def test_what_is_split_by_rank_already_is_refused() -> None:
-    datasets: Any = pytest.importorskip("datasets")
-    distributed: Any = pytest.importorskip("datasets.distributed")
+    datasets: Any = importlib.import_module("datasets")
+    distributed: Any = importlib.import_module("datasets.distributed")
     rows = datasets.Dataset.from_dict({"x": list(range(60))})
     split = distributed.split_dataset_by_node(rows.to_iterable_dataset(num_shards=2), rank=1, world_size=2)
     sampler: Any = DistributedSampler(list(range(60)), 2, 1)  # type: ignore[arg-type]
@@ -59,7 +61,7 @@ def test_an_order_without_a_seed_is_refused_where_it_is_shared() -> None:
 
 def streams(seed: int | None) -> dict[str, Any]:
     """Streaming data sets of Hugging Face's that shuffle, or draw which of two comes next, by `seed`; None: by none."""
-    datasets: Any = pytest.importorskip("datasets")
+    datasets: Any = importlib.import_module("datasets")
     rows = datasets.Dataset.from_dict({"x": list(range(60))}).to_iterable_dataset(num_shards=3)
     shuffled = rows.shuffle(seed=seed)
     return {
@@ -73,6 +75,7 @@ def streams(seed: int | None) -> dict[str, Any]:
     }
 
 
+@pytest.mark.integration
 def test_a_streaming_data_set_without_a_seed_is_refused_where_it_is_shared() -> None:
     for name, stream in streams(None).items():
         made = Pipeline.iterable(stream).read().batch(4)
@@ -87,6 +90,7 @@ def test_a_streaming_data_set_without_a_seed_is_refused_where_it_is_shared() -> 
         assert sorted(x for batch in loader for x in batch["x"].tolist()) == list(range(60))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("seed", [0, 42, 2**63])
 def test_a_streaming_data_set_with_a_seed_is_shared(seed: int) -> None:
     for name, stream in streams(seed).items():
@@ -99,6 +103,7 @@ def test_a_streaming_data_set_with_a_seed_is_shared(seed: int) -> None:
         assert sorted(found) == sorted(expected[: len(expected) // 2 * 2]), name
 
 
+@pytest.mark.integration
 def test_a_state_of_an_order_without_a_seed_is_loaded_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     for seed in (None, 7):
         with loaderkit.build(Pipeline.iterable(streams(seed)["shuffled"]).read().batch(4), overrides=INLINE) as loader:

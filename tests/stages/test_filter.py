@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import subprocess
@@ -359,13 +358,11 @@ def check_transformers(runs: Any) -> None:
         assert "batches is not known, as filter may have skipped some: continue with load_state_dict" in resumed
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.integration
 @pytest.mark.parametrize(("library", "check"), [("lightning", check_lightning), ("transformers", check_transformers)])
 def test_other_loops_are_right_or_an_error_says_why_not(
     library: str, check: Callable[[Any], None], tmp_path: Path
 ) -> None:
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
     command = [sys.executable, str(HELPERS / "filtered_loops.py"), library, str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
     check(json.loads((tmp_path / "runs.json").read_text()))

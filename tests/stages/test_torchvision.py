@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision_transforms as transforms
 
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.cli import main
-
-try:
-    import torchvision_transforms as transforms
-except ModuleNotFoundError as error:
-    pytest.skip(f"{error.name} is not installed", allow_module_level=True)
 
 NAME = "torchvision_transforms:"  # not the objects: in another process these would import torchvision alone
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

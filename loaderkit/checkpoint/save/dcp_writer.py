@@ -417,7 +417,7 @@ def _resolved(
         name, value = write_item.index.fqn, planner.resolve_data(write_item)
         tensor = plain_tensor(value)
         if isinstance(value, io.BytesIO):
-            resolved.append((write_item, BytesItem(name, value.getbuffer())))
+            resolved.append((write_item, BytesItem(name, value.getvalue())))
         elif tensor is None:
             # A wrapper, or a sparse one: as torch.distributed.checkpoint does. It is not cut, so each rank that was to write a
             # part writes all of it.
@@ -425,7 +425,7 @@ def _resolved(
                 uncut.add(write_item.index)
                 file = io.BytesIO()
                 torch.save(value.detach().cpu(), file)
-                resolved.append((write_item, BytesItem(name, file.getbuffer())))
+                resolved.append((write_item, BytesItem(name, file.getvalue())))
         else:
             part = tensor if box is None else tensor[box.slices]
             identity = identity_of(part)

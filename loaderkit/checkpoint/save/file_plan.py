@@ -48,7 +48,7 @@ class TensorItem:
 class BytesItem:
     """Bytes that are written as they are."""
 
-    def __init__(self, name: str, data: memoryview) -> None:
+    def __init__(self, name: str, data: bytes) -> None:
         self.name = name
         self.data = data
 

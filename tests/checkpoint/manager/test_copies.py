@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 from pathlib import Path
@@ -35,10 +36,11 @@ def saved(folder: Path, state: dict[str, Any], **settings: Any) -> dict[str, Any
         return copies
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("form", ["dcp", "safetensors"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_model_in_half_the_bits(dtype: str, form: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers: Any = importlib.import_module("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=True,

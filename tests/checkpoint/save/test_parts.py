@@ -41,9 +41,9 @@ def test_files_are_their_items_one_after_the_other(kernels: Any) -> None:
     store = MemoryConnector()
     tensors = [random_tensor(torch.float32, (n,), n) for n in (0, 10, 100_001, 3)]
     items: list[Item] = [TensorItem(f"{n}", tensor) for n, tensor in enumerate(tensors)]
-    items.append(BytesItem("b", memoryview(b"x" * 200_001)))
+    items.append(BytesItem("b", b"x" * 200_001))
     with kernels():
-        files = run(store, [FilePlan("f", items), FilePlan("g", []), FilePlan("h", [BytesItem("c", memoryview(b"y"))])])
+        files = run(store, [FilePlan("f", items), FilePlan("g", []), FilePlan("h", [BytesItem("c", b"y")])])
     assert [file.name for file in files] == ["f", "g", "h"]
     data = written(store, "a/f")
     contents = [*map(saved, tensors), b"x" * 200_001]
@@ -204,7 +204,7 @@ def test_the_first_error_is_raised_and_nothing_is_left(workers: int) -> None:
 
     store = MemoryConnector()
     writes = Disturbed(store, fail)
-    plans = [FilePlan("f", [TensorItem("w", torch.ones(10**6))]), FilePlan("g", [BytesItem("b", memoryview(b"1"))])]
+    plans = [FilePlan("f", [TensorItem("w", torch.ones(10**6))]), FilePlan("g", [BytesItem("b", b"1")])]
     with pytest.raises(ConnectorError, match="the disk is full"):
         run(writes, plans, workers)
     assert writes.events == ["abort a/f", "abort a/g"]

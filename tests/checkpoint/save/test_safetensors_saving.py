@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import tempfile
@@ -28,7 +29,6 @@ from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-transformers = pytest.importorskip("transformers")
 KINDS = ["file", "memory", "memory-in-place", "power-cut"]
 MOST_OPERATIONS = 45
 
@@ -197,11 +197,13 @@ def test_the_state_of_training_and_tied_tensors(tmp_path: Path, rng: random.Rand
     assert b"pickle" not in (step / "loaderkit-state.json").read_bytes()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.parametrize("ties", [False, True])
 def test_from_pretrained_of_the_directory(
     ties: bool, is_sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    transformers: Any = importlib.import_module("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=ties,

@@ -27,6 +27,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import loaderkit
 from loaderkit.checkpoint import StreamReader, StreamWriter, latest
+from loaderkit.checkpoint.save import dcp_writer
+from loaderkit.checkpoint.save.file_plan import BytesItem
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import CheckpointError, ConfigError, ConnectorError
 
@@ -177,6 +179,23 @@ def test_tied_tensors_are_written_once(is_async: bool, tmp_path: Path) -> None:
     assert_same(dict(loaderkit.restore(tmp_path / "a", verify=True)), state)
     num_bytes = (tmp_path / "a/__0_0.distcp").stat().st_size
     assert num_bytes < 5 * (tied.nbytes + 4096)  # of 40 names, 32 are one item; and three other tensors
+
+
+def test_plain_values_are_kept_as_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython up to 3.12.1 ends by SIGSEGV when it collects a BytesIO in one cycle with a memoryview of it."""
+    items: list[BytesItem] = []
+
+    def keep(name: str, data: bytes) -> BytesItem:
+        items.append(BytesItem(name, data))
+        return items[-1]
+
+    monkeypatch.setattr(dcp_writer, "BytesItem", keep)
+    save(
+        {"step": 3, "names": ["a", "b"], "sparse": torch.eye(3).to_sparse()},
+        storage_writer=StreamWriter(tmp_path / "a"),
+    )
+    assert len(items) == 3
+    assert all(type(item.data) is bytes for item in items)
 
 
 def test_tensors_of_other_classes(tmp_path: Path) -> None:

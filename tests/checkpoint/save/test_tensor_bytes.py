@@ -99,7 +99,7 @@ def test_a_checksum_from_pieces_in_any_order(rng: random.Random) -> None:
 
 def test_pieces_are_the_file_without_gaps(rng: random.Random) -> None:
     items: list[Item] = [
-        BytesItem("b", memoryview(rng.randbytes(rng.randrange(200))))
+        BytesItem("b", rng.randbytes(rng.randrange(200)))
         if rng.random() < 0.5
         else TensorItem("t", random_tensor(rng.choice(DTYPES), (rng.randrange(9), 3), n))
         for n in range(30)

@@ -217,11 +217,8 @@ class TestErrorDocuments:
         proxy.rule = rule
         return met
 
-    def test_reads(self, proxy: FaultProxy) -> None:
+    def test_reads(self, proxy: FaultProxy, rng: random.Random) -> None:
         """Of objects that are such documents themselves, and of ranges as long as one, shorter and longer."""
-        seed = int(os.environ.get("LOADERKIT_SEED") or random.SystemRandom().randrange(2**32))
-        print(f"LOADERKIT_SEED={seed}")
-        rng = random.Random(seed)
         code = rng.choice(_CODES)
         document = error_document(code)
         size = len(document)
@@ -243,9 +240,8 @@ class TestErrorDocuments:
         connector.close()
 
     @pytest.mark.parametrize("what", ["read", "head", "list", "begin", "part", "complete", "delete"])
-    def test_what_else_is_asked(self, proxy: FaultProxy, seaweed: Seaweed, what: str) -> None:
-        code = random.SystemRandom().choice(_CODES)
-        print(code)
+    def test_what_else_is_asked(self, proxy: FaultProxy, seaweed: Seaweed, what: str, rng: random.Random) -> None:
+        code = rng.choice(_CODES)
         connector = self.connector(proxy)
         writes_of(connector).put("old", b"old")
         asks: dict[str, Callable[[Request], bool]] = {

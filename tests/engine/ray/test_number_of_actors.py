@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from numbers_dataset import numbers
-from ray_nodes import RAY, check_nothing_left, live_actors, ray_nodes  # noqa: F401 - a fixture
+from ray_clusters import RAY
+from ray_nodes import check_nothing_left, live_actors
 from waiting import wait_for
 
 import loaderkit

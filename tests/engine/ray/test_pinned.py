@@ -17,13 +17,7 @@ import pytest
 import torch
 from late_stages import engine_with
 from numbers_dataset import numbers
-from ray_nodes import (
-    actor_maker,
-    check_nothing_left,
-    object_sizes,
-    ray_nodes,  # noqa: F401 - a fixture
-    stored_bytes,
-)
+from ray_nodes import actor_maker, check_nothing_left, object_sizes, stored_bytes
 from waiting import join_threads, wait_for
 
 from loaderkit import Pipeline

@@ -14,13 +14,8 @@ import pytest
 import ray
 import torch
 from numbers_dataset import is_running, numbers, pids_of
-from ray_nodes import (
-    RAY,
-    build_ray,
-    check_nothing_left,
-    ray_nodes,  # noqa: F401 - a fixture
-    stored_bytes,
-)
+from ray_clusters import RAY
+from ray_nodes import build_ray, check_nothing_left, stored_bytes
 from waiting import wait_for
 
 import loaderkit

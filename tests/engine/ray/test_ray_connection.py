@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray_nodes import Nodes, check_nothing_left, ray_nodes  # noqa: F401 - a fixture
+from ray_nodes import Nodes, check_nothing_left
 
 from loaderkit.engine.ray.cluster import connect
 from loaderkit.errors import ConfigError
@@ -47,7 +47,7 @@ def run(program: str, nodes: Nodes, first: str = "") -> list[str]:
     return ran.stdout.splitlines()
 
 
-def test_a_loader_after_the_end_of_the_connection(ray_nodes: Nodes) -> None:  # noqa: F811
+def test_a_loader_after_the_end_of_the_connection(ray_nodes: Nodes) -> None:
     # Ray ends the program if any thread is in a call of it meanwhile, so all batches have come, and nothing is looked at.
     program = """
 import loaderkit.engine.monitor
@@ -83,7 +83,7 @@ for loader in (build(), build(8)):
     check_nothing_left()
 
 
-def test_a_loader_that_is_open_when_the_program_ends(ray_nodes: Nodes) -> None:  # noqa: F811
+def test_a_loader_that_is_open_when_the_program_ends(ray_nodes: Nodes) -> None:
     program = """
 loader = build()
 stream = iter(loader)
@@ -96,7 +96,7 @@ ray.init = refuse
     check_nothing_left()
 
 
-def test_a_notice_by_a_signal_stays(ray_nodes: Nodes) -> None:  # noqa: F811
+def test_a_notice_by_a_signal_stays(ray_nodes: Nodes) -> None:
     program = """
 notice = SignalNotice(["SIGTERM"])
 with build() as loader:

@@ -16,13 +16,7 @@ from typing import Any
 import pytest
 from dying import die_always, frozen, records
 from numbers_dataset import Numbers, is_running, numbers, pids_of
-from ray_nodes import (
-    Nodes,
-    build_ray,
-    check_nothing_left,
-    live_actors,
-    ray_nodes,  # noqa: F401 - a fixture
-)
+from ray_nodes import Nodes, build_ray, check_nothing_left, live_actors
 from waiting import messages_with, wait_for
 
 import loaderkit
@@ -83,13 +77,13 @@ def delays_of_deaths(nodes: Nodes, num_deaths: int, hows: list[str], folder: Pat
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("how", ["actor", "node"])
-def test_the_same_batches(how: str, ray_nodes: Nodes, tmp_path: Path, rng: random.Random) -> None:  # noqa: F811
+def test_the_same_batches(how: str, ray_nodes: Nodes, tmp_path: Path, rng: random.Random) -> None:
     delays_of_deaths(ray_nodes, 2, [how], tmp_path, rng)
 
 
 @pytest.mark.prove
 def test_the_same_batches_after_a_hundred_deaths(
-    ray_nodes: Nodes,  # noqa: F811
+    ray_nodes: Nodes,
     tmp_path: Path,
     rng: random.Random,
     capsys: pytest.CaptureFixture[str],
@@ -108,7 +102,7 @@ def test_the_same_batches_after_a_hundred_deaths(
 
 class TestEnds:
     @pytest.fixture(autouse=True)
-    def _connected(self, ray_nodes: Nodes) -> None:  # noqa: F811
+    def _connected(self, ray_nodes: Nodes) -> None:
         pass
 
     @pytest.mark.parametrize("position", [0, 40])
@@ -175,7 +169,7 @@ class TestEnds:
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
-def test_the_drivers_end(how: str, ray_nodes: Nodes) -> None:  # noqa: F811
+def test_the_drivers_end(how: str, ray_nodes: Nodes) -> None:
     """Ctrl-C and kill -9 of the program that trains leave no actor, process or object."""
     program = (
         "import os, sys\n"
@@ -213,7 +207,7 @@ def test_the_drivers_end(how: str, ray_nodes: Nodes) -> None:  # noqa: F811
     ids=["none", "another"],
 )
 def test_a_node_without_this_loaderkit_is_named(
-    ray_nodes: Nodes,  # noqa: F811
+    ray_nodes: Nodes,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     site: str,

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from doc_examples import examples, named
 from numbers_dataset import numbers, pids_of
-from ray_nodes import Nodes, build_ray, check_nothing_left, ray_nodes  # noqa: F401 - a fixture
+from ray_nodes import Nodes, build_ray, check_nothing_left
 from waiting import wait_for
 
 from loaderkit.cli import main
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def test_the_example_of_the_guide_runs(
-    ray_nodes: Nodes,  # noqa: F811
+    ray_nodes: Nodes,
     folder: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -54,7 +54,7 @@ def test_the_example_of_the_guide_runs(
 
 
 def test_a_death_is_said_as_the_guide_shows_it(
-    ray_nodes: Nodes,  # noqa: F811
+    ray_nodes: Nodes,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (shown,) = (text for kind, text in examples(GUIDE) if kind == "text" and "the actor that loads" in text)

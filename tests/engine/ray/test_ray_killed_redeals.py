@@ -11,12 +11,8 @@ import ray
 from dying import records
 from executors import executor_of
 from killed_redeals import DEPTH, KilledRedeals
-from ray_nodes import (
-    RAY,
-    check_nothing_left,
-    live_actors,
-    ray_nodes,  # noqa: F401 - a fixture
-)
+from ray_clusters import RAY
+from ray_nodes import check_nothing_left, live_actors
 
 pytestmark = pytest.mark.usefixtures("ray_nodes")
 

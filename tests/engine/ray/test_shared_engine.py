@@ -13,13 +13,8 @@ import ray
 import torch
 from numbers_dataset import numbers
 from ray.exceptions import ObjectStoreFullError
-from ray_nodes import (
-    RAY,
-    build_ray,
-    check_nothing_left,
-    object_sizes,
-    ray_nodes,  # noqa: F401 - a fixture
-)
+from ray_clusters import RAY
+from ray_nodes import build_ray, check_nothing_left, object_sizes
 
 import loaderkit
 from loaderkit import Pipeline

@@ -39,19 +39,17 @@ def experiment(factor: float, noise: Callable[[random.Random], float], draw: ran
 
 
 @pytest.mark.parametrize("noise", NOISES)
-def test_what_is_no_better_is_called_sure_as_rarely_as_stated(noise: str) -> None:
-    draw = random.Random()
-    num_wrong = sum(experiment(1.0, NOISES[noise], draw).outcome() == "sure" for _ in range(1000))
+def test_what_is_no_better_is_called_sure_as_rarely_as_stated(noise: str, rng: random.Random) -> None:
+    num_wrong = sum(experiment(1.0, NOISES[noise], rng).outcome() == "sure" for _ in range(1000))
     assert num_wrong <= 1000 * MOST_WRONG  # 22 were usual
 
 
 @pytest.mark.parametrize("noise", NOISES)
-def test_what_is_half_as_fast_again_is_found_and_the_reverse_is_not(noise: str) -> None:
-    draw = random.Random()
-    better = [experiment(1.5, NOISES[noise], draw).outcome() for _ in range(200)]
+def test_what_is_half_as_fast_again_is_found_and_the_reverse_is_not(noise: str, rng: random.Random) -> None:
+    better = [experiment(1.5, NOISES[noise], rng).outcome() for _ in range(200)]
     assert better.count("no better") <= 20  # 5 were usual, with the worst noise
     assert better.count("sure") >= 130
-    assert "sure" not in [experiment(1 / 1.5, NOISES[noise], draw).outcome() for _ in range(200)]
+    assert "sure" not in [experiment(1 / 1.5, NOISES[noise], rng).outcome() for _ in range(200)]
 
 
 gains = st.floats(0.05, 3.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Page, chromium, find_chromium
+from browser import Page, chromium
 
 import loaderkit
 from loaderkit import Pipeline
@@ -69,14 +69,11 @@ def report(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Report:
 
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    try:
-        find_chromium()
-    except RuntimeError as error:
-        pytest.skip(f"THE PAGE IS NOT TESTED: {error}")
     with chromium(tmp_path_factory.mktemp("chromium") / "profile") as page:
         yield page
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_in_a_browser_it_shows_the_verdict_and_asks_no_network(
@@ -121,6 +118,7 @@ STORED = [
 ]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("stored", STORED, ids=lambda path: path.stem)
 def test_on_a_phone_nothing_is_wider_than_the_screen(stored: Path, tab: Page, tmp_path: Path) -> None:
     report = Report.from_json(stored.read_bytes())
@@ -135,6 +133,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(stored: Path, tab: Page, tm
         assert tab.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+@pytest.mark.integration
 def test_names_of_samples_are_never_markup(report: Report, tab: Page, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(to_html(report), encoding="utf-8")
@@ -159,6 +158,7 @@ def source_row(name: str, **more: Any) -> SourceRow:
     return SourceRow(name=name, **{**known, **more})
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("width", [390, 1280])
 def test_sources_have_a_table(report: Report, tab: Page, tmp_path: Path, width: int) -> None:
     rows = [source_row("web"), source_row("<b>x</b>", num_passes=2.0, is_used_up=True, num_bad=0)]
@@ -194,6 +194,7 @@ def test_sources_have_a_table(report: Report, tab: Page, tmp_path: Path, width: 
     tab.screenshot(tmp_path / "sources.png")
 
 
+@pytest.mark.integration
 def test_a_chart_tells_more_under_the_mouse(report: Report, tab: Page, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(to_html(report), encoding="utf-8")
@@ -236,6 +237,7 @@ def test_without_its_libraries_it_says_what_to_install(monkeypatch: pytest.Monke
         to_html.__globals__["_libraries"]()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nodes_have_a_table_where_there_are_several(report: Report, tab: Page, tmp_path: Path, width: int) -> None:
     assert report.nodes == []

@@ -91,8 +91,14 @@ def with_dali() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("run", [with_accelerate, with_lightning, with_webdataset, with_datasets, with_dali])
+@pytest.mark.parametrize(
+    "run",
+    [
+        with_webdataset,
+        with_dali,
+        *(pytest.param(run, marks=pytest.mark.integration) for run in (with_accelerate, with_lightning, with_datasets)),
+    ],
+)
 def test_they_work_as_ever(run: Callable[[], None]) -> None:
     run()
 

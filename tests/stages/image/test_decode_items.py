@@ -99,7 +99,7 @@ def test_16_bits_are_not_white() -> None:
 
 
 def test_masks_keep_their_class_numbers() -> None:
-    labels = np.random.default_rng().integers(0, 9, (10, 20), np.uint8)
+    labels = np.random.randint(0, 9, (10, 20), np.uint8)
     paletted = Image.fromarray(labels).convert("P")
     paletted.putdata(labels.ravel().tolist())
     for mask in (
@@ -124,7 +124,7 @@ def test_masks_keep_their_class_numbers() -> None:
 def test_arrays_and_tensors_are_images_by_the_place_of_their_channels(
     channels: int, is_tensor: bool, is_first: bool
 ) -> None:
-    pixels = np.random.default_rng().integers(0, 256, (channels, 10, 20), np.uint8)
+    pixels = np.random.randint(0, 256, (channels, 10, 20), np.uint8)
     given = pixels if is_first else np.ascontiguousarray(pixels.transpose(1, 2, 0))
     value = torch.from_numpy(given) if is_tensor else given
     batch = batch_of(

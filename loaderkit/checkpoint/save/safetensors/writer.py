@@ -167,7 +167,7 @@ class SafetensorsSave:
         plans = []
         for file in work.files:
             sources = [(tensor.name, _elements(tensor, work.rank, given, client, losses)) for tensor in file.tensors]
-            header = BytesItem("header", memoryview(_header(file, about)))
+            header = BytesItem("header", _header(file, about))
             plans.append(FilePlan(file.name, [header, *(ElementsItem(*source) for source in sources)]))
         files = save(plans)
         if losses:

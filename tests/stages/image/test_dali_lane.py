@@ -51,8 +51,6 @@ class OnTheCpu:
     def counters(self) -> dict[str, float]:
         return {"num_bytes": self.num_moved, "timed_bytes": 0, "copy_s": 0.0, "exposed_s": 0.0}
 
-    def close(self) -> None: ...
-
 
 class Unpinned:
     """Shared memory that is registered nowhere."""

@@ -53,15 +53,11 @@ def _one(context: Context, executor: str, step: Step) -> None:
         )
         if not context.on_gpu:
             return
-        report.add(
-            **{f"{executor}_copied_bytes": copies["num_bytes"], f"{executor}_timed_bytes": copies["timed_bytes"]}
-        )
         bare = pinned_rate(context)
+        report.add(**{f"{executor}_{name}": value for name, value in copies.items()})
         report.add(**{f"{executor}_bare_bytes_per_s": bare})
-        if "bytes_per_s" in copies:  # else all batches have waited for the GIL, and only the profiler tells
-            report.add(**{f"{executor}_bytes_per_s": copies["bytes_per_s"]})
-            report.bar(f"{executor}_overlap", copies["overlap"], least=_OVERLAP)
-            report.bar(f"{executor}_share_of_bus", copies["bytes_per_s"] / bare, least=_SHARE)
+        report.bar(f"{executor}_overlap", copies.get("overlap", 0.0), least=_OVERLAP)
+        report.bar(f"{executor}_share_of_bus", copies.get("bytes_per_s", 0.0) / bare, least=_SHARE)
         try:
             _profiled(context, executor, batches, step, bare)
         except (OSError, RuntimeError, KeyError) as error:  # a machine may not let the profiler in

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from loaderkit._internal.dtypes import Bytes
+from loaderkit._internal.host_pages import make_all_pages
 from loaderkit._internal.system.descriptors import mapped, memory_file
 from loaderkit._internal.units import say_bytes
 from loaderkit.errors import CheckpointError
@@ -44,8 +45,12 @@ class SharedPages:
         """Memory that begins at a page, uint8 [N]. Raises CheckpointError without room for it."""
         file = memory_file("loaderkit-copy")
         try:
-            os.posix_fallocate(file.fileno(), 0, max(num_bytes, 1))  # its lack would show as SIGBUS at the first access
+            file.truncate(max(num_bytes, 1))
             memory = _array(file)
+            if not make_all_pages(
+                memory
+            ):  # an old kernel, or a lack of memory, which would be SIGBUS at the first access
+                os.posix_fallocate(file.fileno(), 0, len(memory))
         except OSError as error:
             file.close()
             raise CheckpointError(

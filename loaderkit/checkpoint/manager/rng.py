@@ -50,7 +50,7 @@ class RngState:
                 "gauss": float(numpy_state["gauss"]),
             },
         }
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = {str(number): one for number, one in enumerate(torch.cuda.get_rng_state_all())}
         return {f"rank-{self.rank}": state}
 

@@ -11,6 +11,7 @@ from checkpoint_states import flat_states, same
 from hypothesis import given
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
 
+from loaderkit._internal import host_pages
 from loaderkit.checkpoint.flush.shared_pages import MappedPages, SharedPages
 from loaderkit.checkpoint.flush.transport import ReceivedCopies, pack_state, unpack_state
 from loaderkit.checkpoint.save.staging import HostCopies
@@ -89,10 +90,21 @@ def test_without_memory_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     before = resources()
+    monkeypatch.setattr(host_pages, "_madvise", lambda *args: -1)
     monkeypatch.setattr("os.posix_fallocate", refuse)
     with pytest.raises(CheckpointError, match=r"there are no 4.* of shared memory.*use flush: thread"):
         HostCopies(SharedPages().allocate).copy({"w": torch.ones(1000)})
     assert resources() == before
+
+
+def test_an_old_kernel_makes_the_pages_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Linux 5.14 threads cannot."""
+    monkeypatch.setattr(host_pages, "_madvise", lambda *args: -1)
+    allocated: list[int] = []
+    monkeypatch.setattr("os.posix_fallocate", lambda descriptor, begin, size: allocated.append(size))
+    copy = HostCopies(SharedPages().allocate).copy({"w": torch.ones(1000)})
+    assert copy["w"].eq(1).all()
+    assert allocated == [4032]
 
 
 def test_what_cannot_be_sent_is_named() -> None:

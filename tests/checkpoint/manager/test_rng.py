@@ -77,6 +77,14 @@ def test_another_state_is_refused() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_without_cuda_in_use_it_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`is_available` loads the driver, which is for runs on a GPU."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append("is_available"))
+    RngState(0).load_state_dict(RngState(0).state_dict())
+    assert asked == []
+
+
 def test_seeds_that_wait_for_cuda_do_not_replace_what_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before CUDA begins, torch keeps states and seeds for later, and sets the seeds last."""
     waiting: list[str] = ["seed of an earlier manual_seed"]

@@ -11,6 +11,8 @@ import torch
 from fake_gpus import FakeGpus
 
 from loaderkit._internal import host_pages
+from loaderkit._internal.dtypes import Bytes
+from loaderkit._internal.host_pages import HostPins
 from loaderkit.checkpoint.flush.shared_pages import SharedPages
 from loaderkit.checkpoint.save.engine import save_files
 from loaderkit.checkpoint.save.file_plan import FilePlan, TensorItem
@@ -63,25 +65,47 @@ class TestStaging:
         assert gpus.contexts == {1, 2}
 
     def test_copies_begin_before_all_memory_is_pinned(
-        self, gpus: FakeGpus, copies: HostCopies, state: dict[str, torch.Tensor]
+        self, gpus: FakeGpus, copies: HostCopies, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Registering a large state takes seconds, for which the training would stand still."""
         has_begun = threading.Event()
+        add = HostPins.add
 
-        def wait(number: int) -> None:
-            if number >= 4:
+        def add_later(pins: HostPins, memory: Bytes, device: torch.device, lo: int, hi: int) -> None:
+            if lo >= 4 * SLICE:
                 assert has_begun.wait(20), "a copy waits for all of the memory"
+            add(pins, memory, device, lo, hi)
 
         class Noted(list[Any]):
             def append(self, item: Any) -> None:
                 super().append(item)
                 has_begun.set()
 
-        gpus.on_register, gpus.copies = wait, Noted()
+        monkeypatch.setattr(HostPins, "add", add_later)
+        gpus.copies = Noted()
         copy = copies.copy(on(gpus, state))
         assert has_begun.is_set()
         assert all(torch.equal(copy[name], tensor) for name, tensor in state.items())
         assert gpus.num_registered > 4
+
+    def test_pages_are_there_when_they_are_pinned(
+        self, gpus: FakeGpus, copies: HostCopies, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """CUDA would make them one after another, which takes six times as long as pinning."""
+        made: list[int] = []
+        make_pages = host_pages.make_pages
+
+        def note(memory: Bytes, lo: int = 0, hi: int | None = None) -> bool:
+            made.append(memory.ctypes.data + lo)
+            return make_pages(memory, lo, hi)
+
+        def check(number: int) -> None:
+            assert len(made) > number
+
+        monkeypatch.setattr(host_pages, "make_pages", note)
+        gpus.on_register = check
+        copies.copy(on(gpus, state))
+        assert gpus.registered.keys() <= set(made)
 
     @pytest.mark.parametrize("most_pinned", [0, 3 * SLICE])
     def test_where_memory_cannot_be_pinned_the_state_is_copied_all_the_same(

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from loaderkit import native
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.stages.image import dali as renderer
 from loaderkit.stages.image.dali_graph import Graph, build_pipeline, import_dali, inputs_of
-from loaderkit.stages.image.formats import whole_jpeg_size
 from loaderkit.stages.image.ops import Finalizer
 from profiles.gpu_session.context import Context
 from profiles.gpu_session.gpu_decoding import MEAN, STD
@@ -80,7 +80,7 @@ def _inputs(graph: Graph, files: list[bytes]) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     rows = []
     for data in files:
-        size = whole_jpeg_size(memoryview(data))
+        size = native.whole_jpeg_size(memoryview(data))
         assert size is not None
         rows.append([step for _, stage in graph.stages for step in stage.of(*size, rng.random(22))])
     fed: dict[str, Any] = {"encoded": [np.frombuffer(data, np.uint8) for data in files]}

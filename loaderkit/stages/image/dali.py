@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
+from loaderkit import native
 from loaderkit.errors import StageError
 from loaderkit.sources.base import Sample
 from loaderkit.sources.fields import IMAGE_EXTENSIONS
@@ -31,7 +32,6 @@ from loaderkit.stages.base import Encoded, GpuDecoded, Image, SampleChunk
 from loaderkit.stages.image.dali_errors import reason_of, system_failure
 from loaderkit.stages.image.dali_graph import Graph, build_pipeline, import_dali, inputs_of
 from loaderkit.stages.image.dali_pool import PipelinePool
-from loaderkit.stages.image.formats import whole_jpeg_size
 from loaderkit.stages.image.ops import ImageOp, size_after
 from loaderkit.stages.values import to_tensor
 
@@ -131,10 +131,15 @@ class Renderer:
             return {}
         draws = [self._draws(name, chunk) for name, _ in self._graph.stages]
         by_field: dict[str, list[_Job]] = {}
-        for row, sample in enumerate(chunk.samples):
-            numbers = [column[row] for column in draws]
-            jobs = {name: self._job(row, value, numbers) for name, value in self._encoded(sample or {}).items()}
-            if not self._fit_together(list(jobs.values())):
+        for row, (sample, *numbers) in enumerate(zip(chunk.samples, *draws, strict=True)):
+            jobs = {
+                name: self._job(row, value, extension, numbers)
+                for name, value in (sample or {}).items()
+                if type(value) is Encoded
+                and (extension := value.extension.rpartition(".")[2]) in IMAGE_EXTENSIONS
+                and (self._fields is None or name in self._fields)
+            }
+            if len(jobs) > 1 and not self._fit_together(list(jobs.values())):
                 continue  # the CPU raises the error
             for name, job in jobs.items():
                 if job is not None:
@@ -143,24 +148,14 @@ class Renderer:
 
     def _fit_together(self, jobs: list[_Job | None]) -> bool:
         """True unless the images of one sample share a crop and are incomplete or of different sizes."""
-        if len(jobs) < 2 or not any(steps.is_shared for _, steps in self._graph.stages):
+        if not any(steps.is_shared for _, steps in self._graph.stages):
             return True
         shared_sizes = [job.shared_sizes for job in jobs if job is not None]
         return len(shared_sizes) == len(jobs) and all(sizes == shared_sizes[0] for sizes in shared_sizes)
 
-    def _encoded(self, sample: Sample) -> dict[str, Encoded]:
-        """The images of a sample that are not decoded yet."""
-        return {
-            name: value
-            for name, value in sample.items()
-            if type(value) is Encoded
-            and value.extension.rpartition(".")[2] in IMAGE_EXTENSIONS
-            and (self._fields is None or name in self._fields)
-        }
-
-    def _job(self, row: int, value: Encoded, draws: Sequence[NDArray[np.float64]]) -> _Job | None:
+    def _job(self, row: int, value: Encoded, extension: str, draws: Sequence[NDArray[np.float64]]) -> _Job | None:
         """The job of an image; None if it must go through the CPU's stages."""
-        size = whole_jpeg_size(value.data) if value.extension.rpartition(".")[2] in self._extensions else None
+        size = native.whole_jpeg_size(value.data) if extension in self._extensions else None
         if size is None or size[0] * size[1] > self._max_pixels:
             return None
         job = _Job(row, np.frombuffer(value.data, np.uint8), [], [])

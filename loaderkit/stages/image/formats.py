@@ -54,8 +54,7 @@ _BEGINNINGS: dict[str, re.Pattern[bytes]] = {
 }
 _EXTENSIONS = {name: name for name in FORMATS} | {"jpeg": "jpg", "tiff": "tif", "jpeg2000": "jp2"}
 # Of a JPEG's segments.
-_MARKER, _START_OF_IMAGE, _START_OF_SCAN, _END = 0xFF, 0xD8, 0xDA, b"\xff\xd9"
-_BEGIN, _SEGMENT, _FRAME = b"\xff\xd8", struct.Struct(">BBH"), struct.Struct(">BHHB")
+_MARKER, _START_OF_IMAGE, _START_OF_SCAN = 0xFF, 0xD8, 0xDA
 _WITHOUT_LENGTH = frozenset({0x00, 0x01, _MARKER, *range(0xD0, 0xDA)})
 _FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive
 _OTHER_FRAMES = frozenset({0xC3, *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0)})
@@ -70,37 +69,6 @@ _TURNS = {
     7: Pillow.Transpose.TRANSVERSE,
     8: Pillow.Transpose.ROTATE_90,
 }
-
-
-def whole_jpeg_size(data: memoryview) -> tuple[int, int] | None:
-    """`jpeg_size` of a JPEG that is a chain of segments up to its scan, and has its end marker; None for all others.
-
-    DALI 2.4.0 may crash some time after it was given a file whose segments are not contiguous; damage inside segments or in
-    the scan it only refuses. Decoders on a GPU fill in a missing end without an error.
-    """
-    if data[:2] != _BEGIN:
-        return None
-    size = None
-    offset = 2
-    try:
-        while True:
-            first, marker, length = _SEGMENT.unpack_from(data, offset)
-            if first != _MARKER or marker in _WITHOUT_LENGTH:
-                return None
-            if marker == _START_OF_SCAN:
-                break
-            if size is None and (marker in _FRAMES or marker in _OTHER_FRAMES):
-                precision, height, width, num_channels = _FRAME.unpack_from(data, offset + 4)
-                if marker in _OTHER_FRAMES or precision != 8 or not height * width or num_channels not in (1, 3):
-                    return None
-                size = height, width
-            if length < 2:
-                return None
-            offset += 2 + length
-    except struct.error:  # it ends before its scan
-        return None
-    # Nearly always the last two bytes: to search takes 6 us.
-    return size if data[-2:] == _END or _END in bytes(data[max(offset, len(data) - 4096) :]) else None
 
 
 def jpeg_size(data: memoryview) -> tuple[int, int] | None:

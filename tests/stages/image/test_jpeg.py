@@ -8,9 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from loaderkit.stages.image.formats import jpeg_size, whole_jpeg_size
+from loaderkit import native
+from loaderkit.native import fallback
+from loaderkit.stages.image.formats import jpeg_size
 
 WHOLE = make_photo(1)
+
+
+def whole_jpeg_size(data: memoryview) -> tuple[int, int] | None:
+    """By the kernel, whose twin has to agree."""
+    size = native.whole_jpeg_size(data)
+    assert size == fallback.whole_jpeg_size(data)
+    return size
 
 
 @pytest.mark.parametrize("behind", [b"", bytes(4000)])

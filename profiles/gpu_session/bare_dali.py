@@ -91,12 +91,14 @@ def _inputs(graph: Graph, files: list[bytes]) -> dict[str, Any]:
 
 @contextmanager
 def timed_parts() -> Iterator[dict[str, float]]:
-    """Filled at the end with ms a batch of a renderer and its parts: by the clock, and of the thread's CPU time."""
+    """Filled at the end with ms a batch of a renderer and its parts (`built`: s a pipeline), by the clock, and of the thread's
+    CPU time."""
     sums: Sums = {}
     found: dict[str, float] = {}
     pipeline: Any = importlib.import_module("nvidia.dali.pipeline").Pipeline
     places = {
         "renderer": (renderer.Renderer, "__call__"),
+        "built": (renderer.Renderer, "_built"),
         "jobs": (renderer.Renderer, "_jobs"),
         "taken_over": (renderer.Renderer, "_rows"),
         "cpu_path": (renderer.Renderer, "_on_the_cpu"),
@@ -108,6 +110,8 @@ def timed_parts() -> Iterator[dict[str, float]]:
             stack.enter_context(mock.patch.object(owner, function, _timed(sums, name, getattr(owner, function))))
         yield found
     num_batches = max(1.0, sums.get("renderer", [0.0])[0])
+    num_built, built_s, _ = sums.pop("built", [0.0, 0.0, 0.0])
+    found.update(num_built=num_built, built_each_s=built_s / max(1.0, num_built))
     for name, (_, wall_s, cpu_s) in sums.items():
         found[f"{name}_ms"] = 1000 * wall_s / num_batches
         found[f"{name}_cpu_ms"] = 1000 * cpu_s / num_batches

@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -31,7 +31,6 @@ from loaderkit.sources.fields import IMAGE_EXTENSIONS
 from loaderkit.stages.base import Encoded, GpuDecoded, Image, SampleChunk
 from loaderkit.stages.image.dali_errors import reason_of, system_failure
 from loaderkit.stages.image.dali_graph import Graph, build_pipeline, import_dali, inputs_of
-from loaderkit.stages.image.dali_pool import PipelinePool
 from loaderkit.stages.image.ops import ImageOp, size_after
 from loaderkit.stages.values import to_tensor
 
@@ -88,7 +87,7 @@ class Renderer:
         self._decode = decode
         self._plain = plain
         self._finish = finish
-        self._pipelines = PipelinePool()
+        self._idle: deque[Any] = deque()  # pipelines not in use; a pipeline runs in one thread at a time
         self._has_warned = False
         self._num_failed = 0  # runs in a row that failed on images which the CPU's decoder accepts
         self._on_gpu_error = on_gpu_error
@@ -113,7 +112,7 @@ class Renderer:
 
     def close(self) -> None:
         """Drop the pipelines, and give back the memory that DALI keeps for others."""
-        self._pipelines.clear()
+        self._idle.clear()
         with suppress(RuntimeError):  # of a GPU that has failed
             self._dali.backend.ReleaseUnusedMemory()
 
@@ -229,7 +228,10 @@ class Renderer:
 
     def _run(self, chunk: SampleChunk, field: str, jobs: Sequence[_Job]) -> Exception | None:
         """Put DALI's results of the jobs into their samples; returns its error if it fails on one of them."""
-        pipeline = self._pipelines.take(partial(self._built, chunk.epoch))
+        try:
+            pipeline = self._idle.pop()
+        except IndexError:
+            pipeline = self._built(chunk.epoch)
         pipeline.feed_input("encoded", [job.data for job in jobs])
         # Inputs are not copied, so they must stay alive until the run ends.
         fed = [inputs_of(column) for column in zip(*(job.steps for job in jobs), strict=True)]
@@ -248,7 +250,7 @@ class Renderer:
         self._num_failed = 0
         images = self._rows(output)
         # Only after the output was taken: the next run of an interrupted pipeline would return these images.
-        self._pipelines.give_back(pipeline)
+        self._idle.append(pipeline)
         for job, image in zip(jobs, images, strict=True):
             sample = chunk.samples[job.row]
             assert sample is not None

@@ -101,7 +101,7 @@ class TestClose:
     def test_it_gives_back_dalis_memory_after_the_pipelines(self, monkeypatch: pytest.MonkeyPatch) -> None:
         render = renderer(8)
         render(chunk_of([make_photo(number) for number in range(8)]))
-        is_there = weakref.ref(render._pipelines._idle[0])
+        is_there = weakref.ref(render._idle[0])
         found = []
         monkeypatch.setattr(render._dali.backend, "ReleaseUnusedMemory", lambda: found.append(is_there() is not None))
         render.close()

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
 import loaderkit
 from loaderkit._internal.system.cgroups import num_cpus
+from loaderkit.pipeline import dali_lowering
 from profiles.gpu_session.bare_dali import bare_pipelines, timed_parts
 from profiles.gpu_session.context import Context
 from profiles.gpu_session.gpu_decoding import MEAN, STD, decoder
@@ -27,9 +29,9 @@ Made = Callable[[], Iterator[torch.Tensor]]
 
 
 def measure(context: Context) -> None:
-    """Ours and DALI by hand, twice in turns; then, as long as there is time, what may limit ours: other numbers of batches
-    ahead (each batch ahead is a pipeline, and they share the CPUs), our pipelines without the loader, the time of its parts,
-    and DALI with chroma upsampled as it is documented."""
+    """Ours and DALI by hand, twice in turns; then, as long as there is time, what may limit ours: the time of its parts, more
+    threads, other numbers of batches ahead (each is a pipeline, and they share the CPUs), our pipelines without the loader, and
+    DALI with chroma upsampled as it is documented."""
     device = decoder(context)
     ours, by_hand = partial(_ours, context, device), partial(_by_hand, context, fancy=True)
     found: dict[str, list[tuple[float, float]]] = {}
@@ -51,6 +53,7 @@ def measure(context: Context) -> None:
         context.report.add(loaderkit_over_dali=statistics.median(ratios))
     causes: dict[str, Callable[[], None]] = {
         "parts": lambda: _parts(context, ours),
+        "twice_the_threads": lambda: turn("twice_the_threads", partial(_ours, context, device, times_threads=2)),
         "loaderkit_8_ahead": lambda: turn(
             "loaderkit_8_ahead", partial(_ours, context, device, **{"prefetch.batches": 8})
         ),
@@ -94,8 +97,12 @@ def _cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _ours(context: Context, device: str, **settings: Any) -> Iterator[torch.Tensor]:
-    with loaderkit.build(crops(context, device), overrides=ahead(**settings)) as loader:
+def _ours(context: Context, device: str, *, times_threads: int = 1, **settings: Any) -> Iterator[torch.Tensor]:
+    """`times_threads`: of each pipeline; the share of CPUs of one whose batch is prepared is idle."""
+    share = dali_lowering._num_threads
+    with mock.patch.object(dali_lowering, "_num_threads", lambda *given: times_threads * share(*given)):
+        loader = loaderkit.build(crops(context, device), overrides=ahead(**settings))
+    with loader:
         for _ in itertools.count():
             for batch in loader:
                 yield batch["image"]

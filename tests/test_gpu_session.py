@@ -16,8 +16,10 @@ from profiles.gpu_session.context import Report
 from profiles.gpu_session.loading import account, merged, shared_time
 from profiles.gpu_session.marked_tests import WITH_DALI, WITHOUT_DALI, outcomes_in
 from profiles.gpu_session.page import page
+from profiles.gpu_session.rebuilds import growth
 from profiles.gpu_session.session import Place, run_steps
 from profiles.gpu_session.steps import BUDGET_S, STEPS, Step
+from profiles.gpu_session.tell_failures import failures_in
 
 ROOT = Path(__file__).parents[1]
 FIGURES = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'figures': {'n': 1}, 'bars': []}));"
@@ -119,7 +121,7 @@ def test_the_files_of_tests_marked_gpu_are_all_named() -> None:
         for path in (ROOT / "tests").rglob("test_*.py")
         if "mark.gpu" in path.read_text() and path != Path(__file__)
     }
-    assert with_marks == {*WITHOUT_DALI, *WITH_DALI}
+    assert with_marks == {name.partition("::")[0] for name in (*WITHOUT_DALI, *WITH_DALI)}
 
 
 def test_outcomes_of_tests() -> None:
@@ -135,6 +137,38 @@ FAILED tests/a/test_b.py::TestE::test_f - assert False
         "tests/a/test_b.py::test_d": "skipped",
         "tests/a/test_b.py::TestE::test_f": "failed",
     }
+
+
+def test_why_a_test_failed_is_known_from_a_run_that_was_ended(tmp_path: Path) -> None:
+    (tmp_path / "test_two.py").write_text(
+        "import os\n\n\ndef test_first():\n    assert 1 == 2, 'the reason'\n\n\ndef test_last():\n    os._exit(1)\n"
+    )
+    arguments = ["-m", "pytest", "-p", "profiles.gpu_session.tell_failures", "-p", "no:xdist", "-v", "--tb=short"]
+    run = subprocess.run(
+        [sys.executable, *arguments, "-c", os.devnull, "--rootdir", str(tmp_path), "test_two.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (text,) = failures_in(run.stdout).values()
+    assert "the reason" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ([376.0] * 5 + [524.0] * 15, (0.0, 0)),
+        ([192.0] * 17 + [256.0] * 3, (64.0, 1)),
+        ([962.0, 987, 960, 975, 958, 990, 961, 986], (3.0, 0)),
+        ([1405.0, 1682, 1805, 1909, 2021, 2259, 2360, 2382, 2479], (570.0, 5)),
+        ([100.0 + 10 * number for number in range(20)], (100.0, 10)),
+    ],
+    ids=["a step early on", "a step", "up and down", "grows", "a little each time"],
+)
+def test_memory_that_grows(values: list[float], found: tuple[float, int]) -> None:
+    assert growth(values) == found
 
 
 def test_a_report_is_on_the_disk_after_every_figure(tmp_path: Path) -> None:

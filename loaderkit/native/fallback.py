@@ -9,6 +9,7 @@ import ctypes
 import io
 import os
 import stat
+import struct
 import time
 import zlib
 from bisect import bisect_left, insort
@@ -157,6 +158,44 @@ def tar_run(data: bytearray, offset: int, end: int, size: int) -> tuple[bytes, b
 def group_names(names: bytes, num: int) -> Any:
     """The samples of a tar's members: here None, so they are grouped one by one."""
     return None
+
+
+_BEGIN, _END, _SEGMENT, _FRAME = b"\xff\xd8", b"\xff\xd9", struct.Struct(">BBH"), struct.Struct(">BHHB")
+_WITHOUT_LENGTH = frozenset({0x00, 0x01, 0xFF, *range(0xD0, 0xDA)})
+_START_OF_SCAN = 0xDA
+_USUAL_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive
+_FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
+
+
+def whole_jpeg_size(data: memoryview) -> tuple[int, int] | None:
+    """(height, width) of a JPEG of 8 bits with 1 or 3 channels that is a chain of segments up to its scan, and has its end
+    marker; None for all others.
+
+    DALI 2.4.0 may crash some time after it was given a file whose segments are not contiguous; damage inside segments or in
+    the scan it only refuses. Decoders on a GPU fill in a missing end without an error.
+    """
+    if data[:2] != _BEGIN:
+        return None
+    size = None
+    offset = 2
+    try:
+        while True:
+            first, marker, length = _SEGMENT.unpack_from(data, offset)
+            if first != 0xFF or marker in _WITHOUT_LENGTH:
+                return None
+            if marker == _START_OF_SCAN:
+                break
+            if size is None and marker in _FRAMES:
+                precision, height, width, num_channels = _FRAME.unpack_from(data, offset + 4)
+                if marker not in _USUAL_FRAMES or precision != 8 or not height * width or num_channels not in (1, 3):
+                    return None
+                size = height, width
+            if length < 2:
+                return None
+            offset += 2 + length
+    except struct.error:  # it ends before its scan
+        return None
+    return size if _END in bytes(data[max(offset, len(data) - 4096) :]) else None
 
 
 # ------------------------------------------------------------------------------------------------ order

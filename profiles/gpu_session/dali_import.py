@@ -8,6 +8,7 @@ import importlib.util
 import time
 from typing import Any
 
+from loaderkit.stages.image.dali_trial import decodes_regions
 from profiles.gpu_session.context import Context, Skipped
 
 _PACKAGES = ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13", "nvidia-nvjpeg", "nvidia-cuda-runtime")
@@ -24,7 +25,7 @@ def need_dali() -> None:
 
 
 def measure(context: Context) -> None:
-    """Import it, and run its smallest pipeline on each backend."""
+    """Import it, run its smallest pipeline on each backend, and try regions, which is kept for the steps behind this one."""
     need_dali()
     begin_s = time.perf_counter()
     dali: Any = importlib.import_module("nvidia.dali")
@@ -38,6 +39,9 @@ def measure(context: Context) -> None:
         begin_s = time.perf_counter()
         context.report.add(**{f"{device}_sum": _smallest(dali, device), f"{device}_s": time.perf_counter() - begin_s})
     context.photos()
+    if context.on_gpu:
+        begin_s = time.perf_counter()
+        context.report.add(decodes_regions=decodes_regions(0), regions_trial_s=time.perf_counter() - begin_s)
 
 
 def _smallest(dali: Any, device: str) -> float:

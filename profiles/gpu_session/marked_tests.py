@@ -7,15 +7,24 @@ import re
 import sys
 from collections import Counter
 
+from profiles.gpu_session import tell_failures
 from profiles.gpu_session.context import Context, Skipped
 from profiles.gpu_session.programs import run_program
+from profiles.gpu_session.tell_failures import failures_in
 
 WITHOUT_DALI = (
     "tests/stages/test_transfer_gpu.py",
     "tests/checkpoint/restore/test_gpu.py",
     "tests/engine/remote/test_trainer_stages.py",
 )
-WITH_DALI = ("tests/stages/image/test_dali.py", "tests/stages/image/test_dali_lane.py")
+# What is told nowhere else in the session comes first: `levels` compares crops, too.
+WITH_DALI = (
+    "tests/stages/image/test_dali_lane.py",
+    "tests/stages/image/test_dali.py::TestOnAGpu",
+    "tests/stages/image/test_dali.py::TestOtherFormats",
+    "tests/stages/image/test_dali.py::TestDamaged",
+    "tests/stages/image/test_dali.py::TestTheSame",
+)
 # "tests/a.py::test PASSED", or by a worker of xdist "[gw0] [ 12%] PASSED tests/a.py::test".
 _RESULT = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>[A-Z]+) )?(?P<name>tests/\S+::.+?)(?: (?P<last>PASSED|FAILED|ERROR|SKIPPED)\b.*)?$",
@@ -42,17 +51,22 @@ def _run(context: Context, files: tuple[str, ...]) -> None:
     pytest-xdist is."""
     arguments = ["-m", "pytest", "-m", "gpu", "-v", "-rfEs", "--tb=short", "-W", "default"]
     arguments += ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # the second warns where xdist is at work
+    arguments += ["-p", tell_failures.__name__]
     if importlib.util.find_spec("pytest_timeout"):
         arguments += ["--timeout=40", "--timeout-method=thread"]
     if importlib.util.find_spec("xdist"):
-        arguments += ["-n", "4" if context.on_gpu else "0", "--maxprocesses=4"]
+        arguments += ["-n", "6" if context.on_gpu else "0"]
     ended = run_program([*arguments, *files], context.left_s(), {"PYTHONDONTWRITEBYTECODE": "1"})
     sys.stderr.write(ended.stdout + ended.stderr)
     outcomes = outcomes_in(ended.stdout)
     counts = Counter(outcomes.values())
     context.report.add(rc=ended.rc, tests_s=ended.seconds, **{f"num_{name}": count for name, count in counts.items()})
     context.report.add(not_passed=[why[:_LONGEST] for why in _WHY.findall(ended.stdout)])
+    failures = failures_in(ended.stdout)
+    if failures:
+        context.report.add(failures=failures)
     if ended.rc != 0:
+        sys.stderr.writelines(f"\n{name}\n{text}\n" for name, text in failures.items())  # last, as a line keeps the end
         raise SystemExit(f"pytest ended with {ended.rc}")
     if not counts["passed"]:
         raise Skipped("no CUDA device; the tests were collected" if not context.on_gpu else "every test skips itself")

@@ -28,6 +28,7 @@ def renderer(
     batch_size: int,
     decoded: list[int] | None = None,
     *,
+    fields: tuple[str, ...] | None = None,
     crops: bool = False,
     on_gpu_error: Literal["raise", "cpu"] = "raise",
 ) -> Renderer:
@@ -42,7 +43,7 @@ def renderer(
 
     return Renderer(
         Graph((("stage", stage.ops(stage.args.model_validate({"size": SIZE}))),), None, batch_size, None),
-        fields=None,
+        fields=fields,
         max_pixels=10**6,
         draws=lambda name, chunk: np.full((len(chunk), stage.num_draws), 0.5),
         decode=decode,

@@ -1,4 +1,4 @@
-/* Parses plain tar headers and the names of members. */
+/* Parses plain tar headers and the names of members, and the headers of JPEGs. */
 #include "kernels.h"
 
 #include <ctype.h>
@@ -251,4 +251,66 @@ PyObject *group_names(PyObject *self, PyObject *args) {
     PyMem_RawFree(groups.places);
     PyMem_RawFree(groups.extensions);
     return result;
+}
+
+#define LAST_BYTES 4096 /* of a JPEG, where its end marker is looked for */
+
+static int big_endian(const uint8_t *at) {
+    return at[0] << 8 | at[1];
+}
+
+/* True for a JPEG that is whole as far as its segments and its end marker tell; see the twin in Python. */
+static int whole_jpeg(const uint8_t *data, size_t size, int *height, int *width) {
+    size_t offset = 2;
+    *height = *width = 0;
+    if (size < 2 || data[0] != 0xff || data[1] != 0xd8) {
+        return 0;
+    }
+    for (;;) {
+        if (offset + 4 > size) {
+            return 0;
+        }
+        const uint8_t *segment = data + offset;
+        const int marker = segment[1], length = big_endian(segment + 2);
+        if (segment[0] != 0xff || marker <= 0x01 || marker == 0xff || (marker >= 0xd0 && marker <= 0xd9)) {
+            return 0;
+        }
+        if (marker == 0xda) {
+            break;
+        }
+        if (*height == 0 && marker >= 0xc0 && marker <= 0xcf && marker != 0xc4 && marker != 0xc8 && marker != 0xcc) {
+            if (marker > 0xc2 || offset + 10 > size || segment[4] != 8 || (segment[9] != 1 && segment[9] != 3)) {
+                return 0;
+            }
+            *height = big_endian(segment + 5);
+            *width = big_endian(segment + 7);
+            if (*height == 0 || *width == 0) {
+                return 0;
+            }
+        }
+        if (length < 2) {
+            return 0;
+        }
+        offset += 2 + (size_t)length;
+    }
+    const size_t first = size - offset > LAST_BYTES ? size - LAST_BYTES : offset;
+    for (size_t at = size - 2; *height && at >= first; at--) {
+        if (data[at] == 0xff && data[at + 1] == 0xd9) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* whole_jpeg_size(data) -> (height, width), or None */
+PyObject *whole_jpeg_size(PyObject *self, PyObject *data) {
+    Py_buffer view;
+    int height, width;
+    (void)self;
+    if (PyObject_GetBuffer(data, &view, PyBUF_SIMPLE) < 0) {
+        return NULL;
+    }
+    const int is_whole = whole_jpeg(view.buf, (size_t)view.len, &height, &width);
+    PyBuffer_Release(&view);
+    return is_whole ? Py_BuildValue("(ii)", height, width) : Py_NewRef(Py_None);
 }

@@ -7,6 +7,7 @@
  *     cut(buffer, lengths)                                   the parts of a buffer as bytes
  *     tar_run(data, offset, end, size)                       the plain members in a part of a tar
  *     group_names(names, num)                                the samples that members form
+ *     whole_jpeg_size(data)                                  a JPEG's size, if its segments and its end are there
  *     gather_ranges(path, starts, length, buffer)            open, fstat, a pread for every run of adjacent ranges, close
  *     scatter_ranges(path, starts, lengths, offsets, buffer) the same for ranges that differ in length, each to its offset
  *     write_normalized(slots, first, images, scale, shift)   float32 planes, value * scale + shift; None is left out
@@ -72,6 +73,7 @@ PyObject *gather_ranges(PyObject *self, PyObject *args);
 PyObject *scatter_ranges(PyObject *self, PyObject *args);
 PyObject *tar_run(PyObject *self, PyObject *args);
 PyObject *group_names(PyObject *self, PyObject *args);
+PyObject *whole_jpeg_size(PyObject *self, PyObject *data);
 PyObject *resample(PyObject *self, PyObject *list);
 typedef uint64_t (*Hash)(const void *data, size_t length); /* a function whose address Python gives */
 

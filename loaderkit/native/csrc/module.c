@@ -11,6 +11,7 @@ static PyMethodDef methods[] = {
     {"cut", cut, METH_VARARGS, "cut(buffer, lengths) -> list of bytes"},
     {"tar_run", tar_run, METH_VARARGS, "tar_run(data, offset, end, size) -> (names, starts, sizes, next offset)"},
     {"group_names", group_names, METH_VARARGS, "group_names(names, num) -> the samples that members of a tar make"},
+    {"whole_jpeg_size", whole_jpeg_size, METH_O, "whole_jpeg_size(data) -> (height, width), None unless it is a whole JPEG"},
     {"gather_ranges", gather_ranges, METH_VARARGS, "gather_ranges(path, starts, length, buffer) -> as read_range"},
     {"scatter_ranges", scatter_ranges, METH_VARARGS, "scatter_ranges(path, starts, lengths, offsets, buffer) -> as read_range"},
     {"write_normalized", write_normalized, METH_VARARGS, "write_normalized(slots, first, images, scale, shift)"},

@@ -54,7 +54,7 @@ _BEGINNINGS: dict[str, re.Pattern[bytes]] = {
 }
 _EXTENSIONS = {name: name for name in FORMATS} | {"jpeg": "jpg", "tiff": "tif", "jpeg2000": "jp2"}
 # Of a JPEG's segments.
-_MARKER, _START_OF_IMAGE, _START_OF_SCAN, _END = 0xFF, 0xD8, 0xDA, b"\xff\xd9"
+_MARKER, _START_OF_IMAGE, _START_OF_SCAN = 0xFF, 0xD8, 0xDA
 _WITHOUT_LENGTH = frozenset({0x00, 0x01, _MARKER, *range(0xD0, 0xDA)})
 _FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive
 _OTHER_FRAMES = frozenset({0xC3, *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0)})
@@ -69,25 +69,6 @@ _TURNS = {
     7: Pillow.Transpose.TRANSVERSE,
     8: Pillow.Transpose.ROTATE_90,
 }
-
-
-def is_well_formed(data: memoryview) -> bool:
-    """True if a JPEG is a chain of segments up to its scan, and has its end marker.
-
-    DALI 2.4.0 may crash some time after it was given a file whose segments are not contiguous; damage inside segments or in
-    the scan it only refuses. Decoders on a GPU fill in a missing end without an error.
-    """
-    if bytes(data[:2]) != b"\xff\xd8":
-        return False
-    offset = 2
-    while offset + 4 <= len(data) and data[offset] == _MARKER and data[offset + 1] not in _WITHOUT_LENGTH:
-        if data[offset + 1] == _START_OF_SCAN:
-            return _END in bytes(data[max(offset, len(data) - 4096) :])
-        length = int.from_bytes(data[offset + 2 : offset + 4], "big")
-        if length < 2:
-            return False
-        offset += 2 + length
-    return False
 
 
 def jpeg_size(data: memoryview) -> tuple[int, int] | None:

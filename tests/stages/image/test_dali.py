@@ -24,6 +24,7 @@ from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.stages.base import Image, SampleChunk
 from loaderkit.stages.image.dali import Renderer
+from loaderkit.stages.image.dali_trial import decodes_regions
 from loaderkit.stages.image.ops import Crop, Flip, Scale, size_after
 
 pytestmark = pytest.mark.matrix(3)
@@ -35,7 +36,7 @@ CHAINS: dict[str, Chain] = {
     "resize": lambda p: p.resize(40).center_crop(32).batch(8).normalize(mean=[0.5], std=[0.25]),
     "exact size": lambda p: p.resize([24, 30], antialias=False).batch(8).normalize(dtype="float16"),
     "bicubic": lambda p: p.resize([24, 30], interpolation="bicubic").batch(8).normalize(dtype="float64"),
-    "middle": lambda p: p.center_crop([200, 50]).batch(8).transfer("cpu").normalize(),
+    "middle": lambda p: p.center_crop([200, 50]).batch(8).transfer("auto").normalize(),
     "padded": lambda p: p.random_crop(40, padding=8, fill=77, pad_if_needed=True).batch(8),
     "colours": lambda p: p.random_resized_crop(32).color_jitter(0.4, 0.4, 0.4, 0.1).random_horizontal_flip().batch(8),
     "colours first": lambda p: (
@@ -67,6 +68,17 @@ ON_A_GPU = pytest.param(
 )
 
 
+@pytest.fixture(scope="session")
+def has_regions() -> bool:
+    """Tried once in all: a test's cache directory is its own, and a trial takes as long as several tests."""
+    return not torch.cuda.is_available() or decodes_regions(0)
+
+
+@pytest.fixture(autouse=True)
+def one_trial(monkeypatch: pytest.MonkeyPatch, has_regions: bool) -> None:
+    monkeypatch.setattr("loaderkit.pipeline.dali_lowering.decodes_regions", lambda device: has_regions)
+
+
 def decoded_on(device: Any, folder: Path, chain: Chain) -> Pipeline:
     made = chain(source(folder).decode(device=device))
     return made.transfer("cuda") if device == "gpu" else made
@@ -77,6 +89,8 @@ def on_the_cpu(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def batches(folder: Path, device: str, chain: Chain, **overrides: Any) -> list[dict[str, Any]]:
+    if device == "gpu":  # each batch ahead may build a pipeline, which takes seconds there
+        overrides = {"prefetch.batches": 1} | overrides
     with loaderkit.build(decoded_on(device, folder, chain), overrides=overrides) as loader:
         return [on_the_cpu(batch) for batch in loader]
 

@@ -8,13 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from loaderkit.stages.image.formats import is_well_formed, jpeg_size
+from loaderkit import native
+from loaderkit.native import fallback
+from loaderkit.stages.image.formats import jpeg_size
 
 WHOLE = make_photo(1)
 
 
-def test_a_photo_is() -> None:
-    assert is_well_formed(memoryview(WHOLE))
+def whole_jpeg_size(data: memoryview) -> tuple[int, int] | None:
+    """By the kernel, whose twin has to agree."""
+    size = native.whole_jpeg_size(data)
+    assert size == fallback.whole_jpeg_size(data)
+    return size
+
+
+@pytest.mark.parametrize("behind", [b"", bytes(4000)])
+def test_a_photo_is_whole(behind: bytes) -> None:
+    size = jpeg_size(memoryview(WHOLE))
+    assert size is not None
+    assert whole_jpeg_size(memoryview(WHOLE + behind)) == size
 
 
 @pytest.mark.parametrize(
@@ -41,11 +53,11 @@ def test_a_photo_is() -> None:
     ],
 )
 def test_what_decoders_may_stumble_over_is_not(data: bytes) -> None:
-    assert not is_well_formed(memoryview(data))
+    assert whole_jpeg_size(memoryview(data)) is None
 
 
 def test_every_prefix_is_looked_at_without_an_error() -> None:
-    assert not any(is_well_formed(memoryview(WHOLE[:length])) for length in range(len(WHOLE) - 1))
+    assert not any(whole_jpeg_size(memoryview(WHOLE[:length])) for length in range(len(WHOLE) - 1))
 
 
 class TestJpegSize:
@@ -64,10 +76,16 @@ class TestJpegSize:
         Image.new(mode, (width, height)).save(file, "JPEG", progressive=progressive, comment=comment)
         data = file.getvalue()
         size = None if mode == "CMYK" else (height, width)
-        assert jpeg_size(memoryview(data)) == size
+        assert jpeg_size(memoryview(data)) == whole_jpeg_size(memoryview(data)) == size
         assert jpeg_size(memoryview(data)[:cut]) in (size, None)
 
     @given(st.binary(max_size=300).map(lambda tail: b"\xff\xd8" + tail))
     def test_garbage_is_no_picture_or_one(self, data: bytes) -> None:
         size = jpeg_size(memoryview(data))
         assert size is None or all(number > 0 for number in size)
+        assert whole_jpeg_size(memoryview(data)) in (None, size)
+
+    @given(st.integers(2, 700), st.integers(0, 255))
+    def test_a_byte_that_is_damaged(self, place: int, byte: int) -> None:
+        data = memoryview(WHOLE[:place] + bytes([byte]) + WHOLE[place + 1 :])
+        assert whole_jpeg_size(data) in (None, jpeg_size(data))

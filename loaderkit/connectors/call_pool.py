@@ -1,8 +1,9 @@
 """Threads for calls that may hang: the caller can cancel one and continue without it.
 
 A call in C, or a user's function, cannot be stopped from outside. So a pool thread makes it, and writes results only under a
-lock and only until the call is cancelled. A thread stuck in a cancelled call is abandoned; it ends when the call does. Where the
-program ends and no thread can be begun any more, the caller makes the call when it waits for it, and no limit holds.
+lock and only until the call is cancelled. A thread stuck in a cancelled call is abandoned; it ends when the call does.
+
+Where the program ends and no thread can be begun any more, the caller makes the call as it waits for it, and no limit holds.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def main(to: str, flush: str, *local: str) -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread.start = start_unless_ending  # type: ignore[method-assign]
-    Saving._run = run_late  # type: ignore[method-assign]
+    threading.Thread.start = start_unless_ending  # type: ignore[assignment,method-assign]
+    Saving._run = run_late  # type: ignore[assignment,method-assign]
     main(*(argument for argument in sys.argv[1:] if argument != "--fails"))
     if "--fails" in sys.argv:
         Path(sys.argv[1]).rmdir()

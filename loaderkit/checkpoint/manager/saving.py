@@ -119,7 +119,7 @@ class Saving:
     def _log_unheard(self) -> None:
         """At the end of a program that did not wait for this save, so that its last checkpoint is not missing silently."""
         logger.error(
-            "step %d is not saved, and the program has ended without `close`, which would have raised why: %s: %s",
+            "the save of step %d has failed, and the program has ended without `close`, which would have raised it: %s: %s",
             *(self.step, type(self.error).__name__, self.error),
         )
 

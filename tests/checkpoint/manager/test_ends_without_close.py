@@ -61,5 +61,5 @@ def test_its_upload_is_left_to_the_next_run(tmp_path: Path) -> None:
 
 def test_its_failure_is_said(tmp_path: Path) -> None:
     said = ended(tmp_path / "to", "thread", "--fails")
-    assert "step 1 is not saved, and the program has ended without `close`" in said
+    assert "the save of step 1 has failed, and the program has ended without `close`" in said
     assert str(tmp_path / "to") in said

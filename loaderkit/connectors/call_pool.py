@@ -2,6 +2,8 @@
 
 A call in C, or a user's function, cannot be stopped from outside. So a pool thread makes it, and writes results only under a
 lock and only until the call is cancelled. A thread stuck in a cancelled call is abandoned; it ends when the call does.
+
+Where the program ends and no thread can be begun any more, the caller makes the call as it waits for it, and no limit holds.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from loaderkit._internal.system.forks import ending_forks
+from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
 from loaderkit.errors import ClosedError
 
 T = TypeVar("T")
@@ -58,6 +61,7 @@ class Call(Generic[T]):
 
     def wait(self, timeout_s: float) -> T:
         """The result. Raises the call's error, or TimeoutError after `timeout_s` without progress, and cancels the call."""
+        self._call_pool.run_if_short(self)
         while not self._done.wait(max(0.0, self._left_s(timeout_s))):
             if self._touched_s is None:
                 try:
@@ -65,6 +69,7 @@ class Call(Generic[T]):
                 except BaseException:
                     self.cancel()
                     raise
+                self._call_pool.run_if_short(self)
             elif self._left_s(timeout_s) <= 0 and self.cancel():
                 self._call_pool.count_timeout()
                 raise TimeoutError
@@ -107,7 +112,7 @@ class Call(Generic[T]):
         return timeout_s if touched_s is None else touched_s + timeout_s - self._call_pool.clock()
 
     def run(self) -> None:
-        """Make the call, in a thread of the pool."""
+        """Make the call, in a thread of the pool or in the caller's."""
         with self._lock:
             if self._is_cancelled:
                 return
@@ -164,6 +169,7 @@ class CallPool:
         self._num_idle = 0
         self._number = 0
         self._is_closed = False
+        self._is_short = False  # the program ends, and a thread could not be begun
 
     def begin(self, function: Callable[[Call[T]], T], origin: object = None) -> Call[T]:
         """Call `function` in the next free thread."""
@@ -207,6 +213,14 @@ class CallPool:
                 self._waiting.remove(call)
                 raise
 
+    def run_if_short(self, call: Call[Any]) -> None:
+        """Make a call that is queued in this thread, if there may be none of the pool for it."""
+        with self._lock:
+            if not self._is_short or call not in self._waiting:
+                return
+            self._waiting.remove(call)
+        call.run()
+
     def count_timeout(self) -> None:
         """Count a call that was cancelled because it took too long."""
         with self._lock:
@@ -246,7 +260,10 @@ class CallPool:
             thread = threading.Thread(target=self._work, name=f"{self._name}-{self._number}", daemon=True)
             self._threads[thread] = None
             try:
-                thread.start()
+                start_thread(thread)
+            except ProgramEndsError:
+                del self._threads[thread]
+                self._is_short = True
             except BaseException:  # the system has no more threads, or Ctrl-C
                 if thread.ident is None:
                     del self._threads[thread]

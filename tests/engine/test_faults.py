@@ -235,7 +235,10 @@ class TestTheEnd:
     @pytest.mark.parametrize("executor", EXECUTORS)
     def test_forks_that_end_as_programs_do(self, executor: str) -> None:
         """With atexit functions, destructors and all; the loader is the parent's."""
-        last = "pid = os.fork()\nif pid == 0: sys.exit(0)\nprint(os.waitpid(pid, 0)[1], len(next(stream)['x']))"
+        last = (
+            "import warnings; warnings.simplefilter('ignore', DeprecationWarning)\n"  # of forks beside threads: Python 3.12
+            "pid = os.fork()\nif pid == 0: sys.exit(0)\nprint(os.waitpid(pid, 0)[1], len(next(stream)['x']))"
+        )
         ran = begin(PROGRAM + last, executor)
         assert ran.stdout is not None
         assert ran.stdout.readline().split() == ["0", "8"]

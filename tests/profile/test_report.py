@@ -107,7 +107,7 @@ def test_a_loop_that_ends_with_an_error_is_reported_on_as_partial(photos: Path) 
         with pytest.raises(ZeroDivisionError), recording:
             for number, _ in enumerate(loader):
                 1 / (5 - number)
-    assert recording.result.partial == "ended by ZeroDivisionError: division by zero"
+    assert (recording.result.partial or "").startswith("ended by ZeroDivisionError: ")
     assert recording.num_batches == 6
 
 

@@ -14,6 +14,8 @@ from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 
+from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
+
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _PATIENCE_S = 1.0
 MEANT_FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -85,7 +87,7 @@ class ChildProcess:
         descriptors: Sequence[int],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it. Raises OSError; `sys.executable` is not empty."""
+        """Start it. Raises OSError, and ProgramEndsError where no thread can keep it; `sys.executable` is not empty."""
         options = [f"-W{option}" for option in sys.warnoptions] + ["-O"] * sys.flags.optimize
         command = [sys.executable, "-P", *options, "-c", program, *arguments]
         self._life = _Life()
@@ -101,8 +103,10 @@ class ChildProcess:
         """The process's pid, or the error that kept it from starting."""
         life = self._life
         try:
-            self._keeper.start()
+            start_thread(self._keeper)
             return life.started.get()
+        except ProgramEndsError:
+            raise
         except BaseException:  # Ctrl-C: wait until the descriptors are passed on, as their numbers could be reused
             with suppress(Empty):
                 started = life.started.get(timeout=_PATIENCE_S)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from loaderkit._internal.system.program_end import ProgramEndsError
 from loaderkit.checkpoint.discovery.description import Format
 from loaderkit.checkpoint.discovery.listing import url_below
 from loaderkit.checkpoint.discovery.locate import save_target
@@ -80,7 +81,8 @@ class ThreadFlush:
 
 
 class ProcessFlush:
-    """Writes in another process, which is started at the first write. The calling thread waits for it."""
+    """Writes in another process, which is started at the first write. The calling thread waits for it, or writes itself where
+    the program ends and no process can be started any more."""
 
     def __init__(
         self,
@@ -96,7 +98,9 @@ class ProcessFlush:
         memory = SharedPages()
         self._copies = HostCopies(memory.allocate)
         address = None if board is None else board.address
-        there = partial(_writer_there, url, dict(connectors), address, format=format, unique_names=unique_names)
+        settings: dict[str, Any] = {"format": format, "unique_names": unique_names}
+        self._here = partial(ThreadFlush, url, connectors, board, **settings, copies=self._copies)
+        there = partial(_writer_there, url, dict(connectors), address, **settings)
         self._process = FlushProcess(there, memory)
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +108,10 @@ class ProcessFlush:
         return copied
 
     def write(self, state: dict[str, Any], url: str, key: str, rule: ExportRule | None = None) -> dict[str, Any]:
-        stats: dict[str, Any] = self._process.call(state, url, key, rule)
+        try:
+            stats: dict[str, Any] = self._process.call(state, url, key, rule)
+        except ProgramEndsError:
+            return self._here().write(state, url, key, rule)
         return stats
 
     def close(self) -> None:

@@ -277,8 +277,7 @@ class CheckpointManager:
         self._saving = None
         if not saving.is_committed and self._last_step == saving.step:
             self._last_step = None  # it may be saved again
-        if saving.error is not None:
-            raise saving.error
+        saving.raise_error()
         if not saving.is_committed:
             raise CheckpointError(
                 f"the save of step {saving.step} was interrupted before writing began: it is not there"

@@ -11,6 +11,7 @@ the others have written is left behind, and all agree on a plan anew. So they do
 
 from __future__ import annotations
 
+import atexit
 import logging
 import pickle
 import threading
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from loaderkit._internal.save_log import SAVES, SaveRecord
+from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
 from loaderkit.checkpoint.manager.layout import LayoutPlanner
 from loaderkit.checkpoint.planning.division import Ranks
 from loaderkit.checkpoint.planning.held import Held, check_alike, shared, without_unlike
@@ -73,7 +75,12 @@ class Saving:
         self.join(timeout_s)
         if not self.is_done:
             raise TimeoutError(f"step {self.step} is not committed within {timeout_s} s; it is still being written")
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise what the flush met, if anything."""
         if self.error is not None:
+            atexit.unregister(self._log_unheard)
             raise self.error
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -82,8 +89,11 @@ class Saving:
             self._thread.join(timeout_s)
 
     def start(self) -> None:
-        """Begin to write."""
-        self._thread.start()
+        """Begin to write; where the program ends and no thread can be begun any more, return once it is done."""
+        try:
+            start_thread(self._thread)
+        except ProgramEndsError:
+            self._run()
 
     def _run(self) -> None:
         begin_s = time.perf_counter()
@@ -93,16 +103,25 @@ class Saving:
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the copy of the state
             self.error = error
+            atexit.register(self._log_unheard)
         finally:
             self.stats["flush_s"] = time.perf_counter() - begin_s
             error_text = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
             SAVES.add(SaveRecord(self.step, time.perf_counter(), dict(self.stats), error_text))
-            del self._work  # and with it the copy of the state
+            afterwards = self._afterwards
+            del self._work, self._afterwards  # and with them the copy of the state
         if self._committed:
             try:
-                self._afterwards()
+                afterwards()
             except Exception:
                 logger.warning("step %d is committed; what was to be done after that failed", self.step, exc_info=True)
+
+    def _log_unheard(self) -> None:
+        """At the end of a program that did not wait for this save, so that its last checkpoint is not missing silently."""
+        logger.error(
+            "the save of step %d has failed, and the program has ended without `close`, which would have raised it: %s: %s",
+            *(self.step, type(self.error).__name__, self.error),
+        )
 
 
 @dataclass

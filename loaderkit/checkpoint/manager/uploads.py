@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from loaderkit._internal.system.program_end import ProgramEndsError, program_ends, start_thread
 from loaderkit._internal.units import say_seconds, say_size
 from loaderkit.checkpoint.manager.bandwidth import Bandwidth
 from loaderkit.checkpoint.manager.directory import RunDirectory
@@ -23,6 +24,7 @@ from loaderkit.errors import CheckpointError, ConnectorError, FormatError, print
 
 logger = logging.getLogger("loaderkit")
 _FINAL = (CheckpointError, FormatError)  # another attempt would end like this one
+_ENDED = "The program ended without `close`; the next run goes on with the upload"
 
 
 class Uploads:
@@ -88,13 +90,16 @@ class Uploads:
 
     def start(self) -> None:
         """Upload what is in `near` and not in `far`; an earlier run may have left it."""
-        with self._lock:
-            self._is_asked = True
-            if self._thread is None:
-                # Not a daemon: when the program ends it ends after the part, and clears what it wrote.
-                thread = threading.Thread(target=self._run, name="loaderkit-upload")
-                thread.start()
-                self._thread = thread
+        try:
+            with self._lock:
+                self._is_asked = True
+                if self._thread is None:
+                    # Not a daemon: when the program ends it ends after the part, and clears what it wrote.
+                    thread = threading.Thread(target=self._run, name="loaderkit-upload")
+                    start_thread(thread)
+                    self._thread = thread
+        except ProgramEndsError:
+            self._settle(ConnectorError(_ENDED))
 
     def finish(self) -> None:
         """Return once there is nothing to upload any more. What has failed is tried again. Raises what that met."""
@@ -277,5 +282,5 @@ class Uploads:
 
 def _check_running() -> None:
     """Raise ConnectorError if the program ends."""
-    if not threading.main_thread().is_alive():
-        raise ConnectorError("The program ended without `close`; the next run goes on with the upload")
+    if program_ends():
+        raise ConnectorError(_ENDED)

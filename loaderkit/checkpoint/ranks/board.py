@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
 from loaderkit.checkpoint.ranks.group import default_store
 from loaderkit.errors import ConfigError, PeerError
 
@@ -101,12 +102,14 @@ class Board:
                     self.post(f"{key}/alive/{self.rank}", str(number := number + 1).encode())
 
         thread = threading.Thread(target=beat, name=f"loaderkit-alive-{self.rank}", daemon=True)
-        thread.start()
+        with suppress(ProgramEndsError):  # the others then wait `timeout_s` for each message, and no longer
+            start_thread(thread)
         try:
             yield
         finally:
             done.set()
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def fail(self, key: str, error: BaseException) -> None:
         """Tell those who wait for messages about `key` that this rank failed."""

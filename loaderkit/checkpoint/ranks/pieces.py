@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
 from loaderkit.checkpoint.ranks.group import machine
 from loaderkit.errors import PeerError
 
@@ -76,7 +77,12 @@ class PieceServer:
         self._came: set[int] = set()
         self._left: dict[int, str] = {}  # rank -> "" once it has all, else why it has not
         self._closed = False
-        threading.Thread(target=self._accept, name="loaderkit-pieces", daemon=True).start()
+        self._failure: ProgramEndsError | None = None
+        try:
+            start_thread(threading.Thread(target=self._accept, name="loaderkit-pieces", daemon=True))
+        except ProgramEndsError:
+            self._listener.close()
+            raise
 
     def serve(self, pieces: Sequence[Piece]) -> None:
         """Answer from now on; a request names one of `pieces` by its number."""
@@ -88,7 +94,8 @@ class PieceServer:
         """Return once these ranks have all they need. Raises PeerError if one fails, or does not connect within `timeout_s`."""
 
         def is_over() -> bool:
-            return all(self._left.get(rank) == "" for rank in ranks) or any(self._left.get(rank) for rank in ranks)
+            is_failed = self._failure is not None or any(self._left.get(rank) for rank in ranks)
+            return is_failed or all(self._left.get(rank) == "" for rank in ranks)
 
         with self._changed:
             while not is_over():
@@ -98,6 +105,8 @@ class PieceServer:
                         f"rank {missing[0]} did not come for its parts of a checkpoint within {timeout_s:g} s",
                         ranks=tuple(missing),
                     )
+            if self._failure is not None:
+                raise self._failure
             if failed := sorted(rank for rank in ranks if self._left.get(rank)):
                 raise PeerError(f"rank {failed[0]} {self._left[failed[0]]}", ranks=(failed[0],))
 
@@ -126,7 +135,13 @@ class PieceServer:
                     connection.close()
                     return
                 self._connections.add(connection)
-            threading.Thread(target=self._answer, args=(connection,), name="loaderkit-piece", daemon=True).start()
+            thread = threading.Thread(target=self._answer, args=(connection,), name="loaderkit-piece", daemon=True)
+            try:
+                start_thread(thread)
+            except ProgramEndsError as error:
+                self._failure = error
+                self.close(str(error))
+                return
 
     def _answer(self, connection: socket.socket) -> None:
         rank: int | None = None

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from loaderkit import native
 from loaderkit._internal.cuda_streams import DeviceStreams
+from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
 from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES
 from loaderkit.checkpoint.save.file_plan import (
     BytesItem,
@@ -159,7 +160,8 @@ class _Workers:
         self._changed = threading.Condition()
 
     def run(self, num_workers: int) -> None:
-        """Write all parts. Raises the first error of a worker, and what interrupts this thread, after all have stopped."""
+        """Write all parts, in this thread if the program ends. Raises the first error of a worker, and what interrupts this
+        thread, after all have stopped."""
         threads: list[threading.Thread] = []
         try:
             with ONE_AT_A_TIME, new_thread_default_kept() as compute_alone:
@@ -168,7 +170,7 @@ class _Workers:
                     for number in range(num_workers):
                         work = partial(self._work, ready, compute_alone)
                         thread = threading.Thread(target=work, name=f"loaderkit-save-{number}", daemon=True)
-                        thread.start()
+                        start_thread(thread)
                         threads.append(thread)
                     ready.wait()
                 except BaseException:
@@ -176,6 +178,10 @@ class _Workers:
                     raise
             for thread in threads:
                 thread.join()
+        except ProgramEndsError:
+            for thread in threads:
+                thread.join()  # they have taken no part
+            self._write_parts()
         except BaseException as error:
             self._fail(error)
             for thread in threads:
@@ -188,13 +194,16 @@ class _Workers:
         try:
             compute_alone()
             ready.wait()
-            with closing(DeviceStreams(self._devices)) as streams, streams.current():
-                while (part := self._take()) is not None:
-                    self._write(part, streams.device)
+            self._write_parts()
         except threading.BrokenBarrierError:
             return
         except BaseException as error:
             self._fail(error)
+
+    def _write_parts(self) -> None:
+        with closing(DeviceStreams(self._devices)) as streams, streams.current():
+            while (part := self._take()) is not None:
+                self._write(part, streams.device)
 
     def _take(self) -> _Part | None:
         with self._changed:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
 from loaderkit.checkpoint.ranks.group import machine
 from loaderkit.errors import ConnectorError
 
@@ -65,14 +66,16 @@ class Heartbeat:
     def __init__(self, attempt: str, renew: Callable[[], Any], every_s: float = MAX_SILENCE_S / 3) -> None:
         """`renew` is called every so many seconds in a thread; its errors are ignored."""
         self._thread = _Renewal(attempt, renew, every_s)
-        self._thread.start()
+        with suppress(ProgramEndsError):  # the save is soon over, and on this machine the process says that it runs
+            start_thread(self._thread)
         finalizer = weakref.finalize(self, self._thread.stopped.set)
         finalizer.atexit = False
 
     def stop(self) -> None:
         """The save is running no longer."""
         self._thread.stopped.set()
-        self._thread.join(10.0)
+        if self._thread.ident is not None:
+            self._thread.join(10.0)
 
 
 class _Renewal(threading.Thread):

@@ -135,7 +135,7 @@ class TestSending:
         exec("def act(sample): pass", module.__dict__)
         monkeypatch.setitem(sys.modules, "made_up", module)
         with (
-            pytest.raises(ConfigError, match=r"No module named 'made_up'.*executor: thread"),
+            pytest.raises(ConfigError, match=r"'made_up'.*executor: thread"),
             build(Pipeline.dataset(Numbers()).read().call(module.act).batch(8)) as loader,
         ):
             next(iter(loader))

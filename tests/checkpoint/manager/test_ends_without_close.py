@@ -1,0 +1,65 @@
+"""A program that ends without `close` before its last save is written: that is completed, or its failure is said."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import HELPERS
+from seaweed import Seaweed
+from tiered import number_in
+from tiered_and_killed import NUM, far_store
+
+import loaderkit
+
+
+def ended(*arguments: object, endpoint: str = "") -> str:
+    """What such a program prints to stderr; it ends orderly."""
+    program = [sys.executable, str(HELPERS / "ends_without_close.py"), *map(str, arguments)]
+    environment = os.environ | {"AWS_ENDPOINT_URL": endpoint}
+    done = subprocess.run(program, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("flush", ["thread", "process"])
+def test_it_is_completed(flush: str, tmp_path: Path) -> None:
+    """By a process that could not be started any more, too."""
+    assert not ended(tmp_path, flush)
+    with loaderkit.CheckpointManager(tmp_path) as checkpoints:
+        assert number_in(checkpoints, 1, NUM) == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
+
+
+def test_in_a_store_whose_calls_have_threads(tmp_path: Path) -> None:
+    assert not ended(f"fsspec+file://{tmp_path}", "thread")
+    with loaderkit.CheckpointManager(tmp_path) as checkpoints:
+        assert number_in(checkpoints, 1, NUM) == 7
+
+
+def test_in_s3(seaweed: Seaweed, s3_keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seaweed.boto().create_bucket(Bucket="ends-without-close")
+    assert not ended("s3://ends-without-close/runs", "thread", endpoint=seaweed.endpoint)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.endpoint)
+    store = far_store("s3://ends-without-close/runs")
+    with loaderkit.CheckpointManager("far://", connectors={"far": store}) as checkpoints:
+        assert number_in(checkpoints, 1, NUM) == 7
+    store.close()
+
+
+def test_its_upload_is_left_to_the_next_run(tmp_path: Path) -> None:
+    assert "the next run goes on with the upload" in ended(tmp_path / "far", "thread", tmp_path / "near")
+    assert not list((tmp_path / "far").glob("step-*"))
+    with loaderkit.CheckpointManager(tmp_path / "far", local=tmp_path / "near"):
+        pass
+    with loaderkit.CheckpointManager(tmp_path / "far") as checkpoints:
+        assert number_in(checkpoints, 1, NUM) == 7
+
+
+def test_its_failure_is_said(tmp_path: Path) -> None:
+    said = ended(tmp_path / "to", "thread", "--fails")
+    assert "the save of step 1 has failed, and the program has ended without `close`" in said
+    assert str(tmp_path / "to") in said

@@ -144,7 +144,7 @@ def forked_workers(request: pytest.FixtureRequest, worker_template: Template | N
 # How busy a machine is decides no test.
 settings.register_profile("prove", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # Without a database: what an earlier run found is not run again.
-settings.register_profile("test", settings.get_profile("prove"), max_examples=40, database=None)
+settings.register_profile("test", settings.get_profile("prove"), max_examples=25, database=None)
 settings.load_profile("prove")
 
 CLASSES = ("ant", "bee", "cat")

@@ -69,9 +69,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Of the cases of a test marked `matrix(n)`, `make test` runs n, the same ones for everyone; `make prove` runs all."""
     if "not prove" not in config.option.markexpr:
         return
+    wants = INTEGRATION in config.option.markexpr.replace(f"not {INTEGRATION}", "")
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("matrix") and not item.get_closest_marker("prove"):
+        is_asked = (item.get_closest_marker(INTEGRATION) is not None) == wants
+        if is_asked and item.get_closest_marker("matrix") and not item.get_closest_marker("prove"):
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: set[pytest.Item] = set()
     for name, cases in matrices.items():
@@ -142,7 +144,7 @@ def forked_workers(request: pytest.FixtureRequest, worker_template: Template | N
 # How busy a machine is decides no test.
 settings.register_profile("prove", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # Without a database: what an earlier run found is not run again.
-settings.register_profile("test", settings.get_profile("prove"), max_examples=40, database=None)
+settings.register_profile("test", settings.get_profile("prove"), max_examples=25, database=None)
 settings.load_profile("prove")
 
 CLASSES = ("ant", "bee", "cat")

@@ -403,6 +403,7 @@ class TestExplain:
         assert found["config"]["prefetch"]["timeout"] == "60s"
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("command", [["run", "--save-state", "out"], ["profile", "--seconds", "0.1", "--out", "out"]])
 def test_a_full_disk_is_named(pipeline: Path, command: list[str]) -> None:
     """A file that may have no byte fails as on a full disk: at the write, whose error names no file."""

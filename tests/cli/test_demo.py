@@ -129,6 +129,7 @@ def test_where_the_report_has_no_setting_the_function_goes(data: Path) -> None:
     assert "ask_server" not in fast.to_yaml()
 
 
+@pytest.mark.prove
 def test_the_demo_claims_no_gain_that_it_has_not_seen(
     data: Path, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

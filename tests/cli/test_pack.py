@@ -187,6 +187,7 @@ def test_a_bad_sample(described: dict[str, Any], photos: Path, capsys: pytest.Ca
     assert "left out, as it is bad: call failed for sample 'bee/049.jpg'" in out
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_ctrl_c_leaves_whole_shards_and_the_command_goes_on(described: dict[str, Any], processes: str) -> None:
     """Ctrl-C comes while the 40th sample is made, of the main process and of others."""

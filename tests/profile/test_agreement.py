@@ -11,6 +11,7 @@ import pytest
 from drawn_accounts import contention_results, services
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 
 from loaderkit import Pipeline
 from loaderkit.engine.metrics import Stats
@@ -139,7 +140,9 @@ class Loop:
 
 
 @pytest.mark.skipif(why_no_html() is not None, reason="there is no page without jinja2")
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=25, deadline=None, phases=[Phase.generate])
+@settings(
+    suppress_health_check=[HealthCheck.too_slow], max_examples=num_examples(25), deadline=None, phases=[Phase.generate]
+)
 @given(loops)
 def test_a_report_says_one_thing(drawn: dict[str, Any]) -> None:
     loop = Loop(drawn)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from scipy.stats import ttest_1samp, ttest_ind
 
 import loaderkit
@@ -98,7 +99,7 @@ def test_windows_are_alike_and_leave_out_less_than_one(items: list[float], num_w
 @given(
     st.lists(st.floats(1, 100), min_size=2, max_size=30), st.lists(st.floats(1, 100), min_size=2, max_size=30)
 )  # fmt: skip
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 def test_a_difference_turns_around_with_its_sides(one: list[float], other: list[float]) -> None:
     there, back = welch(one, other), welch(other, one)
     assert there.mean == pytest.approx(-back.mean)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 
 import loaderkit
 from loaderkit import Pipeline
@@ -110,7 +111,7 @@ def quick_as_the_others(case: Case, rows: Any, number: int) -> Case:
     return case._replace(read_s=tuple(read_s), own_s=tuple(own_s))
 
 
-@settings(max_examples=25)  # of up to five loops each
+@settings(max_examples=num_examples(25))  # of up to five loops each
 @given(case=cases())
 def test_named_if_and_only_if_half_of_the_wait_is_its_own_fault(case: Case) -> None:
     stats = run(case)

@@ -134,7 +134,6 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_blocks")
 class TestCourse:
     @given(mixtures())
-    @settings(max_examples=80, deadline=None)
     def test_of_epochs_against_the_words(self, mixed: Mixed) -> None:
         most = 150 if mixed.stop == "never" else 10**5
         num_epochs = 1 if mixed.stop == "never" else 3

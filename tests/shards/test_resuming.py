@@ -58,6 +58,7 @@ def calling(path: Path, at: int, name: str = "SIGKILL") -> dict[str, Any]:
 ARRAY = {"stages": ["read", "decode", {"resize": {"size": [40, 48]}}, {"batch": {"size": 8}}], "output": ["image"]}
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("num", [4, pytest.param(40, marks=pytest.mark.prove)])
 @pytest.mark.parametrize("form", ["tar", "array"])
 def test_killed_anywhere_and_run_again(tmp_path: Path, photos: Path, rng: random.Random, form: str, num: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from num_examples import num_examples
 from torch.utils.data import default_collate
 
 import loaderkit
@@ -92,7 +93,7 @@ def test_tensors_are_those_of_default_collate(name: str) -> None:
     st.sampled_from(["u1", "i2", "i4", "i8", "f2", "f4", "f8", "?", "c8"]),
     st.integers(0, 100),
 )
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 def test_any_array_arrives_unchanged(num: int, shape: tuple[int, ...], dtype: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     arrays = [np.array(rng.integers(0, 2, shape)).astype(dtype) for _ in range(num)]
@@ -355,7 +356,7 @@ def test_names_that_batches_need_are_refused() -> None:
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.booleans())
-@settings(max_examples=30)
+@settings(max_examples=num_examples(30))
 def test_numbers_of_batches(num: int, size: int, drop_last: bool) -> None:
     items = [{"x": i, "t": str(i)} for i in range(num)]
     if drop_last and num < size:

@@ -56,7 +56,7 @@ def connect(address: str) -> None:
     with _CONNECTING:
         if not ray.is_initialized():
             _begin(address)
-        elif ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call]
+        elif ray.util.client.ray.is_connected():
             raise ConfigError(
                 f"prefetch.executor: ray: this program has called ray.init with a ray:// address: {NO_CLIENT}"
             )
@@ -148,7 +148,7 @@ def _check_address(address: str) -> None:
 
 def node_here() -> str:
     """The node of this process: its address, and the beginning of its number, as several may have one address."""
-    address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    address = ray.util.get_node_ip_address()
     return _say_node(address, ray.get_runtime_context().get_node_id())
 
 
@@ -190,7 +190,7 @@ def num_that_fit(settings: RaySettings) -> int:
 
 def _free_by_node() -> dict[str, dict[str, float]]:
     """What is free on each node that is alive. Ray's own, for its libraries: its public sum does not say where."""
-    free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
     return free
 
 

@@ -18,6 +18,7 @@ def said(folder: Path, name: str, num_ranks: int) -> list[Any]:
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_training_goes_on_to_the_last_bit(sharded: bool, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
@@ -35,6 +36,7 @@ def test_training_goes_on_to_the_last_bit(sharded: bool, tmp_path: Path) -> None
     assert found[0]["drawn"] != found[1]["drawn"]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_another_number_of_ranks(num_ranks: int, tmp_path: Path) -> None:
     sharded = num_ranks > 1
@@ -126,6 +128,7 @@ def test_all_ranks_skip_a_save_and_save_it_when_it_is_tried_again(tmp_path: Path
         assert steps == [0, 1, 2, 3]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("victim", "flush", "local"), [(0, "thread", False), (1, "thread", True), (1, "process", False)]
 )
@@ -139,6 +142,7 @@ def test_a_rank_that_leaves_by_an_error_is_named_at_once(victim: int, flush: str
     assert found[1 - victim][1] == ["step-0000000001"]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_restore_does_not_wait_for_a_rank_that_has_left(victim: int, tmp_path: Path) -> None:
     assert rank_programs.run_ranks(manager_programs.leave_before_a_restore, 2, tmp_path, victim) == [0, 0]

@@ -21,7 +21,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
-@pytest.mark.parametrize("num_saving", [1, 2, pytest.param(4, marks=pytest.mark.prove)])
+@pytest.mark.parametrize("num_saving", [2, *(pytest.param(num, marks=pytest.mark.prove) for num in (1, 4))])
 @pytest.mark.parametrize("kind", ["tensors", "fsdp"])
 def test_saved_by_some_and_loaded_by_others(kind: str, num_saving: int, tmp_path: Path) -> None:
     assert run_ranks(save_streamed, num_saving, tmp_path, kind) == [0] * num_saving
@@ -50,12 +50,14 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert loaderkit.restore(tmp_path / "step-1", verify=True)["same"].eq(1).all()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_one_rank_that_fails_fails_for_all_and_nothing_is_left(failing: int, tmp_path: Path) -> None:
     assert run_ranks(fail_on_one, 2, tmp_path, failing, "fails") == [0, 0]
     assert names_in(tmp_path) == ["step-1", "step-3"]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_one_rank_that_is_killed(failing: int, tmp_path: Path) -> None:
     codes = run_ranks(fail_on_one, 2, tmp_path, failing, "killed")

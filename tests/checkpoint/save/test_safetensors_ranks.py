@@ -55,7 +55,8 @@ def test_shards_of_all_kinds_become_whole_tensors(tmp_path: Path) -> None:
     assert not [*tmp_path.glob(".saving*")]
 
 
-@pytest.mark.parametrize("how", [pytest.param("whole", marks=pytest.mark.prove), "sharded", "process"])
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("how", ["whole", "sharded", "process"])
 def test_training_goes_on_to_the_last_bit(how: str, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -121,6 +122,7 @@ def test_tied_tensors_of_all_ranks_are_written_once(tmp_path: Path) -> None:
     assert found["model.e"].tolist() == [0.0, 1.0, 2.0]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("how", ["fails", "killed"])
 def test_one_rank_that_fails_while_others_need_its_parts(how: str, failing: int, tmp_path: Path) -> None:

@@ -370,7 +370,7 @@ class TestProcesses:
 
     def test_killed_at_any_point(self, store: Path, tmp_path: Path, rng: random.Random) -> None:
         cache, log = tmp_path / "cache", tmp_path / "log"
-        for num_fetches in (1, 1, rng.randint(2, 5)):  # of at least 48
+        for num_fetches in (1, rng.randint(2, 5)):  # of at least 48
             process = self.start(store, cache, log, 1000)
             assert process.stdin is not None
             process.stdin.write("go\n")

@@ -8,6 +8,7 @@ from statistics import median
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from workloads import BATCH, Simulation, Workload
 
 from loaderkit.engine.autotune.tuned_setting import LADDER
@@ -21,7 +22,7 @@ def best(simulation: Simulation) -> float:
 
 class TestFinding:
     @given(st.floats(0.002, 0.2), st.integers(1, 100), st.floats(0, 0.05), st.sampled_from([1, 2, 8, 64]))
-    @settings(max_examples=60)
+    @settings(max_examples=num_examples(60))
     def test_a_store_that_answers_late_gets_as_many_workers_as_pay(
         self, latency_s: float, most_at_once: int, noise: float, first: int
     ) -> None:
@@ -67,7 +68,7 @@ class TestFinding:
         assert simulation.batches.value >= 9
 
     @given(st.integers(2, 9), st.floats(1, 100), st.integers(1, 6), st.sampled_from([0.0, 1e3]))
-    @settings(max_examples=40)
+    @settings(max_examples=num_examples(40))
     def test_processes_have_as_many_workers_each(
         self, num_processes: int, most_at_once: float, workers: int, blocked_s: float
     ) -> None:
@@ -96,7 +97,7 @@ class TestFinding:
         assert Simulation(work, workers=8).run(60).workers.value == 1
 
     @given(st.floats(30, 3000), st.sampled_from([2, 8, 32]))
-    @settings(max_examples=40)
+    @settings(max_examples=num_examples(40))
     def test_no_more_workers_than_a_loop_needs(self, demand: float, first: int) -> None:
         simulation = Simulation(Workload(lambda workers, _: 50.0 * workers, demand=demand), workers=first).run(120)
         needed = min((value for value in LADDER if 50.0 * value >= demand), default=LADDER[-1])

@@ -15,6 +15,7 @@ import pytest
 from executors import executor_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from numbers_dataset import Numbers, hang
 from waiting import join_threads, messages_with
 from worker_clocks import PythonWorkerClock, both, cpu_s, state_s
@@ -83,7 +84,7 @@ class Steps:
         self._clock.step()
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(
     st.lists(st.floats(0, 3), min_size=1, max_size=9).filter(any),
     st.sets(st.integers(1, 70), min_size=2, max_size=6),

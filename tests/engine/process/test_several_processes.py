@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leftovers import nothing_left  # noqa: F401 - a fixture for every test here
+from num_examples import num_examples
 from numbers_dataset import TWO_PROCESSES, Numbers, build, is_running, numbers, pids_of
 from waiting import wait_for
 
@@ -61,7 +62,7 @@ def opened(plan: BatchPlan) -> Any:
 
 
 class TestDealing:
-    @settings(max_examples=150)
+    @settings(max_examples=num_examples(150))
     @given(
         size=st.integers(1, 40),
         batch=st.integers(1, 9),

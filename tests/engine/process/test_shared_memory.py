@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 
 from loaderkit import errors
 from loaderkit.engine.process import messages
@@ -40,7 +41,7 @@ def used_bytes(arena: SharedArena) -> int:
 
 
 class TestAllocator:
-    @settings(max_examples=30)
+    @settings(max_examples=num_examples(30))
     @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * PAGE)), max_size=40))
     def test_blocks_never_overlap_and_are_found(self, steps: list[tuple[bool, int]]) -> None:
         arena = SharedArena.create()

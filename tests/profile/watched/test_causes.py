@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from watched_accounts import FOLDER, from_json, read, to_json
 from watched_loops import CASES, Case, make, run
 
+import loaderkit
 from loaderkit.profile.report import Report
+from loaderkit.profile.watched.rules import diagnose_watched
 
 _OTHERS = 0.3  # CPUs: where other programs use more, some limits are those of the machine
 
@@ -31,8 +35,27 @@ def assert_agrees(report: Report, waited_s: float, took_s: float) -> None:
     )
 
 
+@pytest.mark.parametrize("machine", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_the_limit_is_named_on_recorded_accounts(machine: Path) -> None:
+    """What these loops said of themselves on some machine: tests/helpers/watched_accounts.py."""
+    recorded = list(read(machine))
+    assert {name for name, _, _ in recorded} == CASES.keys()
+    for name, case, stats in recorded:
+        verdict, settings = diagnose_watched(stats)
+        assert (verdict.stage, verdict.kind) in case.expected, (name, verdict)
+        assert {setting.key for setting in settings} <= case.changes, name
+        assert case.says in verdict.evidence + verdict.change, (name, verdict)
+
+
+def test_accounts_come_back_from_their_files() -> None:
+    watched = loaderkit.watch([1, 2, 3])
+    assert [*watched] == [1, 2, 3]
+    seen = watched.stats()
+    assert from_json(json.loads(json.dumps(to_json(seen)))).verdict() == seen.verdict()
+
+
+@pytest.mark.prove
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", CASES)
 def test_the_limit_is_named(name: str) -> None:
     case = CASES[name]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 
 from loaderkit.profile.whatif.bounds import bounds
 from loaderkit.profile.whatif.demands import Demand, PipelineModel, PoolModel
@@ -118,7 +119,7 @@ class TestStraggler:
         found = Simulation(model_of(2, waiting(1.5, times), compute_s=1e-6, batches_ahead=depth)).run()
         assert found == pytest.approx(10 / period_s, rel=0.06)
 
-    @settings(max_examples=15)
+    @settings(max_examples=num_examples(15))
     @given(st.integers(1, 5), st.integers(1, 9), st.integers(2, 60), st.floats(0.0, 0.9), st.floats(1e-6, 4.0))
     def test_by_recursion(self, workers: int, depth: int, every: int, share: float, compute_s: float) -> None:
         times = Times(slow_wait=share, gaps=(1.0,), every=float(every))

@@ -189,7 +189,7 @@ def test_what_build_refuses_is_not_suggested() -> None:
     assert suggested(report, inline).get("prefetch.batches", 4) >= 4
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5, deadline=None)
 @given(
     st.integers(1, 6),
     st.sampled_from([1, 2, 4, 16]),

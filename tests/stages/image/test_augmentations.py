@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 from pydantic import ValidationError
@@ -82,7 +83,7 @@ CHANNELS = st.sampled_from([1, 3])
 
 
 @given(SIDES, SIDES, CHANNELS)
-@settings(max_examples=30)
+@settings(max_examples=num_examples(30))
 def test_a_flip_mirrors_and_twice_is_nothing(height: int, width: int, channels: int) -> None:
     pixels = noise(height, width, channels)
     once = changed("random_vertical_flip", pixels, p=1)
@@ -94,7 +95,7 @@ def test_a_flip_mirrors_and_twice_is_nothing(height: int, width: int, channels: 
 
 
 @given(SIDES, SIDES, CHANNELS, st.sampled_from(["nearest", "bilinear", "bicubic"]))
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @example(7, 7, 3, "bilinear")
 def test_quarter_turns_are_exact(height: int, width: int, channels: int, interpolation: str) -> None:
     pixels = noise(height, width, channels)
@@ -144,7 +145,7 @@ def test_a_rotation_is_scipys(angle: float, interpolation: str, order: int) -> N
 
 
 @given(st.floats(-360, 360), st.integers(0, 255), CHANNELS)
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 def test_what_lies_outside_is_filled(angle: float, fill: int, channels: int) -> None:
     pixels = np.full((30, 44, channels), 200, np.uint8)
     found = changed("random_rotation", pixels, degrees=[angle, angle], fill=fill)
@@ -160,7 +161,7 @@ def test_what_lies_outside_is_filled(angle: float, fill: int, channels: int) -> 
 
 
 @given(st.floats(-180, 180), st.floats(0, 180), st.integers(0, 10**6))
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 def test_the_angle_is_uniform_between_its_bounds(low: float, span: float, number: int) -> None:
     pixels, draws = noise(20, 20), draws_of(number)
     angle = low + draws[0] * span
@@ -209,7 +210,7 @@ def reference_blur(pixels: Pixels, size: int, sigma: float) -> NDArray[np.float6
 
 
 @given(SIDES, SIDES, CHANNELS, st.sampled_from([1, 3, 5, 9, 23]), st.floats(0.05, 6))
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @example(2, 3, 3, 23, 5.0)  # a window larger than the image
 def test_a_blur_is_a_gaussian_window(height: int, width: int, channels: int, size: int, sigma: float) -> None:
     pixels = noise(height, width, channels)
@@ -254,7 +255,7 @@ VALUES = st.integers(0, 255) | st.tuples(*[st.integers(0, 255)] * 3).map(list)
 
 
 @given(SIDES, SIDES, SCALES, RATIOS, VALUES, st.integers(0, 10**6))
-@settings(max_examples=150)
+@settings(max_examples=num_examples(150))
 @example(1, 30, (0.5, 0.5), (1.0, 1.0), 7, 0)  # nothing fits
 def test_a_rectangle_is_erased_and_nothing_else(
     height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], value: Any, number: int

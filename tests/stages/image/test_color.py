@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 from PIL import ImageEnhance
@@ -102,7 +103,7 @@ def test_hue_is_colorsys(shift: float) -> None:
 
 
 @given(st.tuples(*[st.integers(0, 255)] * 3), st.floats(-0.5, 0.5))
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 def test_hue_of_any_colour(colour: tuple[int, int, int], shift: float) -> None:
     pixels = np.array([[colour]], np.uint8)
     found = packed(adjust_hue(planes(pixels), shift))

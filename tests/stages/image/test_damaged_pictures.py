@@ -8,12 +8,12 @@ import re
 import struct
 import warnings
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import make_photo
+from memory_peak import forget_peak, peak_bytes
 from mutate import mutations
 from odd_jpegs import ODD
 from PIL import Image as Pillow
@@ -134,17 +134,6 @@ def outcome(decoder: Decoder, data: bytes) -> Image | BaseException:
         decoder.finish(chunk, [(0, piece) for piece in left], lambda chunk, place, error: errors.append(error))
     found: Image = sample["image"]
     return errors[0] if errors else found
-
-
-def peak_bytes(name: str) -> int:
-    """What the kernel says of this process's memory: VmRSS, or VmHWM, the most since `forget_peak`."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def check(name: str, data: bytes) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from decoding import NO_DRAWS, Pixels, decode_field, encoded, picture, pixels_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 from PIL import ImageOps
@@ -67,7 +68,7 @@ def test_jpegs_of_other_colours(mode: str, progressive: bool) -> None:
     st.integers(1, 70), st.integers(1, 70), st.integers(1, 100), st.sampled_from(["4:4:4", "4:2:2", "4:2:0"]),
     st.booleans(), st.sampled_from(["RGB", "L", "CMYK"]), st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 def test_any_jpeg_equals_pillow(
     height: int, width: int, quality: int, subsampling: str, progressive: bool, mode: str, seed: int
 ) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 from pydantic import ValidationError
@@ -131,7 +132,7 @@ def test_without_antialias_two_neighbours_count(target: tuple[int, int]) -> None
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 60))
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @example(5, 5, 7)
 @example(500, 333, 60)
 def test_one_number_is_the_shorter_edge(height: int, width: int, size: int) -> None:
@@ -267,7 +268,7 @@ RATIOS = st.tuples(st.floats(0.2, 3), st.floats(1, 3)).map(lambda r: (r[0], r[0]
 
 
 @given(st.integers(4, 600), st.integers(4, 600), SCALES, RATIOS, st.integers(0, 10**6))
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 def test_crop_boxes_are_torchvisions_and_lie_inside(
     height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], number: int
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import simplejpeg
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
@@ -85,7 +86,7 @@ def boxes(draw: st.DrawFn, height: int, width: int) -> Box:
 
 @needs_libjpeg
 class TestPieces:
-    @settings(deadline=None, max_examples=300)
+    @settings(deadline=None, max_examples=num_examples(300))
     @given(st.data(), st.sampled_from(SAMPLINGS), st.integers(1, 130), st.integers(1, 130), st.integers(0, 9))
     def test_are_the_pixels_that_pillow_decodes(
         self, data: st.DataObject, sampling: str, height: int, width: int, seed: int
@@ -98,7 +99,7 @@ class TestPieces:
             whole = np.asarray(image.convert("RGB"))
         assert np.array_equal(piece(file, 1, box), whole[top : top + num_rows, left : left + num_columns])  # type: ignore[arg-type]
 
-    @settings(deadline=None, max_examples=200)
+    @settings(deadline=None, max_examples=num_examples(200))
     @given(
         st.data(), st.sampled_from(SAMPLINGS), st.sampled_from([2, 4, 8]), st.integers(40, 130), st.integers(40, 130)
     )
@@ -112,7 +113,7 @@ class TestPieces:
         assert whole.shape[:2] == there
         assert np.array_equal(piece(file, step, box), whole[top : top + num_rows, left : left + num_columns])  # type: ignore[arg-type]
 
-    @settings(deadline=None, max_examples=400)
+    @settings(deadline=None, max_examples=num_examples(400))
     @given(st.data(), st.sampled_from(SAMPLINGS), st.integers(0, 3))
     def test_a_file_the_strict_decoder_refuses_is_refused_wherever_the_piece_lies(
         self, data: st.DataObject, sampling: str, seed: int

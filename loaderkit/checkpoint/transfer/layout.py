@@ -24,8 +24,7 @@ Shape = tuple[int, ...]
 @dataclass(slots=True)
 class ByteSpan:
     """Bytes [start, start + length) of an object, for the tensor `label`. Exactly one of `target` and `place` is set; a small
-    span with a `target` may be read to staging memory together with its neighbours, and copied. `on_device`: the contiguous
-    part of a tensor on a GPU whose bytes they are, which `place` would copy them to."""
+    span with a `target` may be read to staging memory together with its neighbours, and copied."""
 
     label: str
     key: str
@@ -33,7 +32,6 @@ class ByteSpan:
     length: int
     target: memoryview | None
     place: Callable[[memoryview], None] | None
-    on_device: torch.Tensor | None = None
 
 
 class ReadLimits(NamedTuple):
@@ -181,15 +179,14 @@ def _largest_gap(source: _StridedRun) -> int:
 
 
 def _span(label: str, key: str, source: _StridedRun, view: torch.Tensor) -> ByteSpan:
-    is_same = view.dtype == source.dtype and source.is_dense and view.is_contiguous()
-    if is_same and view.device.type == "cpu":
+    is_same = view.dtype == source.dtype and view.device.type == "cpu"
+    if is_same and source.is_dense and view.is_contiguous():
         return ByteSpan(label, key, source.start, source.num_bytes, bytes_of(view), None)
 
     def place(data: memoryview) -> None:
         _copy(view, as_tensor(data, source.dtype, source.shape, source.strides))
 
-    has_its_bytes = is_same and view.is_cuda and not view.is_conj() and not view.is_neg()
-    return ByteSpan(label, key, source.start, source.num_bytes, None, place, view if has_its_bytes else None)
+    return ByteSpan(label, key, source.start, source.num_bytes, None, place)
 
 
 def as_tensor(data: memoryview, dtype: torch.dtype, shape: Shape, strides: Shape) -> torch.Tensor:

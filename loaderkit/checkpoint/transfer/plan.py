@@ -52,13 +52,12 @@ class CoalescedRead(NamedTuple):
 
 
 class ReadChunk(Chunk):
-    """Some reads of one work item. `is_placed`: their bytes are in the tensors as soon as they are read."""
+    """Some reads of one work item."""
 
-    __slots__ = ("buffers", "is_placed", "number", "reads")
+    __slots__ = ("buffers", "number", "reads")
     number: int  # among all chunks
     reads: tuple[CoalescedRead, ...]
     buffers: list[memoryview]
-    is_placed: bool
 
     def index_of(self, row: int) -> int:
         return self.number
@@ -263,7 +262,6 @@ class TensorPlan:
         chunk.number = number
         chunk.reads = tuple(reads)
         chunk.buffers = []
-        chunk.is_placed = False
         return chunk
 
     def finish(self, work_item: WorkItem) -> list[tuple[str, Any]]:

@@ -14,7 +14,6 @@ from loaderkit._internal.cuda_streams import DeviceStreams
 from loaderkit._internal.hashing import address_of_hash
 from loaderkit._internal.host_pages import HostPins
 from loaderkit.checkpoint.contents import Checksums
-from loaderkit.checkpoint.transfer.device_steps import DeviceSteps, can_step
 from loaderkit.checkpoint.transfer.layout import ByteSpan
 from loaderkit.checkpoint.transfer.plan import LATENCY_GAP, CoalescedRead, ReadChunk, ReadTotals
 from loaderkit.connectors.base import Connector, Hashed, ObjectInfo, ReadInto, bulk_of, traits_of
@@ -22,7 +21,6 @@ from loaderkit.engine.work import Chunk, Stage
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError
 
 T = TypeVar("T")
-Part = tuple[int, memoryview]  # (start in the object, memory)
 
 _PINNED = "pinned"
 # Bytes that are read and then hashed while they are in the CPU's cache. Only for connectors without latency that cannot hash.
@@ -105,8 +103,6 @@ class TransferStages:
         self._has_latency = traits_of(connector).coalesce_gap >= LATENCY_GAP
         bulk = bulk_of(connector)
         self._direct = direct and bulk.read_direct is not None
-        # A store with latency and a disk are read in long reads.
-        self._can_step = streams.device is not None and not self._has_latency and not self._direct
         self._read: ReadInto = bulk.read_direct if direct and bulk.read_direct is not None else connector.read_into
         self._read_hashed = bulk.read_hashed
         self._address = address_of_hash() if checksums and self._read_hashed is not None else None
@@ -124,9 +120,6 @@ class TransferStages:
         """
         assert isinstance(chunk, ReadChunk)
         extents = [self._extent(read) for read in chunk.reads]
-        chunk.is_placed = self._can_step and len(chunk.reads) == 1 and can_step(chunk.reads[0].spans)
-        if chunk.is_placed:
-            return self._read_in_steps(chunk, chunk.reads[0], *extents[0])
         sizes = [_staged_bytes(read, *extent) for read, extent in zip(chunk.reads, extents, strict=True)]
         staging = self._staging(chunk, sum(sizes) + 64 * len(sizes))
         offset = num_bytes = 0
@@ -135,18 +128,9 @@ class TransferStages:
             buffer = staging[offset : offset + size]
             chunk.buffers.append(buffer)
             offset += -(-size // 64) * 64
-            self._read_verified(read, begin, _memory_of(read, buffer, begin))
+            self._read_verified(read, buffer, begin)
             num_bytes += end - begin
         return num_bytes
-
-    def _read_in_steps(self, chunk: ReadChunk, read: CoalescedRead, begin: int, end: int) -> int:
-        """Do the read of a chunk, and copy to a GPU meanwhile; the number of bytes."""
-        self._touched.update(span.label for span in read.spans)
-        with self._streams.current():  # the next chunk overwrites the staging memory
-            steps = DeviceSteps(read.spans, begin, end, partial(self._staging, chunk))
-            self._read_verified(read, begin, steps)
-        self._totals.add_work(read.key, cast_s=steps.copy_s)
-        return end - begin
 
     def _staging(self, chunk: Chunk, size: int) -> memoryview:
         if self._streams.device is None:
@@ -166,13 +150,13 @@ class TransferStages:
         block = checksums.block_bytes
         return read.start // block * block, min(-(-read.end // block) * block, checksums.num_bytes)
 
-    def _read_verified(self, read: CoalescedRead, begin: int, parts: Iterable[Part]) -> None:
-        """Read from `begin` on to `parts`, and again if a block differs from its checksum. Raises CheckpointError."""
-        if self._read_extent(read, begin, parts) is None:
+    def _read_verified(self, read: CoalescedRead, buffer: memoryview, begin: int) -> None:
+        """Read from `begin` on, and again if a block differs from its checksum. Raises CheckpointError."""
+        if self._read_extent(read, buffer, begin) is None:
             return
         with self._totals.lock:
             self._totals.num_reread += 1
-        damaged = self._read_extent(read, begin, parts)
+        damaged = self._read_extent(read, buffer, begin)
         if damaged is not None:
             lo, hi = damaged
             raise CheckpointError(
@@ -181,13 +165,13 @@ class TransferStages:
                 "manifest again"
             )
 
-    def _read_extent(self, read: CoalescedRead, begin: int, parts: Iterable[Part]) -> tuple[int, int] | None:
-        """Read from `begin` on to `parts`; [lo, hi) in the object of the first block that differs from its checksum, if any."""
+    def _read_extent(self, read: CoalescedRead, buffer: memoryview, begin: int) -> tuple[int, int] | None:
+        """Read from `begin` on; [lo, hi) in the object of the first block that differs from its checksum, if any."""
         checksums = self._checksums.get(read.key)
         verifier = None if checksums is None else _BlockVerifier(checksums, begin)
         if read.is_direct:
             self._touched.add(read.spans[0].label)
-        for start, part in parts:
+        for start, part in _memory_of(read, buffer, begin):
             if len(part):
                 self._totals.add_read(read.key, len(part), self._read_part(read, start, part, verifier))
         if verifier is None:
@@ -256,8 +240,6 @@ class TransferStages:
     def place(self, chunk: Chunk) -> int:
         """Copy staged bytes to their tensors, cast or transferred on the way; the number of bytes."""
         assert isinstance(chunk, ReadChunk)
-        if chunk.is_placed:
-            return sum(span.length for read in chunk.reads for span in read.spans)
         num_bytes = 0
         with self._streams.current():  # the next chunk overwrites the staging memory
             for read, buffer in zip(chunk.reads, chunk.buffers, strict=True):
@@ -299,8 +281,8 @@ def _staged_bytes(read: CoalescedRead, begin: int, end: int) -> int:
     return end - begin - (read.end - read.start if read.is_direct else 0)
 
 
-def _memory_of(read: CoalescedRead, buffer: memoryview, begin: int) -> list[Part]:
-    """The parts of a read from `begin` on, in order."""
+def _memory_of(read: CoalescedRead, buffer: memoryview, begin: int) -> list[tuple[int, memoryview]]:
+    """(start in the object, memory) of the parts of a read from `begin` on, in order."""
     target = read.spans[0].target
     if not read.is_direct or target is None:
         return [(begin, buffer)]

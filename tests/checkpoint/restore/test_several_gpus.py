@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 import loaderkit
 from loaderkit.checkpoint import StreamReader
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
-from loaderkit.checkpoint.transfer import device_steps
 
 
 @pytest.fixture
@@ -84,32 +83,6 @@ def test_copies_are_from_pinned_memory_which_is_given_back(
     assert all(pinned for _, _, pinned in gpus.copies)
     assert gpus.num_registered > 0
     assert gpus.registered == {}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_small_memory_is_read_into_and_copied_from_in_turns(
-    gpus: FakeGpus,
-    path: Path,
-    wanted: dict[str, torch.Tensor],
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It stays in the CPU's cache, and the GPU copies while more is read. What is cast there needs all of its bytes."""
-    monkeypatch.setattr(device_steps, "STEP_BYTES", 2**14)
-    sizes: list[int] = []
-    register = gpus.cudaHostRegister
-
-    def note(address: int, num_bytes: int, flags: int) -> int:
-        sizes.append(num_bytes)
-        return register(address, num_bytes, flags)
-
-    monkeypatch.setattr(gpus, "cudaHostRegister", note)
-    into = targets(gpus, {name: tensor.to(dtype) for name, tensor in wanted.items()})
-    into = {name: gpus.put(tensor, 1) for name, tensor in into.items()}
-    loaderkit.restore(path, into, dtype="target", concurrency=2)
-    gpus.finish()
-    assert all(torch.equal(into[name], tensor.to(dtype)) for name, tensor in wanted.items())
-    assert (max(sizes) < 2**16) is (dtype == torch.float32)
 
 
 @pytest.mark.parametrize("most_pinned", [0, 300_000])

@@ -32,6 +32,7 @@ def main() -> None:
     """Unpack all; one process each, for xz gives 100 MB/s on one CPU."""
     bundle, site = map(Path, sys.argv[1:])
     packed = [*bundle.rglob("*.tar.xz"), *bundle.rglob("*.whl")]
+    (site / "nvidia" / "dali").mkdir(parents=True, exist_ok=True)  # processes that make it at the same time may fail
     with ProcessPoolExecutor() as pool:
         for done in [pool.submit(unpack, path, site) for path in packed]:
             done.result()

@@ -187,8 +187,7 @@ def test_a_bad_sample(described: dict[str, Any], photos: Path, capsys: pytest.Ca
     assert "left out, as it is bad: call failed for sample 'bee/049.jpg'" in out
 
 
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.prove)])
 def test_ctrl_c_leaves_whole_shards_and_the_command_goes_on(described: dict[str, Any], processes: str) -> None:
     """Ctrl-C comes while the 40th sample is made, of the main process and of others."""
     arguments = {"path": "calls", "at": 16 + 40, "name": "SIGINT", "parent": processes == "2"}

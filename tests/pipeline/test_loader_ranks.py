@@ -49,6 +49,7 @@ def assert_shared_out(folder: Path) -> None:
         assert together == [sample for batch in loader for sample in batch["0"].tolist()]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("environment", [{}, LIGHTNING, {"RANK": "0", "WORLD_SIZE": "1"}])
 def test_built_before_the_process_group(tmp_path: Path, environment: dict[str, str]) -> None:
     """As in what `mp.spawn` runs, and in processes that Lightning's ddp starts."""

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from no_kernels import without_kernels
+from num_examples import num_examples
 
 from loaderkit import native
 from loaderkit.errors import ConfigError
@@ -145,7 +146,7 @@ class TestCourse:
             assert mixture.indices(epoch, np.arange(num)).tolist() == expected[epoch]
 
     @given(mixtures(), st.lists(st.integers(0, 10**6), min_size=1, max_size=5), st.integers(0, 2))
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=num_examples(40), deadline=None)
     def test_does_not_depend_on_what_was_asked_before(self, mixed: Mixed, asked: list[int], epoch: int) -> None:
         fresh = mixed.make()
         num = min(120, fresh.num_samples(epoch))
@@ -160,7 +161,7 @@ class TestCourse:
         assert np.array_equal(used.indices(epoch, grid), whole[grid])
 
     @given(mixtures(ends=True))
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=num_examples(20), deadline=None)
     def test_passes_are_whole_permutations_over_epochs(self, mixed: Mixed) -> None:
         mixture, total = mixed.make(), sum(mixed.sizes)
         seen = np.concatenate([mixture.indices(epoch, np.arange(mixture.num_samples(epoch))) for epoch in range(4)])
@@ -177,7 +178,7 @@ class TestCourse:
     @given(
         mixtures(), st.sampled_from(WORLD_SIZES), st.sampled_from(WORLD_SIZES), st.integers(1, 7), st.integers(0, 20)
     )
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=num_examples(40), deadline=None)
     def test_another_world_size_continues_the_same_sequence(
         self, mixed: Mixed, before: int, after: int, batch_size: int, num_steps: int
     ) -> None:
@@ -201,7 +202,7 @@ class TestCourse:
         assert end == num_samples
 
     @given(mixtures())
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=num_examples(40), deadline=None)
     def test_what_explain_says_is_what_comes(self, mixed: Mixed) -> None:
         mixture, total = mixed.make(), sum(mixed.sizes)
         rows = mixture.explained()
@@ -255,7 +256,7 @@ DRAWS: dict[str, Draw] = {
     st.lists(st.sampled_from(sorted(DRAWS)), min_size=1, max_size=4),
     st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @example([1.0] * 50, ["one length"], 0)
 @example([0.7, 0.3], ["one or many", "one length"], 1)
 @example([1.0, *[0.02] * 49], ["one or many"], 2)
@@ -286,7 +287,7 @@ def test_with_one_length_these_are_the_turns_of_samples() -> None:
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=50), st.integers(0, 50), st.integers(0, 2000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @example([1, 1, 1], 0, 5)
 def test_the_kernel_and_its_twin(weights: list[int], seed: int, num_turns: int) -> None:
     rng = np.random.default_rng(seed)

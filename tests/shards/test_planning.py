@@ -115,7 +115,7 @@ class TestBadSamples:
     def of(self, pipeline: Pipeline, **errors: Any) -> Any:
         return pipeline.with_overrides({f"errors.{name}": value for name, value in errors.items()})
 
-    @pytest.mark.parametrize("num_processes", [1, 2])
+    @pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.prove), 2])
     def test_raise_names_shard_and_sample(self, tmp_path: Path, pipeline: Pipeline, num_processes: int) -> None:
         limited = pipeline.with_overrides({"source.limit": 9})  # ant/000.jpg, 003, ... 024: the trial meets one
         with pytest.raises(StageError, match=r"call failed for sample '\w+/\d+.jpg' in .*: no such luck"):

@@ -85,6 +85,7 @@ def test_killed_anywhere_and_run_again(tmp_path: Path, photos: Path, rng: random
         assert files_in(Path(names[0])) == files_in(Path(names[1]))
 
 
+@pytest.mark.prove
 def test_processes_write_the_same_bytes(tmp_path: Path, photos: Path) -> None:
     pipeline = described(photos)
     packed(pipeline, tmp_path / "one", shard_bytes=20_000)

@@ -311,7 +311,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "# batches   any number per epoch, batch size 8" in capsys.readouterr().out
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("name", "said", "unsaid"),
     [

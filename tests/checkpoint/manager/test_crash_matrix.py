@@ -135,7 +135,7 @@ def assert_restored(world: World, writer: str, step: int, number: int, *, verify
     assert all(same(model[name], tensor) for name, tensor in expected["model"].items())
 
 
-@pytest.mark.matrix(20)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("point", points(), ids=str)
 def test_a_disturbed_save(point: Point, server: Seaweed | None, rng: random.Random) -> None:
     last = int(point.share * calls_of(point, server))

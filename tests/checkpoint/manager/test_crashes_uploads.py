@@ -117,7 +117,7 @@ def test_no_upload_has_more_operations(kind: str, again: bool) -> None:
             assert 5 < len(clock.names) < MOST_OPERATIONS, clock.names
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.prove
 @pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
 @pytest.mark.parametrize("kind", ["file", "s3"])
 def test_killed_in_the_middle_of_an_upload(

@@ -34,12 +34,14 @@ def test_it_is_completed(flush: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
 
 
+@pytest.mark.prove
 def test_in_a_store_whose_calls_have_threads(tmp_path: Path) -> None:
     assert not ended(f"fsspec+file://{tmp_path}", "thread")
     with loaderkit.CheckpointManager(tmp_path) as checkpoints:
         assert number_in(checkpoints, 1, NUM) == 7
 
 
+@pytest.mark.prove
 def test_in_s3(seaweed: Seaweed, s3_keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
     seaweed.boto().create_bucket(Bucket="ends-without-close")
     assert not ended("s3://ends-without-close/runs", "thread", endpoint=seaweed.endpoint)
@@ -50,6 +52,7 @@ def test_in_s3(seaweed: Seaweed, s3_keys: None, monkeypatch: pytest.MonkeyPatch)
     store.close()
 
 
+@pytest.mark.prove
 def test_its_upload_is_left_to_the_next_run(tmp_path: Path) -> None:
     assert "the next run goes on with the upload" in ended(tmp_path / "far", "thread", tmp_path / "near")
     assert not list((tmp_path / "far").glob("step-*"))

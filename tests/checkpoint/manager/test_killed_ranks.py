@@ -83,7 +83,7 @@ def restored(store: Connector) -> tuple[int | None, int]:
     return step, number
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("point", points(), ids=str)
 def test_killed_ranks(point: Point, tmp_path: Path, rng: random.Random, request: pytest.FixtureRequest) -> None:
     where = str(tmp_path)

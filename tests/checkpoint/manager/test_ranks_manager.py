@@ -103,6 +103,7 @@ def test_a_local_directory_that_the_ranks_do_not_share_is_refused(tmp_path: Path
     assert [path.name for path in tmp_path.glob("near-*/*")] == []
 
 
+@pytest.mark.prove
 def test_processes_of_ranks_write_what_threads_do(tmp_path: Path) -> None:
     """The death of one is heard on all ranks, and does not end the others."""
     assert rank_programs.run_ranks(manager_programs.flush_in_processes, 2, tmp_path) == [0, 0]

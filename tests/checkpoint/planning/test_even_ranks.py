@@ -14,6 +14,7 @@ from loaderkit.checkpoint.planning.division import MIN_CUT_BYTES
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
+@pytest.mark.prove
 def test_plain_dcp_save(tmp_path: Path) -> None:
     assert run_ranks(even_programs.save_even, 4, tmp_path, 5) == [0] * 4
     found, cut = even_programs.bytes_by_rank(tmp_path / "step-1")

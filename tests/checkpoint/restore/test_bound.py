@@ -47,6 +47,7 @@ def test_four_times_the_bound(tmp_path: Path, kind: str, kept: str) -> None:
     assert int(ran.stdout) <= 32 * 2**20 + CONSTANT
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("around", [False, True])
 def test_what_24_workers_need_for_themselves(tmp_path: Path, around: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They read straight into tensors that are there, so nothing is staged; past the page cache, through 2 MiB each."""

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_saved_by_some_and_loaded_by_others(num_saving: int, all_loading: tuple[int, ...]) -> None:
     # An example is a start of processes, so it has many states, and none is sought that is smaller. The first is the simplest.
     @given(st.lists(states(), min_size=6, max_size=6))
-    @settings(max_examples=2 if len(all_loading) < 4 else 5, phases=[Phase.generate], database=None)
+    @settings(max_examples=1 if len(all_loading) < 4 else 5, phases=[Phase.generate], database=None)
     def check(made_up: list[State]) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)

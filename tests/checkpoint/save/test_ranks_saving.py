@@ -22,7 +22,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("num_saving", [2, *(pytest.param(num, marks=pytest.mark.prove) for num in (1, 4))])
-@pytest.mark.parametrize("kind", ["tensors", "fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("tensors", marks=pytest.mark.prove), "fsdp"])
 def test_saved_by_some_and_loaded_by_others(kind: str, num_saving: int, tmp_path: Path) -> None:
     assert run_ranks(save_streamed, num_saving, tmp_path, kind) == [0] * num_saving
     ours, theirs = (

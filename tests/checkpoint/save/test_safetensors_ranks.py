@@ -55,7 +55,7 @@ def test_shards_of_all_kinds_become_whole_tensors(tmp_path: Path) -> None:
     assert not [*tmp_path.glob(".saving*")]
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.prove
 @pytest.mark.parametrize("how", ["whole", "sharded", "process"])
 def test_training_goes_on_to_the_last_bit(how: str, tmp_path: Path) -> None:
     whole = tmp_path / "whole"

@@ -368,6 +368,7 @@ class TestProcesses:
         assert len({line.split()[0] for line in fetched}) == 40
         assert sum(fetched.values()) <= len(fetched) + 1
 
+    @pytest.mark.prove
     def test_killed_at_any_point(self, store: Path, tmp_path: Path, rng: random.Random) -> None:
         cache, log = tmp_path / "cache", tmp_path / "log"
         for num_fetches in (1, rng.randint(2, 5)):  # of at least 48

@@ -52,6 +52,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("peers")
 
 
+@pytest.mark.prove
 def test_results_are_complete_and_a_failing_contestant_costs_only_itself(place: Path) -> None:
     done, found, table = run(
         place, "--work", "records", "--contestants", "loaderkit,dataloader-in-process,spdl", "--rounds", "2",

@@ -287,6 +287,7 @@ class TestExitCodes:
     @pytest.mark.parametrize(
         ("closed", "code", "said"), [(">&-", 1, "error: stdout is closed, and that"), ("2>&-", 0, "")]
     )
+    @pytest.mark.matrix(1)
     def test_closed_streams(self, pipeline: Path, closed: str, code: int, said: str) -> None:
         command = f'exec "$1" run "$2" --batches 2 {closed}'
         done = subprocess.run(["sh", "-c", command, "sh", SCRIPT, pipeline], capture_output=True, text=True)
@@ -405,6 +406,7 @@ class TestExplain:
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("command", [["run", "--save-state", "out"], ["profile", "--seconds", "0.1", "--out", "out"]])
+@pytest.mark.prove
 def test_a_full_disk_is_named(pipeline: Path, command: list[str]) -> None:
     """A file that may have no byte fails as on a full disk: at the write, whose error names no file."""
     # dill, which torch imports where it is installed, writes a file as it is imported
@@ -417,6 +419,7 @@ def test_a_full_disk_is_named(pipeline: Path, command: list[str]) -> None:
     assert not [path for path in Path.cwd().rglob("*") if path.suffix == ".tmp"]
 
 
+@pytest.mark.prove
 def test_a_full_disk_under_the_standard_output(pipeline: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([SCRIPT, "check", pipeline], stdout=full, stderr=subprocess.PIPE, text=True)

@@ -267,6 +267,7 @@ for number, batch in enumerate(loader):
     assert ran.stderr.count("written: ") == 1  # its worker has said nothing
 
 
+@pytest.mark.prove
 def test_a_child_that_the_script_forks_says_nothing(tmp_path: Path) -> None:
     """It comes to the script's end as well, and would write over what its parent has."""
     (tmp_path / "train.py").write_text(

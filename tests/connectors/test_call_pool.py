@@ -276,6 +276,7 @@ class TestCallPool:
         gc.collect()
         assert not threads_named("test-pool")
 
+    @pytest.mark.prove
     def test_a_child_has_its_own(self) -> None:
         """Also where the lock was held when the child was made, and when the child ends as programs do."""
         program = (
@@ -313,6 +314,7 @@ class TestCallPool:
             )
             assert ran.stdout.split() == ["0"]
 
+    @pytest.mark.prove
     def test_an_owner_that_ends_in_a_forked_child_waits_for_no_lock(self) -> None:
         """Threads that are not there in the child are dropped before anything else runs there, and with them what they hold."""
         program = (

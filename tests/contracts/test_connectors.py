@@ -214,6 +214,7 @@ def key_sets(draw: st.DrawFn) -> list[str]:
 @pytest.mark.parametrize("kind", DRAWN)
 @settings(max_examples=num_examples(60))
 @given(keys=key_sets(), prefix=st.one_of(st.just(""), KEYS, KEYS.map(lambda key: key[:2])))
+@pytest.mark.matrix(8)
 def test_listing_is_ordered_by_the_bytes_of_the_key(kind: str, keys: list[str], prefix: str) -> None:
     with opened(kind) as factory:
         store = factory({key: key.encode() for key in keys})
@@ -274,6 +275,7 @@ def test_any_range_is_the_slice(kind: str, data: bytes, ends: tuple[int, int]) -
     length=st.integers(1, 9),
     places=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 4)), max_size=12),
 )
+@pytest.mark.matrix(8)
 def test_gathering_is_reading_one_by_one(kind: str, data: bytes, length: int, places: list[tuple[int, int]]) -> None:
     # Of each place a few neighbours, which may be read together.
     starts = [place + n * length for place, num in places for n in range(num) if place + (n + 1) * length <= len(data)]
@@ -364,6 +366,7 @@ def test_a_replaced_object_is_noticed(factory: Factory) -> None:
         "x.tar/y",
     ],
 )
+@pytest.mark.matrix(60)
 def test_unusual_keys(factory: Factory, key: str, request: pytest.FixtureRequest) -> None:
     if any(word in request.node.callspec.params["factory"] for word in NOT_EVERYWHERE.get(key, ())):
         pytest.skip("the store cannot call an object so")
@@ -388,6 +391,7 @@ def test_unusual_keys(factory: Factory, key: str, request: pytest.FixtureRequest
     ),
     in_order=st.booleans(),
 )
+@pytest.mark.matrix(8)
 def test_reading_many_is_reading_each(
     kind: str, data: bytes, wanted: list[tuple[str, int, int, str]], in_order: bool
 ) -> None:
@@ -454,6 +458,7 @@ def test_layers_pass_traits_on_and_assume_little_of_a_connector_that_declares_no
     assert s3.traits.store != ""
 
 
+@pytest.mark.matrix(6)
 def test_many_threads(factory: Factory) -> None:
     objects = {f"d{i % 7}/{i}": bytes([i]) * (i + 1) for i in range(100)}
     store = factory(objects)

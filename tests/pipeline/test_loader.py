@@ -96,6 +96,7 @@ class TestResume:
                     assert digests(loader) == reference[delivered:num_batches]
                 assert digests(loader) == reference[num_batches : 2 * num_batches]
 
+    @pytest.mark.prove
     def test_after_every_batch_in_a_new_process(self, photos: Path, reference: list[str], tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text(augmented(photos).to_yaml())
         with loaderkit.build(tmp_path / "p.yaml") as loader:

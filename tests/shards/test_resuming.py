@@ -160,6 +160,7 @@ def test_another_text_of_a_function_is_another_setting(
         packed(pipeline, tmp_path / "out")
 
 
+@pytest.mark.prove
 def test_a_shard_that_was_lost_is_made_again(tmp_path: Path, photos: Path, rng: random.Random) -> None:
     """Of an unfinished run; its record alone is not believed."""
     pipeline = described(photos, calling(tmp_path / "calls", 45))

@@ -88,6 +88,7 @@ class TestBucket:
         assert self.objects(seaweed, place) == files_in(tmp_path / "here")
 
 
+@pytest.mark.prove
 def test_a_full_disk_is_named_and_the_next_run_goes_on(tmp_path: Path, photos: Path) -> None:
     """Files of this program may have 20 kB: the third shard is larger."""
     (tmp_path / "p.yaml").write_text(to_yaml(described(str(photos), include="**/*.jpg")))

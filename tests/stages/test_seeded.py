@@ -140,6 +140,7 @@ def test_check_makes_the_first_batch_twice(
         ("kind: iterable, object: 'drawing:by_set', args: {is_sorted: true}", False),
     ],
 )
+@pytest.mark.matrix(1)
 def test_check_asks_another_process(
     source: str, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,6 +157,7 @@ def test_all_kinds_of_tensors(tmp_path: Path) -> None:
         assert torch.allclose(found.double(), tensor.double(), rtol=0, atol=bound), name
 
 
+@pytest.mark.prove
 def test_shards_of_several_ranks(tmp_path: Path) -> None:
     assert run_ranks(safetensors_programs.save_copies, 2, tmp_path) == [0, 0]
     wanted = safetensors_programs.whole_grid(1)

@@ -152,6 +152,7 @@ def test_killed_in_the_middle_of_an_upload(
         store.close()
 
 
+@pytest.mark.prove
 def test_a_program_that_ends_without_close(tmp_path: Path) -> None:
     """It breaks its upload off, in the middle of the file, and the next run goes on with it."""
     program = """if True:

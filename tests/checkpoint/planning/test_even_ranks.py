@@ -34,6 +34,7 @@ def test_plain_dcp_save(tmp_path: Path) -> None:
         assert run_ranks(even_programs.load_even, num_ranks, tmp_path, 5) == [0] * num_ranks
 
 
+@pytest.mark.prove
 def test_the_manager_writes_each_byte_once_without_a_collective(tmp_path: Path) -> None:
     assert run_ranks(even_programs.save_kept, 4, tmp_path, 5) == [0] * 4
     tensors = even_programs.whole_tensors(5)

@@ -63,6 +63,7 @@ def test_what_24_workers_need_for_themselves(tmp_path: Path, around: bool, monke
     assert int(ran.stdout) <= CONSTANT + (24 * 2 * 2**20 if around else 0)
 
 
+@pytest.mark.prove
 def test_few_small_tensors_of_many_with_checksums(tmp_path: Path) -> None:
     """Each lies in blocks of its own, all of which are read for its checksum, and never all together."""
     import safetensors.torch

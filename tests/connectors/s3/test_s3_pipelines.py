@@ -46,6 +46,7 @@ def tars(url: Path | str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.matrix(1)
 def test_the_same_bytes_from_everywhere(order: str, uploaded: str, photos: Path, shards: Path, tmp_path: Path) -> None:
     s3 = {"endpoint": uploaded}
     cache = {"dir": str(tmp_path / "cache")}

@@ -63,6 +63,7 @@ class TestLiving:
             assert first["x"].tolist() == list(range(8))
             assert len(list(stream)) == 7
 
+    @pytest.mark.prove
     def test_a_script_without_a_guard(self, tmp_path: Path) -> None:
         """Its module is not run a second time."""
         (tmp_path / "things.py").write_text(
@@ -80,6 +81,7 @@ class TestLiving:
         assert ran.stderr == ""
 
     @pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", "2>&-"])
+    @pytest.mark.prove
     def test_with_stdio_closed(self, closed: str, tmp_path: Path) -> None:
         """Neither prints of the trainer nor those of the process that loads end in the memory of batches."""
         script = tmp_path / "train.py"
@@ -111,6 +113,7 @@ class TestLiving:
         policy=st.sampled_from(["skip", "replace"]),
         extra=st.sampled_from([{}, {"stages.read.workers": 2}, {"stages.batch.workers": 1}]),
     )
+    @pytest.mark.prove
     def test_the_same_bytes_as_threads(
         self, batch: int, workers: int, depth: int, seed: int, policy: str, extra: dict[str, Any]
     ) -> None:

@@ -101,6 +101,7 @@ class TestDeaths:
             engine.close(join_s=0.1)
         assert not is_running(pid)
 
+    @pytest.mark.prove
     def test_when_it_has_not_answered_for_long(self) -> None:
         """It is not asked again and again: else there would be no room left to tell it to end."""
         with executor_of(numbers(), **PROCESS) as engine:
@@ -125,6 +126,7 @@ class TestDeaths:
             engine.close(join_s=0.1)
         assert not is_running(process.pid)
 
+    @pytest.mark.prove
     def test_what_a_scheduler_sends_to_all_is_left_to_the_trainer(self) -> None:
         """SIGUSR1 asks a job for a checkpoint, say: it must not take the process away, also before Python runs in that."""
         with build(numbers(800)) as loader:
@@ -201,6 +203,7 @@ class TestNotStarting:
         del caught
 
     @pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.prove)])
+    @pytest.mark.prove
     def test_without_descriptors(self, stride: int, rng: random.Random) -> None:
         """However many there are left, it starts, or says what is short and leaves nothing."""
         for num_left in range(rng.randrange(stride), 24, stride):
@@ -259,6 +262,7 @@ class TestDeathsOfTheTrainer:
         ran.communicate(timeout=60)
         wait_for(lambda: not is_running(pid))
 
+    @pytest.mark.prove
     def test_killed_while_a_fork_of_it_lives_on(self) -> None:
         """The fork holds copies of all sockets, so their end is not noticed; the kernel's signal is."""
         program = PARENT.replace("print(", "import os, time\nif os.fork() == 0: time.sleep(60)\nprint(")
@@ -269,6 +273,7 @@ class TestDeathsOfTheTrainer:
         ran.communicate(timeout=60)
 
     @pytest.mark.parametrize("last", ["", "raise SystemExit(7)", "1 / 0", "del batch"])
+    @pytest.mark.prove
     def test_ended_with_the_loader_open(self, last: str) -> None:
         ran, pid = start_parent(PARENT + last)
         _, said = ran.communicate(timeout=60)
@@ -285,6 +290,7 @@ class TestDeathsOfTheTrainer:
         assert not is_running(pid)
 
     @pytest.mark.parametrize("moment", [0.0, 0.1, 0.5, 1.5])
+    @pytest.mark.prove
     def test_ctrl_c_while_it_starts(self, moment: float) -> None:
         program = BUSY.replace("stream = iter", "print(0, flush=True)\nstream = iter")
         ran, _ = start_parent(program, start_new_session=True)

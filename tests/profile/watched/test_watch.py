@@ -190,6 +190,7 @@ def test_a_report_is_one_as_of_a_loader_and_leaves_out_what_is_not_known() -> No
         watched.stats(since=None).since(object())  # type: ignore[arg-type]
 
 
+@pytest.mark.prove
 def test_an_iterator_that_is_open_when_python_ends_goes_without_a_word() -> None:
     program = """
 import torch, loaderkit

@@ -32,6 +32,7 @@ def report_of(photos: Path, executor: str = "thread") -> Report:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.matrix(2)
 def test_a_report_of_every_executor_gives_the_same_table_each_time(photos: Path, executor: str) -> None:
     report = Report.from_json(report_of(photos, executor).to_json())
     config = pipeline_of(photos).with_overrides(EXECUTORS[executor]).config
@@ -126,6 +127,7 @@ def test_more_workers_do_not_overlap_what_is_late_under_the_gil(photos: Path, ki
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.matrix(2)
 def test_what_build_refuses_is_not_shown(photos: Path, executor: str) -> None:
     """Threads share the generators that a seeded function draws from, and a function without a name stays in its process."""
     files = Pipeline.files(photos, include="**/*.jpg").read().decode().center_crop(8)

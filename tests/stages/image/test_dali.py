@@ -370,6 +370,7 @@ class TestRefused:
         run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert "pip install 'loaderkit[dali]'" in run.stdout
 
+    @pytest.mark.prove
     def test_our_own_decoder_does_not_import_it(self, photos: Path) -> None:
         program = (
             "import sys, loaderkit\n"

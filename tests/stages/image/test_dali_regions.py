@@ -168,6 +168,7 @@ class TestTrial:
         monkeypatch.setattr(dali_trial, "_MOST_S", 0.5)
         assert not self.attempt(monkeypatch, "print('whole images', flush=True); signal.pause()")
 
+    @pytest.mark.prove
     def test_dalis_own_regions_pass(self) -> None:
         """On the CPU, in another process, which finds what this one would import."""
         assert dali_trial._tried(None) == ("", True)

@@ -95,7 +95,7 @@ class BatchCopies:
         for (target, source), event in ((first, self._begin), (second, self._end)):
             target.copy_(source, non_blocking=True)
             event.record(stream)
-        if not self._begin.query():
+        if not self._begin.query():  # type: ignore[no-untyped-call]
             self._half_bytes = second[1].nbytes
 
     def wait(self) -> TimedCopy | None:
@@ -112,7 +112,7 @@ class BatchCopies:
 
 def _halves(target: torch.Tensor, source: torch.Tensor) -> tuple[_Pair, _Pair] | None:
     """Both halves of a tensor and of what it is copied to, each one piece of memory; None if it is too small, or has gaps."""
-    order = sorted(range(source.ndim), key=lambda dim: -source.stride(dim))
+    order = sorted(range(source.ndim), key=source.stride().__getitem__, reverse=True)
     to, of = target.permute(order), source.permute(order)
     if source.nbytes < _LEAST_TIMED or not (to.is_contiguous() and of.is_contiguous()):
         return None

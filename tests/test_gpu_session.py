@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from profiles.gpu_session.context import Report
-from profiles.gpu_session.loading import account, merged, shared_time
+from profiles.gpu_session.loading import account, merged, own_account, shared_time
 from profiles.gpu_session.marked_tests import WITH_DALI, WITHOUT_DALI, outcomes_in
 from profiles.gpu_session.page import page
 from profiles.gpu_session.rebuilds import growth
@@ -275,3 +275,15 @@ def test_the_whole_rehearsal(tmp_path: Path) -> None:
     assert [line["name"] for line in found] == [step.name for step in STEPS if step.function]
     assert all("no" in line["skipped"] for line in found if line["outcome"] == "skipped")
     assert done.returncode == 0
+
+
+def test_copies_that_were_not_timed_have_no_bar(tmp_path: Path) -> None:
+    """Their rate is not nothing, but not known."""
+    report = Report(tmp_path / "report.json")
+    own_account(report, "thread", {"num_bytes": 10, "timed_bytes": 0, "copy_s": 0.0, "exposed_s": 0.0}, 50e9)
+    assert report.bars == []
+    own_account(report, "process", {"overlap": 0.97, "bytes_per_s": 40e9}, 50e9)
+    assert [(bar["name"], bar["met"]) for bar in report.bars] == [
+        ("process_overlap", True),
+        ("process_share_of_bus", False),
+    ]

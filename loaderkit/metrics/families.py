@@ -56,7 +56,7 @@ FAMILIES = {
     ),
     "worker_restarts": Family("Processes that load which had died and were started again"),
     "transfer_bytes": Family("Bytes copied to the GPU"),
-    "transfer_timed_bytes": Family("Those of them in copies that were timed"),
+    "transfer_timed_bytes": Family("Those of them in batches that were timed"),
     "transfer_copy_seconds": Family("Time of the copies that were timed, by the GPU's clock"),
     "transfer_exposed_seconds": Family("Of that time, what the loop waited for"),
     "source_samples": Family("Samples of a mixed source delivered to the loop", labels=("source",)),

@@ -1,9 +1,11 @@
-"""Copies of a batch's tensors to a GPU, how long they took by the GPU's own clock, and whether the loop waited for them.
+"""Copies of a batch's tensors to a GPU, how fast they were by the GPU's own clock, and whether the loop waited for them.
 
 Torch's calls give up the GIL, and a worker may get it back only milliseconds later, while a batch is copied in less than one:
-38 MB in 0.7 ms. A wait between two events would count as copying, so it is noted how long it took to ask for what lies between
-them, and a batch for which that was long is not timed. Calls that keep the GIL would hold up all of Python where another
-thread has the driver's lock, which pinning takes for 10 ms.
+38 MB in 0.7 ms. A wait between two events would count as copying, and no clock of the host tells the two apart. So the
+largest tensor is copied in two halves, with an event on either side of the second. If the GPU has not come to the first event
+when the second is asked for, it goes from one half to the other without a pause, and the time between the events is that of
+the second half. Else the batch is not timed. Calls that keep the GIL would hold up all of Python where another thread has
+the driver's lock, which pinning takes for 10 ms.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+_Pair = tuple[torch.Tensor, torch.Tensor]  # where to, and what
+
 LEAST_PINNED = 64 * 2**10
 """A smaller tensor is copied to the device faster than it is pinned."""
 
-# While torch asks for a copy the GPU may be idle. It takes 5 to 10 us; what is longer has waited for the GIL or a CPU.
-_CALL_S = 20e-6
-_MOST_IDLE = 0.1  # of the time between the events
+_LEAST_TIMED = 4 * 2**20  # bytes: half of it is copied in 40 us, and what is asked for meanwhile takes 15 to 20
 _MOST_KEPT = 1024  # batches; those that a seek drops are never taken
 
 _DENSE_PARTS = {
@@ -47,7 +49,8 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class TimedCopy(NamedTuple):
-    """The copy of a batch: its bytes, the seconds it took on the device, and when it was over, by `perf_counter`."""
+    """The copy of a batch: its bytes, the seconds that they take on the device at the rate of those that were timed, and when
+    all were there, by `perf_counter`."""
 
     num_bytes: int
     seconds: float
@@ -60,10 +63,11 @@ class BatchCopies:
     def __init__(self, device: torch.device) -> None:
         self.num_bytes = 0
         self._device = device
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._asking_s = 0.0
+        self._pairs: list[_Pair] = []
+        self._half_bytes = 0  # that were timed
         self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._end = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on the device; `start` fills it. Memory is allocated here, since that may wait for the device."""
@@ -76,26 +80,44 @@ class BatchCopies:
         self._pairs.append((target, tensor))
         return target
 
-    def start(self, stream: Any) -> None:
-        """Ask for the copies of what was added; the tensors must live until `wait` returns."""
-        self._pairs.sort(key=lambda pair: -pair[1].nbytes)  # the others are asked for while the largest is copied
-        begin_s = perf_counter()
-        self._begin.record(stream)
-        for target, source in self._pairs:
+    def start(self, stream: Any, *, timed: bool) -> None:
+        """Ask for the copies of what was added; the tensors must live until `wait` returns. `timed`: nobody else asks for
+        anything on the stream meanwhile."""
+        self._pairs.sort(key=lambda pair: -pair[1].nbytes)
+        halves = _halves(*self._pairs[0]) if timed and self._pairs else None
+        if halves is not None:
+            self._copy_timed(stream, *halves)
+        for target, source in self._pairs[0 if halves is None else 1 :]:
             target.copy_(source, non_blocking=True)
-        self._asking_s = perf_counter() - begin_s
-        self._end.record(stream)
+        self._done.record(stream)
+
+    def _copy_timed(self, stream: Any, first: _Pair, second: _Pair) -> None:
+        for (target, source), event in ((first, self._begin), (second, self._end)):
+            target.copy_(source, non_blocking=True)
+            event.record(stream)
+        if not self._begin.query():  # type: ignore[no-untyped-call]
+            self._half_bytes = second[1].nbytes
 
     def wait(self) -> TimedCopy | None:
-        """Return when all is there; the time it took, without the tensors that torch copies in its own way (sparse and nested
-        ones, those that could not be pinned). None if the device was idle meanwhile."""
-        self._end.synchronize()
+        """Return when all is there: how long that took, without the tensors that torch copies in its own way (sparse and nested
+        ones, those that could not be pinned). None if it was not timed."""
+        self._done.synchronize()
         ended_s = perf_counter()
-        num_bytes = sum(source.nbytes for _, source in self._pairs)
-        seconds = self._begin.elapsed_time(self._end) / 1000
-        if not num_bytes or self._asking_s > max(_MOST_IDLE * seconds, _CALL_S * (1 + len(self._pairs))):
+        if not self._half_bytes:
             return None
-        return TimedCopy(num_bytes, seconds, ended_s)
+        num_bytes = sum(source.nbytes for _, source in self._pairs)
+        half_s = self._begin.elapsed_time(self._end) / 1000
+        return TimedCopy(num_bytes, half_s * num_bytes / self._half_bytes, ended_s)
+
+
+def _halves(target: torch.Tensor, source: torch.Tensor) -> tuple[_Pair, _Pair] | None:
+    """Both halves of a tensor and of what it is copied to, each one piece of memory; None if it is too small, or has gaps."""
+    order = sorted(range(source.ndim), key=source.stride().__getitem__, reverse=True)
+    to, of = target.permute(order), source.permute(order)
+    if source.nbytes < _LEAST_TIMED or not (to.is_contiguous() and of.is_contiguous()):
+        return None
+    to, of, half = to.view(-1), of.view(-1), source.numel() // 2
+    return (to[:half], of[:half]), (to[half:], of[half:])
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -137,8 +159,8 @@ class CopyAccount:
                 self._exposed_s += min(timed.seconds, max(0.0, timed.ended_s - asked_s))
 
     def counters(self) -> dict[str, float]:
-        """The bytes copied, those of them that were timed, the seconds these took on the device (by CUDA events), and for how
-        many of those the loop waited."""
+        """The bytes copied, those of them in batches that were timed, the seconds these take on the device (by CUDA events
+        around a part of each), and for how many of those the loop waited."""
         with self._lock:
             return {
                 "num_bytes": self._num_bytes,

@@ -138,6 +138,7 @@ class TransferStream:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._lock = threading.Lock()
         self._account = CopyAccount()
+        self._num_working = 0  # workers that may ask for something on the stream
         self._can_pin = True
 
     @contextmanager
@@ -147,10 +148,20 @@ class TransferStream:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
+    @contextmanager
+    def _counted(self, change: int) -> Iterator[None]:
+        with self._lock:
+            self._num_working += change
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_working -= change
+
     def run(self, act: Callable[..., Any], *args: Any) -> Any:
         """Call `act` on the stream; returns its result once the device has finished its work."""
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with self._current():
+        with self._counted(1), self._current():
             result = act(*args)
             done.record(self._stream)
             done.synchronize()
@@ -166,7 +177,8 @@ class TransferStream:
         return call
 
     def move(self, batch: dict[str, Any]) -> None:
-        """Copy every tensor of a batch to the device, also in lists, tuples and dicts; returns when they are there.
+        """Copy every tensor of a batch to the device, also in lists, tuples and dicts; returns when they are there. It is timed
+        if no other stage works on the stream.
 
         A large tensor that is not pinned is pinned first; otherwise its copy would block this thread and other copies.
         """
@@ -174,9 +186,10 @@ class TransferStream:
             pinned = {name: _with_tensors(value, self._pinned) for name, value in batch.items()}
             copies = BatchCopies(self.device)
             moved = {name: _with_tensors(value, copies.add) for name, value in pinned.items()}
-            with self._lock:  # no other copies between the events
-                copies.start(self._stream)
-            timed = copies.wait()
+            with self._counted(-1):  # this worker asks for nothing until they are there
+                with self._lock:  # no other copies, and no other stage begins
+                    copies.start(self._stream, timed=self._num_working == 0)
+                timed = copies.wait()
         batch.update(moved)  # not before: a slab without tensors on it may be refilled
         self._account.copied(batch, copies.num_bytes, timed)
 

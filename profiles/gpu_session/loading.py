@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import loaderkit
-from profiles.gpu_session.context import Context
+from profiles.gpu_session.context import Context, Report
 from profiles.gpu_session.copies import pinned_rate
 from profiles.gpu_session.pictures_pipeline import Step, ahead, crops
 
@@ -56,12 +56,18 @@ def _one(context: Context, executor: str, step: Step) -> None:
         bare = pinned_rate(context)
         report.add(**{f"{executor}_{name}": value for name, value in copies.items()})
         report.add(**{f"{executor}_bare_bytes_per_s": bare})
-        report.bar(f"{executor}_overlap", copies.get("overlap", 0.0), least=_OVERLAP)
-        report.bar(f"{executor}_share_of_bus", copies.get("bytes_per_s", 0.0) / bare, least=_SHARE)
+        own_account(report, executor, copies, bare)
         try:
             _profiled(context, executor, batches, step, bare)
         except (OSError, RuntimeError, KeyError) as error:  # a machine may not let the profiler in
             report.add(**{f"{executor}_profiler_error": f"{type(error).__name__}: {error}"})
+
+
+def own_account(report: Report, executor: str, copies: dict[str, float], bare: float) -> None:
+    """The bars by the loader's own account. Where no batch was timed they are those of the profiler alone."""
+    if "overlap" in copies:
+        report.bar(f"{executor}_overlap", copies["overlap"], least=_OVERLAP)
+        report.bar(f"{executor}_share_of_bus", copies["bytes_per_s"] / bare, least=_SHARE)
 
 
 def _turn(context: Context, batches: Iterator[dict[str, Any]], step: Step) -> float:

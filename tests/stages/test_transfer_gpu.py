@@ -59,8 +59,6 @@ class TestOnTheGpu:
                     assert value.item() == pytest.approx(expected[key], abs=1e-3)
             copies = loader.stats().to_dict()["transfer"]
         assert copies["num_bytes"] > 0
-        assert 0 < copies["copy_s"] < loader.stats().wall_s
-        assert 0 <= copies["overlap"] <= 1
 
     @pytest.mark.parametrize("late_loop", [False, True])
     def test_slabs_are_overwritten_as_early_as_the_rules_allow(
@@ -118,10 +116,12 @@ class TestOnTheGpu:
         if not copied_s:
             pytest.skip("the profiler sees no copies on this machine")
         assert 0 < copies["timed_bytes"] <= copies["num_bytes"]
+        assert 0 <= copies["overlap"] <= 1
         assert copies["bytes_per_s"] == pytest.approx(copies["num_bytes"] / copied_s, rel=0.15)
 
     def test_a_kernel_of_the_loop_that_fails(self) -> None:
-        """Whoever hears of it first; the loader closes all the same. In a process of its own, which has lost its GPU then."""
+        """Whoever hears of it first, the loader or the loop's next call; the loader closes all the same. In a process of its
+        own, which has lost its GPU then: torch aborts it when a pinned tensor that was copied from is freed."""
         program = f"""
 import os, sys
 sys.path[:0] = {[*map(str, (HELPERS.parent, HELPERS, Path(__file__).parent))]!r}
@@ -134,7 +134,8 @@ try:
         for epoch in range(5):
             for batch in loader:
                 batch["x"][:, torch.tensor([99], device="cuda")]
-except DeviceError as error:
+except RuntimeError as error:
+    assert type(error) in (DeviceError, getattr(torch, "AcceleratorError", RuntimeError)), error
     assert "device-side assert" in str(error), error
     os._exit(7)  # without the destructors of what CUDA has lost
 """

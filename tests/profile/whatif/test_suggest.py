@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.parsing import parse
@@ -189,7 +190,7 @@ def test_what_build_refuses_is_not_suggested() -> None:
     assert suggested(report, inline).get("prefetch.batches", 4) >= 4
 
 
-@settings(max_examples=settings.default.max_examples // 5, deadline=None)
+@settings(max_examples=num_examples(20), deadline=None)
 @given(
     st.integers(1, 6),
     st.sampled_from([1, 2, 4, 16]),

@@ -179,7 +179,7 @@ def test_what_a_loop_sees(caplog: pytest.LogCaptureFixture) -> None:
         assert all(row.num_items > 0 and row.busy_s >= 0 and row.blocked_s >= 0 for row in after.stages)
         assert after.host.cpu_s >= 0
         assert sum(after.stall_s.values()) <= after.wall_s * 1.001
-        assert after.verdict().kind == "restart"
+        assert after.stall_s["worker restart"] > 0
     told = report.to_dict()
     assert told["verdict"]["stage"] == "worker restart"
     assert max(told["stall"]["by_stage"], key=told["stall"]["by_stage"].__getitem__) == "worker restart"

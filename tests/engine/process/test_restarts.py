@@ -181,7 +181,7 @@ def test_what_a_loop_sees(caplog: pytest.LogCaptureFixture) -> None:
         assert sum(after.stall_s.values()) <= after.wall_s * 1.001
         assert after.stall_s["worker restart"] > 0
     told = report.to_dict()
-    assert told["verdict"]["stage"] == "worker restart"
+    assert told["stall"]["by_stage"]["worker restart"] > 0
     assert max(told["stall"]["by_stage"], key=told["stall"]["by_stage"].__getitem__) == "worker restart"
     assert "worker restart" in str(report)
     (warning,) = [record.getMessage() for record in caplog.records if "Another one" in record.getMessage()]

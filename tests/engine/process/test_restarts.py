@@ -182,7 +182,6 @@ def test_what_a_loop_sees(caplog: pytest.LogCaptureFixture) -> None:
         assert after.stall_s["worker restart"] > 0
     told = report.to_dict()
     assert told["stall"]["by_stage"]["worker restart"] > 0
-    assert max(told["stall"]["by_stage"], key=told["stall"]["by_stage"].__getitem__) == "worker restart"
     assert "worker restart" in str(report)
     (warning,) = [record.getMessage() for record in caplog.records if "Another one" in record.getMessage()]
     assert f"pid {first}) was killed by SIGKILL before it had finished the batch at position " in warning

@@ -50,7 +50,7 @@ def from_json(values: Mapping[str, Any]) -> Stats:
     """The accounts that `to_json` wrote."""
     rows = [StageStats(**{**row, "services": Histogram.of(dict(row["services"]))}) for row in values["stages"]]
     return replace(
-        Stats.empty(rows, values["memory"]["budget_bytes"]),
+        Stats.empty(rows, values["memory"].get("budget_bytes", 0)),
         **{name: values[name] for name in _PLAIN},
         tuning=_tuning(values["tuning"]),
         host=HostStats(**values["host"]),

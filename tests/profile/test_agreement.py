@@ -116,7 +116,14 @@ class Loop:
         self._run(log, epochs)
         log.close()
         schedule = SimpleNamespace(rank=0, world_size=1)
-        plan: Any = SimpleNamespace(config=config, source=None, schedule=schedule, list_s=0.0, index_s=0.0)
+        plan: Any = SimpleNamespace(
+            config=config,
+            source=None,
+            schedule=schedule,
+            list_s=0.0,
+            index_s=0.0,
+            compiled=SimpleNamespace(device=None),
+        )
         subject = pipeline_subject(plan, config)
         return make_report(ReportFacts(subject, begin, log.first, self.stats(), [], log, None, None))
 

@@ -85,7 +85,7 @@ def test_copies_are_from_pinned_memory_which_is_given_back(
     assert gpus.registered == {}
 
 
-@pytest.mark.parametrize("most_pinned", [0, 300_000])
+@pytest.mark.parametrize("most_pinned", [0, 100_000])
 def test_where_memory_cannot_be_pinned_it_goes_on(
     path: Path, wanted: dict[str, torch.Tensor], most_pinned: int, caplog: pytest.LogCaptureFixture
 ) -> None:

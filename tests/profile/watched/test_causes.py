@@ -50,8 +50,8 @@ def test_the_limit_is_named_on_recorded_accounts(machine: Path) -> None:
 def test_accounts_come_back_from_their_files() -> None:
     watched = loaderkit.watch([1, 2, 3])
     assert [*watched] == [1, 2, 3]
-    seen = watched.stats()
-    assert from_json(json.loads(json.dumps(to_json(seen)))).verdict() == seen.verdict()
+    seen = json.loads(json.dumps(to_json(watched.stats())))
+    assert json.loads(json.dumps(to_json(from_json(seen)))) == seen
 
 
 @pytest.mark.prove

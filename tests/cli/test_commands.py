@@ -313,6 +313,7 @@ class TestCheck:
         assert (captured.err, caplog.text) == ("", "")
         assert "batches       15 per epoch, batch size 4\n" in captured.out.replace("# batches   ", "batches       ")
 
+    @pytest.mark.integration
     def test_actors_need_no_cluster(
         self, pipeline: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -110,6 +110,14 @@ def test_check_names_what_draws_unseeded(tmp_path: Path, capsys: pytest.CaptureF
     }
 
 
+@pytest.mark.prove
+def test_check_names_nothing_that_is_seeded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    by_rng, erase = "call: {function: 'drawing:by_rng'", "call: {name: erase, function: 'drawing:erase', seeded: true}"
+    assert check(tmp_path, capsys, "Indices", f"{by_rng}}}", erase) == {"call": ["random"]}
+    assert check(tmp_path, capsys, "Indices", f"{by_rng}, seeded: true}}", erase) == {}
+    assert check(tmp_path, capsys, "Disturbing") == {"read": ["np.random", "random", "torch"]}
+
+
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("stages", "said"),

@@ -193,14 +193,19 @@ def test_a_failure_in_the_middle_names_what_was_touched(many: dict[str, torch.Te
     with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
         loaderkit.restore("memory://x", into, concurrency=1, connectors={"memory": connector})
     notes = " ".join(getattr(caught.value, "__notes__", []))
-    touched = set(re.findall(r"t\d\d", notes))
-    assert touched
-    assert {name for name, tensor in into.items() if tensor.any()} <= touched
-    assert len(touched) < len(many)
+    named = re.findall(r"t\d\d", notes)
+    num_more = int("".join(re.findall(r"and (\d+) more", notes)) or 0)
+    written = sorted(name for name, tensor in into.items() if tensor.any())
+    assert written
+    assert len(written) < len(many)  # how many more were begun is a race
+    assert {name for name in written if not num_more or name <= named[-1]} <= set(named)
+    assert len(named) + num_more >= len(written)
     if isinstance(caught.value, CheckpointError):
         assert "the line is cut" in str(caught.value)
         assert "memory://x" in str(caught.value)
-        assert set(caught.value.touched) == touched
+        assert set(written) <= set(caught.value.touched)
+        assert named == list(caught.value.touched[:5])
+        assert num_more == max(len(caught.value.touched) - 5, 0)
 
 
 def test_an_object_replaced_meanwhile_is_an_error(many: dict[str, torch.Tensor]) -> None:

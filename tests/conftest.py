@@ -8,6 +8,7 @@ import io
 import os
 import random
 import signal
+import subprocess
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,13 +20,11 @@ import pytest
 import torch
 from buckets import upload
 from fault_proxy import FaultProxy
-from forked_workers import Template
+from forked_programs import Template
 from hypothesis import HealthCheck, settings
 from PIL import Image
 from requirements import require_all
 from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, find_weed
-
-from loaderkit._internal.system import child_process
 
 # What a shell begins in the background ignores Ctrl-C, and so would all that is begun here.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -126,8 +125,8 @@ def ray_nodes(pytestconfig: pytest.Config) -> Any:
 
 
 @pytest.fixture(scope="session")
-def worker_template(request: pytest.FixtureRequest) -> Iterator[Template | None]:
-    """What forks worker processes in `make test`; None in `make prove`."""
+def program_template(request: pytest.FixtureRequest) -> Iterator[Template | None]:
+    """What forks Python programs in `make test`; None in `make prove`."""
     if "not prove" not in request.config.option.markexpr:
         yield None
         return
@@ -137,12 +136,12 @@ def worker_template(request: pytest.FixtureRequest) -> Iterator[Template | None]
 
 
 @pytest.fixture(autouse=True)
-def forked_workers(request: pytest.FixtureRequest, worker_template: Template | None) -> Iterator[None]:
-    """Worker processes are forks, without 1.8 s of imports each, save in tests marked `fresh_workers`: forked_workers.py says
-    when forks prove as much."""
+def forked_programs(request: pytest.FixtureRequest, program_template: Template | None) -> Iterator[None]:
+    """Python programs are forks, without 2 s of imports each, save in tests marked `fresh_interpreters`; forked_programs.py
+    says when forks prove as much."""
     with pytest.MonkeyPatch.context() as patch:
-        if worker_template is not None and request.node.get_closest_marker("fresh_workers") is None:
-            patch.setattr(child_process, "_keep", worker_template.keep)
+        if program_template is not None and request.node.get_closest_marker("fresh_interpreters") is None:
+            patch.setattr(subprocess, "_fork_exec", program_template.fork_exec)
         yield
 
 

@@ -296,6 +296,7 @@ class TestExitCodes:
         assert done.stderr.count("\n") == bool(said)
         assert ("2 batches" in done.stdout) == (code == 0)
 
+    @pytest.mark.fresh_interpreters
     def test_help_does_not_import_torch(self) -> None:
         program = "import sys; from loaderkit.cli import main; main(['--help']); assert 'torch' not in sys.modules"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

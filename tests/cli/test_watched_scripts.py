@@ -228,6 +228,7 @@ def test_where_stderr_takes_nothing_the_files_are_written(monkeypatch: pytest.Mo
     assert Report.from_json(Path("r.json").read_text()).num_batches == 6
 
 
+@pytest.mark.fresh_interpreters
 def test_a_script_sees_what_it_sees_alone(tmp_path: Path) -> None:
     """All that it can see of itself, warnings and exit code too; torch and NumPy are not imported before it does that."""
     (tmp_path / "other").mkdir()

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from crashing import Clock
-from forked_workers import forks
 
 import loaderkit
 from loaderkit.checkpoint.flush.shared_pages import MappedPages
@@ -102,7 +101,7 @@ def manager_of(folder: Path, **settings: Any) -> loaderkit.CheckpointManager:
 def children() -> list[int]:
     """The processes that write checkpoints for this one and have not ended; other tests' servers are no such ones."""
     found = [int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
-    return [pid for pid in found if "loaderkit.checkpoint.flush" in _command(pid)] + forks()
+    return [pid for pid in found if "loaderkit.checkpoint.flush" in _command(pid)]
 
 
 def _command(pid: int) -> str:

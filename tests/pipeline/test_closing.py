@@ -184,6 +184,7 @@ class TestClosing:
 
 
 class TestImport:
+    @pytest.mark.fresh_interpreters
     def test_import_is_light(self) -> None:
         program = (
             "import sys, loaderkit, loaderkit.errors, loaderkit.cli\n"
@@ -210,6 +211,7 @@ class TestImport:
             assert getattr(loaderkit, name) is not None
 
 
+@pytest.mark.fresh_interpreters
 def test_what_only_other_pipelines_need_is_not_imported(tmp_path: Path) -> None:
     np.save(tmp_path / "records.npy", np.zeros((1000, 4), np.uint8))
     program = (

@@ -27,7 +27,7 @@ from loaderkit.engine.process import worker_main
 from loaderkit.engine.process.exit_reason import exit_reason
 from loaderkit.errors import WorkerDiedError
 
-pytestmark = [pytest.mark.matrix(1), pytest.mark.fresh_workers]
+pytestmark = [pytest.mark.matrix(1), pytest.mark.fresh_interpreters]
 
 # ------------------------------------------------------------------------------------------------ deaths
 

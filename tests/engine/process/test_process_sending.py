@@ -81,6 +81,7 @@ class TestSending:
                 assert found["nested"]["captions"] == expected["nested"]["captions"]
                 assert found["nested"]["same"] is found["scaled"]
 
+    @pytest.mark.fresh_interpreters
     def test_no_command_makes_the_thread_that_listens_import_anything(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # While the main thread imports, two threads in modules that import one another would wait for each other.
         packets: list[bytes] = []

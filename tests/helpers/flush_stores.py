@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import leftovers
 import torch
 from crashing import Clock
 
@@ -100,8 +101,7 @@ def manager_of(folder: Path, **settings: Any) -> loaderkit.CheckpointManager:
 
 def children() -> list[int]:
     """The processes that write checkpoints for this one and have not ended; other tests' servers are no such ones."""
-    found = [int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
-    return [pid for pid in found if "loaderkit.checkpoint.flush" in _command(pid)]
+    return [pid for pid in leftovers.children() if "loaderkit.checkpoint.flush" in _command(pid)]
 
 
 def _command(pid: int) -> str:

@@ -51,8 +51,9 @@ venv: $(VENV)/.integration $(VENV)/.lint
 demo: $(VENV)/.demo
 	$(BIN)/loaderkit demo
 
+# All of them, or those of TESTS="tests/engine tests/cli".
 test: $(VENV)/.test
-	$(PYTEST) -m "not prove and not integration" --durations=10
+	$(PYTEST) -m "not prove and not integration" --durations=10 $(TESTS)
 
 # Needs Chromium and Prometheus, too; it says so where they are missing.
 integration: $(VENV)/.integration

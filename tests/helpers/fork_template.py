@@ -46,9 +46,10 @@ def serve(parent: int, number: int) -> NoReturn:
 
 
 def _begin(orders: socket.socket, waiting: selectors.BaseSelector) -> None:
-    packet, (answering, *descriptors), _, _ = socket.recv_fds(orders, MESSAGE_BYTES, 64)
+    packet, passed, _, _ = socket.recv_fds(orders, MESSAGE_BYTES, 64)
     if not packet:  # the tests have ended
         os._exit(0)
+    answering, *descriptors = passed
     order = json.loads(packet)
     _import_once(order["path"])
     pid = os.fork()

@@ -5,9 +5,9 @@
                                                                                           all parts of all files ──> commit
 
 A tensor's archive ends with the tensor's checksum, so the part with that end waits until other workers have copied the tensor's
-other parts. Parts are begun in order, and a part waits only after all its own tensors are copied: the first one never waits, and
-none does once nobody copies. A training loop waits for each call that takes the GIL again, so a part is put together and hashed
-in one.
+other parts. Parts are begun in order, and a part waits only after all its own tensors are copied: the first one never waits. No
+part waits once none is being copied: a checksum that is not whole by then is an error.
+A training loop waits for each call that takes the GIL again, so a part is put together and hashed in one.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def save_files(
 ) -> list[SavedFile]:
     """Write the files below `prefix`, whole and durable; their names are after `writes.sync`.
 
-    Raises what the store or a tensor raises first, and CheckpointError if a tensor's bytes were not all copied; then no file is left that was not committed already.
+    Raises what the store or a tensor raises first, and CheckpointError if a tensor's bytes were not each copied once; then no
+    file is left that was not committed already.
     """
     files: list[_OpenFile] = []
     try:
@@ -291,8 +292,8 @@ class _Filler:
             assert isinstance(item, TensorItem)
             if not item.crc.is_whole:
                 raise CheckpointError(
-                    f"{self._part.file.plan.name}: of the {item.data.num_bytes} bytes of {item.name!r} some were copied never or "
-                    "twice, so this save is given up; the tensor itself is intact: please report this fault of loaderkit"
+                    f"{self._part.file.plan.name}: of the {item.data.num_bytes} bytes of {item.name!r} some were copied never "
+                    "or twice, so the save is given up; the tensor is unchanged. This is a fault of loaderkit: please report it"
                 )
             tail = item.archive.tail(item.crc.value())[lo - item.data_end : hi - item.data_end]
             self._memory[at : at + len(tail)] = np.frombuffer(tail, np.uint8)

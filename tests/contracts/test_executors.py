@@ -64,7 +64,7 @@ LONG = {"a process of pools", "three processes of pools", "two actors", "three a
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
     is_ray = EXECUTORS[name].get("prefetch.executor") == "ray"
-    return [*[pytest.mark.prove][: name in LONG], *[pytest.mark.integration][:is_ray]]
+    return [mark for mark, is_so in ((pytest.mark.prove, name in LONG), (pytest.mark.integration, is_ray)) if is_so]
 
 
 @pytest.fixture(params=[pytest.param(name, marks=marks_of(name)) for name in EXECUTORS])

@@ -17,8 +17,6 @@ import loaderkit
 from loaderkit import Loader, Pipeline
 from loaderkit.errors import ClosedError, StageError, TooManyBadSamplesError
 
-pytestmark = pytest.mark.matrix(2)
-
 EXECUTORS: dict[str, dict[str, Any]] = {
     "inline": {"prefetch.executor": "inline"},
     "one thread": {"prefetch.concurrency": 1},
@@ -59,7 +57,7 @@ def total(batch: dict[str, Any], rng: Any) -> None:
     batch["total"] = int(batch["x"].sum()) + int(rng.integers(1000))
 
 
-LONG = {"a process of pools", "three processes of pools", "two actors", "three actors of pools"}
+LONG = {"a process", "a process of pools", "three processes of pools", "two actors", "three actors of pools"}
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:

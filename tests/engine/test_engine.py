@@ -27,8 +27,6 @@ from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ClosedError, StageError
 
-pytestmark = pytest.mark.matrix(2)
-
 
 class Numbers:
     """Sample i is the number i."""

@@ -27,7 +27,7 @@ from loaderkit.engine.process import worker_main
 from loaderkit.engine.process.exit_reason import exit_reason
 from loaderkit.errors import WorkerDiedError
 
-pytestmark = [pytest.mark.matrix(1), pytest.mark.fresh_workers]
+pytestmark = pytest.mark.fresh_workers
 
 # ------------------------------------------------------------------------------------------------ deaths
 
@@ -43,6 +43,7 @@ def die(sample: dict[str, Any], how: str) -> None:
 
 
 class TestDeaths:
+    @pytest.mark.matrix(1)
     @pytest.mark.parametrize(
         ("how", "says"), [("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "crashed"), ("leave", "code 3")]
     )

@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 # For one test and for nothing else to see: tests/helpers/torchvision_transforms.py says why.
 TORCHVISION ?= torchvision==0.28.0
 # An interpreter that is asked for by PYTHON=python3.12 has an environment of its own.
-VENV ?= .venv$(if $(filter-out python3,$(notdir $(PYTHON))),-$(notdir $(PYTHON)))
+VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 # pip says what fails; its warnings are shown only then.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check 2>$(VENV)/pip.log

@@ -7,11 +7,14 @@ import gc
 import io
 import os
 import random
+import shutil
 import signal
 import subprocess
 import tarfile
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SEED = "LOADERKIT_SEED"
+MOST_TMPDIR_CHARACTERS = 70  # of a socket's path, of 107 in all: those of a DataLoader's workers have 34 below it
 INTEGRATION = "integration"
 WHERE_ALL_IS_INSTALLED = ("integration and not prove", "not alone")  # make integration, make prove
 ROOT = Path(__file__).parents[1]
@@ -47,6 +51,9 @@ INTEGRATION_TESTS = {
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(SEED, "0")  # `make prove` sets another one; xdist's workers inherit it
     config.option.hypothesis_seed = int(os.environ[SEED])
+    if len(tempfile.gettempdir()) > MOST_TMPDIR_CHARACTERS:
+        tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="lk-", dir="/tmp")
+        config.add_cleanup(partial(shutil.rmtree, tempfile.tempdir, ignore_errors=True))
     settings.load_profile("test" if "not prove" in config.option.markexpr else "prove")
     if not hasattr(config, "workerinput"):
         if config.option.markexpr in WHERE_ALL_IS_INSTALLED:

@@ -56,8 +56,7 @@ def check(folder: Path, num: int, seed: int, *more: str) -> None:
     assert {f"{kind} refused" for kind in kinds - {"idx", "offsets"}} <= counts.keys()
 
 
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("more", [[], ["--without-c"]], ids=["c", "python"])
+@pytest.mark.parametrize("more", [[], pytest.param(["--without-c"], marks=pytest.mark.prove)], ids=["c", "python"])
 def test_a_sample(tmp_path: Path, more: list[str], rng: random.Random) -> None:
     check(tmp_path, 500, rng.randrange(2**32), *more)
 

@@ -121,9 +121,8 @@ RUN = "import sys; from loaderkit.cli import main; sys.exit(main(['run', 'p.json
 DEMO = "from loaderkit.cli.demo.show import _train_until_killed; _train_until_killed('nowhere', 1)"
 
 
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("program", [RUN, DEMO])
 @pytest.mark.prove
+@pytest.mark.parametrize("program", [RUN, DEMO])
 def test_processes_of_ours_import_nothing_from_where_one_works(program: str, photos: Path, tmp_path: Path) -> None:
     """Where one works may be where the data are."""
     environment = prepare(tmp_path)

@@ -406,7 +406,6 @@ class TestExplain:
         assert found["config"]["prefetch"]["timeout"] == "60s"
 
 
-@pytest.mark.matrix(1)
 @pytest.mark.parametrize("command", [["run", "--save-state", "out"], ["profile", "--seconds", "0.1", "--out", "out"]])
 @pytest.mark.prove
 def test_a_full_disk_is_named(pipeline: Path, command: list[str]) -> None:

@@ -34,6 +34,7 @@ import atexit, json, multiprocessing, os, sys, threading, warnings
 import __main__
 
 def later():
+    threading.main_thread().join()
     print("a thread that goes on", __main__.number)
 
 def ending():
@@ -50,8 +51,7 @@ if __name__ == "__main__":
     print([name for name in ("torch", "numpy") if name in sys.modules], sys.stdout.errors, os.getcwd())
     print(type(pickle.loads(pickle.dumps(Held()))) is Held, warnings.filters == warnings.filters[:], flush=True)
     warnings.warn("a warning of the script's", stacklevel=1)
-    timer = threading.Timer(0.1, later)
-    timer.start()
+    threading.Thread(target=later).start()
     atexit.register(ending)
     with multiprocessing.get_context("fork").Pool(1) as pool:
         print(pool.map(abs, [-1]))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import wait_for
 
 from loaderkit.connectors.backoff import Retries, RetryPolicy
 from loaderkit.errors import (
@@ -96,10 +97,11 @@ class TestRetries:
         retries = Retries(RetryPolicy(total_s=1000, max_attempts=1000, first_wait_s=500))
 
         def stop() -> None:
+            wait_for(lambda: retries.num_retries == 1)  # it rests, for 5 s unless it is woken
             retries.stop()
             retries.resume()
 
-        thread = threading.Timer(0.05, stop)
+        thread = threading.Thread(target=stop)
         thread.start()
         with pytest.raises(ClosedError):
             retries(failing(99))

@@ -68,12 +68,13 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
         FileConnector(tmp_path).stat("self")
 
 
-def test_only_regular_files_count(tmp_path: Path) -> None:
+def test_only_regular_files_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").mkdir()
     (tmp_path / ".hidden").write_bytes(b"")
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(tmp_path / "socket"))
+        server.bind("socket")  # its path may have 107 bytes
         assert keys(tmp_path) == [".hidden"]
     for name in ("pipe", "empty"):
         with pytest.raises(ObjectNotFoundError, match="not a file"):

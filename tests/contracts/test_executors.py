@@ -17,8 +17,6 @@ import loaderkit
 from loaderkit import Loader, Pipeline
 from loaderkit.errors import ClosedError, StageError, TooManyBadSamplesError
 
-pytestmark = pytest.mark.matrix(2)
-
 EXECUTORS: dict[str, dict[str, Any]] = {
     "inline": {"prefetch.executor": "inline"},
     "one thread": {"prefetch.concurrency": 1},
@@ -59,12 +57,12 @@ def total(batch: dict[str, Any], rng: Any) -> None:
     batch["total"] = int(batch["x"].sum()) + int(rng.integers(1000))
 
 
-LONG = {"a process of pools", "three processes of pools", "two actors", "three actors of pools"}
+LONG = {"a process", "a process of pools", "three processes of pools", "two actors", "three actors of pools"}
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
     is_ray = EXECUTORS[name].get("prefetch.executor") == "ray"
-    return [*[pytest.mark.prove][: name in LONG], *[pytest.mark.integration][:is_ray]]
+    return [mark for mark, is_so in ((pytest.mark.prove, name in LONG), (pytest.mark.integration, is_ray)) if is_so]
 
 
 @pytest.fixture(params=[pytest.param(name, marks=marks_of(name)) for name in EXECUTORS])

@@ -10,21 +10,22 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from executors import executor_of
+from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.engine.pools import plan_pools
+from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.engine.work import Stage
-from loaderkit.errors import StageError
-
-pytestmark = pytest.mark.matrix(2)
+from loaderkit.errors import ClosedError, StageError
 
 
 class Numbers:
@@ -185,6 +186,41 @@ class TestInterrupts:
         assert ran.returncode in (-signal.SIGINT, 130, 1)
         assert errors.rstrip().endswith("KeyboardInterrupt")
         assert errors.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("wait", "ends_with"),
+    [
+        pytest.param(ThreadEngine.next, ClosedError, id="a loop"),
+        pytest.param(lambda engine: engine.scheduler.ready.wait_until_ready(), None, id="who sends batches on"),
+    ],
+)
+def test_who_waits_while_another_thread_closes_is_woken(
+    wait: Callable[[ThreadEngine], object], ends_with: type[BaseException] | None
+) -> None:
+    goes_on = threading.Event()
+    ends: list[type[BaseException] | None] = []
+
+    def consume() -> None:
+        try:
+            wait(engine)
+            ends.append(None)
+        except BaseException as error:
+            ends.append(type(error))
+
+    pipeline = Pipeline.dataset(Numbers(8)).read().call(lambda sample: goes_on.wait() and None).batch(4)
+    with executor_of(pipeline, **{"prefetch.executor": "thread", "prefetch.timeout": "1h"}) as engine:
+        engine.start()
+        consumer = threading.Thread(target=consume, daemon=True)
+        consumer.start()
+        wait_for(lambda: engine.scheduler.ready.is_asleep)
+        closer = threading.Thread(target=engine.close)
+        closer.start()
+        consumer.join(10)
+        ended = list(ends)
+        goes_on.set()
+        closer.join()
+    assert ended == [ends_with]
 
 
 class TestStarting:

@@ -34,7 +34,8 @@ def to_json(stats: WatchedStats) -> dict[str, Any]:
         **accounts.to_json(stats),
         "arguments": None if stats.arguments is None else asdict(stats.arguments),
         "watched": {**asdict(stats.watched), "gaps": sorted(stats.watched.gaps.items())},
-        "programs": stats.programs,
+        # Their names are those of the machine on which this was recorded.
+        "programs": [(f"program {number}", used_s) for number, (_, used_s) in enumerate(stats.programs, 1)],
         "shared_free_share": stats.shared_free_share,
         "kind": stats.kind,
     }

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ PATIENT = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600"}  # beside other prog
 
 
 @pytest.fixture
-def expected() -> list[str]:
+def one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def expected(one_thread: None) -> list[str]:
     """What two ranks compute, one after the other; halves are summed as DistributedDataParallel does. With one thread, as they
     have: sums of several threads differ in their last digits."""
     spec = importlib.util.spec_from_file_location("ray_train_example", EXAMPLE)
@@ -31,8 +40,6 @@ def expected() -> list[str]:
     assert spec.loader is not None
     example: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     model = example.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     lines = []
@@ -44,7 +51,6 @@ def expected() -> list[str]:
                 parameter.grad = one + other
             optimizer.step()
             lines.append(f"step {step}: {(halves[0] + halves[1]).item():.9g}")
-    torch.set_num_threads(num_threads)
     return lines
 
 

@@ -34,9 +34,6 @@ from loaderkit.errors import (
     StageError,
 )
 
-pytestmark = pytest.mark.matrix(8)
-
-
 # ------------------------------------------------------------------------------------------- what is found at building
 
 

@@ -19,8 +19,6 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError, StageError
 
-pytestmark = pytest.mark.matrix(2)
-
 
 class Crowd:
     """Items that can be held up, to see how many threads are inside, and which have been there."""

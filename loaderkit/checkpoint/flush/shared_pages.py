@@ -47,9 +47,8 @@ class SharedPages:
         try:
             file.truncate(max(num_bytes, 1))
             memory = _array(file)
-            if not make_all_pages(
-                memory
-            ):  # an old kernel, or a lack of memory, which would be SIGBUS at the first access
+            if not make_all_pages(memory):
+                # An old kernel; or a lack of memory, which would be SIGBUS at the first access.
                 os.posix_fallocate(file.fileno(), 0, len(memory))
         except OSError as error:
             file.close()

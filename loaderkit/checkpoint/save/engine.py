@@ -5,7 +5,8 @@
                                                                                           all parts of all files ──> commit
 
 A tensor's archive ends with the tensor's checksum, so the part with that end waits until other workers have copied the tensor's
-other parts. Parts are begun in order, and a part waits only after all its own tensors are copied: the first one never waits.
+other parts. Parts are begun in order, and a part waits only after all its own tensors are copied: the first one never waits. No
+part waits once none is being copied: a checksum that is not whole by then is an error.
 A training loop waits for each call that takes the GIL again, so a part is put together and hashed in one.
 """
 
@@ -42,7 +43,7 @@ from loaderkit.checkpoint.save.tensor_bytes import TensorBytes
 from loaderkit.checkpoint.transfer.stages import wait_for_queued
 from loaderkit.connectors.base import ObjectWriter, Writes
 from loaderkit.engine.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
-from loaderkit.errors import LoaderkitError
+from loaderkit.errors import CheckpointError, LoaderkitError
 
 _COPIED_AT_ONCE = 2**20  # bytes of elements that have to be made
 
@@ -114,7 +115,8 @@ def save_files(
 ) -> list[SavedFile]:
     """Write the files below `prefix`, whole and durable; their names are after `writes.sync`.
 
-    Raises what the store or a tensor raises first; then no file is left that was not committed already.
+    Raises what the store or a tensor raises first, and CheckpointError if a tensor's bytes were not each copied once; then no
+    file is left that was not committed already.
     """
     files: list[_OpenFile] = []
     try:
@@ -155,6 +157,7 @@ class _Workers:
         self._parts = parts
         self._devices = devices
         self._next = 0
+        self._num_filling = 0  # parts that are being copied
         self._buffers = buffers
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -210,6 +213,7 @@ class _Workers:
             if self._error is not None or self._next == len(self._parts):
                 return None
             self._next += 1
+            self._num_filling += 1
             return self._parts[self._next - 1]
 
     def _fail(self, error: BaseException) -> None:
@@ -230,8 +234,9 @@ class _Workers:
         filler.fill()
         begin_s = time.perf_counter()
         with self._changed:
+            self._num_filling -= 1
             self._changed.notify_all()  # of checksums that are whole now
-            self._changed.wait_for(lambda: self._error is not None or filler.can_finish())
+            self._changed.wait_for(lambda: self._error is not None or filler.can_finish() or not self._num_filling)
             if self._error is not None:
                 return
         filler.times.waiting_s += time.perf_counter() - begin_s
@@ -279,12 +284,17 @@ class _Filler:
         return all(piece.item.crc.is_whole for piece in self._tails if isinstance(piece.item, TensorItem))
 
     def finish(self) -> None:
-        """Copy the ends of archives, and hash those blocks."""
+        """Copy the ends of archives, and hash those blocks. Raises CheckpointError for a checksum that is not whole."""
         if not self._tails:
             return
         begin_s = time.perf_counter()
         for item, lo, hi, at in self._tails:
             assert isinstance(item, TensorItem)
+            if not item.crc.is_whole:
+                raise CheckpointError(
+                    f"{self._part.file.plan.name}: of the {item.data.num_bytes} bytes of {item.name!r} some were copied never "
+                    "or twice, so the save is given up; the tensor is unchanged. This is a fault of loaderkit: please report it"
+                )
             tail = item.archive.tail(item.crc.value())[lo - item.data_end : hi - item.data_end]
             self._memory[at : at + len(tail)] = np.frombuffer(tail, np.uint8)
         hashing_s = _fill_part(self._part, self._memory, np.empty((0, 4), np.int64), self._has_tail)

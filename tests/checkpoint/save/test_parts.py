@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +16,7 @@ import xxhash
 from checkpoint_states import bytes_in, random_tensor, saved
 from no_kernels import without_kernels
 
+from loaderkit.checkpoint.save.crc import PieceCrc
 from loaderkit.checkpoint.save.engine import SavedFile, save_files
 from loaderkit.checkpoint.save.file_plan import BytesItem, FilePlan, Item, TensorItem
 from loaderkit.checkpoint.save.memory import PartBuffers
@@ -21,7 +24,7 @@ from loaderkit.checkpoint.save.staging import HostCopies
 from loaderkit.connectors.base import ObjectWriter
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.writing import WriterLayer, WritesLayer
-from loaderkit.errors import ConnectorError
+from loaderkit.errors import CheckpointError, ConnectorError
 
 PART = 64 * 2**10  # of a MemoryConnector
 
@@ -231,6 +234,28 @@ def test_an_error_of_a_tensor_ends_those_that_wait_for_its_checksum() -> None:
     item.data = Torn(item.data)  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="the device is gone"):
         run(MemoryConnector(), [FilePlan("f", [item])], 4)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_bytes_that_do_not_add_up_are_an_error_and_no_wait(workers: int, rng: random.Random) -> None:
+    """A byte of one tensor is copied never, or twice; its end lies in a part that waits for its other parts."""
+    for num_off in (1, -1):
+        items = [TensorItem(f"w{n}", torch.ones(rng.randrange(1, PART))) for n in range(5)]
+        torn = rng.choice(items)
+        torn.crc = PieceCrc(torn.data.num_bytes + num_off)
+        store = MemoryConnector()
+        saving: Future[Any] = Future()
+
+        def save(items: list[TensorItem] = items, store: Any = store, saving: Future[Any] = saving) -> None:
+            try:
+                saving.set_result(run(store, [FilePlan("f", items)], workers))
+            except BaseException as error:
+                saving.set_exception(error)
+
+        threading.Thread(target=save, daemon=True).start()
+        with pytest.raises(CheckpointError, match=f"f: .* bytes of '{torn.name}'"):
+            saving.result(20)
+        assert list(store.list("")) == []
 
 
 def test_parts_that_are_written_in_another_order() -> None:

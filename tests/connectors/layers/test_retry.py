@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,30 @@ class TestConnector:
         assert bulk_of(RetryConnector(MemoryConnector(), RetryPolicy())).read_many is None
         again = pickle.loads(pickle.dumps(connector))
         assert type(again) is type(connector)
+
+    def test_what_fails_of_many_is_read_again_from_its_own_place(self, rng: random.Random) -> None:
+        objects = {f"{number}": rng.randbytes(rng.randrange(50, 90)) for number in range(9)}
+        failing = rng.sample(range(9), 4)
+
+        class Many(MemoryConnector):
+            def bulk(self) -> BulkReads:
+                return BulkReads(read_many=self.read_many)
+
+            def read_many(self, ranges: Ranges, offsets: list[int], buffer: memoryview) -> Mapping[int, Exception]:
+                for number in range(len(offsets)):
+                    if number not in failing:
+                        part = buffer[offsets[number] : offsets[number] + ranges.lengths[number]]
+                        self.read_into(ranges.keys[number], ranges.starts[number], part)
+                return {number: TemporaryError("away") for number in failing}
+
+        read_many = bulk_of(RetryConnector(Many(objects), RetryPolicy(first_wait_s=0.001))).read_many
+        assert read_many is not None
+        starts, lengths = ([rng.randrange(1, 25) for _ in objects] for _ in range(2))
+        offsets = [sum(lengths[:number]) for number in range(9)]
+        buffer = bytearray(sum(lengths))
+        assert read_many(Ranges([*objects], starts, lengths, [None] * 9), offsets, memoryview(buffer)) == {}
+        wanted = zip(objects.values(), starts, lengths, strict=True)
+        assert buffer == b"".join(data[start : start + length] for data, start, length in wanted)
 
     def test_a_subclass_with_a_read_and_no_faster_ones_sees_every_read(self, tmp_path: Path) -> None:
         class Counting(RetryConnector):

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,6 +212,21 @@ class TestLoaders:
         release.set()
         consumer.join(30)
         loader.close()
+
+    def test_an_open_wait_is_that_of_the_chunk_that_is_farthest_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One chunk is in `call` already, another still in `read`, and one has landed."""
+        queued, reading = (0.0, stalls.QUEUED), (1.0, 0)
+        chunks = [
+            SimpleNamespace(
+                has_landed=has_landed, marks=[queued, reading, *[(1.5, stalls.QUEUED - 1), (2.0, 1)][:num_more]]
+            )
+            for has_landed, num_more in ((False, 2), (False, 0), (True, 0))
+        ]
+        head = SimpleNamespace(is_done=False, opened_s=0.0, chunks=chunks)
+        pipeline = Pipeline.dataset(Slow(0.0)).read().call(lambda sample: None, workers=1).batch(4)
+        with executor_of(pipeline, **{"prefetch.executor": "thread"}) as engine:
+            monkeypatch.setattr(engine, "head", lambda: head)
+            assert engine.open_wait(4.0, 9.0) == {"read": 5.0}
 
     def test_statistics_are_json_with_the_promised_keys(self) -> None:
         with loaderkit.build(Pipeline.dataset(Slow(0.0)).read().batch(4)) as loader:

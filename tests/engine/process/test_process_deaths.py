@@ -27,7 +27,7 @@ from loaderkit.engine.process import worker_main
 from loaderkit.engine.process.exit_reason import exit_reason
 from loaderkit.errors import WorkerDiedError
 
-pytestmark = [pytest.mark.matrix(1), pytest.mark.fresh_interpreters]
+pytestmark = pytest.mark.fresh_interpreters
 
 # ------------------------------------------------------------------------------------------------ deaths
 
@@ -43,6 +43,7 @@ def die(sample: dict[str, Any], how: str) -> None:
 
 
 class TestDeaths:
+    @pytest.mark.matrix(1)
     @pytest.mark.parametrize(
         ("how", "says"), [("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "crashed"), ("leave", "code 3")]
     )
@@ -202,8 +203,8 @@ class TestNotStarting:
         assert "stage" not in str(caught.value)
         del caught
 
-    @pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.prove)])
     @pytest.mark.prove
+    @pytest.mark.parametrize("stride", [4, 1])
     def test_without_descriptors(self, stride: int, rng: random.Random) -> None:
         """However many there are left, it starts, or says what is short and leaves nothing."""
         for num_left in range(rng.randrange(stride), 24, stride):

@@ -25,8 +25,6 @@ from loaderkit.errors import ConfigError
 from loaderkit.pipeline.batches.slabs import SlabLayout, SlabPool
 from loaderkit.stages.base import FieldSpec
 
-pytestmark = pytest.mark.matrix(2)
-
 
 def make_pool(**fields: tuple[tuple[int, ...], torch.dtype]) -> SlabPool:
     specs = {

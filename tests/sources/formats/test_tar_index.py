@@ -129,6 +129,23 @@ def test_global_pax_header_and_size_record() -> None:
     assert list(scanned(file.getvalue())) == by_tarfile(file.getvalue())
 
 
+def test_the_size_of_a_pax_header_counts_whatever_the_plain_one_says(rng: random.Random) -> None:
+    """Some writers leave what fits of a large size in the plain header."""
+    members = []
+    for number in range(3):
+        data = rng.randbytes(rng.randrange(1, 2000))
+        info = tarfile.TarInfo(f"{number}.txt")
+        info.pax_headers = {"size": f"{len(data)}"}
+        header = bytearray(info.tobuf(tarfile.PAX_FORMAT))
+        header[-512 + 124 : -512 + 136] = b"%011o\0" % rng.randrange(1, 5000)
+        header[-512 + 148 : -512 + 156] = b" " * 8
+        header[-512 + 148 : -512 + 156] = b"%06o\0 " % sum(header[-512:])
+        members.append(bytes(header) + data + bytes(-len(data) % 512))
+    archived = b"".join(members) + bytes(1024)
+    assert list(scanned(archived)) == by_tarfile(archived)
+    assert len(by_tarfile(archived)) == 3
+
+
 def test_v7_and_signed_checksum_and_base_256() -> None:
     header = bytearray(archive([("é" * 5, b"12345")], "gnu")[:512])
     header[257:512] = bytes(255)  # v7 has nothing there

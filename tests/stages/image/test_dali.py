@@ -27,8 +27,6 @@ from loaderkit.stages.image.dali import Renderer
 from loaderkit.stages.image.dali_trial import decodes_regions
 from loaderkit.stages.image.ops import Crop, Flip, Scale, size_after
 
-pytestmark = pytest.mark.matrix(3)
-
 Chain = Callable[[Pipeline], Pipeline]
 
 CHAINS: dict[str, Chain] = {

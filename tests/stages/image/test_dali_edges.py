@@ -28,8 +28,6 @@ from loaderkit.stages.image.dali_graph import Graph
 from loaderkit.stages.image.formats import jpeg_size
 from loaderkit.stages.image.geometry import ResizeArgs, resize_steps
 
-pytestmark = pytest.mark.matrix(3)
-
 Chain = Callable[[Pipeline], Pipeline]
 
 

@@ -42,7 +42,8 @@ def _open_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.d
 
 def _open_untyped(memory: torch.Tensor) -> torch.TypedStorage:
     """What torch's own functions take for the storage of a tensor whose dtype has no typed one."""
-    return torch.TypedStorage(wrap_storage=memory.untyped_storage(), dtype=torch.uint8, _internal=True)
+    storage = memory.untyped_storage()
+    return torch.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)  # type: ignore[no-untyped-call]
 
 
 class _Pickler(pickle.Pickler):

@@ -267,8 +267,8 @@ def _refuse_bad_chunks(metadata: Any, leaves: Sequence[int]) -> None:
             groups = list(range(metadata.num_row_groups))
             file.reader.read_row_groups(groups, column_indices=list(leaves), use_threads=False)
     except _NothingRead as nothing:
-        # Arrow's reader keeps the exception. With its traceback it would hold this frame, which holds the reader and the footer:
-        # a circle through C++, which Python's collector cannot see.
+        # Arrow's reader keeps the exception. Its traceback would hold this frame, which holds the reader and the footer: a
+        # circle through C++, which Python's collector cannot see.
         nothing.__traceback__ = None
 
 

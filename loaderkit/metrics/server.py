@@ -51,6 +51,7 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     allow_reuse_address = True  # a port whose last connections have just ended is free
     daemon_threads = True
+    request_queue_size = 128  # which wait for a thread, and hold no descriptor
 
     def __init__(self, address: ListenAddress, write: Write) -> None:
         """Raises OSError if it cannot listen there."""

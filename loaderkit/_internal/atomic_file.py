@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import secrets
 from pathlib import Path
+
+from loaderkit._internal.temporary_files import create_temporary, remove_leftovers
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Create or replace a file: readers see the old text or the new one, even after a crash. Links and permissions are kept.
     Raises OSError naming `path`."""
     path = path.resolve()
+    remove_leftovers(path.parent, re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp"))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
+        with io.TextIOWrapper(io.BufferedWriter(create_temporary(temporary)), encoding="utf-8") as file:
             if path.exists():
                 os.fchmod(file.fileno(), path.stat().st_mode & 0o7777)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            os.replace(temporary, path)
     except OSError as error:  # of a full disk it names no file, else `temporary`
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:

@@ -61,7 +61,8 @@ app.command(context_settings={"allow_interspersed_args": False})(watch)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; `arguments` default to the process's. Returns the exit code, never raises."""
+    """Run one command; `arguments` default to the process's. Returns the exit code, and raises nothing but KeyboardInterrupt
+    for a watched script that Ctrl-C ended."""
     if sys.stdout is None:
         console.say("error: stdout is closed, and that is where the result goes: redirect it, to /dev/null if need be")
         return 1
@@ -78,6 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.reconfigure(errors=stdout_errors)
         return settings.then()
     except (Exception, KeyboardInterrupt) as error:
+        if settings.then is not None and isinstance(error, KeyboardInterrupt):
+            # Python then ends by the signal, which ends a shell's loop around it as well. The traceback has been shown.
+            sys.excepthook = lambda *_: None
+            raise
         if settings.debug:
             traceback.print_exc()
         code, message = _outcome(error)

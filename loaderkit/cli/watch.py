@@ -88,7 +88,8 @@ class Script:
     html: Path | None
 
     def run(self) -> int:
-        """Run it in this process, as Python would; the exit code that it asks for."""
+        """Run it in this process, as Python would; the exit code that it asks for. Raises KeyboardInterrupt for a script that
+        Ctrl-C ended, when all is said about it."""
         loaders, ended_by, pid = ScriptLoaders(Path(self.name).name), None, os.getpid()
         loaders.begin()
         with _on_sigterm(lambda: self._deliver(loaders, KeyboardInterrupt, None, "terminated by SIGTERM")):
@@ -100,6 +101,8 @@ class Script:
             code, is_error = _exit_code(ended_by), not isinstance(ended_by, (SystemExit, type(None)))
             if os.getpid() == pid:  # and no child that the script has forked, which has come to its end as well
                 self._deliver(loaders, type(ended_by) if is_error and ended_by else None, ended_by)
+        if type(ended_by) is KeyboardInterrupt:
+            raise KeyboardInterrupt
         return code
 
     def _run(self) -> None:
@@ -220,7 +223,7 @@ def _exit_code(ended_by: BaseException | None) -> int:
         return 1
     trace = _of_script(ended_by)
     sys.excepthook(type(ended_by), ended_by.with_traceback(trace), trace)
-    return 130 if isinstance(ended_by, KeyboardInterrupt) else 1
+    return 1
 
 
 def _of_script(error: BaseException) -> TracebackType | None:

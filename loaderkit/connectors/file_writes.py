@@ -21,6 +21,7 @@ from itertools import islice
 import numpy as np
 
 from loaderkit._internal.system.interrupts import opened
+from loaderkit._internal.temporary_files import create_temporary
 from loaderkit.connectors.base import ObjectInfo, Writes
 from loaderkit.connectors.directory import etag_of
 from loaderkit.connectors.writing import Parts, WriteCounts, put_in_parts
@@ -29,7 +30,7 @@ from loaderkit.errors import ConnectorError, ObjectNotFoundError
 Translate = Callable[[str, OSError | ValueError], ConnectorError]
 PART_BYTES = 8 << 20
 _ALIGNMENT = 4096  # of memory, place and length of a write past the page cache
-_TEMPORARY_NAME = re.compile(r"(?:\..+)?\.[0-9a-f]{16}\.tmp")
+TEMPORARY_NAME = re.compile(r"(?:\..+)?\.[0-9a-f]{16}\.tmp")
 _MAX_NAME = 255  # bytes
 # What file systems answer that cannot rename, such as buckets mounted by FUSE.
 _NO_RENAME = {errno.ENOSYS, errno.EPERM, errno.ENOTSUP, errno.EINVAL}
@@ -124,7 +125,7 @@ class FileWrites(Writes):
         path = self._directory(prefix)
         try:
             for directory, _, names in _walked(path, deep=deep):
-                for name in filter(_TEMPORARY_NAME.fullmatch, names):
+                for name in filter(TEMPORARY_NAME.fullmatch, names):
                     with suppress(FileNotFoundError):
                         os.unlink(f"{directory}/{name}")
                 if directory != self._root:
@@ -157,7 +158,7 @@ class FileWriter:
         self._info: ObjectInfo | None = None
         self._direct: io.FileIO | None = None
         self._is_direct = True
-        self._file = io.FileIO(self._temporary, "x")
+        self._file = create_temporary(self._temporary)
         try:
             _allocate(self._file.fileno(), parts.size)
             with suppress(OSError):  # EINVAL: not on this file system

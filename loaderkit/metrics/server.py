@@ -1,20 +1,28 @@
-"""A small HTTP server for metrics: one thread waits for connections, and does nothing between two; each request has one."""
+"""The HTTP server for metrics: Python's own, with a bound on its connections and one deadline for a request.
+
+One thread waits for connections, and does nothing between two; each request has one. Whatever clients do, they hold no more
+than `_MOST_REQUESTS` descriptors and threads of the training.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any, cast
 
 from loaderkit.metrics.address import ListenAddress
 
-_SILENT_S = 5.0  # a client that sends nothing for so long is let go
-_REQUEST_S = 1.0  # for requests that are under way when the server ends
+_MOST_REQUESTS = 16  # at once; for another one the oldest is ended
+_REQUEST_S = 5.0  # for a request, from its connection to the last byte of the answer
+_CLOSE_S = 1.0  # for all answers that are under way when the server ends
 _PAUSE_S = 0.25  # after a connection that could not be taken, as without descriptors
 _PATHS = ("/metrics", "/")
 logger = logging.getLogger("loaderkit")
@@ -23,16 +31,33 @@ Write = Callable[[str], tuple[bytes, str]]
 """From the header Accept to a body and its content type."""
 
 
+@dataclass
+class _Request:
+    """A connection, and when it is ended by the server; never again once it was."""
+
+    socket: socket.socket
+    deadline_s: float
+
+    def end(self, how: int = socket.SHUT_RDWR) -> None:
+        """Its thread, which waits for the client, goes on."""
+        with suppress(OSError):  # it has ended by itself
+            self.socket.shutdown(how)
+        if how == socket.SHUT_RDWR:
+            self.deadline_s = math.inf
+
+
 class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     """Listens once it is made. `close` ends it with all its threads."""
 
     allow_reuse_address = True  # a port whose last connections have just ended is free
     daemon_threads = True
+    request_queue_size = 128  # which wait for a thread, and hold no descriptor
 
     def __init__(self, address: ListenAddress, write: Write) -> None:
         """Raises OSError if it cannot listen there."""
         self.write = write
-        self._requests: dict[threading.Thread, socket.socket] = {}
+        self._requests: dict[threading.Thread, _Request] = {}
+        self._places = threading.Semaphore(_MOST_REQUESTS)
         self._is_closing = threading.Event()
         (self.address_family, _, _, _, where), *_ = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         super().__init__(cast(tuple[str, int], where), _Handler)
@@ -45,7 +70,21 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def _serve(self) -> None:
         while not self._is_closing.is_set():
+            self.timeout = self._end_late_ones()
             self.handle_request()
+
+    def _end_late_ones(self) -> float | None:
+        """End the requests whose deadline has come; the seconds until the next one's, None if there is none."""
+        now_s = time.monotonic()
+        for request in self._open():
+            if request.deadline_s <= now_s:
+                request.end()
+        next_s = min((request.deadline_s for request in self._open()), default=math.inf)
+        return None if next_s == math.inf else next_s - now_s
+
+    def _open(self) -> list[_Request]:
+        """The requests, the oldest first."""
+        return [*self._requests.values()]
 
     def get_request(self) -> tuple[Any, Any]:
         try:
@@ -55,24 +94,40 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._has_place():
+            self.shutdown_request(request)
+            return
         thread = threading.Thread(
             target=self.process_request_thread,
             args=(request, client_address),
             name="loaderkit-metrics-request",
             daemon=True,
         )
-        self._requests[thread] = request
+        self._requests[thread] = _Request(request, time.monotonic() + _REQUEST_S)
         try:
             thread.start()
         except BaseException:
-            del self._requests[thread]
+            self._leave(thread)
             raise
+
+    def _has_place(self) -> bool:
+        """True once there is a place for one more request; False if even the oldest, which is ended for it, goes on."""
+        if self._places.acquire(blocking=False):
+            return True
+        ongoing = [request for request in self._open() if request.deadline_s < math.inf]
+        for request in ongoing[:1]:
+            request.end()
+        return self._places.acquire(timeout=_PAUSE_S)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._requests.pop(threading.current_thread(), None)
+            self._leave(threading.current_thread())
+
+    def _leave(self, thread: threading.Thread) -> None:
+        del self._requests[thread]
+        self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no concern of training's."""
@@ -85,26 +140,23 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self.socket.shutdown(socket.SHUT_RDWR)  # ends the wait for connections
         self._thread.join()
         self.server_close()
+        for request in self._open():
+            request.end(socket.SHUT_RD)  # nobody waits for what a client has yet to say
+        deadline_s = time.monotonic() + _CLOSE_S
         for thread, request in [*self._requests.items()]:
-            thread.join(_REQUEST_S)
+            thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
-                _end(request)
+                request.end()
                 thread.join()
 
     def forget(self) -> None:
         """Let go of the socket in a fork's child, where no thread serves it; the parent's goes on."""
         self.socket.close()
         for request in self._requests.values():
-            request.close()
-
-
-def _end(request: socket.socket) -> None:
-    with suppress(OSError):  # it has ended by itself
-        request.shutdown(socket.SHUT_RDWR)
+            request.socket.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _SILENT_S
     server_version = "loaderkit"
     sys_version = ""
 

@@ -40,10 +40,11 @@ def make_in_processes(job: ShardJob, numbers: Sequence[int], num_processes: int)
     """
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
-    with tempfile.NamedTemporaryFile(prefix="loaderkit-shards-", suffix=".job") as file:
+    with tempfile.TemporaryFile() as file:  # which has no name, so that nothing is left if this process is killed
         file.write(pack_job(job))  # by a file: it may list millions of samples
         file.flush()
-        pool = ProcessPoolExecutor(num_processes, context, _begin_process, (os.getpid(), stop, file.name))
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        pool = ProcessPoolExecutor(num_processes, context, _begin_process, (os.getpid(), stop, path))
         try:
             yield from _made(pool, numbers)
         except BrokenProcessPool as error:
@@ -57,7 +58,12 @@ def make_in_processes(job: ShardJob, numbers: Sequence[int], num_processes: int)
 
 
 def _made(pool: ProcessPoolExecutor, numbers: Sequence[int]) -> Iterator[MadeShard]:
-    running: set[Future[MadeShard | LoaderkitError]] = {pool.submit(_make, number) for number in numbers}
+    # The processes are started in here. They inherit what is blocked: an early Ctrl-C prints nothing there.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        running: set[Future[MadeShard | LoaderkitError]] = {pool.submit(_make, number) for number in numbers}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     while running:
         finished, running = wait(running, return_when=FIRST_COMPLETED)
         for future in finished:
@@ -78,6 +84,7 @@ def _begin_process(parent: int, stop: Any, path: str) -> None:
     global _stop, _path
     _stop, _path = stop, path
     signal.signal(signal.SIGINT, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     end_with(parent)
 
 

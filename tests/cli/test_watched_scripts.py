@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -132,7 +133,6 @@ def test_loops_over_loaders_made_in_one_function_are_told_apart(loops: str, caps
         ("sys.exit()", 0, None, "the loop waited"),
         ("sys.exit('told')", 1, None, "told"),
         ("raise KeyError('boom')", 1, "ended by KeyError: 'boom'", 'train.py", line 11, in <module>'),
-        ("raise KeyboardInterrupt", 130, "interrupted", "KeyboardInterrupt"),
     ],
 )
 def test_it_ends_as_the_script_does(
@@ -144,6 +144,24 @@ def test_it_ends_as_the_script_does(
     assert "loaderkit/cli" not in said
     assert "the loop waited" in said
     assert Report.from_json(Path("r.json").read_text()).partial == partial
+
+
+def test_ctrl_c_ends_the_process_as_it_ends_python(rng: random.Random) -> None:
+    """By the signal, after the handlers at exit: a shell's loop around it ends as well."""
+    Path("train.py").write_text(
+        LOOP + "import atexit, os, signal\n"
+        "atexit.register(print, 'at exit', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    arguments = rng.choice([["train.py"], ["-m", "train"]])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    alone, watched = (
+        subprocess.run([sys.executable, *more, *arguments], capture_output=True, text=True, env=environment)
+        for more in ([], ["-m", "loaderkit", "watch", "--json", "r.json"])
+    )
+    assert (watched.returncode, watched.stdout) == (alone.returncode, alone.stdout) == (-signal.SIGINT, "at exit\n")
+    assert watched.stderr.count("Traceback") == alone.stderr.count("Traceback") == 1
+    assert Report.from_json(Path("r.json").read_text()).partial == "interrupted"
 
 
 def test_arguments_belong_to_the_script_and_ranks_have_files(

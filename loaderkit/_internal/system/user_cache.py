@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import secrets
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -12,9 +13,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import IO
 
+from loaderkit._internal.temporary_files import create_temporary, remove_leftovers
 from loaderkit.errors import LoaderkitError
 
-_OLD_S = 24 * 3600.0
+_TEMPORARY_NAME = re.compile(r".+\.[0-9a-f]{16}\.tmp", re.DOTALL)
 
 
 def default_cache_dir() -> Path:
@@ -52,9 +54,10 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     _remove_leftovers(path.parent)
     temporary = path.with_name(f"{path.stem}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with io.BufferedWriter(create_temporary(temporary)) as file:
             write(file)
-        os.replace(temporary, path)
+            file.flush()
+            os.replace(temporary, path)
     finally:
         with suppress(OSError):  # on a disk that has become read-only
             temporary.unlink(missing_ok=True)
@@ -62,11 +65,4 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 @cache  # a folder may hold an index for each of many thousand files: it is looked through once
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what processes that were killed have left. One that still writes has changed its file within a day."""
-    oldest_s = time.time() - _OLD_S
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.endswith(".tmp"):
-                with suppress(OSError):
-                    if entry.stat().st_mtime < oldest_s:
-                        os.unlink(entry.path)
+    remove_leftovers(folder, _TEMPORARY_NAME)

@@ -9,6 +9,7 @@ data set every time.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
+from loaderkit._internal.temporary_files import remove_leftovers, temporary_folder
 from loaderkit.errors import MissingExtraError
 
 _VERSION = 1  # to be raised when the pixels or the layout change, since a data set that is there is used again
@@ -50,14 +52,16 @@ def demo_data(place: Path, num_images: int) -> Path:
     if not folder.is_dir():
         photographs = [_open_photograph(*PHOTOGRAPHS[name][:3]) for name in PHOTOGRAPHS]
         # Under another name until it is whole, so that what a stopped demo left is never taken for a data set.
+        remove_leftovers(place, re.compile(rf"\.{folder.name}\.[0-9a-f]{{8}}\.tmp"))
         temporary = place / f".{folder.name}.{secrets.token_hex(4)}.tmp"
         try:
-            _write_images(temporary / "train", photographs, num_images)
-            try:
-                os.rename(temporary, folder)
-            except OSError:
-                if not folder.is_dir():  # else another demo was faster, and made the same
-                    raise
+            with temporary_folder(temporary):
+                _write_images(temporary / "train", photographs, num_images)
+                try:
+                    os.rename(temporary, folder)
+                except OSError:
+                    if not folder.is_dir():  # else another demo was faster, and made the same
+                        raise
         except OSError as error:  # of a full disk it names no file
             raise OSError(error.errno, error.strerror, str(place)) from error
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from loaderkit._internal.temporary_files import remove_leftovers
 from loaderkit.cli.indexing.lengths import index_lengths
 from loaderkit.cli.indexing.serial import has_lines, has_records, index_key, indexed
 from loaderkit.cli.terminal import console
@@ -72,6 +74,8 @@ def index(
     with ExitStack() as stack:
         opened = _found(shards, stack)
         _refuse_shared_names(opened)
+        if not verify:
+            _remove_leftovers(opened)
         for row in _indexed(opened, verify):
             rows.append(row)
             if not as_json:
@@ -150,6 +154,14 @@ def _refuse_shared_names(shards: list[_Shard]) -> None:
                 f"{other.name} and {shard.name} would both have the index {shard.shown_index}, since its name ends at their "
                 "first dot: rename one of them"
             )
+
+
+def _remove_leftovers(shards: list[_Shard]) -> None:
+    """What a killed run has left beside files of this machine."""
+    from loaderkit.connectors.file_writes import TEMPORARY_NAME
+
+    for folder in {os.path.dirname(shard.shown_index) for shard in shards}:
+        remove_leftovers(folder, TEMPORARY_NAME)  # a store's is none of this machine's folders
 
 
 def _indexed(shards: list[_Shard], verify: bool) -> Iterator[dict[str, Any]]:

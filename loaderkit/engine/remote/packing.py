@@ -36,6 +36,16 @@ def _open_storage(memory: Any) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
+def _open_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+
+def _open_untyped(memory: torch.Tensor) -> torch.TypedStorage:
+    """What torch's own functions take for the storage of a tensor whose dtype has no typed one."""
+    storage = memory.untyped_storage()
+    return torch.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)  # type: ignore[no-untyped-call]
+
+
 class _Pickler(pickle.Pickler):
     """Pickles tensors by their memory instead of in torch's file format. `refuses_main`: objects that are defined in `__main__`
     are refused."""
@@ -50,23 +60,34 @@ class _Pickler(pickle.Pickler):
             if self._refuses_main and value.__module__ == "__main__":
                 raise pickle.PicklingError(f"{value.__qualname__} is defined in __main__, which is not run again there")
             return NotImplemented
+        if type(value) is torch.UntypedStorage and value.device.type == "cpu":
+            # Of a subclass of Tensor, say. torch's own way fails to read back what it wrote.
+            whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
+            return _open_untyped, (self._storage_of(whole),)
         if type(value) is not torch.Tensor or not _is_plain(value):
             return NotImplemented
+        if value.requires_grad:
+            return torch.Tensor.requires_grad_, (value.detach(),)
+        if not value.numel():
+            return _open_empty, (tuple(value.shape), value.stride(), value.dtype)
         # Only the span of the tensor, not its whole storage: a view of a large tensor is sent alone.
         span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-        memory = (value.data_ptr(), span * value.itemsize)
-        if memory not in self._storages:
-            flat = torch.empty(0, dtype=value.dtype, device="cpu").set_(
-                value.untyped_storage(), value.storage_offset(), (span,), (1,)
-            )
-            self._storages[memory] = _Storage(flat.view(torch.uint8).numpy())
+        flat = torch.empty(0, dtype=value.dtype, device="cpu").set_(
+            value.untyped_storage(), value.storage_offset(), (span,), (1,)
+        )
         dtype = str(value.dtype).removeprefix("torch.")
-        return tensor_over, (self._storages[memory], dtype, tuple(value.shape), value.stride())
+        return tensor_over, (self._storage_of(flat.view(torch.uint8)), dtype, tuple(value.shape), value.stride())
+
+    def _storage_of(self, memory: torch.Tensor) -> _Storage:
+        place = (memory.data_ptr(), memory.numel())
+        if place not in self._storages:
+            self._storages[place] = _Storage(memory.numpy())
+        return self._storages[place]
 
 
 def _is_plain(value: torch.Tensor) -> bool:
     has_memory = value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized
-    return has_memory and value.numel() > 0 and not (value.requires_grad or value.is_conj() or value.is_neg())
+    return has_memory and not (value.is_conj() or value.is_neg())
 
 
 def pack(

@@ -23,6 +23,7 @@ from loaderkit.engine.process.shared_memory import SharedArena, address_bytes
 
 _MOST_SPARE = 1.5  # times the most memory in use lately: what is free beyond that is given back
 _FORGET = 0.999  # of the most memory in use lately remains after each sample
+_MAP_NORESERVE = 0x4000  # of x86 and ARM; Python names it from 3.13 on
 
 
 class AddressRanges:
@@ -72,8 +73,10 @@ class PrivateArena:
 
     def __init__(self) -> None:
         self.memory: Bytes = np.empty(0, np.uint8)
+        # Linux joins neighbouring mappings into one. Of two that were accounted for, os.fork() would find no memory for a copy.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         with suppress(OSError):
-            self._mapping = mmap.mmap(-1, address_bytes(1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._mapping = mmap.mmap(-1, address_bytes(1), flags=flags)
             self.memory = np.frombuffer(self._mapping, np.uint8)
             self._mapping.madvise(mmap.MADV_HUGEPAGE)  # as NumPy does for large arrays
 

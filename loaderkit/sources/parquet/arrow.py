@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
@@ -263,9 +262,14 @@ def _refuse_bad_chunks(metadata: Any, leaves: Sequence[int]) -> None:
     if not metadata.num_row_groups or not leaves:
         return
     source = pa.PythonFile(_NoFile(1 << 62, [], _nothing), mode="r")
-    with suppress(_NothingRead), pq.ParquetFile(source, metadata=metadata, pre_buffer=True) as file:
-        groups = list(range(metadata.num_row_groups))
-        file.reader.read_row_groups(groups, column_indices=list(leaves), use_threads=False)
+    try:
+        with pq.ParquetFile(source, metadata=metadata, pre_buffer=True) as file:
+            groups = list(range(metadata.num_row_groups))
+            file.reader.read_row_groups(groups, column_indices=list(leaves), use_threads=False)
+    except _NothingRead as nothing:
+        # Arrow's reader keeps the exception. Its traceback would hold this frame, which holds the reader and the footer: a
+        # circle through C++, which Python's collector cannot see.
+        nothing.__traceback__ = None
 
 
 def _nothing(start: int, length: int) -> memoryview:

@@ -207,65 +207,68 @@ class SerialFiles(SerialSource):
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
-    def _places(self, indices: Int64s) -> tuple[list[int], list[int]]:
-        """The number of each sample's file, and of the item in it."""
+    def _places(self, indices: Int64s) -> tuple[list[int], Int64s, Int64s]:
+        """The number of each sample's file, of the item in it, and of the item at which the sample ends: blank ones behind it
+        are read with it, which shows that they are still blank."""
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"samples {indices.min()} to {indices.max()} of {len(self)}")
         numbers = np.searchsorted(self._firsts, indices, "right") - 1
         items = indices - self._firsts[numbers]
+        ends = items + 1
         if self._skips_blanks:
             for number in np.unique(numbers).tolist():
                 is_own = numbers == number
-                items[is_own] = self._files[number].item_of(items[is_own])
-        return numbers.tolist(), items.tolist()
+                items[is_own], ends[is_own] = (self._files[number].item_of(those[is_own]) for those in (items, ends))
+        return numbers.tolist(), items, ends
 
-    def _place(self, index: int) -> tuple[_File, int]:
-        (number,), (item,) = self._places(np.array([index], np.int64))
-        return self._files[number], item
+    def _place(self, index: int) -> tuple[_File, int, int]:
+        (number,), items, ends = self._places(np.array([index], np.int64))
+        return self._files[number], items.item(), ends.item()
 
     def key(self, index: int) -> str:
         """The file's key, and the number of the item in it."""
-        file, item = self._place(index)
+        file, item, _ = self._place(index)
         return f"{file.info.key}:{item + self.first_number}"
 
     def keys(self, indices: Int64s) -> list[str]:
         """The keys of several samples."""
         files, first = self._files, self.first_number
-        return [f"{files[number].info.key}:{item + first}" for number, item in zip(*self._places(indices), strict=True)]
+        numbers, items, _ = self._places(indices)
+        return [f"{files[number].info.key}:{item + first}" for number, item in zip(numbers, items.tolist(), strict=True)]
 
     def origin(self, index: int) -> str:
         """The key of the file."""
         return self._place(index)[0].info.key
 
     def is_last(self, index: int) -> bool:
-        """True for the last item of a file."""
-        file, item = self._place(index)
-        return item + 2 == len(file.offsets.starts)
+        """True for the last sample of a file."""
+        file, _, end = self._place(index)
+        return end + 1 == len(file.offsets.starts)
 
     def ranges(self, index: int) -> list[FieldRange]:
-        """The bytes of the line or record."""
-        file, item = self._place(index)
-        start, end = file.offsets.starts[item : item + 2].tolist()
+        """The bytes of the line or record, and of blank lines behind it that are no samples."""
+        file, item, stop = self._place(index)
+        start, end = file.offsets.starts.item(item), file.offsets.starts.item(stop)
         return [FieldRange("", "", ByteRange(file.info.key, start, end - start, file.info.etag))]
 
     def table(self, indices: Int64s) -> Table:
         """The ranges of several samples."""
         files = self._files
-        numbers, items = self._places(indices)
+        numbers, items, ends = self._places(indices)
         if len(files) == 1:
-            places, starts, num = np.array(items, np.int64), files[0].offsets.starts, len(items)
-            firsts = starts[places]
-            lengths = (starts[places + 1] - firsts).tolist()
+            starts, num = files[0].offsets.starts, len(items)
+            firsts = starts[items]
+            lengths = (starts[ends] - firsts).tolist()
             info = files[0].info
             return Table((("", ""),), Ranges([info.key] * num, firsts.tolist(), lengths, [info.etag] * num))
         ranges = Ranges([], [], [], [])
-        for number, item in zip(numbers, items, strict=True):
+        for number, item, end in zip(numbers, items.tolist(), ends.tolist(), strict=True):
             file = files[number]
             starts = file.offsets.starts
             start = starts.item(item)
             ranges.keys.append(file.info.key)
             ranges.starts.append(start)
-            ranges.lengths.append(starts.item(item + 1) - start)
+            ranges.lengths.append(starts.item(end) - start)
             ranges.etags.append(file.info.etag)
         return Table((("", ""),), ranges)
 

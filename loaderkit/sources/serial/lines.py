@@ -83,7 +83,8 @@ class LinesSource(SerialFiles):
                 f"it is not UTF-8: byte {error.start + 1} of the line is 0x{data[error.start]:02x}"
             ) from None
         end = text.find("\n")
-        if 0 <= end < len(text) - 1 or (end < 0 and not self.is_last(index)):
+        behind = text[end + 1 :] if end >= 0 else ""
+        if (behind and (self._is_text or behind.strip(" \t\r\n"))) or (end < 0 and not self.is_last(index)):
             raise FormatError(
                 "it does not end where the index of the file says: run `loaderkit index` again, or remove it"
             )

@@ -130,6 +130,16 @@ class TestLending:
         del kept
         assert discarded[1:] == [(0, 3 * PAGE)]
 
+    def test_the_program_can_fork_beside_several_and_its_child_sees_them(self, rng: random.Random) -> None:
+        memories = [SampleMemory() for _ in range(rng.randint(2, 5))]
+        kept = [memory.take(rng.randint(1, 9 * PAGE)) for memory in memories]
+        for number, one in enumerate(kept):
+            one[:] = number
+        pid = os.fork()
+        if not pid:
+            os._exit(not all((one == number).all() for number, one in enumerate(kept)))
+        assert os.waitpid(pid, 0)[1] == 0
+
     def test_where_the_system_refuses_addresses(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*args: Any, **more: Any) -> None:
             raise OSError(12, "Cannot allocate memory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from parquet_tables import written
 
@@ -227,3 +229,22 @@ def test_without_pyarrow(monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'loaderkit\[parquet\]'"):
         build(MemoryConnector(files))
+
+
+def test_no_footer_outlives_its_loader(rng: random.Random) -> None:
+    """Of any number of row groups, columns and files."""
+
+    def num_footers() -> int:
+        gc.collect()
+        return sum(isinstance(one, pq.FileMetaData) for one in gc.get_objects())
+
+    before = num_footers()
+    for _ in range(3):
+        files = {
+            f"{n}.parquet": written(table(0, rng.randint(1, 30)), rng, row_group_size=rng.choice([1, 7, 100]))
+            for n in range(rng.randint(1, 6))
+        }
+        with build(MemoryConnector(files), {"prefetch.executor": "inline"}) as loader:
+            next(iter(loader))
+        del loader
+        assert num_footers() == before

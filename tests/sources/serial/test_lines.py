@@ -23,6 +23,7 @@ from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectChangedError, SourceError, StageError
 from loaderkit.native import fallback_serial
 from loaderkit.sources.serial import scan as module
+from loaderkit.sources.serial.beside import write_index
 from loaderkit.sources.serial.lines import LinesArgs, LinesSource, as_array, parse_json
 
 BOM = b"\xef\xbb\xbf"
@@ -308,6 +309,33 @@ class TestIndex:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert samples_of(LinesSource(FileConnector(tmp_path), LinesArgs(url=str(tmp_path)))) == found
+
+    @pytest.mark.parametrize("form", ["json", "text"])
+    def test_no_change_in_place_is_silent(self, rng: random.Random, form: str) -> None:
+        """Between the ends, by which the index is told to be of this file: what is there now comes, or an error."""
+        padded = '{"a": 1}' + 5000 * " "
+        seen = {"as it is": 0, "refused": 0}
+        for _ in range(40):
+            lines = [rng.choice([" " * rng.randrange(12), json.dumps({"a": rng.randrange(10**6)})]) for _ in range(300)]
+            whole = "".join(f"{line}\n" for line in [padded, *lines, padded]).encode()
+            connector = MemoryConnector({"x.jsonl": whole})
+            info = connector.stat("x.jsonl")
+            index = write_index(connector, info, module.find_lines(connector, info))
+            begin, put = rng.randrange(5008, len(whole) - 5020), rng.choice([b'{"a": 1}', b"\n", b" ", b"\n3\n", b"\n\n\n"])
+            changed = whole[:begin] + put + whole[begin + len(put) :]
+            source = source_of({"x.jsonl": changed, "x.jsonl.offsets": index}, format=form, include="*.jsonl")
+            try:
+                found = samples_of(source)
+            except FormatError:
+                seen["refused"] += 1
+                continue
+            seen["as it is"] += 1
+            if form == "text":
+                expected = [{"text": line.decode()} for line in split(changed)]
+            else:
+                expected = [json.loads(line) for line in split(changed) if line.strip(b" \t\r")]
+            assert [value for _, value in found] == expected
+        assert all(seen.values())
 
     def test_one_that_lies_is_found_out(self, tmp_path: Path, cache_dir: Path) -> None:
         (tmp_path / "x.txt").write_text("abc\ndef\n")

@@ -74,7 +74,7 @@ def test_a_full_disk_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(errno.ENOSPC, "no space")
 
     if call == "write":
-        monkeypatch.setattr(user_cache, "open", lambda *args: Full(tmp_path / "full", "xb"), raising=False)
+        monkeypatch.setattr(user_cache, "create_temporary", lambda path: Full(path, "xb"))
     elif call == "replace":
         monkeypatch.setattr(os, "replace", fail)
     elif call == "read-only":

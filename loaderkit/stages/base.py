@@ -192,6 +192,7 @@ class FieldSpec:
     image: bool = False
     example_key: str = ""
     num_bytes: int = 0  # of the first sample, for a field outside the slab
+    is_open: bool = False  # a list, as all examples were None or without items
 
 
 class SampleFailure(NamedTuple):

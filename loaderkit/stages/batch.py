@@ -1,7 +1,6 @@
 """`batch`: write the samples of a chunk into the slots of their batch.
 
-The layout of a batch is derived once, from one sample: tensors, arrays, images and numbers are fields of a slab; texts, bytes
-and other objects become lists. A sample that does not fit is an error that names it and the example.
+The layout of a batch is derived once (`layout.py`). A sample that does not fit is an error that names it and the example.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from loaderkit.stages.base import (
     StageArgs,
     StageConfig,
     StageKind,
-    Starts,
 )
 from loaderkit.stages.context import CompileContext
+from loaderkit.stages.layout import EXACT, is_untyped, ragged_tensor, widens
 from loaderkit.stages.runner import FailureNamer, raise_store_failure, replace_failed
 from loaderkit.stages.sequence.lengths import check_lengths, no_longer
 from loaderkit.stages.sequence.pack import PackArgs
@@ -89,60 +88,6 @@ class BatchArgs(StageArgs):
         """The settings of the plan that are not the default."""
         names = ("window", "cost", "field")
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
-
-
-def specs_of(
-    sample: Sample, key: str, ragged: Mapping[str, str], image_dtype: str | None = None
-) -> dict[str, FieldSpec]:
-    """The layout of the fields of a batch of such samples. `image_dtype` is that of normalized images."""
-    reserved = {
-        "__key__",
-        "__source__",
-        "__wrapped__",
-        *(f"{name}_sizes" for name, kind in ragged.items() if kind == "pad"),
-    }
-    if taken := sorted(reserved & sample.keys()):
-        raise ValueError(f"its field {taken[0]!r} has a reserved name: rename it")
-    for name in ragged:
-        if name not in sample:
-            raise ValueError(f"`ragged` names {name!r}, but samples have {', '.join(sample)}")
-    return {name: _spec_of(value, key, ragged.get(name), image_dtype) for name, value in sample.items()}
-
-
-def _spec_of(  # noqa: PLR0911 - a kind of value each
-    value: Any, key: str, ragged: str | None, image_dtype: str | None
-) -> FieldSpec:
-    if ragged is not None:
-        try:
-            tensor = as_tensor(value)
-        except TypeError as error:
-            raise TypeError(
-                f"`ragged` is for tensors, and {error}: a field that it does not name comes as a list"
-            ) from None
-        kind: Literal["pad", "ragged"] = "pad" if ragged == "pad" else "ragged"
-        is_image = type(value) is GpuDecoded or (type(value) is Image and not value.mask)
-        return FieldSpec(kind, tuple(tensor.shape), dtype_of(tensor), is_image, key, tensor.nbytes)
-    if type(value) is Starts:
-        return FieldSpec("starts", (value.length,), "int32", example_key=key)
-    if type(value) is Image:
-        height, width, channels = value.pixels.shape
-        dtype = "uint8" if value.mask or image_dtype is None else image_dtype
-        return FieldSpec("slab", (channels, height, width), dtype, image=not value.mask, example_key=key)
-    if type(value) is GpuDecoded:
-        tensor = value.tensor[0]
-        return FieldSpec("rendered", tuple(tensor.shape), dtype_of(tensor), True, key, tensor.nbytes)
-    numbers = shape_and_dtype(value)
-    if numbers is not None:
-        return FieldSpec("slab", *numbers, example_key=key)
-    try:
-        tensor = as_tensor(value)
-    except TypeError:
-        held = value.data if isinstance(value, Encoded) else value
-        num_bytes = len(held) if isinstance(held, (bytes, str, memoryview)) else 0
-        return FieldSpec("list", example_key=key, num_bytes=num_bytes)
-    except (OverflowError, RuntimeError, ValueError) as error:
-        raise ValueError(f"its value {value!r} fits no tensor: {error}") from error
-    return FieldSpec("slab", tuple(tensor.shape), dtype_of(tensor), example_key=key)
 
 
 def write_samples(
@@ -255,7 +200,8 @@ def _write_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int
     if numbers is None:
         _write_tensor(value, name, spec, slots, slot)
         return
-    if spec.image or numbers != (spec.shape, spec.dtype):
+    is_alike = numbers == (spec.shape, spec.dtype) or (numbers[0] == spec.shape and widens(value, numbers[1], spec))
+    if spec.image or not is_alike:
         raise ValueError(_misfit(value, name, spec))
     assert array is not None
     np.copyto(array[slot, ...], value)  # one copy for any layout: swapped, reversed, unaligned
@@ -266,7 +212,8 @@ def _write_tensor(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: in
         tensor = as_tensor(value)
     except (TypeError, OverflowError, RuntimeError, ValueError) as error:
         raise ValueError(_misfit(value, name, spec)) from error
-    if spec.image or tensor.shape != spec.shape or dtype_of(tensor) != spec.dtype:
+    dtype = dtype_of(tensor)
+    if spec.image or tensor.shape != spec.shape or not (dtype == spec.dtype or widens(tensor, dtype, spec)):
         raise ValueError(_misfit(value, name, spec))
     slots.tensor[slot].copy_(tensor.detach())
 
@@ -285,11 +232,14 @@ def _write_together(values: list[Any] | NDArray[Any], spec: FieldSpec, slots: Sl
             return False
         array[where] = values
         return True
-    kind = type(values[0])
+    kinds = {*map(type, values)}
+    if kinds == _WIDENED:
+        kinds = {float}
+    kind = kinds.pop()
     write = _WRITERS.get(kind) or (_write_arrays if issubclass(kind, np.generic) else None)
     if write is None and isinstance(values[0], torch.Tensor) and kind is torch.Tensor:
         write = _write_tensors
-    if write is None or {*map(type, values)} != {kind}:
+    if write is None or kinds:
         return False
     try:
         return write(values, spec, slots, where)
@@ -321,12 +271,15 @@ def _write_arrays(values: list[Any], spec: FieldSpec, slots: Slots, where: slice
 
 def _write_numbers(values: list[Any], spec: FieldSpec, slots: Slots, where: slice | list[int]) -> bool:
     fits = not spec.shape and spec.dtype == NUMBER_DTYPES[type(values[0])]
+    if spec.dtype == "float64" and not spec.shape and bool not in map(type, values):  # whole numbers among them, or all
+        fits = all(type(value) is float or -EXACT <= value <= EXACT for value in values)
     if fits:
         assert slots.array is not None
         slots.array[where] = values  # NumPy, as torch's operations take tenths of a ms after a decoder
     return fits
 
 
+_WIDENED = {int, float}
 _WRITERS: dict[type, Callable[[list[Any], FieldSpec, Slots, slice | list[int]], bool]] = {
     np.ndarray: _write_arrays,
     int: _write_numbers,
@@ -337,9 +290,14 @@ _WRITERS: dict[type, Callable[[list[Any], FieldSpec, Slots, slice | list[int]], 
 
 def _misfit(value: Any, name: str, spec: FieldSpec) -> str:
     expected = f"{'uint8' if spec.image and spec.kind == 'slab' else spec.dtype} {list(spec.shape)}"
+    remedy = "give all samples one shape and type"
+    if value is None:
+        remedy += ", in a `call` before, or leave such samples out (`errors: {on_bad_sample: skip}`)"
+    elif is_untyped(value):
+        remedy += f" (`fields: {{{name}: {'int64' if spec.dtype == 'bool' else 'float64'}}}` in `source` declares one)"
     return (
-        f"its field {name!r} is {describe(value)}, the batch holds {expected} (from sample {spec.example_key!r}): give all "
-        f"samples one shape and type, or set `ragged: {{{name}: list}}` (or pad) in `batch`"
+        f"its field {name!r} is {describe(value)}, the batch holds {expected} (from sample {spec.example_key!r}): {remedy}, or "
+        f"set `ragged: {{{name}: list}}` (or pad) in `batch`"
     )
 
 
@@ -354,15 +312,24 @@ def _owned(value: Any, name: str, spec: FieldSpec, take_bytes: TakeBytes | None)
             raise ValueError(_misfit(value, name, spec))
         return value
     if spec.kind == "list":
+        if spec.is_open and shape_and_dtype(value) is not None:
+            raise ValueError(
+                f"its field {name!r} is {describe(value)}, and it was None in every sample looked at for what a batch holds, "
+                f"as in {spec.example_key!r}: declare its type by `fields: {{{name}: float64}}` in `source`"
+            )
         if isinstance(value, Encoded):
             value = value.data
         if isinstance(value, np.ndarray) and value.base is not None:
             return value.copy()
         return bytes(value) if isinstance(value, memoryview) else value
+    if type(value) is list and not value:  # of the field's type, as far as that goes
+        value = torch.empty((0, *spec.shape[1:]), dtype=getattr(torch, str(spec.dtype)), device="cpu")
     try:
-        tensor = as_tensor(value)
+        tensor = ragged_tensor(value)
     except TypeError as error:
-        raise ValueError(f"its field {name!r} is in `ragged`, which is for tensors, and {error}") from None
+        raise ValueError(f"its field {name!r}: {error}") from None
+    if widens(tensor, dtype_of(tensor), spec):
+        tensor = tensor.double()
     if spec.kind == "pad" and (dtype_of(tensor) != spec.dtype or tensor.ndim != len(spec.shape)):
         example = f"{spec.dtype} {list(spec.shape)}"
         raise ValueError(

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 import loaderkit
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.stages.base import Encoded, Image
-from loaderkit.stages.batch import specs_of
+from loaderkit.stages.layout import specs_of
 from loaderkit.stages.values import as_tensor
 
 
@@ -173,13 +173,13 @@ def loaderkit_memory(objects: Mapping[str, bytes]) -> Any:
 
 def test_images_are_planes_and_masks_one_channel() -> None:
     pixels = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
-    specs = specs_of({"image": Image(pixels), "mask": Image(pixels[:, :, :1], mask=True)}, "k", {})
+    specs = specs_of([("k", {"image": Image(pixels), "mask": Image(pixels[:, :, :1], mask=True)})], {})
     assert specs["image"].shape == (3, 4, 5)
     assert specs["image"].dtype == "uint8"
     assert specs["image"].image
     assert specs["mask"].shape == (1, 4, 5)
     assert not specs["mask"].image
-    normalised = specs_of({"image": Image(pixels), "mask": Image(pixels[:, :, :1], mask=True)}, "k", {}, "float32")
+    normalised = specs_of([("k", {"image": Image(pixels), "mask": Image(pixels[:, :, :1], mask=True)})], {}, "float32")
     assert normalised["image"].dtype == "float32"
     assert normalised["mask"].dtype == "uint8"
     assert torch.equal(as_tensor(Image(pixels)), torch.from_numpy(pixels.transpose(2, 0, 1).copy()))

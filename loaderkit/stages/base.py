@@ -193,6 +193,7 @@ class FieldSpec:
     example_key: str = ""
     num_bytes: int = 0  # of the first sample, for a field outside the slab
     is_open: bool = False  # a list, as all examples were None or without items
+    widens: bool = False  # float64 of untyped data, which takes whole numbers as well
 
 
 class SampleFailure(NamedTuple):

@@ -163,7 +163,7 @@ def _columns(samples: list[Sample | None], specs: Mapping[str, FieldSpec]) -> di
 
 def _different_fields(sample: Sample, specs: Mapping[str, FieldSpec]) -> ValueError:
     missing, extra = sorted(specs.keys() - sample.keys()), sorted(sample.keys() - specs.keys())
-    example = next(iter(specs.values())).example_key if specs else ""
+    example = specs[missing[0]].example_key if missing else next(iter(specs.values())).example_key if specs else ""
     parts = [f"it has no {', '.join(map(repr, missing))}"] if missing else []
     parts += [f"it has {', '.join(map(repr, extra))} besides"] if extra else []
     return ValueError(f"{' and '.join(parts)}, unlike sample {example!r}: all samples of a batch have the same fields")
@@ -233,8 +233,8 @@ def _write_together(values: list[Any] | NDArray[Any], spec: FieldSpec, slots: Sl
         array[where] = values
         return True
     kinds = {*map(type, values)}
-    if kinds == _WIDENED:
-        kinds = {float}
+    if spec.widens and int in kinds and kinds <= {int, float} and spec.dtype == "float64":
+        return _write_widened(values, spec, slots, where)
     kind = kinds.pop()
     write = _WRITERS.get(kind) or (_write_arrays if issubclass(kind, np.generic) else None)
     if write is None and isinstance(values[0], torch.Tensor) and kind is torch.Tensor:
@@ -271,15 +271,21 @@ def _write_arrays(values: list[Any], spec: FieldSpec, slots: Slots, where: slice
 
 def _write_numbers(values: list[Any], spec: FieldSpec, slots: Slots, where: slice | list[int]) -> bool:
     fits = not spec.shape and spec.dtype == NUMBER_DTYPES[type(values[0])]
-    if spec.dtype == "float64" and not spec.shape and bool not in map(type, values):  # whole numbers among them, or all
-        fits = all(type(value) is float or -EXACT <= value <= EXACT for value in values)
     if fits:
         assert slots.array is not None
         slots.array[where] = values  # NumPy, as torch's operations take tenths of a ms after a decoder
     return fits
 
 
-_WIDENED = {int, float}
+def _write_widened(values: list[Any], spec: FieldSpec, slots: Slots, where: slice | list[int]) -> bool:
+    """Whole numbers, also beside others, as float64."""
+    fits = not spec.shape and all(type(value) is float or -EXACT <= value <= EXACT for value in values)
+    if fits:
+        assert slots.array is not None
+        slots.array[where] = values
+    return fits
+
+
 _WRITERS: dict[type, Callable[[list[Any], FieldSpec, Slots, slice | list[int]], bool]] = {
     np.ndarray: _write_arrays,
     int: _write_numbers,

@@ -25,11 +25,15 @@ Examples = Sequence[tuple[str, Sample]]
 EXACT = 2**53
 """Up to here float64 holds every whole number."""
 _NUMBERS = ("int64", "float64")
-_UNTYPED = (type(None), bool, int, float, str, list)
+_NUMBERS_OF_PYTHON: tuple[type, ...] = (int, float, list)
+_UNTYPED = (type(None), bool, str, *_NUMBERS_OF_PYTHON)
 
 
-def specs_of(examples: Examples, ragged: Mapping[str, str], image_dtype: str | None = None) -> dict[str, FieldSpec]:
-    """The layout of the fields of a batch of such samples. `image_dtype` is that of normalized images.
+def specs_of(
+    examples: Examples, ragged: Mapping[str, str], image_dtype: str | None = None, *, has_untyped_arrays: bool = False
+) -> dict[str, FieldSpec]:
+    """The layout of the fields of a batch of such samples. `image_dtype` is that of normalized images. `has_untyped_arrays`:
+    arrays were lists of JSON.
 
     A batch has the fields that at least half of the examples have. A None, or a list without items, says nothing of a field's
     type; whole numbers beside others make it float64. Raises TypeError, ValueError for values that fit no batch.
@@ -47,12 +51,12 @@ def specs_of(examples: Examples, ragged: Mapping[str, str], image_dtype: str | N
     for name in ragged:
         if name not in fields:
             raise ValueError(f"`ragged` names {name!r}, but samples have {', '.join(fields)}")
-    return {
-        name: _common_spec(
-            [(key, sample[name]) for key, sample in examples if name in sample], ragged.get(name), image_dtype
-        )
-        for name in fields
-    }
+    untyped = (*_NUMBERS_OF_PYTHON, np.ndarray) if has_untyped_arrays else _NUMBERS_OF_PYTHON
+    specs = {}
+    for name in fields:
+        values = [(key, sample[name]) for key, sample in examples if name in sample]
+        specs[name] = _common_spec(values, ragged.get(name), image_dtype, untyped)
+    return specs
 
 
 def is_undecided(value: Any) -> bool:
@@ -84,8 +88,10 @@ def num_bytes_of_sample(sample: Sample) -> int:
     return num_bytes
 
 
-def _common_spec(values: Sequence[tuple[str, Any]], ragged: str | None, image_dtype: str | None) -> FieldSpec:
-    """The spec of one field, from its value in some samples, each with the sample's key."""
+def _common_spec(
+    values: Sequence[tuple[str, Any]], ragged: str | None, image_dtype: str | None, untyped: tuple[type, ...]
+) -> FieldSpec:
+    """The spec of one field, from its value in some samples, each with the sample's key. Numbers of the types `untyped` widen."""
     decided = [(key, value) for key, value in values if not is_undecided(value)]
     if not decided:
         key, value = values[0]
@@ -93,20 +99,21 @@ def _common_spec(values: Sequence[tuple[str, Any]], ragged: str | None, image_dt
     specs, errors = [], []
     for key, value in decided:
         try:
-            specs.append(_spec_of(value, key, ragged, image_dtype))
+            spec = _spec_of(value, key, ragged, image_dtype)
         except (TypeError, ValueError) as error:
             errors.append(error)
+        else:
+            specs.append(replace(spec, widens=spec.dtype in _NUMBERS and type(value) in untyped))
     if not specs:
         raise errors[0]
     votes = Counter(map(_kind_of, specs))
     kind = max(votes, key=lambda kind: (votes[kind], kind[0] != "list"))  # the earliest of several
     chosen = [spec for spec in specs if _kind_of(spec) == kind]
-    is_float = "float64" in {spec.dtype for spec in chosen}
-    return replace(chosen[0], dtype="float64") if is_float and chosen[0].dtype == "int64" else chosen[0]
+    return replace(chosen[0], dtype="float64") if "float64" in {spec.dtype for spec in chosen} else chosen[0]
 
 
 def _kind_of(spec: FieldSpec) -> tuple[str, str | None]:
-    return spec.kind, "a number" if spec.dtype in _NUMBERS else spec.dtype
+    return spec.kind, "a number" if spec.widens else spec.dtype
 
 
 def _spec_of(  # noqa: PLR0911 - a kind of value each
@@ -153,7 +160,7 @@ def ragged_tensor(value: Any) -> torch.Tensor:
 def widens(value: Any, dtype: str, spec: FieldSpec) -> bool:
     """True for whole numbers, int64, in a field of float64: that of untyped data in which both stand. Raises ValueError where
     float64 would hold another number."""
-    if (dtype, spec.dtype) != _NUMBERS:
+    if not spec.widens or (dtype, spec.dtype) != _NUMBERS:
         return False
     array = value.cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     if array.size and not -EXACT <= array.min() <= array.max() <= EXACT:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -78,9 +78,7 @@ class CompiledStages:
         config, slots = self.config, self.context.in_slots
         dtype = None if slots is None else STAGES[slots.kind].slot_dtype(slots.args)
         try:
-            specs = specs_of(
-                examples, config.batch.ragged, dtype, has_untyped_arrays=self.context.gives == "serial"
-            )
+            specs = specs_of(examples, config.batch.ragged, dtype, has_untyped_arrays=self.context.gives == "serial")
         except (OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise StageError(f"batch cannot hold sample {key!r}: {error}", stage="batch", key=key) from error
         ragged = [name for name in image_names(specs) if specs[name].kind in ("pad", "ragged")]

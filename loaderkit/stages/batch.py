@@ -318,16 +318,7 @@ def _owned(value: Any, name: str, spec: FieldSpec, take_bytes: TakeBytes | None)
             raise ValueError(_misfit(value, name, spec))
         return value
     if spec.kind == "list":
-        if spec.is_open and shape_and_dtype(value) is not None:
-            raise ValueError(
-                f"its field {name!r} is {describe(value)}, and it was None in every sample looked at for what a batch holds, "
-                f"as in {spec.example_key!r}: declare its type by `fields: {{{name}: float64}}` in `source`"
-            )
-        if isinstance(value, Encoded):
-            value = value.data
-        if isinstance(value, np.ndarray) and value.base is not None:
-            return value.copy()
-        return bytes(value) if isinstance(value, memoryview) else value
+        return _listed(value, name, spec)
     if type(value) is list and not value:  # of the field's type, as far as that goes
         value = torch.empty((0, *spec.shape[1:]), dtype=getattr(torch, str(spec.dtype)), device="cpu")
     try:
@@ -349,6 +340,20 @@ def _owned(value: Any, name: str, spec: FieldSpec, take_bytes: TakeBytes | None)
     if is_large and tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized:
         return new_tensor(tuple(tensor.shape), tensor.dtype, take_bytes).copy_(tensor)
     return tensor.clone()
+
+
+def _listed(value: Any, name: str, spec: FieldSpec) -> Any:
+    """A value of a field that comes as a list, in memory of its own."""
+    if spec.is_open and shape_and_dtype(value) is not None:
+        raise ValueError(
+            f"its field {name!r} is {describe(value)}, and it was None in every sample looked at for what a batch holds, "
+            f"as in {spec.example_key!r}: declare its type by `fields: {{{name}: float64}}` in `source`"
+        )
+    if isinstance(value, Encoded):
+        value = value.data
+    if isinstance(value, np.ndarray) and value.base is not None:
+        return value.copy()
+    return bytes(value) if isinstance(value, memoryview) else value
 
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:

@@ -91,7 +91,7 @@ def num_bytes_of_sample(sample: Sample) -> int:
 def _common_spec(
     values: Sequence[tuple[str, Any]], ragged: str | None, image_dtype: str | None, untyped: tuple[type, ...]
 ) -> FieldSpec:
-    """The spec of one field, from its value in some samples, each with the sample's key. Numbers of the types `untyped` widen."""
+    """The spec of one field, from its value in some samples, each with its key. Numbers of the types `untyped` widen."""
     decided = [(key, value) for key, value in values if not is_undecided(value)]
     if not decided:
         key, value = values[0]

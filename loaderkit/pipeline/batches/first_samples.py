@@ -55,7 +55,9 @@ def specs_of_first(
             break
         sample = chunk.samples[0]
         if sample is not None:
-            others = _other_examples(source, run, stream, sample, index, first=first) if make_chunk is SampleChunk else []
+            others = (
+                _other_examples(source, run, stream, sample, index, first=first) if make_chunk is SampleChunk else []
+            )
             return specs_of([(source.key(index), sample), *others])
         num_dropped += len(chunk.dropped)
         raise_store_failure(chunk)  # every other sample would fail as well, each after all retries of `source.retry`
@@ -84,8 +86,8 @@ def _other_examples(
     *,
     first: int,
 ) -> Examples:
-    """Samples that say with `sample`, at `index`, what type untyped fields have; none if it leaves no type open. Bad ones are left
-    out, for those who read them in their order."""
+    """Samples that say with `sample`, at `index`, what type untyped fields have; none if it leaves no type open. Bad ones among
+    them are left out here: the batches that they are in report them."""
     is_undecided_one = any(map(is_undecided, sample.values()))
     if not is_undecided_one and (source.is_typed or not any(map(is_untyped, sample.values()))):
         return []

@@ -106,9 +106,11 @@ def make_thread_engine(plan: ExecutionPlan, clock: Clock, allocator: Allocator |
 
 
 def make_worker_engine(
-    plan: ExecutionPlan, reopen: Callable[[], Source] | None, allocator: Allocator, shard: Shard
+    plan: ExecutionPlan, reopen: Callable[[], Source] | None, limits: list[Any], allocator: Allocator, shard: Shard
 ) -> ThreadEngine:
-    """The engine of a worker process; `reopen` opens the source there, if it was not sent."""
+    """The engine of a worker process; `reopen` opens the source there, if it was not sent. `limits`: Pillow's, as they are in
+    the trainer's process."""
+    set_pillow_limits(limits)
     source = plan.source if reopen is None else reopen()
     return make_thread_engine(replace(plan, source=source, shard=shard), time.perf_counter, allocator)
 

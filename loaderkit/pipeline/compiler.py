@@ -256,6 +256,8 @@ def _stage_in_slots(config: PipelineConfig, stream: Stream | None) -> StageConfi
     fields = config.kind.fields(config.source)
     if any(fields is None or fields.get(name) == "image" for name in config.batch.ragged):
         return None  # these images have no slots
+    if any(getattr(stage.args, "depth", 8) == 16 for stage in config.stages):
+        return None  # their slots are uint16
     for stage in config.stages[[stage.kind for stage in config.stages].index("batch") + 1 :]:
         kind = STAGES[stage.kind]
         if kind.slot_dtype(stage.args) is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
+from typing import Any
 
 from loaderkit import native
 from loaderkit._internal.system.cgroups import num_cpus
@@ -32,6 +33,7 @@ from loaderkit.sources.base import Source
 from loaderkit.sources.iterable import IterableSource, Pass
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.stages.base import FieldSpec, SampleChunk
+from loaderkit.stages.image.formats import set_pillow_limits
 
 logger = logging.getLogger("loaderkit")
 

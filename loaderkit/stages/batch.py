@@ -120,7 +120,7 @@ def write_samples(
 
 def _write_column(values: list[Any] | NDArray[Any], name: str, spec: FieldSpec, chunk: SampleChunk) -> bool:
     """Write one field of all samples at once; False if they must be written one by one."""
-    if spec.kind == "slab" and spec.image and spec.dtype != "uint8":
+    if spec.kind == "slab" and spec.image and spec.dtype not in _LEVELS:
         channels, height, width = spec.shape
         are_images = {*map(type, values)} == {Image}
         return are_images and {image.pixels.shape for image in values} == {(height, width, channels)}
@@ -187,8 +187,13 @@ def _write_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int
     if spec.image and type(value) is Image:
         height, width, channels = value.pixels.shape
         if (channels, height, width) == spec.shape:
-            if spec.dtype == "uint8":
+            if spec.dtype in _LEVELS:
                 assert slots.array is not None
+                if value.pixels.dtype != slots.array.dtype:
+                    raise ValueError(_misfit(value, name, spec))
+                if spec.dtype == "uint16":
+                    slots.array[slot] = value.pixels.transpose(2, 0, 1)
+                    return
                 kernels = native if channels == 3 and value.pixels.strides[1:] in native.PACKED else fallback
                 kernels.write_planes(slots.array, slot, value.pixels)
             return
@@ -219,6 +224,7 @@ def _write_tensor(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: in
 
 
 _SMALL_BYTES = 4096
+_LEVELS = frozenset({"uint8", "uint16"})  # images that `normalize` does not write into their slots
 
 
 def _write_together(values: list[Any] | NDArray[Any], spec: FieldSpec, slots: Slots, where: slice | list[int]) -> bool:
@@ -295,7 +301,8 @@ _WRITERS: dict[type, Callable[[list[Any], FieldSpec, Slots, slice | list[int]], 
 
 
 def _misfit(value: Any, name: str, spec: FieldSpec) -> str:
-    expected = f"{'uint8' if spec.image and spec.kind == 'slab' else spec.dtype} {list(spec.shape)}"
+    levels = "uint16" if spec.dtype == "uint16" else "uint8"
+    expected = f"{levels if spec.image and spec.kind == 'slab' else spec.dtype} {list(spec.shape)}"
     remedy = "give all samples one shape and type"
     if value is None:
         remedy += ", in a `call` before, or leave such samples out (`errors: {on_bad_sample: skip}`)"

@@ -128,7 +128,8 @@ def _spec_of(  # noqa: PLR0911 - a kind of value each
         return FieldSpec("starts", (value.length,), "int32", example_key=key)
     if type(value) is Image:
         height, width, channels = value.pixels.shape
-        dtype = "uint8" if value.mask or image_dtype is None else image_dtype
+        stored = value.pixels.dtype.name
+        dtype = stored if value.mask or image_dtype is None or stored != "uint8" else image_dtype
         return FieldSpec("slab", (channels, height, width), dtype, image=not value.mask, example_key=key)
     if type(value) is GpuDecoded:
         tensor = value.tensor[0]

@@ -52,6 +52,7 @@ from loaderkit.stages.image.formats import (
     jpeg_size,
     seems_a_picture,
 )
+from loaderkit.stages.image.levels import Depth, deepened
 from loaderkit.stages.image.ops import EVERYTHING, Crop, DecodeHint, Needs, hint_for
 from loaderkit.stages.image.resize import reduced_box
 from loaderkit.stages.runner import each_sample
@@ -93,6 +94,11 @@ class DecodeArgs(StageArgs):
     )
     fields: FieldNames = Field(None, description="decode only these; default: all")
     masks: FieldNames = Field(None, description="images of labels: kept as one channel of class numbers")
+    depth: Depth = Field(
+        8,
+        description="bits of a level: 8, uint8, to which 16 are reduced by v >> 8; or 16, uint16, as grey pictures and masks "
+        "have them (8 bits become v * 257, class numbers stay)",
+    )
     scaled: bool = Field(
         False,
         description="decode JPEGs at 1/2, 1/4 or 1/8 where the `resize` or `random_resized_crop` that follows shrinks them "
@@ -182,7 +188,8 @@ class Decoder:
         self._annotations, self._annotated = args.annotations, args.annotations.names
         self._left = _DECODED if args.fields or args.masks else _DECODED | {int, float, bool, str}
         self._max_pixels = args.max_pixels
-        jpeg = self._jpeg if "jpeg" in args.formats and not args.exif_orientation else self._picture
+        is_plain = not args.exif_orientation and args.depth == 8
+        jpeg = self._jpeg if "jpeg" in args.formats and is_plain else self._picture
         pictures = dict.fromkeys(IMAGE_EXTENSIONS, self._picture) | dict.fromkeys(_JPEG_EXTENSIONS, jpeg)
         self._readers = _READERS | pictures
 
@@ -276,7 +283,7 @@ class Decoder:
             return value
         if is_pillow(value):
             check_size(value.height, value.width, self._max_pixels)
-            return converted(value, is_mask=is_mask, upright=self._args.exif_orientation)
+            return converted(value, is_mask=is_mask, upright=self._args.exif_orientation, depth=self._args.depth)
         pixels = channels_last(value) if is_named or getattr(value, "ndim", 0) == 3 else None
         if pixels is None:
             if not is_named:
@@ -285,7 +292,12 @@ class Decoder:
             raise ValueError(f"cannot decode {describe(value)}: an image is {kinds}")
         if is_mask and pixels.shape[2] > 1:
             raise ValueError(f"a mask has one channel of class numbers, this one is {describe(value)}")
-        return Image(pixels[:, :, :3], is_mask)
+        return self._of_array(pixels[:, :, :3], is_mask)
+
+    def _of_array(self, pixels: NDArray[np.uint8], is_mask: bool) -> Image:
+        if self._args.depth == 8:
+            return Image(pixels, is_mask)
+        return Image(pixels.astype(np.uint16) if is_mask else deepened(pixels), is_mask)
 
     def _jpeg(self, data: memoryview, field: str, draws: Any, scratch: dict[str, Any] | None) -> Image | PartialImage:
         size = None if field in self._masks else jpeg_size(data)
@@ -319,6 +331,7 @@ class Decoder:
             is_mask=field in self._masks,
             upright=self._args.exif_orientation,
             max_pixels=self._max_pixels,
+            depth=self._args.depth,
         )
 
 
@@ -438,7 +451,7 @@ def decode_hint(stage: StageConfig, context: CompileContext) -> tuple[StageConfi
     following = next(one for one in behind if not (args.scaled and context.kind_of(one).is_pointwise))
     ops, fields = context.kind_of(following).ops, getattr(following.args, "fields", None)
     is_apart = args.fields is not None and fields is not None and not {*args.fields} & {*fields}
-    if ops is None or args.device != "cpu" or args.exif_orientation or is_apart:
+    if ops is None or args.device != "cpu" or args.exif_orientation or args.depth != 8 or is_apart:
         return following, None
     takes_crop = following is behind[0] and args.regions is not False
     return following, hint_for(ops(following.args), is_next=takes_crop, scaled=args.scaled)

@@ -343,10 +343,19 @@ def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return size if isinstance(size, tuple) else (size, size)
 
 
-RESIZE = StageKind(ResizeArgs, "sample", resize, ops=resize_steps, needs_images=True, shrinks=True)
-CENTER_CROP = StageKind(CenterCropArgs, "sample", center_crop, ops=center_crop_steps, needs_images=True, shrinks=True)
+RESIZE = StageKind(ResizeArgs, "sample", resize, ops=resize_steps, needs_images=True, takes_16_bits=True, shrinks=True)
+CENTER_CROP = StageKind(
+    CenterCropArgs, "sample", center_crop, ops=center_crop_steps, needs_images=True, takes_16_bits=True, shrinks=True
+)
 RANDOM_CROP = StageKind(
-    RandomCropArgs, "sample", random_crop, num_draws=2, ops=random_crop_steps, needs_images=True, shrinks=True
+    RandomCropArgs,
+    "sample",
+    random_crop,
+    num_draws=2,
+    ops=random_crop_steps,
+    needs_images=True,
+    takes_16_bits=True,
+    shrinks=True,
 )
 RANDOM_RESIZED_CROP = StageKind(
     RandomResizedCropArgs,
@@ -355,6 +364,7 @@ RANDOM_RESIZED_CROP = StageKind(
     num_draws=RANDOM_RESIZED_CROP_DRAWS,
     ops=random_resized_crop_steps,
     needs_images=True,
+    takes_16_bits=True,
     shrinks=True,
 )
 RANDOM_HORIZONTAL_FLIP = StageKind(
@@ -364,6 +374,7 @@ RANDOM_HORIZONTAL_FLIP = StageKind(
     num_draws=1,
     ops=random_horizontal_flip_steps,
     needs_images=True,
+    takes_16_bits=True,
 )
 RANDOM_VERTICAL_FLIP = StageKind(
     RandomVerticalFlipArgs,
@@ -373,6 +384,7 @@ RANDOM_VERTICAL_FLIP = StageKind(
     ops=random_vertical_flip_steps,
     runs_in_dali=False,
     needs_images=True,
+    takes_16_bits=True,
 )
 RANDOM_ROTATION = StageKind(
     RandomRotationArgs,

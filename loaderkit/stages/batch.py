@@ -34,6 +34,7 @@ from loaderkit.stages.base import (
     StageKind,
 )
 from loaderkit.stages.context import CompileContext
+from loaderkit.stages.image.alignment import check_masks
 from loaderkit.stages.layout import EXACT, is_untyped, ragged_tensor, widens
 from loaderkit.stages.runner import FailureNamer, raise_store_failure, replace_failed
 from loaderkit.stages.sequence.lengths import check_lengths, no_longer
@@ -371,16 +372,37 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     return stage.ready("sample", gather if stream is None else partial(stream.run, gather), finishes=True)
 
 
+def _check_masks(chunk: SampleChunk, failed: FailureNamer) -> None:
+    """Mark samples as failed whose mask lies on none of their images."""
+    specs = chunk.work_item.specs.values()
+    if sum(spec.image or (len(spec.shape) == 3 and spec.dtype in _LEVELS) for spec in specs) < 2:
+        return
+    for row, sample in enumerate(chunk.samples):
+        if sample is not None:
+            try:
+                check_masks([(name, value) for name, value in sample.items() if type(value) is Image])
+            except ValueError as error:
+                failed(chunk, row, error)
+
+
 def _gather(failed: FailureNamer, context: CompileContext, field: str) -> Callable[[SampleChunk], None]:
     """A chunk stage that writes samples into their slots, and raises, skips or replaces bad ones."""
 
     batching, others = context.batching, context.source.others
+    # Otherwise masks may have been left as they are, say to be compared with in full.
+    keeps_together = not any(
+        getattr(stage.args, "fields", None) or context.kind_of(stage).runs_user_code
+        for stage in context.before_batch
+        if not context.kind_of(stage).decodes
+    )
     if batching is not None:
         others = partial(no_longer, batching.order, others)
 
     def write(chunk: SampleChunk) -> None:
         if batching is not None:
             check_lengths(chunk, field, batching.order, failed)
+        if keeps_together:
+            _check_masks(chunk, failed)
         write_samples(chunk, chunk.work_item.specs, failed)
 
     def fill(chunk: SampleChunk) -> None:

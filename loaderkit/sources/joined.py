@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import SourceError, printable
 from loaderkit.sources.listing import Listing
-from loaderkit.sources.patterns import Patterns
+from loaderkit.sources.patterns import Patterns, said_of_form
 
 _MAX_NAMED = 3
 
@@ -47,11 +47,12 @@ class _Files:
         alone = [number for stem, number in self.numbers.items() if stem not in other.numbers]
         if not alone:
             return None
+        form = said_of_form(next(stem for stem in self.numbers if stem not in other.numbers), other.numbers)
         named = ", ".join(printable(self.listing.keys[number]) for number in alone[:_MAX_NAMED])
         more = ", ..." if len(alone) > _MAX_NAMED else ""
         return (
             f"{len(alone)} of {len(self.numbers)} files of {self.field!r} ({self._patterns}) have no {other.field!r} "
-            f"({other._patterns}): {named}{more}"
+            f"({other._patterns}): {named}{more}{form}"
         )
 
 

@@ -182,6 +182,7 @@ class TarSource(Source):
             listed, is_listed = [], False
         if patterns.names is not None and not listed:  # most web servers do not list
             listed, is_listed = self._stat_all(patterns.names), False
+        patterns = patterns.narrowed(info.key for info in listed)
         infos = [info for info in listed if patterns.matches(info.key)]
         self._check_packs(patterns, infos, listed if is_listed else None)
         refuse_unmatched(self._connector, patterns, (info.key for info in infos), self._args.root)

@@ -9,6 +9,7 @@ picture whole are not.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -58,6 +59,8 @@ from loaderkit.stages.image.resize import reduced_box
 from loaderkit.stages.runner import each_sample
 from loaderkit.stages.values import channels_last, describe, is_pillow
 
+logger = logging.getLogger("loaderkit")
+_BOM = b"\xef\xbb\xbf"
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 _DECODED: frozenset[type] = frozenset({Image, FieldGroup, InPlace, GpuDecoded})
 
@@ -188,6 +191,7 @@ class Decoder:
         self._annotations, self._annotated = args.annotations, args.annotations.names
         self._left = _DECODED if args.fields or args.masks else _DECODED | {int, float, bool, str}
         self._max_pixels = args.max_pixels
+        self._is_new = True
         is_plain = not args.exif_orientation and args.depth == 8
         jpeg = self._jpeg if "jpeg" in args.formats and is_plain else self._picture
         pictures = dict.fromkeys(IMAGE_EXTENSIONS, self._picture) | dict.fromkeys(_JPEG_EXTENSIONS, jpeg)
@@ -196,6 +200,7 @@ class Decoder:
     def begin(self, sample: Sample, draws: Any = None, scratch: dict[str, Any] | None = None) -> list[PartialImage]:
         """Decode the fields of a sample, except the partial images, which are returned. Raises ValueError."""
         partial_images = []
+        given = {**sample} if self._is_new else None
         named = self._args.fields
         if named is not None and self._annotations:
             named = (*named, *self._annotations.names.intersection(sample))
@@ -217,6 +222,9 @@ class Decoder:
                 raise _named(sample, field, error) from error
         if self._annotated:
             self._annotations.convert(sample)
+        if given is not None:
+            self._is_new = False
+            _say_if_unused(given, sample, partial_images)
         return partial_images
 
     def finish(
@@ -335,6 +343,21 @@ class Decoder:
         )
 
 
+def _say_if_unused(given: Sample, sample: Sample, partial_images: list[PartialImage]) -> None:
+    """Warn if nothing of a sample was decoded."""
+    is_decoded = [
+        type(value) in _DECODED or (value is not given.get(name) and type(value) is not bytes)
+        for name, value in sample.items()
+    ]
+    if not any(is_decoded) and not partial_images:
+        left = ", ".join(f"{name} ({describe(value)})" for name, value in sample.items())
+        logger.warning(
+            "`decode` decodes nothing of %s: no bytes begin as a picture, and no extension is one of %s",
+            left,
+            ", ".join(sorted(_READERS.keys() | IMAGE_EXTENSIONS)),
+        )
+
+
 def _bytes_of(image: dict[str, Any]) -> Any:
     """The bytes of an image that Hugging Face's datasets have not decoded."""
     data, path = image["bytes"], image["path"]
@@ -415,21 +438,21 @@ def _read_npz(data: memoryview, field: str, draws: Any, scratch: dict[str, Any] 
 
 def _read_class(data: memoryview, *_: Any) -> int:
     try:
-        return int(bytes(data))
+        return int(bytes(data).removeprefix(_BOM))
     except ValueError:
         raise ValueError(f"a class is a whole number, not {bytes(data[:64])!r} ({len(data)} bytes)") from None
 
 
 def _read_text(data: memoryview, *_: Any) -> str:
     try:
-        return str(data, "utf-8")
+        return str(data, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"text is UTF-8, and these {len(data)} bytes are not: {error}") from None
 
 
 def _read_json(data: memoryview, *_: Any) -> Any:
     try:
-        return json.loads(bytes(data))
+        return json.loads(bytes(data).removeprefix(_BOM))
     except (ValueError, RecursionError) as error:  # RecursionError for deeply nested lists
         raise ValueError(f"not JSON ({len(data)} bytes): {error}") from None
 

@@ -27,7 +27,9 @@ from loaderkit.sources.fields import (
     FieldMap,
     FieldsOrPatterns,
     Include,
+    Optional,
     are_patterns,
+    check_optional,
     described_fields,
     included_fields,
 )
@@ -84,6 +86,7 @@ class FilesArgs(StoreArgs):
         description="field -> extensions, as in {image: 'jpg;png'}; or field -> pattern, as in {image: images/*.jpg, mask: "
         "masks/*.png}: files with one stem are one sample; default: images are `image`",
     )
+    optional: Optional = ()
 
     @model_validator(mode="after")
     def _label_has_one_origin(self) -> FilesArgs:
@@ -97,6 +100,9 @@ class FilesArgs(StoreArgs):
     def _patterns_are_given_once(self) -> FilesArgs:
         if are_patterns(self.fields) and self.include is not None:
             raise ValueError("`include` and patterns in `fields` exclude each other: the patterns say which files")
+        if self.optional and not are_patterns(self.fields):
+            raise ValueError("`optional` is of `fields` with patterns: without, each file is a sample")
+        check_optional(self.optional, [*(self.fields or ())][1:])
         return self
 
     @property
@@ -147,8 +153,9 @@ class FilesSource(Source):
         self._patterns = Patterns(args.patterns or "**/*")
         self._first: str | None = None  # the field of the keys' files; None: their extensions tell
         self._partners: dict[str, Listing] = {}  # of the other fields, one file a sample
+        self._missing: dict[str, str] = {}  # optional field -> the extension that a missing file would have
         if args.fields is not None and are_patterns(args.fields):
-            self._partners = join_files(connector, args.fields, args.limit)
+            self._partners = join_files(connector, args.fields, args.limit, args.optional)
             self._first = next(iter(args.fields))
             self._patterns = Patterns(args.fields[self._first])
             first = self._partners.pop(self._first)
@@ -166,7 +173,7 @@ class FilesSource(Source):
         if not len(self._listing):
             self._fail_empty()
         for field, partners in self._partners.items():
-            self._extensions |= dict.fromkeys((field, self._field_of(key)[1]) for key in partners.keys)
+            self._extensions |= self._extensions_of(field, partners)
         if self._takes_images and args.limit is None and self.left_out.total() >= len(self._listing):
             raise SourceError(
                 f"{args.url!r} holds {len(self._listing)} images and {self.left_out.total()} other files "
@@ -230,8 +237,12 @@ class FilesSource(Source):
         info = self._listing[index]
         files = {self._field_of(info.key)[0]: info} | {name: files[index] for name, files in self._partners.items()}
         return [
-            FieldRange(name, self._field_of(info.key)[1], ByteRange(info.key, 0, info.size, info.etag))
-            for name, info in files.items()
+            FieldRange(
+                name,
+                self._missing[name] if name in self._missing and file.key == info.key else self._field_of(file.key)[1],
+                ByteRange(file.key, 0, file.size, file.etag),
+            )
+            for name, file in files.items()
         ]
 
     def table(self, indices: NDArray[np.int64]) -> Table | None:
@@ -295,6 +306,16 @@ class FilesSource(Source):
                 num_chosen += 1
                 self._extensions.setdefault(field_and_extension)
                 yield info
+
+    def _extensions_of(self, field: str, partners: Listing) -> dict[tuple[str, str], None]:
+        """The extensions of a field's files; that of missing ones is noted."""
+        pairs = zip(partners.keys, self._listing.keys, strict=True)
+        extensions = dict.fromkeys(self._field_of(key)[1] for key, first in pairs if key != first)
+        if field in self._args.optional:
+            pattern = (self._args.fields or {})[field]
+            self._missing[field] = next(iter(extensions), extension_of(pattern).lower())
+            extensions.setdefault(self._missing[field])
+        return {(field, extension): None for extension in extensions}
 
     def _has_image(self) -> bool:
         first = islice(self._connector.list(""), _MAX_COUNTED)

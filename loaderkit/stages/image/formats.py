@@ -227,7 +227,7 @@ def _refusal(data: memoryview, formats: tuple[Format, ...]) -> str:
     return f"damaged {name.upper()} ({len(data)} bytes: its header cannot be read)"
 
 
-_NOT_READ = re.compile("unsupported|not supported|unknown|cannot handle|unrecognized", re.IGNORECASE)
+_NOT_READ = re.compile("unsupported|not supported|unknown|cannot handle|unrecognized|samples per pixel", re.IGNORECASE)
 _LIMIT = re.compile("MAX_TEXT_(CHUNK|MEMORY)")
 
 

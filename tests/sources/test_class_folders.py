@@ -11,10 +11,11 @@ from unicodedata import normalize
 
 import pytest
 
-from loaderkit import Pipeline, compile_pipeline
+from loaderkit import Pipeline
 from loaderkit.cli import main
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import SourceError
+from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.sources.files import FilesArgs, FilesSource
 
 

@@ -6,6 +6,7 @@ import io
 import logging
 import random
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
@@ -98,15 +99,15 @@ def test_a_missing_file_is_empty_on_request(tmp_path: Path, rng: random.Random) 
                 info.size = len(data)
                 archive.addfile(info, io.BytesIO(data))
     patterns, extensions = {"image": "pictures/*.bin", "label": "labels/*.txt"}, {"image": "bin", "label": "txt"}
-    for make, source in (
-        (lambda **args: Pipeline.files(str(tmp_path), fields=patterns, **args), "files"),
-        (lambda **args: Pipeline.tar(str(tmp_path / "a.tar"), fields=extensions, **args), "tar"),
+    for made, where in (
+        (partial(Pipeline.files, str(tmp_path), fields=patterns), "of files"),
+        (partial(Pipeline.tar, str(tmp_path / "a.tar"), fields=extensions), "of tars"),
     ):
-        batch = first(make(optional=["label"]), 20)
-        assert batch["label"] == [*texts.values()], source
+        batch = first(made(optional=["label"]), 20)
+        assert batch["label"] == [*texts.values()], where
         assert batch["image"] == [b"p"] * 20
         with pytest.raises(LoaderkitError, match="'label'"):
-            first(make(), 20)
+            first(made(), 20)
 
 
 def test_a_byte_order_mark_belongs_to_no_text(tmp_path: Path) -> None:

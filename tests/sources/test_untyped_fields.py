@@ -46,7 +46,7 @@ def column(batches: list[dict[str, Any]], name: str) -> list[Any]:
 def test_whole_numbers_beside_others_are_floats_in_every_batch(source: Any, tmp_path: Path, rng: random.Random) -> None:
     values: list[Any] = [rng.randrange(-9, 9) for _ in range(NUM)]
     values[rng.randrange(NUM)] = rng.random()
-    lists = [[rng.randrange(9), rng.randrange(9)] for _ in range(NUM)]
+    lists: list[list[float]] = [[rng.randrange(9), rng.randrange(9)] for _ in range(NUM)]
     lists[rng.randrange(NUM)][0] = rng.random()
     rows = [{"x": value, "of_lists": items} for value, items in zip(values, lists, strict=True)]
     batches = batches_of(source(tmp_path, rows), ragged={"of_lists": "pad"})
@@ -73,7 +73,8 @@ def test_an_odd_sample_is_the_bad_one_wherever_it_stands(
             del rows[place]["x"]
         else:
             rows[place]["x"] = odd
-        batches = batches_of(source(tmp_path, rows), **{"errors.on_bad_sample": "skip"})
+        skips: dict[str, Any] = {"errors.on_bad_sample": "skip"}
+        batches = batches_of(source(tmp_path, rows), **skips)
         assert column(batches, "x") == [n / 2 for n in range(NUM) if n != place]
         with pytest.raises(StageError) as caught:
             batches_of(source(tmp_path, rows))
@@ -100,7 +101,8 @@ def test_a_declared_type_is_that_of_every_batch(source: Any, tmp_path: Path, rng
 def test_what_a_declared_type_cannot_hold_is_refused(rng: random.Random) -> None:
     for dtype in DTYPES:
         origin = FieldOrigin.parse("x", f"a.b {dtype}")
-        assert origin == ("x", "a.b", dtype)
+        assert (origin.field, origin.key, origin.dtype) == ("x", "a.b", dtype)
+        bad: Any
         for bad in ("1", None, [1, [2]], {}):
             with pytest.raises(FormatError, match="declares 'x'"):
                 origin.typed(bad)

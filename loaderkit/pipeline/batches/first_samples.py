@@ -93,6 +93,7 @@ def _other_examples(
         return []
     num = min(_NUM_EXAMPLES, _EXAMPLES_BYTES // max(1, num_bytes_of_sample(sample)))
     num = max(num, _NUM_LEAST if is_undecided_one else 1)
+    pairs: Iterator[tuple[int, Sample | None]]
     if stream is None:
         chunk = _run_all(run, np.array(_around(index - first, len(source), num), np.int64) + first)
         pairs = zip(chunk.indices.tolist(), chunk.samples, strict=True)

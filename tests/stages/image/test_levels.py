@@ -159,9 +159,9 @@ def test_masks_of_a_ppm_keep_their_class_numbers(tmp_path: Path, rng: Any) -> No
         values = np.array([[rng.randint(0, most) for _ in range(9)] for _ in range(5)], np.uint8)
         data = f"P5 9 5 {most}\n".encode() + values.tobytes()
         assert first(tmp_path, "a.ppm", data, masks=["image"]).tolist() == [values.tolist()]
-    values = grey16(rng, most := rng.randrange(256, 65535))
-    data = f"P5 9 7 {most}\n".encode() + values.astype(">u2").tobytes()
-    assert first(tmp_path, "b.ppm", data, masks=["image"], depth=16).tolist() == [values.tolist()]
+    deep = grey16(rng, most := rng.randrange(256, 65535))
+    data = f"P5 9 7 {most}\n".encode() + deep.astype(">u2").tobytes()
+    assert first(tmp_path, "b.ppm", data, masks=["image"], depth=16).tolist() == [deep.tolist()]
 
 
 def test_the_stages_that_take_sixteen_bits(tmp_path: Path, rng: Any) -> None:

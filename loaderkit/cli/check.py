@@ -48,6 +48,8 @@ def check(
         from loaderkit.pipeline.process_setup import check_depth  # late, as torch is
 
         check_depth(prefetch)
+    from loaderkit.sources.files import FilesSource  # late, as torch is
+
     # A batch of the real size: a sample alone would hide that others have other shapes, or that memory is too small.
     plan = open_plan(pipeline, [*(assignments or []), "prefetch.batches=1"], on_this_thread=True)
     checked = {
@@ -62,6 +64,8 @@ def check(
         "first_sample": _first_sample(plan),
         "num_ignored_members": getattr(plan.source, "num_ignored", 0),
         "left_out": dict(getattr(plan.source, "left_out", {})),
+        "num_of_systems": getattr(plan.source, "num_of_systems", 0),
+        "class_oddities": plan.source.oddities() if isinstance(plan.source, FilesSource) else [],
         **_first_batch(plan),
         **_row_groups(plan),
     }
@@ -256,6 +260,7 @@ def _tell_check(checked: dict[str, Any]) -> None:
     if classes is not None:
         more = ", ..." if len(classes) > _NUM_CLASSES_SHOWN else ""
         rows.append(("classes", f"{len(classes)}: {', '.join(classes[:_NUM_CLASSES_SHOWN])}{more}"))
+    rows += [("classes", said) for said in checked["class_oddities"]]
     rows += (
         [("row groups", said) for said in _said_of_row_groups(checked["row_groups"])] if "row_groups" in checked else []
     )
@@ -271,6 +276,13 @@ def _tell_check(checked: dict[str, Any]) -> None:
 
         rows.append(
             ("left out", f"{sum(left_out.values())} files that `include` does not take: {said_counts(left_out)}")
+        )
+    if checked["num_of_systems"]:
+        rows.append(
+            (
+                "left out",
+                f"{checked['num_of_systems']} files in folders that a NAS or a system leaves behind (as @eaDir)",
+            )
         )
     if checked["num_bad_in_first_batch"]:
         rows.append(("bad", f"{checked['num_bad_in_first_batch']} samples tried for the first batch"))

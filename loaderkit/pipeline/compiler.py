@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +27,9 @@ from loaderkit.sources.base import RowSource, Source
 from loaderkit.sources.forecast import Chosen, Forecast
 from loaderkit.sources.mixture import MixtureSource, SourcePart
 from loaderkit.stages.base import FieldSpec, StageConfig, image_names
-from loaderkit.stages.batch import specs_of
 from loaderkit.stages.context import CompileContext, Stream
 from loaderkit.stages.image.decode import DecodeArgs, decode_hint
+from loaderkit.stages.layout import Examples, specs_of
 from loaderkit.stages.parts import for_part
 from loaderkit.stages.slowed import slowed
 
@@ -72,12 +72,13 @@ class CompiledStages:
                     return following.name
         return None
 
-    def specs_of(self, sample: dict[str, Any], key: str) -> Mapping[str, FieldSpec]:
-        """The fields of a batch of samples like this one. Raises StageError, ConfigError."""
+    def specs_of(self, examples: Examples) -> Mapping[str, FieldSpec]:
+        """The fields of a batch of samples like these. Raises StageError, ConfigError."""
+        key, _ = examples[0]
         config, slots = self.config, self.context.in_slots
         dtype = None if slots is None else STAGES[slots.kind].slot_dtype(slots.args)
         try:
-            specs = specs_of(sample, key, config.batch.ragged, dtype)
+            specs = specs_of(examples, config.batch.ragged, dtype, has_untyped_arrays=self.context.gives == "serial")
         except (OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise StageError(f"batch cannot hold sample {key!r}: {error}", stage="batch", key=key) from error
         ragged = [name for name in image_names(specs) if specs[name].kind in ("pad", "ragged")]
@@ -255,6 +256,8 @@ def _stage_in_slots(config: PipelineConfig, stream: Stream | None) -> StageConfi
     fields = config.kind.fields(config.source)
     if any(fields is None or fields.get(name) == "image" for name in config.batch.ragged):
         return None  # these images have no slots
+    if any(getattr(stage.args, "depth", 8) == 16 for stage in config.stages):
+        return None  # their slots are uint16
     for stage in config.stages[[stage.kind for stage in config.stages].index("batch") + 1 :]:
         kind = STAGES[stage.kind]
         if kind.slot_dtype(stage.args) is not None:

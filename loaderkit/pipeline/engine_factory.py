@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
+from typing import Any
 
 from loaderkit import native
 from loaderkit._internal.system.cgroups import num_cpus
@@ -32,6 +33,7 @@ from loaderkit.sources.base import Source
 from loaderkit.sources.iterable import IterableSource, Pass
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.stages.base import FieldSpec, SampleChunk
+from loaderkit.stages.image.formats import set_pillow_limits
 
 logger = logging.getLogger("loaderkit")
 
@@ -106,9 +108,11 @@ def make_thread_engine(plan: ExecutionPlan, clock: Clock, allocator: Allocator |
 
 
 def make_worker_engine(
-    plan: ExecutionPlan, reopen: Callable[[], Source] | None, allocator: Allocator, shard: Shard
+    plan: ExecutionPlan, reopen: Callable[[], Source] | None, limits: list[Any], allocator: Allocator, shard: Shard
 ) -> ThreadEngine:
-    """The engine of a worker process; `reopen` opens the source there, if it was not sent."""
+    """The engine of a worker process; `reopen` opens the source there, if it was not sent. `limits`: Pillow's, as they are in
+    the trainer's process."""
+    set_pillow_limits(limits)
     source = plan.source if reopen is None else reopen()
     return make_thread_engine(replace(plan, source=source, shard=shard), time.perf_counter, allocator)
 

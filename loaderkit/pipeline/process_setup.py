@@ -28,6 +28,7 @@ from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.live_settings import is_tuned
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.iterable import IterableSource
+from loaderkit.stages.image.formats import pillow_limits
 
 
 def make_remote_engine(plan: ExecutionPlan) -> RemoteEngine:
@@ -112,7 +113,7 @@ def worker_engine(ahead: ExecutionPlan) -> Callable[[Callable[[int], Bytes], Sha
     reopen = config.kind.reopen(config.source, len(ahead.source))
     if reopen is not None:
         ahead = replace(ahead, source=None)  # type: ignore[arg-type]
-    return partial(make_worker_engine, ahead, reopen)
+    return partial(make_worker_engine, ahead, reopen, pillow_limits())
 
 
 def pools_of_processes(plan: ExecutionPlan) -> tuple[PoolTuning, ...]:

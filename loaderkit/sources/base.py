@@ -59,6 +59,7 @@ class Source(ABC):
     """A finite set of samples in canonical order, numbered from 0. What is not abstract is a hook that has a default."""
 
     classes: list[str] | None = None
+    is_typed = True  # False: a field may have another type in every sample, as in JSON
     index_s: float = 0.0  # of the time that opening took: for the indexes of archives
 
     @abstractmethod
@@ -119,6 +120,7 @@ class Source(ABC):
 class ItemSource(Source):
     """A source of Python objects, which has no ranges."""
 
+    is_typed = False
     dataset: Any
     """The object with the items: dataset[index]."""
 
@@ -262,6 +264,8 @@ class RowSource(Source):
 
 class SerialSource(Source):
     """A source whose samples lie one behind another in large objects: each is one range, of which `parse` makes the fields."""
+
+    is_typed = False
 
     @abstractmethod
     def parse(self, index: int, data: memoryview) -> Sample:

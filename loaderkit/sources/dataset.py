@@ -1,12 +1,12 @@
 """`kind: dataset`: any Python object with `__len__` and `__getitem__`, such as a map-style torch Dataset.
 
-An item that is a dict is the sample; a tuple's items are named by `fields`, or "0", "1", ...; anything else is the one
-field of `fields`, or "0".
+An item that is a mapping is the sample; a tuple's items are named by `fields`, or "0", "1", ... A list stands for a tuple if
+`fields` names several, or if there is a tensor in it. Anything else is the one field of `fields`, or "0".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -24,6 +24,7 @@ from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
 from loaderkit.sources.base import FieldRange, ItemSource, Sample, Source, SourceKind
 from loaderkit.sources.listing import numbered
+from loaderkit.sources.typed_fields import FieldOrigin, checked_names
 
 
 class DatasetArgs(SourceArgs):
@@ -34,8 +35,10 @@ class DatasetArgs(SourceArgs):
         description='"package.module:name" of the object or of a function that returns it, or the object'
     )
     args: dict[str, Any] = Field({}, description="keyword arguments, if `object` names a function or class")
-    fields: Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)] = Field(
-        None, description="names for the items of a tuple"
+    fields: Annotated[tuple[str, ...] | dict[str, str] | None, BeforeValidator(as_tuple)] = Field(
+        None,
+        description="names for the items of a tuple or list; or field -> key, path of keys, or type, as in {label: "
+        "target.label, x: float32, y: target.y int64}: then these are the sample",
     )
 
     @field_validator("object")
@@ -62,7 +65,9 @@ class DatasetArgs(SourceArgs):
 
     @field_validator("fields")
     @classmethod
-    def _differ(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    def _differ(cls, value: tuple[str, ...] | dict[str, str] | None) -> tuple[str, ...] | dict[str, str] | None:
+        if isinstance(value, dict):
+            return checked_names(value)
         if value is not None and len(set(value)) < len(value):
             raise ValueError("distinct names, as each is one field")
         return value
@@ -126,8 +131,10 @@ class DatasetSource(ItemSource):
     def __init__(self, dataset: Any, args: DatasetArgs, size: int | None = None) -> None:
         """`size`: the number of items, if the object does not know it."""
         self.dataset = dataset
-        self._fields = args.fields
-        self._single = "0" if args.fields is None else args.fields[0] if len(args.fields) == 1 else None
+        fields = args.fields
+        self._origins = [FieldOrigin.parse(*pair) for pair in fields.items()] if isinstance(fields, dict) else None
+        self._fields = None if isinstance(fields, dict) else fields
+        self._single = "0" if self._fields is None else self._fields[0] if len(self._fields) == 1 else None
         self._name = type(dataset).__qualname__
         self._get_many = getattr(dataset, "__getitems__", None)
         if size is None:
@@ -163,29 +170,45 @@ class DatasetSource(ItemSource):
             return None  # one item is bad; taken one by one they tell which
 
     def sample(self, item: Any) -> Sample:
-        if isinstance(item, dict):
+        sample = self._whole(item)
+        return sample if self._origins is None else {origin.field: origin.of(sample) for origin in self._origins}
+
+    def _whole(self, item: Any) -> Sample:
+        if isinstance(item, Mapping):  # a dict, a tokenizer's BatchEncoding, a row of a data frame's
             return dict(item)
-        if not isinstance(item, tuple):
+        if not isinstance(item, tuple) and not self._stands_for_tuple(item):
             if self._single is not None:
                 return {self._single: item}
             item = (item,)
-        return dict(zip(self._names(len(item)), item, strict=True))
+        return dict(zip(self._names(item), item, strict=True))
 
     def columns(self, items: list[Any]) -> dict[str, list[Any]] | None:
+        if self._origins is not None:
+            return None
         kind = type_of_all(items)
         if kind is tuple and len({*map(len, items)}) == 1:
-            return dict(zip(self._names(len(items[0])), map(list, zip(*items, strict=True)), strict=True))
+            return dict(zip(self._names(items[0]), map(list, zip(*items, strict=True)), strict=True))
         is_single = (
             kind in _SINGLE
             or (kind is not None and isinstance(items[0], torch.Tensor))
-            or not any(isinstance(item, (dict, tuple)) for item in items)
+            or not any(isinstance(item, (tuple, list, Mapping)) for item in items)
         )
         return {self._single: items} if is_single and self._single is not None else None
 
-    def _names(self, num: int) -> tuple[str, ...]:
+    def _stands_for_tuple(self, item: Any) -> bool:
+        """True for a list whose items are fields, not one value."""
+        if not isinstance(item, list):
+            return False
+        return (self._fields is not None and len(self._fields) > 1) or any(
+            isinstance(value, (torch.Tensor, np.ndarray)) for value in item
+        )
+
+    def _names(self, items: tuple[Any, ...] | list[Any]) -> tuple[str, ...]:
+        num = len(items)
         names = self._fields or tuple(map(str, range(num)))
         if len(names) != num:
-            raise ValueError(f"the item is a tuple of {num}, `fields` names {len(names)}: {', '.join(names)}")
+            kind = "list" if isinstance(items, list) else "tuple"
+            raise ValueError(f"the item is a {kind} of {num}, `fields` names {len(names)}: {', '.join(names)}")
         return names
 
     def ranges(self, index: int) -> list[FieldRange]:

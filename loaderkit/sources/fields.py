@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -76,6 +76,22 @@ def _checked_fields_or_patterns(value: dict[str, str]) -> dict[str, str]:
 
 FieldsOrPatterns = Annotated[dict[str, str], Field(min_length=1), AfterValidator(_checked_fields_or_patterns)]
 """The same, or name of a field -> the pattern of its files."""
+
+
+Optional = Annotated[
+    tuple[str, ...],
+    BeforeValidator(as_tuple),
+    Field(description="fields whose file may be missing: it is then read as an empty one, so a text is empty"),
+]
+"""The fields that a sample may lack, as pictures without objects have no file of labels."""
+
+
+def check_optional(optional: tuple[str, ...], fields: Iterable[str]) -> None:
+    """Raise ValueError for a name that is none of the `fields` that may be missing."""
+    known = list(fields)
+    for name in optional:
+        if name not in known:
+            raise ValueError(f"`optional` names {name!r}, which is none of the fields that may be: {', '.join(known)}")
 
 
 class FieldMap:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,24 +16,29 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, model_validator
 
 from loaderkit._internal.config.settings import as_tuple
+from loaderkit._internal.text import warn
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
 from loaderkit.connectors.config import StoreArgs
-from loaderkit.errors import SourceError
-from loaderkit.sources.base import FieldRange, Sample, Source, SourceKind, Table, shortened
+from loaderkit.errors import ConfigError, SourceError
+from loaderkit.sources.base import FieldRange, Sample, Source, SourceKind, Table
+from loaderkit.sources.class_folders import ClassFolders, oddities, shifted
 from loaderkit.sources.fields import (
     IMAGE_EXTENSIONS,
     FieldMap,
     FieldsOrPatterns,
     Include,
+    Optional,
     are_patterns,
+    check_optional,
     described_fields,
     included_fields,
 )
 from loaderkit.sources.joined import join_files
 from loaderkit.sources.listing import Listing, cut_blocks, extension_of, said_counts
-from loaderkit.sources.patterns import Patterns
+from loaderkit.sources.patterns import Patterns, is_hidden
 
 _MAX_COUNTED = 10_000
+_GLOB, _GLOB_OF_STORES = re.compile(r"[*?[]"), re.compile(r"\*")  # a bucket's keys may well have the others
 
 _Named = TypeVar("_Named", tuple[str, ...], dict[str, int])
 
@@ -56,18 +63,22 @@ class FilesArgs(StoreArgs):
     """Every matching file below `url` is a sample."""
 
     kind: Literal["files"] = "files"
-    url: Annotated[str, Field(min_length=1, description="the folder: a path, file:// or memory://")]
+    url: Annotated[
+        str, Field(min_length=1, description="the folder: a path, file:// or memory://; or, with a glob, the files")
+    ]
     include: Include | None = Field(
         None,
         description="which files, relative to url: globs with **, and braces; default: images, or all files if none of the "
         "first 10,000 is an image",
     )
-    label: Literal["parent", "none"] = Field(
-        "none", description="parent: the class is the index of the file's folder in the sorted folder names"
+    label: Literal["parent", "top", "none"] = Field(
+        "none",
+        description="parent: the class is the index of the file's folder in the sorted folder names; top: that of the first "
+        "folder below `url`, as torchvision's ImageFolder has it",
     )
     classes: Classes | None = Field(
         None,
-        description="with `label: parent`, the folders' names in the order of their class numbers, or {folder: number}; "
+        description="with `label`, the folders' names in the order of their class numbers, or {folder: number}; "
         "default: all there are, sorted",
     )
     fields: FieldsOrPatterns | None = Field(
@@ -75,20 +86,48 @@ class FilesArgs(StoreArgs):
         description="field -> extensions, as in {image: 'jpg;png'}; or field -> pattern, as in {image: images/*.jpg, mask: "
         "masks/*.png}: files with one stem are one sample; default: images are `image`",
     )
+    optional: Optional = ()
 
     @model_validator(mode="after")
     def _label_has_one_origin(self) -> FilesArgs:
-        if self.label == "parent" and self.fields and "label" in self.fields:
-            raise ValueError("`label: parent` and a field named label exclude each other: remove one of them")
-        if self.classes is not None and self.label != "parent":
-            raise ValueError("`classes` numbers the folders of `label: parent`: add that, or remove `classes`")
+        if self.label != "none" and self.fields and "label" in self.fields:
+            raise ValueError(f"`label: {self.label}` and a field named label exclude each other: remove one of them")
+        if self.classes is not None and self.label == "none":
+            raise ValueError("`classes` numbers the folders of `label: parent` (or top): add that, or remove `classes`")
         return self
 
     @model_validator(mode="after")
     def _patterns_are_given_once(self) -> FilesArgs:
         if are_patterns(self.fields) and self.include is not None:
             raise ValueError("`include` and patterns in `fields` exclude each other: the patterns say which files")
+        if self.optional and not are_patterns(self.fields):
+            raise ValueError("`optional` is of `fields` with patterns: without, each file is a sample")
+        check_optional(self.optional, [*(self.fields or ())][1:])
         return self
+
+    @property
+    def _cut(self) -> int:
+        """Where in `url` its glob begins; its length if it has none, or is the name of a folder."""
+        is_local = "://" not in self.url
+        found = (_GLOB if is_local else _GLOB_OF_STORES).search(self.url)
+        if found is None or (is_local and os.path.isdir(self.url)):
+            return len(self.url)
+        return self.url.rfind("/", 0, found.start()) + 1
+
+    @property
+    def glob(self) -> str | None:
+        """The glob in `url`, if it has one."""
+        return self.url[self._cut :] or None
+
+    @property
+    def root(self) -> str:
+        """The connector's root: `url`, or the folder before its glob."""
+        return self.url[: self._cut] or "."
+
+    @property
+    def patterns(self) -> str | tuple[str, ...] | None:
+        """Which files below `root`; None: the usual ones."""
+        return self.include or self.glob
 
     @property
     def class_numbers(self) -> dict[str, int]:
@@ -111,11 +150,12 @@ class FilesSource(Source):
     def __init__(self, connector: Connector, args: FilesArgs) -> None:
         self._connector = connector
         self._args = args
-        self._patterns = Patterns(args.include or "**/*")
+        self._patterns = Patterns(args.patterns or "**/*")
         self._first: str | None = None  # the field of the keys' files; None: their extensions tell
         self._partners: dict[str, Listing] = {}  # of the other fields, one file a sample
+        self._missing: dict[str, str] = {}  # optional field -> the extension that a missing file would have
         if args.fields is not None and are_patterns(args.fields):
-            self._partners = join_files(connector, args.fields, args.limit)
+            self._partners = join_files(connector, args.fields, args.limit, args.optional)
             self._first = next(iter(args.fields))
             self._patterns = Patterns(args.fields[self._first])
             first = self._partners.pop(self._first)
@@ -124,31 +164,62 @@ class FilesSource(Source):
             files = connector.list(self._patterns.prefix)
         self._field_map = FieldMap(args.fields if self._first is None else None)
         self.left_out: Counter[str] = Counter()
-        self._takes_images = args.include is None and args.fields is None and self._has_image()
-        self._folders = dict(args.class_numbers)
+        self.num_of_systems = 0  # files in folders that a NAS leaves behind
+        self._takes_images = args.patterns is None and args.fields is None and self._has_image()
+        self._folders = ClassFolders(args.class_numbers, top=args.label == "top", is_given=args.classes is not None)
         self._extensions: dict[tuple[str, str], None] = {}  # (field, extension), in order of first use
         folder_ids = array("q")
         self._listing = Listing(self._chosen(files, folder_ids))
         if not len(self._listing):
             self._fail_empty()
         for field, partners in self._partners.items():
-            self._extensions |= dict.fromkeys((field, self._field_of(key)[1]) for key in partners.keys)
+            self._extensions |= self._extensions_of(field, partners)
         if self._takes_images and args.limit is None and self.left_out.total() >= len(self._listing):
             raise SourceError(
                 f"{args.url!r} holds {len(self._listing)} images and {self.left_out.total()} other files "
                 f"({said_counts(self.left_out)}): say in `include` which are the samples, as in '**/*.jpg', or '**/*' for all"
             )
-        if args.label == "parent":
-            labels = np.array(folder_ids, np.int64)
-            if args.classes is None:
-                self.classes = sorted(self._folders)
-                class_of = {name: number for number, name in enumerate(self.classes)}
-                labels = np.array([class_of[name] for name in self._folders], np.int64)[labels]
-            else:
-                self.classes = [""] * (1 + max(self._folders.values()))
-                for name, number in sorted(self._folders.items()):
-                    self.classes[number] = f"{self.classes[number]}/{name}" if self.classes[number] else name
-            self._labels = labels.astype(np.int32)
+        self._refuse_pairs()
+        if args.label != "none":
+            self._number_classes(np.array(folder_ids, np.int64))
+
+    def _number_classes(self, labels: NDArray[np.int64]) -> None:
+        """Set the classes, and of every sample its own, from its folder's number."""
+        folders = self._folders.numbers
+        if self._args.classes is None:
+            self.classes = sorted(folders)
+            class_of = {name: number for number, name in enumerate(self.classes)}
+            labels = np.array([class_of[name] for name in folders], np.int64)[labels]
+            if said := shifted(self._args.root, self.classes):
+                warn(said)
+        else:
+            self.classes = [""] * (1 + max(folders.values()))
+            for name, number in sorted(folders.items()):
+                self.classes[number] = f"{self.classes[number]}/{name}" if self.classes[number] else name
+        self._labels = labels.astype(np.int32)
+
+    def oddities(self) -> list[str]:
+        """What may surprise of the classes, for `loaderkit check`."""
+        if self.classes is None or self._args.classes is not None:
+            return []
+        return list(oddities(self._args.root, self.classes))
+
+    def _refuse_pairs(self) -> None:
+        """Raise SourceError for files of one stem that are other fields: each file is a sample of its own here."""
+        if self._first is not None or len({field for field, _ in self._extensions}) < 2:
+            return
+        seen: dict[str, str] = {}  # stem -> the first file with it
+        for key in self._listing.keys:
+            stem = key[: key.rfind(".")]
+            first = seen.setdefault(stem, key)
+            fields = [self._field_of(name)[0] for name in (first, key)]
+            if fields[0] != fields[1]:
+                pairs = zip(fields, (first, key), strict=True)
+                patterns = ", ".join(f"{field}: '**/*.{self._field_of(name)[1]}'" for field, name in pairs)
+                raise SourceError(
+                    f"{first!r} and {key!r} are two samples, one with the field {fields[0]!r} and one with {fields[1]!r}, as "
+                    f"each file is one: for one sample of both give patterns, `fields: {{{patterns}}}`, without `include`"
+                )
 
     def __len__(self) -> int:
         return len(self._listing)
@@ -166,8 +237,12 @@ class FilesSource(Source):
         info = self._listing[index]
         files = {self._field_of(info.key)[0]: info} | {name: files[index] for name, files in self._partners.items()}
         return [
-            FieldRange(name, self._field_of(info.key)[1], ByteRange(info.key, 0, info.size, info.etag))
-            for name, info in files.items()
+            FieldRange(
+                name,
+                self._missing[name] if name in self._missing and file.key == info.key else self._field_of(file.key)[1],
+                ByteRange(file.key, 0, file.size, file.etag),
+            )
+            for name, file in files.items()
         ]
 
     def table(self, indices: NDArray[np.int64]) -> Table | None:
@@ -214,21 +289,33 @@ class FilesSource(Source):
             if not matches or self._takes_images:
                 is_image = extension_of(info.key).lower() in IMAGE_EXTENSIONS
                 if not matches or not is_image:
-                    if (is_image or self._takes_images) and "/." not in f"/{info.key}":
+                    if is_hidden(info.key):
+                        self.num_of_systems += "/." not in f"/{info.key}"
+                    elif is_image or self._takes_images:
                         self.left_out[extension_of(info.key)] += 1
                     continue
             is_sample = self._args.limit is None or num_chosen < self._args.limit
             if not is_sample and (self._args.label == "none" or self._args.classes is not None):
                 return
             field_and_extension = self._field_of(info.key)
-            if self._args.label == "parent":
-                folder = self._folder_id(info.key)
+            if self._args.label != "none":
+                folder = self._folders.number_of(info.key, self._connector.describe, self._args.url)
                 if is_sample:
                     folder_ids.append(folder)
             if is_sample:
                 num_chosen += 1
                 self._extensions.setdefault(field_and_extension)
                 yield info
+
+    def _extensions_of(self, field: str, partners: Listing) -> dict[tuple[str, str], None]:
+        """The extensions of a field's files; that of missing ones is noted."""
+        pairs = zip(partners.keys, self._listing.keys, strict=True)
+        extensions = dict.fromkeys(self._field_of(key)[1] for key, first in pairs if key != first)
+        if field in self._args.optional:
+            pattern = (self._args.fields or {})[field]
+            self._missing[field] = next(iter(extensions), extension_of(pattern).lower())
+            extensions.setdefault(self._missing[field])
+        return {(field, extension): None for extension in extensions}
 
     def _has_image(self) -> bool:
         first = islice(self._connector.list(""), _MAX_COUNTED)
@@ -251,23 +338,6 @@ class FilesSource(Source):
             raise SourceError(f"{self._connector.describe(key)} matches {text}")
         return field_and_extension if self._first is None else (self._first, field_and_extension[1])
 
-    def _folder_id(self, key: str) -> int:
-        """The number of the file's folder: its class if `classes` is given, else counted in order of first use."""
-        folder = key.rpartition("/")[0].rpartition("/")[2]
-        if folder in self._folders:
-            return self._folders[folder]
-        if not folder:
-            raise SourceError(
-                f"{self._connector.describe(key)} lies in no folder below {self._args.url!r}, so `label: parent` gives "
-                "it no class; move it, narrow `include`, or use `label: none`"
-            )
-        if self._args.classes is not None:
-            raise SourceError(
-                f"{self._connector.describe(key)} lies in the folder {folder!r}, which is none of `classes` "
-                f"({shortened(list(self._folders))}): add it there, or narrow `include`"
-            )
-        return self._folders.setdefault(folder, len(self._folders))
-
     def _fail_empty(self) -> None:
         keys = [info.key for info in islice(self._connector.list(""), _MAX_COUNTED)]
         number = f"{len(keys)}" + (" or more" if len(keys) == _MAX_COUNTED else "")
@@ -279,15 +349,19 @@ class FilesSource(Source):
 
 
 def _fields_of(args: FilesArgs) -> dict[str, str] | None:
-    fields = included_fields(args.include or "**/*") if args.fields is None else described_fields(args.fields)
-    if fields is not None and args.label == "parent":
+    fields = included_fields(args.patterns or "**/*") if args.fields is None else described_fields(args.fields)
+    if fields is not None and args.label != "none":
         fields["label"] = "a number"
     return fields
 
 
 def _open(args: FilesArgs, connector: Connector | None) -> FilesSource:
     assert connector is not None
+    if args.glob is not None and (args.include is not None or are_patterns(args.fields)):
+        raise ConfigError(
+            f"source.url: {args.url!r} has a glob, and `include` or `fields` have one as well: give the folder in `url`"
+        )
     return FilesSource(connector, args)
 
 
-FILES = SourceKind(FilesArgs, "ranges", _open, lambda args: args.url, _fields_of)
+FILES = SourceKind(FilesArgs, "ranges", _open, lambda args: args.root, _fields_of)

@@ -231,7 +231,7 @@ class Pass:
         self._states: dict[int, IterableState] = {}  # at the ends of those batches
         self._error: BaseException | None = None
         self._lock = threading.Lock()  # one thread at a time reads
-        self._most_peeked = schedule.batch_size * schedule.world_size * shard.of
+        self.num_peekable = schedule.batch_size * schedule.world_size * shard.of  # items; those behind are lost
         self._is_ended = False  # nothing more is to be read
         self.reader: int | None = None  # the thread that is in the iterable
         self.num_items: int | None = None  # of the epoch, once it is known
@@ -258,7 +258,7 @@ class Pass:
                 item = self._read(index + 1)
                 if self._num <= index:
                     return []
-                if self.is_whole and index - self._begin < self._most_peeked:
+                if self.is_whole and index - self._begin < self.num_peekable:
                     with suppress(Exception):  # it holds a lock, say, that a later stage leaves out
                         return [copy.deepcopy(item)]
                 self.is_whole = False

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
+from itertools import islice
 
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import SourceError, printable
 from loaderkit.sources.listing import Listing
-from loaderkit.sources.patterns import Patterns
+from loaderkit.sources.patterns import Patterns, said_of_form
 
 _MAX_NAMED = 3
 
@@ -47,23 +48,29 @@ class _Files:
         alone = [number for stem, number in self.numbers.items() if stem not in other.numbers]
         if not alone:
             return None
+        form = said_of_form(next(stem for stem in self.numbers if stem not in other.numbers), other.numbers)
         named = ", ".join(printable(self.listing.keys[number]) for number in alone[:_MAX_NAMED])
         more = ", ..." if len(alone) > _MAX_NAMED else ""
         return (
             f"{len(alone)} of {len(self.numbers)} files of {self.field!r} ({self._patterns}) have no {other.field!r} "
-            f"({other._patterns}): {named}{more}"
+            f"({other._patterns}): {named}{more}{form}"
         )
 
 
-def join_files(connector: Connector, fields: Mapping[str, str], limit: int | None) -> dict[str, Listing]:
+def join_files(
+    connector: Connector, fields: Mapping[str, str], limit: int | None, optional: Container[str] = ()
+) -> dict[str, Listing]:
     """The files of every field (name -> pattern), sample by sample in the order of the first field's files.
 
-    Those of the first field are all listed, also beyond `limit`. Raises `SourceError` that counts and names the files without
-    a partner, and what listing raises.
+    Those of the first field are all listed, also beyond `limit`. A missing file of an `optional` field is none of the bytes of
+    the first field's. Raises `SourceError` that counts and names the files without a partner, and what listing raises.
     """
     patterns = {field: Patterns(pattern) for field, pattern in fields.items()}
     first, *others = (_Files(connector, field, patterns) for field in fields)
-    missing = [text for other in others for text in (first.without(other), other.without(first)) if text is not None]
+    missing = []
+    for other in others:
+        alone = [None if other.field in optional else first.without(other), other.without(first)]
+        missing += [text for text in alone if text is not None]
     if missing:
         raise SourceError(
             f"{'; '.join(missing)}. Files belong together where the wildcards of their patterns stand for the same text: "
@@ -71,6 +78,14 @@ def join_files(connector: Connector, fields: Mapping[str, str], limit: int | Non
         )
     joined = {first.field: first.listing}
     for other in others:
-        numbers = [other.numbers[stem] for stem in first.numbers][:limit]
-        joined[other.field] = Listing(map(other.listing.__getitem__, numbers))
+        joined[other.field] = Listing(islice(_partners(first, other), limit))
     return joined
+
+
+def _partners(first: _Files, other: _Files) -> Iterator[ObjectInfo]:
+    """The file of `other` for each of `first`."""
+    for stem, number in first.numbers.items():
+        if stem in other.numbers:
+            yield other.listing[other.numbers[stem]]
+        else:
+            yield first.listing[number]._replace(size=0)

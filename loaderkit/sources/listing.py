@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from loaderkit import native
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import AccessDeniedError, LoaderkitError, ObjectNotFoundError, SourceError
-from loaderkit.sources.patterns import Patterns
+from loaderkit.sources.patterns import Patterns, is_hidden, said_of_form
 
 _MAX_NAMED = 20
+_MAX_LOOKED_AT = 1000
 _MAX_EXTENSIONS = 6
 
 
@@ -132,13 +133,15 @@ def list_matching(
         for info in connector.list(patterns.prefix):
             if patterns.matches(info.key):
                 infos.append(info)
-            elif "/." not in f"/{info.key}":
+            elif not is_hidden(info.key):
                 leave_out(info.key)
     except AccessDeniedError:  # listing a bucket needs a separate permission
         if patterns.names is None:
             raise
     if patterns.names is not None and not infos:  # most web servers do not list
         infos = stat_all(connector, patterns.names, num_threads)
+    patterns = patterns.narrowed(info.key for info in infos)
+    infos = [info for info in infos if patterns.matches(info.key)]
     refuse_unmatched(connector, patterns, (info.key for info in infos), root)
     return infos
 
@@ -187,7 +190,7 @@ def refuse_unmatched(connector: Connector, patterns: Patterns, keys: Iterable[st
     if missing:
         named = ", ".join(map(repr, missing[:_MAX_NAMED]))
         more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
-        exists = _describe_folder(connector, missing[0]) or _describe_existing(connector)
+        exists = _describe_folder(connector, missing[0]) or _describe_existing(connector, missing[0])
         raise SourceError(f"nothing below {root!r} is called {named}{more}; {exists}")
 
 
@@ -203,12 +206,14 @@ def _describe_folder(connector: Connector, name: str) -> str:
     return f"{name!r} is a folder: name the files in it, as in {f'{name}/*{dot}{extension}'!r}"
 
 
-def _describe_existing(connector: Connector) -> str:
+def _describe_existing(connector: Connector, name: str) -> str:
     try:
-        others = [info.key for info in islice(connector.list(""), 3)]
+        others = [info.key for info in islice(connector.list(""), _MAX_LOOKED_AT)]
     except AccessDeniedError:
         return "the objects below it cannot be listed"
-    return f"there are {', '.join(map(repr, others))} ..." if others else "there is no object at all"
+    if not others:
+        return "there is no object at all"
+    return f"there are {', '.join(map(repr, others[:3]))} ...{said_of_form(name, others)}"
 
 
 def cut_blocks(

@@ -53,6 +53,7 @@ class SourcePart(Source):
         self.first = first
         self.total = total
         self.classes = inner.classes
+        self.is_typed = inner.is_typed
         self.index_s = inner.index_s
         self._size = len(inner)
         self._inner: Source | None = inner

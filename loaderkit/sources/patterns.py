@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from unicodedata import normalize
 
 _MAX_PATTERNS = 1_000_000
 
@@ -71,16 +72,42 @@ def _range(body: str) -> list[str] | None:
     return [f"{number:0{width}d}" for number in numbers]
 
 
+_OF_SYSTEMS = ("@eaDir", "#recycle", "#snapshot", "__MACOSX")
+"""Folders that a NAS or an operating system leaves behind: thumbnails, what was deleted."""
+_HIDDEN = re.compile(rf"(?:^|/)(?:\.|(?:{'|'.join(_OF_SYSTEMS)})/)")
+
+
+def is_hidden(key: str) -> bool:
+    """True if a part of a key begins with a dot, or is a folder that systems leave behind."""
+    return _HIDDEN.search(key) is not None
+
+
+def said_of_form(name: str, others: Iterable[str]) -> str:
+    """For messages: that one of `others` is the same name in another Unicode form, as macOS and Linux write it; else ""."""
+    composed = normalize("NFC", name)
+    for other in others:
+        if other != name and normalize("NFC", other) == composed:
+            form = "NFC" if other == composed else "NFD"
+            return (
+                f" (there is the same name in another Unicode form, {form}: {other.encode()!r}, not {name.encode()!r})"
+            )
+    return ""
+
+
 class Patterns:
     """Globs over whole keys, case-sensitive: `**` any number of directories, `*` `?` `[..]` inside one, and braces.
 
-    A part of a key that starts with a dot is matched only by a part of a pattern that does.
+    A part of a key that starts with a dot, or a folder that a NAS leaves behind (`@eaDir`), is matched only by a part of a
+    pattern that does, or is that. A key that is written exactly like a pattern is meant by it.
     """
 
-    def __init__(self, patterns: str | Iterable[str]) -> None:
+    def __init__(self, patterns: str | Iterable[str], exact: Container[str] = ()) -> None:
+        """`exact`: those of the patterns that are no globs but names."""
         self.written = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-        expanded = dict.fromkeys(itertools.chain.from_iterable(map(expand_braces, self.written)))
-        self._literals = {text for text in expanded if not re.search(r"[*?\[]", text)}
+        expanded = dict.fromkeys(
+            itertools.chain.from_iterable([text] if text in exact else expand_braces(text) for text in self.written)
+        )
+        self._literals = {text for text in expanded if text in exact or not re.search(r"[*?\[]", text)}
         self._globs = {text: re.compile(_regex(text), re.DOTALL) for text in expanded if text not in self._literals}
         self._order = list(expanded)
         heads = [re.split(r"[*?\[]", text, maxsplit=1)[0] for text in expanded]
@@ -94,7 +121,12 @@ class Patterns:
 
     def matches(self, key: str) -> bool:
         """True if any pattern matches the whole key."""
-        return key in self._literals or any(glob.fullmatch(key) for glob in self._globs.values())
+        return key in self._literals or key in self.written or any(glob.fullmatch(key) for glob in self._globs.values())
+
+    def narrowed(self, keys: Iterable[str]) -> Patterns:
+        """The same, but that a pattern which is the name of one of `keys` means this one alone."""
+        exact = {key for key in keys if key in self.written} - self._literals
+        return Patterns(self.written, exact) if exact else self
 
     def stem(self, key: str) -> str | None:
         """What the wildcards of the first pattern that matches stand for, without an extension; None if none matches.
@@ -129,6 +161,7 @@ class Patterns:
         ]
 
 
+_NOT_HIDDEN = rf"(?!\.|(?:{'|'.join(_OF_SYSTEMS)})/)"
 _WILDCARD = r"[*?]|\[[!^]?\]?[^\]]*\]"
 
 
@@ -139,9 +172,9 @@ def _regex(pattern: str) -> str:
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         if part == "**":
-            regex += r"((?:(?!\.)[^/]+/)*" + (r"(?!\.)[^/]+)" if is_last else ")")
+            regex += rf"((?:{_NOT_HIDDEN}[^/]+/)*" + (rf"{_NOT_HIDDEN}[^/]+)" if is_last else ")")
             continue
-        regex += "" if part.startswith(".") else r"(?!\.)"
+        regex += "" if part.startswith(".") or part in _OF_SYSTEMS else _NOT_HIDDEN
         for run in re.findall(f"(?:{_WILDCARD})+|.", part, re.DOTALL):
             is_wild = run in "*?" or len(run) > 1
             regex += f"({re.sub(_WILDCARD, _wildcard, run)})" if is_wild else re.escape(run)

@@ -26,7 +26,7 @@ from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, 
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import AccessDeniedError, SourceError
 from loaderkit.sources.base import FieldRange, PackedSize, Sample, Source, SourceKind, Table
-from loaderkit.sources.fields import FieldMap, Fields, Include, described_fields
+from loaderkit.sources.fields import FieldMap, Fields, Include, Optional, check_optional, described_fields
 from loaderkit.sources.formats.tar_index import TarIndex, load_index
 from loaderkit.sources.listing import StringTable, cut_blocks, refuse_unmatched, stat_all
 from loaderkit.sources.patterns import Patterns
@@ -51,6 +51,12 @@ class TarArgs(StoreArgs):
     fields: Fields | None = Field(
         None, description="field -> extensions; default: images are `image`, cls is `label`, others keep their name"
     )
+    optional: Optional = ()
+
+    @model_validator(mode="after")
+    def _optional_are_fields(self) -> TarArgs:
+        check_optional(self.optional, self.fields or ())
+        return self
 
     @model_validator(mode="after")
     def _archives_are_named_once(self) -> TarArgs:
@@ -123,6 +129,11 @@ class TarSource(Source):
             if field is not None:
                 byte_range = ByteRange(shard.key, start, size, shard.etag)
                 ranges[field] = FieldRange(field, self._extensions[extension_id], byte_range)
+        for field in self._args.optional:
+            if field not in ranges:
+                extension = (self._args.fields or {})[field].partition(";")[0].strip().lower().removeprefix(".")
+                nothing = ByteRange(shard.key, int(self._starts[members.start]), 0, shard.etag)
+                ranges[field] = FieldRange(field, extension, nothing)
         if self._field_map.names is None:
             return list(ranges.values())
         try:
@@ -182,6 +193,7 @@ class TarSource(Source):
             listed, is_listed = [], False
         if patterns.names is not None and not listed:  # most web servers do not list
             listed, is_listed = self._stat_all(patterns.names), False
+        patterns = patterns.narrowed(info.key for info in listed)
         infos = [info for info in listed if patterns.matches(info.key)]
         self._check_packs(patterns, infos, listed if is_listed else None)
         refuse_unmatched(self._connector, patterns, (info.key for info in infos), self._args.root)

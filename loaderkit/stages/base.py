@@ -109,6 +109,7 @@ class StageKind:
     is_single: bool = False  # at most one in a pipeline
     packs: bool = False  # samples before it are those of its sequences
     decodes: bool = False  # fields after it are no longer encoded bytes
+    takes_16_bits: bool = False  # images may be uint16
     shrinks: bool = False  # images are cropped or resized, so seldom large after it
     is_pointwise: bool = False  # acts on each pixel alone, so it commutes with a resize
     runs_user_code: bool = False  # it may keep its input, and return anything
@@ -129,14 +130,15 @@ class Encoded(NamedTuple):
 
 
 class Image(NamedTuple):
-    """A decoded image: uint8 [H, W, C], C = 3, or 1 when `mask` (labels: resized by nearest, never normalised).
+    """A decoded image: uint8 [H, W, C], C = 3, or 1 when `mask` (labels: resized by nearest, never normalised); with
+    `decode: {depth: 16}` uint16.
 
     With `whole` = (height, width) it was not decoded in full. With `reduction` = N > 1 a pixel stands for N x N. A partial
     image begins at `origin` = (row, column) of the (reduced) whole, and covers `box` = (top, left, height, width) of the
     whole, which is all that the next stage needs.
     """
 
-    pixels: NDArray[np.uint8]
+    pixels: NDArray[Any]
     mask: bool = False
     reduction: int = 1
     whole: tuple[int, int] | None = None
@@ -192,6 +194,8 @@ class FieldSpec:
     image: bool = False
     example_key: str = ""
     num_bytes: int = 0  # of the first sample, for a field outside the slab
+    is_open: bool = False  # a list, as all examples were None or without items
+    widens: bool = False  # float64 of untyped data, which takes whole numbers as well
 
 
 class SampleFailure(NamedTuple):

@@ -1,7 +1,6 @@
 """`batch`: write the samples of a chunk into the slots of their batch.
 
-The layout of a batch is derived once, from one sample: tensors, arrays, images and numbers are fields of a slab; texts, bytes
-and other objects become lists. A sample that does not fit is an error that names it and the example.
+The layout of a batch is derived once (`layout.py`). A sample that does not fit is an error that names it and the example.
 """
 
 from __future__ import annotations
@@ -33,9 +32,10 @@ from loaderkit.stages.base import (
     StageArgs,
     StageConfig,
     StageKind,
-    Starts,
 )
 from loaderkit.stages.context import CompileContext
+from loaderkit.stages.image.alignment import check_masks
+from loaderkit.stages.layout import EXACT, is_untyped, ragged_tensor, widens
 from loaderkit.stages.runner import FailureNamer, raise_store_failure, replace_failed
 from loaderkit.stages.sequence.lengths import check_lengths, no_longer
 from loaderkit.stages.sequence.pack import PackArgs
@@ -91,60 +91,6 @@ class BatchArgs(StageArgs):
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 
-def specs_of(
-    sample: Sample, key: str, ragged: Mapping[str, str], image_dtype: str | None = None
-) -> dict[str, FieldSpec]:
-    """The layout of the fields of a batch of such samples. `image_dtype` is that of normalized images."""
-    reserved = {
-        "__key__",
-        "__source__",
-        "__wrapped__",
-        *(f"{name}_sizes" for name, kind in ragged.items() if kind == "pad"),
-    }
-    if taken := sorted(reserved & sample.keys()):
-        raise ValueError(f"its field {taken[0]!r} has a reserved name: rename it")
-    for name in ragged:
-        if name not in sample:
-            raise ValueError(f"`ragged` names {name!r}, but samples have {', '.join(sample)}")
-    return {name: _spec_of(value, key, ragged.get(name), image_dtype) for name, value in sample.items()}
-
-
-def _spec_of(  # noqa: PLR0911 - a kind of value each
-    value: Any, key: str, ragged: str | None, image_dtype: str | None
-) -> FieldSpec:
-    if ragged is not None:
-        try:
-            tensor = as_tensor(value)
-        except TypeError as error:
-            raise TypeError(
-                f"`ragged` is for tensors, and {error}: a field that it does not name comes as a list"
-            ) from None
-        kind: Literal["pad", "ragged"] = "pad" if ragged == "pad" else "ragged"
-        is_image = type(value) is GpuDecoded or (type(value) is Image and not value.mask)
-        return FieldSpec(kind, tuple(tensor.shape), dtype_of(tensor), is_image, key, tensor.nbytes)
-    if type(value) is Starts:
-        return FieldSpec("starts", (value.length,), "int32", example_key=key)
-    if type(value) is Image:
-        height, width, channels = value.pixels.shape
-        dtype = "uint8" if value.mask or image_dtype is None else image_dtype
-        return FieldSpec("slab", (channels, height, width), dtype, image=not value.mask, example_key=key)
-    if type(value) is GpuDecoded:
-        tensor = value.tensor[0]
-        return FieldSpec("rendered", tuple(tensor.shape), dtype_of(tensor), True, key, tensor.nbytes)
-    numbers = shape_and_dtype(value)
-    if numbers is not None:
-        return FieldSpec("slab", *numbers, example_key=key)
-    try:
-        tensor = as_tensor(value)
-    except TypeError:
-        held = value.data if isinstance(value, Encoded) else value
-        num_bytes = len(held) if isinstance(held, (bytes, str, memoryview)) else 0
-        return FieldSpec("list", example_key=key, num_bytes=num_bytes)
-    except (OverflowError, RuntimeError, ValueError) as error:
-        raise ValueError(f"its value {value!r} fits no tensor: {error}") from error
-    return FieldSpec("slab", tuple(tensor.shape), dtype_of(tensor), example_key=key)
-
-
 def write_samples(
     chunk: SampleChunk, specs: Mapping[str, FieldSpec], failed: Callable[[SampleChunk, int, Exception], None]
 ) -> None:
@@ -175,7 +121,7 @@ def write_samples(
 
 def _write_column(values: list[Any] | NDArray[Any], name: str, spec: FieldSpec, chunk: SampleChunk) -> bool:
     """Write one field of all samples at once; False if they must be written one by one."""
-    if spec.kind == "slab" and spec.image and spec.dtype != "uint8":
+    if spec.kind == "slab" and spec.image and spec.dtype not in _LEVELS:
         channels, height, width = spec.shape
         are_images = {*map(type, values)} == {Image}
         return are_images and {image.pixels.shape for image in values} == {(height, width, channels)}
@@ -218,7 +164,7 @@ def _columns(samples: list[Sample | None], specs: Mapping[str, FieldSpec]) -> di
 
 def _different_fields(sample: Sample, specs: Mapping[str, FieldSpec]) -> ValueError:
     missing, extra = sorted(specs.keys() - sample.keys()), sorted(sample.keys() - specs.keys())
-    example = next(iter(specs.values())).example_key if specs else ""
+    example = specs[missing[0]].example_key if missing else next(iter(specs.values())).example_key if specs else ""
     parts = [f"it has no {', '.join(map(repr, missing))}"] if missing else []
     parts += [f"it has {', '.join(map(repr, extra))} besides"] if extra else []
     return ValueError(f"{' and '.join(parts)}, unlike sample {example!r}: all samples of a batch have the same fields")
@@ -242,8 +188,13 @@ def _write_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int
     if spec.image and type(value) is Image:
         height, width, channels = value.pixels.shape
         if (channels, height, width) == spec.shape:
-            if spec.dtype == "uint8":
+            if spec.dtype in _LEVELS:
                 assert slots.array is not None
+                if value.pixels.dtype != slots.array.dtype:
+                    raise ValueError(_misfit(value, name, spec))
+                if spec.dtype == "uint16":
+                    slots.array[slot] = value.pixels.transpose(2, 0, 1)
+                    return
                 kernels = native if channels == 3 and value.pixels.strides[1:] in native.PACKED else fallback
                 kernels.write_planes(slots.array, slot, value.pixels)
             return
@@ -255,7 +206,8 @@ def _write_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int
     if numbers is None:
         _write_tensor(value, name, spec, slots, slot)
         return
-    if spec.image or numbers != (spec.shape, spec.dtype):
+    is_alike = numbers == (spec.shape, spec.dtype) or (numbers[0] == spec.shape and widens(value, numbers[1], spec))
+    if spec.image or not is_alike:
         raise ValueError(_misfit(value, name, spec))
     assert array is not None
     np.copyto(array[slot, ...], value)  # one copy for any layout: swapped, reversed, unaligned
@@ -266,12 +218,14 @@ def _write_tensor(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: in
         tensor = as_tensor(value)
     except (TypeError, OverflowError, RuntimeError, ValueError) as error:
         raise ValueError(_misfit(value, name, spec)) from error
-    if spec.image or tensor.shape != spec.shape or dtype_of(tensor) != spec.dtype:
+    dtype = dtype_of(tensor)
+    if spec.image or tensor.shape != spec.shape or not (dtype == spec.dtype or widens(tensor, dtype, spec)):
         raise ValueError(_misfit(value, name, spec))
     slots.tensor[slot].copy_(tensor.detach())
 
 
 _SMALL_BYTES = 4096
+_LEVELS = frozenset({"uint8", "uint16"})  # images that `normalize` does not write into their slots
 
 
 def _write_together(values: list[Any] | NDArray[Any], spec: FieldSpec, slots: Slots, where: slice | list[int]) -> bool:
@@ -285,11 +239,14 @@ def _write_together(values: list[Any] | NDArray[Any], spec: FieldSpec, slots: Sl
             return False
         array[where] = values
         return True
-    kind = type(values[0])
+    kinds = {*map(type, values)}
+    if spec.widens and int in kinds and kinds <= {int, float} and spec.dtype == "float64":
+        return _write_widened(values, spec, slots, where)
+    kind = kinds.pop()
     write = _WRITERS.get(kind) or (_write_arrays if issubclass(kind, np.generic) else None)
     if write is None and isinstance(values[0], torch.Tensor) and kind is torch.Tensor:
         write = _write_tensors
-    if write is None or {*map(type, values)} != {kind}:
+    if write is None or kinds:
         return False
     try:
         return write(values, spec, slots, where)
@@ -327,6 +284,15 @@ def _write_numbers(values: list[Any], spec: FieldSpec, slots: Slots, where: slic
     return fits
 
 
+def _write_widened(values: list[Any], spec: FieldSpec, slots: Slots, where: slice | list[int]) -> bool:
+    """Whole numbers, also beside others, as float64."""
+    fits = not spec.shape and all(type(value) is float or -EXACT <= value <= EXACT for value in values)
+    if fits:
+        assert slots.array is not None
+        slots.array[where] = values
+    return fits
+
+
 _WRITERS: dict[type, Callable[[list[Any], FieldSpec, Slots, slice | list[int]], bool]] = {
     np.ndarray: _write_arrays,
     int: _write_numbers,
@@ -336,10 +302,16 @@ _WRITERS: dict[type, Callable[[list[Any], FieldSpec, Slots, slice | list[int]], 
 
 
 def _misfit(value: Any, name: str, spec: FieldSpec) -> str:
-    expected = f"{'uint8' if spec.image and spec.kind == 'slab' else spec.dtype} {list(spec.shape)}"
+    levels = "uint16" if spec.dtype == "uint16" else "uint8"
+    expected = f"{levels if spec.image and spec.kind == 'slab' else spec.dtype} {list(spec.shape)}"
+    remedy = "give all samples one shape and type"
+    if value is None:
+        remedy += ", in a `call` before, or leave such samples out (`errors: {on_bad_sample: skip}`)"
+    elif is_untyped(value):
+        remedy += f" (`fields: {{{name}: {'int64' if spec.dtype == 'bool' else 'float64'}}}` in `source` declares one)"
     return (
-        f"its field {name!r} is {describe(value)}, the batch holds {expected} (from sample {spec.example_key!r}): give all "
-        f"samples one shape and type, or set `ragged: {{{name}: list}}` (or pad) in `batch`"
+        f"its field {name!r} is {describe(value)}, the batch holds {expected} (from sample {spec.example_key!r}): {remedy}, or "
+        f"set `ragged: {{{name}: list}}` (or pad) in `batch`"
     )
 
 
@@ -354,15 +326,15 @@ def _owned(value: Any, name: str, spec: FieldSpec, take_bytes: TakeBytes | None)
             raise ValueError(_misfit(value, name, spec))
         return value
     if spec.kind == "list":
-        if isinstance(value, Encoded):
-            value = value.data
-        if isinstance(value, np.ndarray) and value.base is not None:
-            return value.copy()
-        return bytes(value) if isinstance(value, memoryview) else value
+        return _listed(value, name, spec)
+    if type(value) is list and not value:  # of the field's type, as far as that goes
+        value = torch.empty((0, *spec.shape[1:]), dtype=getattr(torch, str(spec.dtype)), device="cpu")
     try:
-        tensor = as_tensor(value)
+        tensor = ragged_tensor(value)
     except TypeError as error:
-        raise ValueError(f"its field {name!r} is in `ragged`, which is for tensors, and {error}") from None
+        raise ValueError(f"its field {name!r}: {error}") from None
+    if widens(tensor, dtype_of(tensor), spec):
+        tensor = tensor.double()
     if spec.kind == "pad" and (dtype_of(tensor) != spec.dtype or tensor.ndim != len(spec.shape)):
         example = f"{spec.dtype} {list(spec.shape)}"
         raise ValueError(
@@ -378,6 +350,20 @@ def _owned(value: Any, name: str, spec: FieldSpec, take_bytes: TakeBytes | None)
     return tensor.clone()
 
 
+def _listed(value: Any, name: str, spec: FieldSpec) -> Any:
+    """A value of a field that comes as a list, in memory of its own."""
+    if spec.is_open and shape_and_dtype(value) is not None:
+        raise ValueError(
+            f"its field {name!r} is {describe(value)}, and it was None in every sample looked at for what a batch holds, "
+            f"as in {spec.example_key!r}: declare its type by `fields: {{{name}: float64}}` in `source`"
+        )
+    if isinstance(value, Encoded):
+        value = value.data
+    if isinstance(value, np.ndarray) and value.base is not None:
+        return value.copy()
+    return bytes(value) if isinstance(value, memoryview) else value
+
+
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     assert isinstance(stage.args, BatchArgs)
     gather = _gather(context.failed(stage), context, stage.args.field)
@@ -386,16 +372,37 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     return stage.ready("sample", gather if stream is None else partial(stream.run, gather), finishes=True)
 
 
+def _check_masks(chunk: SampleChunk, failed: FailureNamer) -> None:
+    """Mark samples as failed whose mask lies on none of their images."""
+    specs = chunk.work_item.specs.values()
+    if sum(spec.image or (len(spec.shape) == 3 and spec.dtype in _LEVELS) for spec in specs) < 2:
+        return
+    for row, sample in enumerate(chunk.samples):
+        if sample is not None:
+            try:
+                check_masks([(name, value) for name, value in sample.items() if type(value) is Image])
+            except ValueError as error:
+                failed(chunk, row, error)
+
+
 def _gather(failed: FailureNamer, context: CompileContext, field: str) -> Callable[[SampleChunk], None]:
     """A chunk stage that writes samples into their slots, and raises, skips or replaces bad ones."""
 
     batching, others = context.batching, context.source.others
+    # Otherwise masks may have been left as they are, say to be compared with in full.
+    keeps_together = not any(
+        getattr(stage.args, "fields", None) or context.kind_of(stage).runs_user_code
+        for stage in context.before_batch
+        if not context.kind_of(stage).decodes
+    )
     if batching is not None:
         others = partial(no_longer, batching.order, others)
 
     def write(chunk: SampleChunk) -> None:
         if batching is not None:
             check_lengths(chunk, field, batching.order, failed)
+        if keeps_together:
+            _check_masks(chunk, failed)
         write_samples(chunk, chunk.work_item.specs, failed)
 
     def fill(chunk: SampleChunk) -> None:

@@ -34,6 +34,7 @@ from loaderkit.stages.time_limit import TimeLimit
 from loaderkit.stages.values import as_image, to_tensor
 
 _KEY = "__key__"
+_LEVELS = (torch.uint8, torch.uint16)
 
 
 class CallArgs(StageArgs):
@@ -127,11 +128,16 @@ def call_on_sample(function: Callable[..., Any], sample: Sample, key: str, rng: 
             result[name] = sample[name]
     for name, image in sample.items():
         value = result.get(name)
-        if type(image) is Image and isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 3:
-            after = as_image(value)
+        if type(image) is Image and isinstance(value, torch.Tensor) and value.ndim == 3 and value.dtype in _LEVELS:
+            after = as_image(value) if value.dtype == torch.uint8 else _deep_image(value)
             if after is not None:
                 result[name] = after._replace(mask=image.mask)
     return result
+
+
+def _deep_image(value: torch.Tensor) -> Image | None:
+    """uint16 [C, H, W] as an image; None if it is none."""
+    return Image(value.permute(1, 2, 0).numpy()) if value.shape[0] in (1, 3) else None
 
 
 def filter_sample(

@@ -107,7 +107,7 @@ def image_fields(sample: Sample, fields: Iterable[str] | None) -> list[tuple[str
 
 
 def to_tensor(image: Image) -> torch.Tensor:
-    """The pixels as torch uint8 [C, H, W]; a view where strides allow it."""
+    """The pixels as torch uint8 (or uint16) [C, H, W]; a view where strides allow it."""
     pixels = packed(image.pixels)
     return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
 
@@ -159,7 +159,7 @@ def describe(value: Any) -> str:
     """A value's type and shape, for messages."""
     if type(value) is Image:
         height, width, channels = value.pixels.shape
-        return f"image uint8 [{channels}, {height}, {width}]"
+        return f"image {value.pixels.dtype} [{channels}, {height}, {width}]"
     if isinstance(value, (GpuDecoded, torch.Tensor)):
         noun, value = ("image", value.tensor[value.row]) if isinstance(value, GpuDecoded) else ("tensor", value)
         return f"{noun} {dtype_of(value)} {list(value.shape)}"

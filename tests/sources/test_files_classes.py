@@ -37,6 +37,7 @@ def labels(folder: Path, **args: Any) -> dict[str, int]:
     return {key.partition("/")[0]: label for key, label in zip(batch["__key__"], batch["label"].tolist(), strict=True)}
 
 
+@pytest.mark.filterwarnings("ignore:the class")
 def test_a_validation_set_has_the_numbers_of_the_training_set(photos: Path) -> None:
     assert labels(photos / "train") == {"cat": 0, "dog": 1, "emu": 2}
     assert labels(photos / "val") == {"cat": 0, "emu": 1}
@@ -77,6 +78,7 @@ def test_a_folder_that_is_no_class_is_an_error_naming_both(photos: Path) -> None
     assert labels(photos / "train", classes=["cat", "emu"], include="{cat,emu}/*") == {"cat": 0, "emu": 1}
 
 
+@pytest.mark.filterwarnings("ignore:the class")
 def test_a_state_of_other_classes_is_refused_and_names_both(photos: Path) -> None:
     with loaderkit.build(pipeline(photos / "train")) as loader:
         state = loader.state_dict()
@@ -92,6 +94,7 @@ def test_a_state_of_other_classes_is_refused_and_names_both(photos: Path) -> Non
         loader.load_state_dict(state)
 
 
+@pytest.mark.filterwarnings("ignore:the class")
 def test_a_state_from_before_classes_were_named_in_it_still_resumes(photos: Path) -> None:
     with loaderkit.build(pipeline(photos / "train")) as loader:
         state = loader.state_dict()

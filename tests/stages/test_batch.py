@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 import loaderkit
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.stages.base import Encoded, Image
-from loaderkit.stages.batch import specs_of
+from loaderkit.stages.layout import specs_of
 from loaderkit.stages.values import as_tensor
 
 
@@ -173,13 +173,13 @@ def loaderkit_memory(objects: Mapping[str, bytes]) -> Any:
 
 def test_images_are_planes_and_masks_one_channel() -> None:
     pixels = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
-    specs = specs_of({"image": Image(pixels), "mask": Image(pixels[:, :, :1], mask=True)}, "k", {})
+    specs = specs_of([("k", {"image": Image(pixels), "mask": Image(pixels[:, :, :1], mask=True)})], {})
     assert specs["image"].shape == (3, 4, 5)
     assert specs["image"].dtype == "uint8"
     assert specs["image"].image
     assert specs["mask"].shape == (1, 4, 5)
     assert not specs["mask"].image
-    normalised = specs_of({"image": Image(pixels), "mask": Image(pixels[:, :, :1], mask=True)}, "k", {}, "float32")
+    normalised = specs_of([("k", {"image": Image(pixels), "mask": Image(pixels[:, :, :1], mask=True)})], {}, "float32")
     assert normalised["image"].dtype == "float32"
     assert normalised["mask"].dtype == "uint8"
     assert torch.equal(as_tensor(Image(pixels)), torch.from_numpy(pixels.transpose(2, 0, 1).copy()))
@@ -242,14 +242,12 @@ def test_what_cannot_be_padded_together() -> None:
 
 
 def test_ragged_of_what_is_no_tensor_or_no_field() -> None:
-    with pytest.raises(StageError, match=r"'0'.*`ragged` is for tensors, and str is not a number"):
+    with pytest.raises(StageError, match=r"'0'.*`ragged` is for tensors and lists of numbers, and str is not a number"):
         batch_of([{"x": "text"}], ragged={"x": "pad"})
     with pytest.raises(StageError, match="cannot hold sample '0'"):
         batch_of([{"x": 2**70}], ragged={"x": "pad"})
-    with pytest.raises(
-        StageError, match=r"'1'.*its field 'x' is in `ragged`.*a list without items has no type: make it"
-    ):
-        batch_of([{"x": np.ones(2)}, {"x": []}], ragged={"x": "pad"})
+    with pytest.raises(StageError, match="a list without items has no type"):
+        batch_of([{"x": []}, {"x": []}], ragged={"x": "pad"})
     with pytest.raises(StageError, match=r"'y'.*samples have x"):
         batch_of([{"x": 1}], ragged={"y": "list"})
 
@@ -278,9 +276,7 @@ def test_differing_shapes() -> None:
 
 def test_differing_dtypes() -> None:
     assert "float64" in refusal([{"x": torch.zeros(3)}, {"x": torch.zeros(3, dtype=torch.float64)}])
-    assert "int64" in refusal([{"x": 1}, {"x": 1.5}])
     assert "bool" in refusal([{"x": True}, {"x": 1}])
-    refusal([{"x": 1.0}, {"x": 1}])
     refusal([{"x": np.int32(1)}, {"x": 1}])
 
 
@@ -300,7 +296,8 @@ def test_none_where_numbers_were() -> None:
 
 def test_differing_fields() -> None:
     assert "no 'y'" in refusal([{"x": 1, "y": 2}, {"x": 1}])
-    assert "'z'" in refusal([{"x": 1}, {"x": 1, "z": 2}])
+    with pytest.raises(StageError, match=r"'0'.* no 'z', unlike sample '1'"):
+        batch_of([{"x": 1}, {"x": 1, "z": 2}])
 
 
 def test_one_bad_sample_among_many_is_named() -> None:

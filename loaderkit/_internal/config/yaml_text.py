@@ -97,6 +97,8 @@ def read_yaml(text: str, problems: Problems) -> Any:
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error)
+        if "alias" in f"{problem} {getattr(error, 'context', '')}":
+            problem += "; a value that begins with * is put in quotes, as in '**/*.jpg'"
         problems.error((), f"not valid YAML: {problem}", line=mark.line + 1 if mark is not None else None)
     except RecursionError:
         problems.error((), "not valid YAML: nested too deeply", line=yaml.reader.line + 1)

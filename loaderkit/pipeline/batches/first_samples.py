@@ -1,4 +1,5 @@
-"""What a batch holds: from the first sample that can be read, and of a mixture from that of every source, which must agree."""
+"""What a batch holds: from the first sample that can be read, and of untyped data from some others as well; of a mixture from
+those of every source, which must agree."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loaderkit.errors import ConfigError, SourceError, StageError
 from loaderkit.pipeline.batches.plan import MakeChunk
@@ -14,16 +16,19 @@ from loaderkit.sources.base import Sample, Source
 from loaderkit.sources.iterable import Pass, Preview
 from loaderkit.sources.mixture import MixtureSource, SourcePart
 from loaderkit.stages.base import BatchWork, FieldSpec, SampleChunk
+from loaderkit.stages.layout import Examples, is_undecided, is_untyped, num_bytes_of_sample
 from loaderkit.stages.runner import raise_store_failure
 
 _MOST_AT_ONCE = 32  # sources
 _NUM_FIRST, _NUM_ELSEWHERE = 1000, 9000  # the samples looked at for one that `filter` keeps
+# Besides the first: so many, half of them next to it, but of about this size together unless it leaves a type open.
+_NUM_EXAMPLES, _NUM_LEAST, _EXAMPLES_BYTES = 32, 8, 1 << 20
 
 
 def specs_of_first(
     source: Source,
     run: Callable[[SampleChunk], None],
-    specs_of: Callable[[Sample, str], Mapping[str, FieldSpec]],
+    specs_of: Callable[[Examples], Mapping[str, FieldSpec]],
     stream: Pass | None,
     *,
     num_tries: int,
@@ -32,7 +37,8 @@ def specs_of_first(
 ) -> Mapping[str, FieldSpec]:
     """The fields of a batch, from the first readable sample of the canonical order after `run` has taken it through the stages.
 
-    Not from the first sample of the epoch, so that the fields do not depend on where training resumed. `stream`: a pass from
+    Not from the first sample of the epoch, so that the fields do not depend on where training resumed. Where that leaves types
+    open, some others are looked at, always the same ones. `stream`: a pass from
     the first item on, of a source that can only be iterated over. Raises `StageError` if `num_tries` are bad before that, or
     none is kept of the first and of as many as can be tried all over the source.
     """
@@ -49,7 +55,10 @@ def specs_of_first(
             break
         sample = chunk.samples[0]
         if sample is not None:
-            return specs_of(sample, source.key(index))
+            others = (
+                _other_examples(source, run, stream, sample, index, first=first) if make_chunk is SampleChunk else []
+            )
+            return specs_of([(source.key(index), sample), *others])
         num_dropped += len(chunk.dropped)
         raise_store_failure(chunk)  # every other sample would fail as well, each after all retries of `source.retry`
         errors.extend(chunk.failures.values())
@@ -68,6 +77,63 @@ def specs_of_first(
     )
 
 
+def _other_examples(
+    source: Source,
+    run: Callable[[SampleChunk], None],
+    stream: Pass | None,
+    sample: Sample,
+    index: int,
+    *,
+    first: int,
+) -> Examples:
+    """Samples that say with `sample`, at `index`, what type untyped fields have; none if it leaves no type open. Bad ones among
+    them are left out here: the batches that they are in report them."""
+    is_undecided_one = any(map(is_undecided, sample.values()))
+    if not is_undecided_one and (source.is_typed or not any(map(is_untyped, sample.values()))):
+        return []
+    num = min(_NUM_EXAMPLES, _EXAMPLES_BYTES // max(1, num_bytes_of_sample(sample)))
+    num = max(num, _NUM_LEAST if is_undecided_one else 1)
+    pairs: Iterator[tuple[int, Sample | None]]
+    if stream is None:
+        chunk = _run_all(run, np.array(_around(index - first, len(source), num), np.int64) + first)
+        pairs = zip(chunk.indices.tolist(), chunk.samples, strict=True)
+    else:
+        chunks = _next_of_stream(run, stream, range(index + 1, min(index + num, stream.num_peekable)))
+        pairs = ((int(chunk.indices[0]), chunk.samples[0]) for chunk in chunks)
+    return [(source.key(index), other) for index, other in pairs if other is not None]
+
+
+def _around(place: int, num_samples: int, num: int) -> list[int]:
+    """`num` other places, if there are as many: the next ones, and some from all over the source."""
+    spread = Bijection(num_samples, 0)(np.arange(min(num_samples, num))).tolist()
+    near = range(place + 1, min(place + 1 + (num + 1) // 2, num_samples))
+    return [other for other in dict.fromkeys([*near, *spread]) if other != place][:num]
+
+
+def _run_all(
+    run: Callable[[SampleChunk], None], indices: NDArray[np.int64], stream: Preview | None = None
+) -> SampleChunk:
+    num = len(indices)
+    work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices, end=int(indices[-1]) + 1 if num else 0)
+    work_item.stream = stream
+    chunk = SampleChunk(work_item, 0, num, indices)
+    if num:
+        run(chunk)
+    return chunk
+
+
+def _next_of_stream(run: Callable[[SampleChunk], None], stream: Pass, indices: range) -> Iterator[SampleChunk]:
+    """The next items, one by one, up to the end or an error of the stream, which the batch that it is in raises again."""
+    for index in indices:
+        try:
+            chunk = _run_all(run, np.array([index], np.int64), Preview(stream))
+        except SourceError:
+            return
+        if stream.num_items is not None:
+            return
+        yield chunk
+
+
 def _candidates(num_samples: int) -> Iterator[int]:
     """The first samples, then some from all over the source: what is sorted may begin with many that `filter` drops."""
     yield from range(min(num_samples, _NUM_FIRST))
@@ -78,7 +144,7 @@ def _candidates(num_samples: int) -> Iterator[int]:
 def specs_of_all_parts(
     source: MixtureSource,
     run: Callable[[SampleChunk], None],
-    specs_of: Callable[[Sample, str], Mapping[str, FieldSpec]],
+    specs_of: Callable[[Examples], Mapping[str, FieldSpec]],
     stream: Pass | None,
     *,
     num_tries: int,

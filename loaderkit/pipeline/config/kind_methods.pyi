@@ -17,9 +17,10 @@ class KindMethods:
         url: str | os.PathLike[str],
         *,
         include: str | tuple[str, ...] | list[str] | None = None,
-        label: Literal["parent", "none"] = "none",
+        label: Literal["parent", "top", "none"] = "none",
         classes: tuple[str, ...] | list[str] | Mapping[str, int] | None = None,
         fields: Mapping[str, str] | None = None,
+        optional: tuple[str, ...] | list[str] = ...,
         limit: int | None = None,
         s3: Mapping[str, Any] = ...,
         retry: Mapping[str, Any] = ...,
@@ -28,15 +29,17 @@ class KindMethods:
     ) -> Self:
         """Every matching file below `url` is a sample.
 
-        url: the folder: a path, file:// or memory://
+        url: the folder: a path, file:// or memory://; or, with a glob, the files
         include: which files, relative to url: globs with **, and braces; default: images, or all files if
             none of the first 10,000 is an image
-        label: parent: the class is the index of the file's folder in the sorted folder names
-        classes: with `label: parent`, the folders' names in the order of their class numbers, or {folder:
-            number}; default: all there are, sorted
+        label: parent: the class is the index of the file's folder in the sorted folder names; top: that of
+            the first folder below `url`, as torchvision's ImageFolder has it
+        classes: with `label`, the folders' names in the order of their class numbers, or {folder: number};
+            default: all there are, sorted
         fields: field -> extensions, as in {image: 'jpg;png'}; or field -> pattern, as in {image:
             images/*.jpg, mask: masks/*.png}: files with one stem are one sample; default: images are
             `image`
+        optional: fields whose file may be missing: it is then read as an empty one, so a text is empty
         limit: only the first N samples of the canonical order
         s3: for `s3://`: `source.s3`
         retry: when the store fails for a while: `source.retry`
@@ -51,6 +54,7 @@ class KindMethods:
         *,
         include: str | tuple[str, ...] | list[str] = "*.tar",
         fields: Mapping[str, str] | None = None,
+        optional: tuple[str, ...] | list[str] = ...,
         limit: int | None = None,
         s3: Mapping[str, Any] = ...,
         retry: Mapping[str, Any] = ...,
@@ -62,6 +66,7 @@ class KindMethods:
         url: the folder of the archives, or one archive (also with braces)
         include: which archives: globs, and braces such as "shard-{000..099}.tar"
         fields: field -> extensions; default: images are `image`, cls is `label`, others keep their name
+        optional: fields whose file may be missing: it is then read as an empty one, so a text is empty
         limit: only the first N samples of the canonical order
         s3: for `s3://`: `source.s3`
         retry: when the store fails for a while: `source.retry`
@@ -195,7 +200,7 @@ class KindMethods:
         include: which files of the folder `url`: globs and braces; default: *.jsonl, of text *.txt
         format: json: a line is an object, whose keys become fields; text: a line is the field `text`
         fields: field -> key of the object, or keys of nested ones with dots between, as in {label:
-            meta.label}; default: all keys
+            meta.label}; or its type, as in {x: float32} or {label: meta.label int64}; default: all keys
         limit: only the first N samples of the canonical order
         s3: for `s3://`: `source.s3`
         retry: when the store fails for a while: `source.retry`
@@ -225,7 +230,8 @@ class KindMethods:
         format: example: a tf.train.Example, whose features become fields; bytes: a record is the field
             `data`
         fields: field -> feature, as in {image: image/encoded, label: image/class/label}; with [] behind its
-            name it is a list also where it has one value, as in {tokens: 'tokens[]'}; default: all features
+            name it is a list also where it has one value, as in {tokens: 'tokens[]'}, or none; or its type,
+            as in {x: float32} or {boxes: 'boxes[] float32'}; default: all features
         verify: full: compare the checksum of every record's data; length: only that of its length
         limit: only the first N samples of the canonical order
         s3: for `s3://`: `source.s3`
@@ -240,14 +246,15 @@ class KindMethods:
         object: Any,
         *,
         args: Mapping[str, Any] = ...,
-        fields: tuple[str, ...] | list[str] | None = None,
+        fields: tuple[str, ...] | list[str] | Mapping[str, str] | None = None,
         limit: int | None = None,
     ) -> Self:
         """A Python object with `__len__` and `__getitem__`.
 
         object: "package.module:name" of the object or of a function that returns it, or the object
         args: keyword arguments, if `object` names a function or class
-        fields: names for the items of a tuple
+        fields: names for the items of a tuple or list; or field -> key, path of keys, or type, as in
+            {label: target.label, x: float32, y: target.y int64}: then these are the sample
         limit: only the first N samples of the canonical order
         """
 
@@ -257,7 +264,7 @@ class KindMethods:
         object: Any,
         *,
         args: Mapping[str, Any] = ...,
-        fields: tuple[str, ...] | list[str] | None = None,
+        fields: tuple[str, ...] | list[str] | Mapping[str, str] | None = None,
         length: int | None = None,
         resume: Literal["auto", "skip"] = "auto",
         limit: int | None = None,
@@ -271,7 +278,8 @@ class KindMethods:
         object: "package.module:name" of the iterable or of a function that returns it, or the iterable or
             function
         args: keyword arguments, if `object` names a function or class
-        fields: names for the items of a tuple
+        fields: names for the items of a tuple or list; or field -> key, path of keys, or type, as in
+            {label: target.label, x: float32, y: target.y int64}: then these are the sample
         length: items of an epoch, over all ranks: gives the loader its length; fewer are an error, more are
             left out, with a warning unless `limit` is that number, too
         resume: auto: by its `state_dict` and `load_state_dict`, if it has them; skip: by iterating up to
@@ -310,6 +318,7 @@ class KindMethods:
         device: Literal["cpu", "gpu", "dali-cpu"] = "cpu",
         fields: tuple[str, ...] | list[str] | None = None,
         masks: tuple[str, ...] | list[str] | None = None,
+        depth: Literal[8, 16] = 8,
         scaled: bool = False,
         formats: Sequence[Literal["jpeg", "png", "webp", "gif", "bmp", "tiff", "ppm", "avif", "jpeg2000"]] = ...,
         exif_orientation: bool = False,
@@ -350,6 +359,8 @@ class KindMethods:
             by NVIDIA DALI
         fields: decode only these; default: all
         masks: images of labels: kept as one channel of class numbers
+        depth: bits of a level: 8, uint8, to which 16 are reduced by v >> 8; or 16, uint16, as grey pictures
+            and masks have them (8 bits become v * 257, class numbers stay)
         scaled: decode JPEGs at 1/2, 1/4 or 1/8 where the `resize` or `random_resized_crop` that follows
             shrinks them further: faster, and pixels differ by a few levels
         formats: open only these, told by a file's bytes, not its name; Pillow's other formats stay shut
@@ -725,7 +736,7 @@ class KindMethods:
         name: str | None = None,
         workers: int | Literal["auto"] = "auto",
     ) -> Self:
-        """Turn uint8 images into floats: (x / 255 - mean) / std per channel.
+        """Turn uint8 images into floats: (x / 255 - mean) / std per channel; those of `decode: {depth: 16}` by x / 65535.
 
         mean: one number a channel, one for all, or imagenet
         std: one number a channel, one for all, or imagenet

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from loaderkit._internal.system.user_cache import default_cache_dir, path_in_cache
 from loaderkit._internal.text import warn
@@ -30,20 +30,6 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"
 _EXTENSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 _INDEXES = frozenset({"offsets", "idx"})
 _ADVICE = "it has no random access: decompress it, or leave it out by `include`, or read it in its own order by kind: iterable"
-
-
-def checked_names(value: dict[str, str]) -> dict[str, str]:
-    """Names of fields; raises ValueError for those that cannot be."""
-    for name, key in value.items():
-        if not name or not key:
-            raise ValueError(f"a name and what it is called in the data, not {name!r}: {key!r}")
-        if name.startswith("__"):
-            raise ValueError(f"{name!r}: names that begin with two underscores are reserved")
-    return value
-
-
-Names = Annotated[dict[str, str], Field(min_length=1), AfterValidator(checked_names)]
-"""Name of a field -> what it is called in the data."""
 
 
 def names_files(url: str) -> bool:

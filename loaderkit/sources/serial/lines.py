@@ -20,11 +20,11 @@ from loaderkit.errors import FormatError
 from loaderkit.sources.base import Sample, SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.serial.beside import beside_or_found, is_beside
-from loaderkit.sources.serial.files import Names, SerialArgs, SerialFiles, list_files, load_with
+from loaderkit.sources.serial.files import SerialArgs, SerialFiles, list_files, load_with
 from loaderkit.sources.serial.offsets import Offsets
+from loaderkit.sources.typed_fields import FieldOrigin, Names
 
 _DTYPES = {int: np.int64, float: np.float64, bool: np.bool_}
-_MISSING = object()
 _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # all but the white space around
 
 
@@ -40,8 +40,8 @@ class LinesArgs(SerialArgs):
     )
     fields: Names | None = Field(
         None,
-        description="field -> key of the object, or keys of nested ones with dots between, as in {label: meta.label}; default: "
-        "all keys",
+        description="field -> key of the object, or keys of nested ones with dots between, as in {label: meta.label}; or its "
+        "type, as in {x: float32} or {label: meta.label int64}; default: all keys",
     )
 
     @model_validator(mode="after")
@@ -68,7 +68,7 @@ class LinesSource(SerialFiles):
         infos, self.left_out = list_files(connector, args, is_beside)
         self._is_text = args.format == "text"
         self._text = "text" if args.fields is None else next(iter(args.fields))
-        self._picked = None if args.fields is None else [*args.fields.items()]
+        self._picked = None if args.fields is None else [FieldOrigin.parse(*pair) for pair in args.fields.items()]
         super().__init__(connector, infos, args.limit, skips_blanks=not self._is_text)
 
     def load(self, info: ObjectInfo) -> Offsets:
@@ -94,7 +94,7 @@ class LinesSource(SerialFiles):
         if type(value) is not dict:
             raise FormatError(f"it is {_named(value)}, not an object, as lines of JSON are (text: `format: text`)")
         if self._picked is not None:
-            value = {name: _pick(value, key) for name, key in self._picked}
+            value = {origin.field: origin.of(value) for origin in self._picked}
         for name, item in value.items():
             if type(item) is list:
                 value[name] = as_array(item)
@@ -119,19 +119,6 @@ def parse_json(text: str) -> Any:
     except json.JSONDecodeError as error:
         raise FormatError(f"it is no JSON: {error.msg}, in column {error.pos + 1}") from None
     raise FormatError("it is no JSON")
-
-
-def _pick(value: dict[str, Any], key: str) -> Any:
-    """The value of a key, or of a path of keys with dots between. Raises FormatError."""
-    found = value.get(key, _MISSING)
-    if found is not _MISSING:
-        return found
-    found = value
-    for part in key.split("."):
-        found = found.get(part, _MISSING) if type(found) is dict else _MISSING
-    if found is _MISSING:
-        raise FormatError(f"it has no {key!r}, only {', '.join(map(repr, value)) or 'nothing'}")
-    return found
 
 
 def as_array(values: list[Any]) -> Any:

@@ -18,9 +18,10 @@ from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError
 from loaderkit.sources.base import Sample, SourceKind
 from loaderkit.sources.fields import Include
-from loaderkit.sources.serial.files import Names, SerialArgs, SerialFiles, list_files, load_with
+from loaderkit.sources.serial.files import SerialArgs, SerialFiles, list_files, load_with
 from loaderkit.sources.serial.offsets import Offsets
 from loaderkit.sources.serial.records import check_record, find_records
+from loaderkit.sources.typed_fields import FieldOrigin, Names
 
 _ALWAYS_A_LIST = "[]"
 
@@ -39,7 +40,8 @@ class TfrecordArgs(SerialArgs):
     fields: Names | None = Field(
         None,
         description="field -> feature, as in {image: image/encoded, label: image/class/label}; with [] behind its name it is a "
-        "list also where it has one value, as in {tokens: 'tokens[]'}; default: all features",
+        "list also where it has one value, as in {tokens: 'tokens[]'}, or none; or its type, as in {x: float32} or {boxes: "
+        "'boxes[] float32'}; default: all features",
     )
     verify: Literal["full", "length"] = Field(
         "full", description="full: compare the checksum of every record's data; length: only that of its length"
@@ -59,9 +61,15 @@ class TfrecordArgs(SerialArgs):
 class _Picked(NamedTuple):
     """A field: the feature that it is, and whether that is always a list."""
 
-    field: str
-    feature: str
+    origin: FieldOrigin
     is_list: bool
+
+    def of(self, features: dict[str, Any]) -> Any:
+        """The field of a record; a list that the record lacks is empty. Raises KeyError, FormatError."""
+        origin = self.origin
+        found = features.get(origin.key) if self.is_list else features[origin.key]
+        value = [] if found is None else _value(found, is_list=self.is_list)
+        return value if origin.dtype is None else origin.typed(value)
 
 
 class TfrecordSource(SerialFiles):
@@ -72,7 +80,7 @@ class TfrecordSource(SerialFiles):
         self._is_full = args.verify == "full"
         self._bytes = None if args.format == "example" else next(iter(args.fields or ("data",)))
         self._picked = None if args.fields is None else [_picked(*pair) for pair in args.fields.items()]
-        self._wanted = None if self._picked is None else frozenset(picked.feature for picked in self._picked)
+        self._wanted = None if self._picked is None else frozenset(picked.origin.key for picked in self._picked)
         super().__init__(connector, infos, args.limit)
 
     def load(self, info: ObjectInfo) -> Offsets:
@@ -80,7 +88,7 @@ class TfrecordSource(SerialFiles):
 
     def parse(self, index: int, data: memoryview) -> Sample:
         """The features of the record: bytes, a whole number or float32 where there is one value, a list of bytes or an array of
-        int64 or float32 where there are several or none."""
+        int64 or float32 where there are several; where there is none a list without items, which says no type."""
         record = check_record(data, is_full=self._is_full)
         if self._bytes is not None:
             return {self._bytes: bytes(record)}
@@ -91,14 +99,19 @@ class TfrecordSource(SerialFiles):
         if self._picked is None:
             return {name: _value(values, is_list=False) for name, values in features.items()}
         try:
-            return {field: _value(features[feature], is_list=is_list) for field, feature, is_list in self._picked}
+            return {picked.origin.field: picked.of(features) for picked in self._picked}
         except KeyError as error:
             there = ", ".join(map(repr, native.parse_example(record, None))) or "none"
-            raise FormatError(f"it has no feature {error.args[0]!r}, only {there}") from None
+            feature = error.args[0]
+            raise FormatError(
+                f"it has no feature {feature!r}, only {there}; where it is a list that may be absent, write '{feature}[]' in "
+                "`fields`"
+            ) from None
 
 
-def _picked(field: str, feature: str) -> _Picked:
-    return _Picked(field, feature.removesuffix(_ALWAYS_A_LIST), feature.endswith(_ALWAYS_A_LIST))
+def _picked(field: str, text: str) -> _Picked:
+    origin = FieldOrigin.parse(field, text)
+    return _Picked(origin._replace(key=origin.key.removesuffix(_ALWAYS_A_LIST)), origin.key.endswith(_ALWAYS_A_LIST))
 
 
 def _value(values: Any, *, is_list: bool) -> Any:

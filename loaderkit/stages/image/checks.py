@@ -19,8 +19,26 @@ def check_decode(
             number, f"{name!r} is named more than once in `masks`, `boxes` and `keypoints`: a field is one of them"
         )
     _check_scaled(stages, number, kinds, add_error)
+    if getattr(decode, "depth", 8) == 16:
+        _check_depth(stages, number, kinds, add_error)
     if getattr(decode, "device", "cpu") != "cpu":
         _check_dali(stages, number, kinds, add_error)
+
+
+def _check_depth(
+    stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError
+) -> None:
+    """Images of 16 bits pass only stages that take them."""
+    if getattr(stages[number].args, "device", "cpu") != "cpu":
+        add_error(number, "16 bits not inside DALI: use `device: cpu`", "depth")
+    takers = ", ".join(name for name, kind in kinds.items() if kind.takes_16_bits)
+    for later, stage in enumerate(stages[number + 1 :], number + 1):
+        kind = kinds[stage.kind]
+        if kind.needs_images and not kind.takes_16_bits:
+            add_error(
+                later,
+                f"`{stage.kind}` takes images of 8 bits, and `decode: {{depth: 16}}` gives 16: {takers} take them",
+            )
 
 
 def _check_scaled(

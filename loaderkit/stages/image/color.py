@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
 from loaderkit._internal.config.settings import PositiveRange, around_zero, as_tuple, ordered
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import FieldNames, StageArgs, StageKind
+from loaderkit.stages.image.alignment import check_shapes
 from loaderkit.stages.image.ops import LUMA, Adjust, ImageOps
 from loaderkit.stages.values import image_fields, to_tensor
 
@@ -254,7 +255,9 @@ def random_erasing(args: RandomErasingArgs) -> Callable[..., None]:
 
     def run(sample: Sample, draws: NDArray[np.float64], scratch: dict[str, Any] | None = None) -> None:
         is_on = draws[0] < args.p
-        for name, image in image_fields(sample, args.fields):
+        images = image_fields(sample, args.fields)
+        check_shapes([named for named in images if not named[1].mask])
+        for name, image in images:
             if isinstance(args.value, tuple) and not image.mask and image.pixels.shape[2] != 3:
                 raise ValueError(f"`value` has three levels, and the image {name!r} one channel: give one level")
             sample[name] = image

@@ -9,6 +9,7 @@ picture whole are not.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -52,11 +53,14 @@ from loaderkit.stages.image.formats import (
     jpeg_size,
     seems_a_picture,
 )
+from loaderkit.stages.image.levels import Depth, deepened
 from loaderkit.stages.image.ops import EVERYTHING, Crop, DecodeHint, Needs, hint_for
 from loaderkit.stages.image.resize import reduced_box
 from loaderkit.stages.runner import each_sample
 from loaderkit.stages.values import channels_last, describe, is_pillow
 
+logger = logging.getLogger("loaderkit")
+_BOM = b"\xef\xbb\xbf"
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 _DECODED: frozenset[type] = frozenset({Image, FieldGroup, InPlace, GpuDecoded})
 
@@ -93,6 +97,11 @@ class DecodeArgs(StageArgs):
     )
     fields: FieldNames = Field(None, description="decode only these; default: all")
     masks: FieldNames = Field(None, description="images of labels: kept as one channel of class numbers")
+    depth: Depth = Field(
+        8,
+        description="bits of a level: 8, uint8, to which 16 are reduced by v >> 8; or 16, uint16, as grey pictures and masks "
+        "have them (8 bits become v * 257, class numbers stay)",
+    )
     scaled: bool = Field(
         False,
         description="decode JPEGs at 1/2, 1/4 or 1/8 where the `resize` or `random_resized_crop` that follows shrinks them "
@@ -182,13 +191,16 @@ class Decoder:
         self._annotations, self._annotated = args.annotations, args.annotations.names
         self._left = _DECODED if args.fields or args.masks else _DECODED | {int, float, bool, str}
         self._max_pixels = args.max_pixels
-        jpeg = self._jpeg if "jpeg" in args.formats and not args.exif_orientation else self._picture
+        self._is_new = True
+        is_plain = not args.exif_orientation and args.depth == 8
+        jpeg = self._jpeg if "jpeg" in args.formats and is_plain else self._picture
         pictures = dict.fromkeys(IMAGE_EXTENSIONS, self._picture) | dict.fromkeys(_JPEG_EXTENSIONS, jpeg)
         self._readers = _READERS | pictures
 
     def begin(self, sample: Sample, draws: Any = None, scratch: dict[str, Any] | None = None) -> list[PartialImage]:
         """Decode the fields of a sample, except the partial images, which are returned. Raises ValueError."""
         partial_images = []
+        given = {**sample} if self._is_new else None
         named = self._args.fields
         if named is not None and self._annotations:
             named = (*named, *self._annotations.names.intersection(sample))
@@ -210,6 +222,9 @@ class Decoder:
                 raise _named(sample, field, error) from error
         if self._annotated:
             self._annotations.convert(sample)
+        if given is not None:
+            self._is_new = False
+            _say_if_unused(given, sample, partial_images)
         return partial_images
 
     def finish(
@@ -276,7 +291,7 @@ class Decoder:
             return value
         if is_pillow(value):
             check_size(value.height, value.width, self._max_pixels)
-            return converted(value, is_mask=is_mask, upright=self._args.exif_orientation)
+            return converted(value, is_mask=is_mask, upright=self._args.exif_orientation, depth=self._args.depth)
         pixels = channels_last(value) if is_named or getattr(value, "ndim", 0) == 3 else None
         if pixels is None:
             if not is_named:
@@ -285,7 +300,12 @@ class Decoder:
             raise ValueError(f"cannot decode {describe(value)}: an image is {kinds}")
         if is_mask and pixels.shape[2] > 1:
             raise ValueError(f"a mask has one channel of class numbers, this one is {describe(value)}")
-        return Image(pixels[:, :, :3], is_mask)
+        return self._of_array(pixels[:, :, :3], is_mask)
+
+    def _of_array(self, pixels: NDArray[np.uint8], is_mask: bool) -> Image:
+        if self._args.depth == 8:
+            return Image(pixels, is_mask)
+        return Image(pixels.astype(np.uint16) if is_mask else deepened(pixels), is_mask)
 
     def _jpeg(self, data: memoryview, field: str, draws: Any, scratch: dict[str, Any] | None) -> Image | PartialImage:
         size = None if field in self._masks else jpeg_size(data)
@@ -319,6 +339,22 @@ class Decoder:
             is_mask=field in self._masks,
             upright=self._args.exif_orientation,
             max_pixels=self._max_pixels,
+            depth=self._args.depth,
+        )
+
+
+def _say_if_unused(given: Sample, sample: Sample, partial_images: list[PartialImage]) -> None:
+    """Warn if nothing of a sample was decoded."""
+    is_decoded = [
+        type(value) in _DECODED or (value is not given.get(name) and type(value) is not bytes)
+        for name, value in sample.items()
+    ]
+    if not any(is_decoded) and not partial_images:
+        left = ", ".join(f"{name} ({describe(value)})" for name, value in sample.items())
+        logger.warning(
+            "`decode` decodes nothing of %s: no bytes begin as a picture, and no extension is one of %s",
+            left,
+            ", ".join(sorted(_READERS.keys() | IMAGE_EXTENSIONS)),
         )
 
 
@@ -402,21 +438,21 @@ def _read_npz(data: memoryview, field: str, draws: Any, scratch: dict[str, Any] 
 
 def _read_class(data: memoryview, *_: Any) -> int:
     try:
-        return int(bytes(data))
+        return int(bytes(data).removeprefix(_BOM))
     except ValueError:
         raise ValueError(f"a class is a whole number, not {bytes(data[:64])!r} ({len(data)} bytes)") from None
 
 
 def _read_text(data: memoryview, *_: Any) -> str:
     try:
-        return str(data, "utf-8")
+        return str(data, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"text is UTF-8, and these {len(data)} bytes are not: {error}") from None
 
 
 def _read_json(data: memoryview, *_: Any) -> Any:
     try:
-        return json.loads(bytes(data))
+        return json.loads(bytes(data).removeprefix(_BOM))
     except (ValueError, RecursionError) as error:  # RecursionError for deeply nested lists
         raise ValueError(f"not JSON ({len(data)} bytes): {error}") from None
 
@@ -438,7 +474,7 @@ def decode_hint(stage: StageConfig, context: CompileContext) -> tuple[StageConfi
     following = next(one for one in behind if not (args.scaled and context.kind_of(one).is_pointwise))
     ops, fields = context.kind_of(following).ops, getattr(following.args, "fields", None)
     is_apart = args.fields is not None and fields is not None and not {*args.fields} & {*fields}
-    if ops is None or args.device != "cpu" or args.exif_orientation or is_apart:
+    if ops is None or args.device != "cpu" or args.exif_orientation or args.depth != 8 or is_apart:
         return following, None
     takes_crop = following is behind[0] and args.regions is not False
     return following, hint_for(ops(following.args), is_next=takes_crop, scaled=args.scaled)

@@ -10,15 +10,15 @@ import math
 import re
 import struct
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image as Pillow
-from PIL import TiffImagePlugin, UnidentifiedImageError, features
+from PIL import ImageFile, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError, features
 
 from loaderkit import native
 from loaderkit.stages.base import Image
+from loaderkit.stages.image.levels import Depth, Stored, labels, rgb
 
 Format = Literal["jpeg", "png", "webp", "gif", "bmp", "tiff", "ppm", "avif", "jpeg2000"]
 """A format that may be opened, by Pillow's name in lower case. "jpeg" includes MPO, of which the first picture is read."""
@@ -92,7 +92,7 @@ def jpeg_size(data: memoryview) -> tuple[int, int] | None:
 
 
 def decode_picture(
-    data: memoryview, *, formats: tuple[Format, ...], is_mask: bool, upright: bool, max_pixels: int
+    data: memoryview, *, formats: tuple[Format, ...], is_mask: bool, upright: bool, max_pixels: int, depth: Depth = 8
 ) -> Image:
     """A picture in one of the `formats`, recognized by its bytes. Raises ValueError."""
     try:
@@ -102,32 +102,40 @@ def decode_picture(
     except (Pillow.DecompressionBombError, Pillow.DecompressionBombWarning) as error:
         raise ValueError(f"too large an image for Pillow ({len(data)} bytes): {error}") from None
     except Exception as error:
-        raise _damaged(data, (_looks_like(data) or "picture").upper(), "", error) from error
+        raise _refused(data, (_looks_like(data) or "picture").upper(), "", error) from error
     with image:
         check_size(image.height, image.width, max_pixels)
         kind, size = image.format or "", f", {image.width} x {image.height}"
+        stored = Stored.of(image)
         try:
             _check_tiles(data, image)
             image.load()
         except Exception as error:
-            raise _damaged(data, kind, size, error) from error
+            raise _refused(data, kind, size, error) from error
         if kind in ("JPEG", "MPO") and native.is_cut(data):
             raise ValueError(f"truncated {kind} ({len(data)} bytes{size}: it ends early, and the rest would be grey)")
-        return converted(image, is_mask=is_mask, upright=upright)
+        return _converted(image, stored, is_mask=is_mask, upright=upright, depth=depth)
 
 
-def converted(image: Pillow.Image, *, is_mask: bool = False, upright: bool = False, keeps_grey: bool = False) -> Image:
+def converted(
+    image: Pillow.Image, *, is_mask: bool = False, upright: bool = False, keeps_grey: bool = False, depth: Depth = 8
+) -> Image:
     """A picture of any mode that was opened by Pillow, as RGB or as a mask. Raises ValueError."""
-    kind = image.format or "picture"  # one made in memory has no format
+    stored = Stored.of(image)
     try:
         image.load()
     except Exception as error:
         raise ValueError(f"Pillow's image cannot be loaded: {error!r:.200}") from error
-    if upright:
-        image = _upright(image)
     if keeps_grey and image.mode == "L":
         return Image(np.array(image)[:, :, None])
-    return Image(_labels(image) if is_mask else _rgb(image, kind), is_mask)
+    return _converted(image, stored, is_mask=is_mask, upright=upright, depth=depth)
+
+
+def _converted(image: Pillow.Image, stored: Stored, *, is_mask: bool, upright: bool, depth: Depth) -> Image:
+    kind = image.format or "picture"  # one made in memory has no format
+    if upright:
+        image = _upright(image)
+    return Image(labels(image, stored, depth) if is_mask else rgb(image, kind, stored, depth), is_mask)
 
 
 def seems_a_picture(data: memoryview) -> bool:
@@ -210,13 +218,67 @@ def _refusal(data: memoryview, formats: tuple[Format, ...]) -> str:
         return f"{seems}, and `formats` allows only {allowed}: add {name} to them, or leave it out"
     if name not in available(formats):
         return f"{seems}, and this Pillow was built without: install one that has it"
+    try:
+        Pillow.OPEN[name.upper()][0](io.BytesIO(data), "")  # it says why, in other words than `Pillow.open`
+    except Exception as error:
+        if _NOT_READ.search(str(error)):
+            layout = _tiff_layout(data) if name == "tiff" else ""
+            return str(_refused(data, name.upper(), layout, error))
     return f"damaged {name.upper()} ({len(data)} bytes: its header cannot be read)"
 
 
-def _damaged(data: memoryview, kind: str, size: str, error: Exception) -> ValueError:
+_NOT_READ = re.compile("unsupported|not supported|unknown|cannot handle|unrecognized|samples per pixel", re.IGNORECASE)
+_LIMIT = re.compile("MAX_TEXT_(CHUNK|MEMORY)")
+
+
+def _refused(data: memoryview, kind: str, size: str, error: Exception) -> ValueError:
+    """The error for a picture that Pillow does not read: by its own limits, or not at all, or because it is damaged."""
     reason = str(error) if " " in str(error) else repr(error)
+    if limit := _LIMIT.search(reason):
+        return ValueError(
+            f"the {kind} has more metadata than Pillow allows ({len(data)} bytes{size}: {reason:.200}): raise "
+            f"PIL.PngImagePlugin.{limit[0]} where the training begins, which loading processes are told, or leave it out"
+        )
+    if _NOT_READ.search(reason):
+        return ValueError(
+            f"Pillow does not read such a {kind} ({len(data)} bytes{size}: {reason:.200}): convert it, store it as .npy, or "
+            "leave it out"
+        )
     problem = "truncated" if re.search("truncated|premature", reason, re.IGNORECASE) else "damaged"
     return ValueError(f"{problem} {kind} ({len(data)} bytes{size}: {reason:.200})")
+
+
+def _tiff_layout(data: memoryview) -> str:
+    """What a TIFF says of its size and bands, for messages; "" if that cannot be read."""
+    file = io.BytesIO(data)
+    try:
+        head = file.read(8)
+        tags: Any = TiffImagePlugin.ImageFileDirectory_v2(head + (file.read(8) if head[2] == 43 else b""))
+        file.seek(tags.next)
+        tags.load(file)
+        bits = tags.get(258, (1,))
+        return f", {tags[256]} x {tags[257]}, {tags.get(277, 1)} bands of {bits[0]} bits, which make no RGB"
+    except Exception:
+        return ""
+
+
+_LIMITS = {
+    Pillow: ("MAX_IMAGE_PIXELS",),
+    ImageFile: ("LOAD_TRUNCATED_IMAGES", "MAXBLOCK", "SAFEBLOCK"),
+    PngImagePlugin: ("MAX_TEXT_CHUNK", "MAX_TEXT_MEMORY"),
+}
+
+
+def pillow_limits() -> list[Any]:
+    """Pillow's limits in this process, for `set_pillow_limits` in another one."""
+    return [getattr(module, name) for module, names in _LIMITS.items() for name in names]
+
+
+def set_pillow_limits(values: list[Any]) -> None:
+    """Set Pillow's limits as they are in another process."""
+    names = ((module, name) for module, names in _LIMITS.items() for name in names)
+    for (module, name), value in zip(names, values, strict=True):
+        setattr(module, name, value)
 
 
 def _upright(image: Pillow.Image) -> Pillow.Image:
@@ -226,25 +288,3 @@ def _upright(image: Pillow.Image) -> Pillow.Image:
     except Exception:
         return image
     return image if turn is None else image.transpose(turn)
-
-
-def _rgb(image: Pillow.Image, kind: str) -> NDArray[np.uint8]:
-    """[H, W, 3]. Of 16-bit values the upper 8 bits are kept, for grey as Pillow does for colour; its own conversion of 16-bit
-    grey clips at 255, which turns most of a picture white."""
-    if image.mode.startswith("I"):
-        values = np.asarray(image)
-        upper = (values >> 8 if values.dtype.itemsize == 2 or values.max(initial=0) > 255 else values).astype(np.uint8)
-        return np.repeat(upper[:, :, None], 3, axis=2)
-    if image.mode == "F":
-        raise ValueError("a picture of floating-point numbers has no RGB: store it as .npy")
-    try:
-        return np.array(image if image.mode == "RGB" else image.convert("RGB"))
-    except Exception as error:
-        raise ValueError(f"a {kind} of mode {image.mode} cannot be made RGB: {error}") from error
-
-
-def _labels(image: Pillow.Image) -> NDArray[np.uint8]:
-    """[H, W, 1]: palette indices and grey values as they are."""
-    if image.mode not in ("P", "L", "1"):
-        raise ValueError(f"a mask has one channel of class numbers up to 255, this one is {image.mode}")
-    return np.array(image).astype(np.uint8)[:, :, None]

@@ -20,6 +20,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 from loaderkit._internal.config.settings import PositiveRange, Range, around_zero, as_tuple
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import FieldNames, Image, StageArgs, StageKind
+from loaderkit.stages.image.alignment import check_masks, check_shapes, check_sizes
 from loaderkit.stages.image.ops import Crop, Flip, ImageOps, Rotate, Scale, VerticalFlip
 from loaderkit.stages.image.resize import Interpolation, ResampleJob, cut, resized
 from loaderkit.stages.values import image_fields
@@ -103,7 +104,9 @@ def resize(args: ResizeArgs) -> SampleFunction:
 
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> list[ResampleJob]:
         jobs: list[ResampleJob] = []
-        for name, image in image_fields(sample, args.fields):
+        images = image_fields(sample, args.fields)
+        check_masks(images)
+        for name, image in images:
             target = _resize_target(args.size, *image.size)
             sample[name] = resized(
                 image,
@@ -140,7 +143,9 @@ def center_crop(args: CenterCropArgs) -> SampleFunction:
     height, width = _pair(args.size)
 
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
-        for name, image in image_fields(sample, args.fields):
+        images = image_fields(sample, args.fields)
+        check_sizes(images)
+        for name, image in images:
             pixels = _pad_to(image.pixels, height, width)
             # int(round(.)), so halves go to the even side, as in torchvision.
             top = round((pixels.shape[0] - height) / 2)
@@ -178,8 +183,7 @@ def random_crop(args: RandomCropArgs) -> SampleFunction:
 
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
         images = image_fields(sample, args.fields)
-        if len(images) > 1:
-            _check_sizes(images)
+        check_sizes(images)
         for name, whole in images:
             image = whole
             rows = columns = args.padding
@@ -232,8 +236,7 @@ def random_resized_crop(args: RandomResizedCropArgs) -> SampleFunction:
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> list[ResampleJob]:
         jobs: list[ResampleJob] = []
         images = image_fields(sample, args.fields)
-        if len(images) > 1:
-            _check_sizes(images)
+        check_sizes(images)
         first = images[0][1]
         box = first.box or crop_box(*first.size, args.scale, args.ratio, draws)
         for name, image in images:
@@ -291,7 +294,9 @@ def random_vertical_flip(args: RandomVerticalFlipArgs) -> SampleFunction:
 
 def _flip(args: RandomHorizontalFlipArgs, mirrored: Any) -> SampleFunction:
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
-        for name, image in image_fields(sample, args.fields):
+        images = image_fields(sample, args.fields)
+        check_shapes(images)
+        for name, image in images:
             sample[name] = Image(image.pixels[mirrored] if draws[0] < args.p else image.pixels, image.mask)
 
     return run
@@ -312,7 +317,9 @@ def random_rotation(args: RandomRotationArgs) -> SampleFunction:
 
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
         angle = _angle(args, draws)
-        for name, image in image_fields(sample, args.fields):
+        images = image_fields(sample, args.fields)
+        check_shapes(images)
+        for name, image in images:
             method = Pillow.Resampling["NEAREST" if image.mask else args.interpolation.upper()]
             num_channels = image.pixels.shape[2]
             picture = Pillow.fromarray(image.pixels if num_channels == 3 else image.pixels[:, :, 0])
@@ -332,21 +339,23 @@ def _angle(args: RandomRotationArgs, draws: Draws) -> float:
     return low + float(draws[0]) * (high - low)
 
 
-def _check_sizes(images: list[tuple[str, Image]]) -> None:
-    """A shared crop needs images of one size."""
-    if len({image.size for _, image in images}) > 1:
-        listed = ", ".join(f"{name} {image.size[1]} x {image.size[0]}" for name, image in images)
-        raise ValueError(f"its images differ in size ({listed}) and cannot share a crop: name one of them in `fields`")
-
-
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return size if isinstance(size, tuple) else (size, size)
 
 
-RESIZE = StageKind(ResizeArgs, "sample", resize, ops=resize_steps, needs_images=True, shrinks=True)
-CENTER_CROP = StageKind(CenterCropArgs, "sample", center_crop, ops=center_crop_steps, needs_images=True, shrinks=True)
+RESIZE = StageKind(ResizeArgs, "sample", resize, ops=resize_steps, needs_images=True, takes_16_bits=True, shrinks=True)
+CENTER_CROP = StageKind(
+    CenterCropArgs, "sample", center_crop, ops=center_crop_steps, needs_images=True, takes_16_bits=True, shrinks=True
+)
 RANDOM_CROP = StageKind(
-    RandomCropArgs, "sample", random_crop, num_draws=2, ops=random_crop_steps, needs_images=True, shrinks=True
+    RandomCropArgs,
+    "sample",
+    random_crop,
+    num_draws=2,
+    ops=random_crop_steps,
+    needs_images=True,
+    takes_16_bits=True,
+    shrinks=True,
 )
 RANDOM_RESIZED_CROP = StageKind(
     RandomResizedCropArgs,
@@ -355,6 +364,7 @@ RANDOM_RESIZED_CROP = StageKind(
     num_draws=RANDOM_RESIZED_CROP_DRAWS,
     ops=random_resized_crop_steps,
     needs_images=True,
+    takes_16_bits=True,
     shrinks=True,
 )
 RANDOM_HORIZONTAL_FLIP = StageKind(
@@ -364,6 +374,7 @@ RANDOM_HORIZONTAL_FLIP = StageKind(
     num_draws=1,
     ops=random_horizontal_flip_steps,
     needs_images=True,
+    takes_16_bits=True,
 )
 RANDOM_VERTICAL_FLIP = StageKind(
     RandomVerticalFlipArgs,
@@ -373,6 +384,7 @@ RANDOM_VERTICAL_FLIP = StageKind(
     ops=random_vertical_flip_steps,
     runs_in_dali=False,
     needs_images=True,
+    takes_16_bits=True,
 )
 RANDOM_ROTATION = StageKind(
     RandomRotationArgs,

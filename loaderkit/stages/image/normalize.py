@@ -29,6 +29,8 @@ _NO_IMAGE = (
     "`fields`"
 )
 
+_LARGEST = {torch.uint8: 255.0, torch.uint16: 65535.0}
+
 Channels = Annotated[
     Annotated[tuple[float, ...], Field(min_length=1)] | Literal["imagenet"],
     BeforeValidator(as_tuple),
@@ -40,7 +42,7 @@ PositiveChannels = Annotated[
 
 
 class NormalizeArgs(StageArgs):
-    """Turn uint8 images into floats: (x / 255 - mean) / std per channel."""
+    """Turn uint8 images into floats: (x / 255 - mean) / std per channel; those of `decode: {depth: 16}` by x / 65535."""
 
     mean: Channels = Field("imagenet", description="one number a channel, one for all, or imagenet")
     std: PositiveChannels = Field("imagenet", description="one number a channel, one for all, or imagenet")
@@ -55,8 +57,9 @@ class NormalizeArgs(StageArgs):
         return self
 
 
-def _factors(args: NormalizeArgs, num_channels: int) -> tuple[list[float], list[float]]:
-    """(scale, shift), C float32 numbers each; one number is used for all channels. Raises ValueError for too few or many.
+def _factors(args: NormalizeArgs, num_channels: int, most: float = 255.0) -> tuple[list[float], list[float]]:
+    """(scale, shift), C float32 numbers each, for levels up to `most`; one number is used for all channels. Raises ValueError
+    for too few or many.
 
     Computed by NumPy, as torch's first operations in a process take up to 8 ms.
     """
@@ -66,7 +69,7 @@ def _factors(args: NormalizeArgs, num_channels: int) -> tuple[list[float], list[
         if len(values) not in (1, num_channels):
             raise ValueError(f"{name} has {len(values)} numbers, the images {num_channels} channels")
     means, stds = (np.broadcast_to(np.array(values, np.float64), num_channels) for values in (mean, std))
-    return (1.0 / (255.0 * stds)).astype(np.float32).tolist(), (-means / stds).astype(np.float32).tolist()
+    return (1.0 / (most * stds)).astype(np.float32).tolist(), (-means / stds).astype(np.float32).tolist()
 
 
 def finish_of(args: NormalizeArgs) -> Finalizer:
@@ -113,7 +116,7 @@ def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], 
     dtype = getattr(torch, args.dtype)
 
     def normalized(name: str, images: Any, num_dims: int) -> torch.Tensor:
-        if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8 or images.ndim != num_dims:
+        if not isinstance(images, torch.Tensor) or images.dtype not in _LARGEST or images.ndim != num_dims:
             raise ValueError(
                 f"the field {name!r} is {describe(images)}: only uint8 images [B, C, H, W], or a list of [C, H, W], can be "
                 "normalised"
@@ -121,7 +124,7 @@ def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], 
         floats = images.to(torch.float32)
         scale, shift = (
             torch.tensor(values, dtype=torch.float32, device=floats.device).reshape(-1, 1, 1)
-            for values in _factors(args, floats.shape[-3])
+            for values in _factors(args, floats.shape[-3], _LARGEST[images.dtype])
         )
         return floats.mul_(scale).add_(shift).to(dtype)
 
@@ -159,5 +162,6 @@ NORMALIZE = StageKind(
     "batch",
     compile=_compile,
     needs_images=True,
+    takes_16_bits=True,
     slot_dtype=lambda args: "float32" if args.dtype == "float32" and args.fields is None else None,
 )

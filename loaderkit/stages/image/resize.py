@@ -47,6 +47,8 @@ def resized(
     pixels, part = cut(image, box)
     if part is None and pixels.shape[:2] == size:
         return Image(pixels, image.mask)
+    if pixels.dtype != np.uint8:
+        return Image(_of_16_bits(pixels, size, "nearest-exact" if image.mask else interpolation, antialias), image.mask)
     if not image.mask and interpolation == "bilinear":
         source = _packed_rgb(pixels)
         if source is not None:
@@ -80,6 +82,16 @@ def reduced_box(box: Box, step: int) -> Box:
     top, left, height, width = box
     row, column = top // step, left // step
     return row, column, -(-(top + height) // step) - row, -(-(left + width) // step) - column
+
+
+def _of_16_bits(pixels: NDArray[np.uint16], size: tuple[int, int], mode: str, antialias: bool) -> NDArray[np.uint16]:
+    """uint16 [H, W, C] resized in float32, which holds all its levels, and rounded."""
+    mode = "nearest-exact" if mode == "nearest" else mode
+    planes = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1).unsqueeze(0)
+    resized = torch.nn.functional.interpolate(
+        planes, size=size, mode=mode, antialias=antialias and mode != "nearest-exact"
+    )
+    return resized[0].permute(1, 2, 0).round_().clamp_(0, 65535).numpy().astype(np.uint16)
 
 
 def _with_pillow(pixels: NDArray[np.uint8], part: Part, size: tuple[int, int]) -> NDArray[np.uint8]:

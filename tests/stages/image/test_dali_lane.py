@@ -123,7 +123,7 @@ def test_what_is_normalised_before_it_is_copied_is_normalised_in_its_slots(
     config = (made.normalize().transfer() if is_before else made.transfer().normalize()).config
     compiled = compile_pipeline(config, rank=0, world_size=1).compiled
     sample = {"image": Image(np.zeros((8, 8, 3), np.uint8))}
-    assert compiled.specs_of(sample, "a")["image"].dtype == ("float32" if in_slots else "uint8")
+    assert compiled.specs_of([("a", sample)])["image"].dtype == ("float32" if in_slots else "uint8")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""The pixels of Pillow's pictures as RGB or as class numbers, of 8 bits or of 16.
+
+Numbers of 16 bits become 8 by v >> 8, whatever the picture, and 8 bits become 16 by v * 257, so that 255 is 65,535. Class
+numbers stay as they are stored: Pillow spreads those of 2 and 4 bits over 0 to 255, which is undone.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image as Pillow
+from PIL import TiffImagePlugin
+
+Depth = Literal[8, 16]
+
+logger = logging.getLogger("loaderkit")
+_STORE_AS_NPY = "store it as .npy, which keeps its numbers"
+_BITS, _PLANES, _NUMBER_TYPES = 258, 284, 339  # TIFF's tags
+_SIGNED = 2
+_SPREAD = {"2": 85, "4": 17}  # bits -> by how much Pillow multiplies
+
+
+class Stored(NamedTuple):
+    """How a file has a picture that Pillow has not loaded yet: Pillow's raw mode ("L;2", "RGB;16B"; "" if it was made in
+    memory), and the largest level that a PPM names, else 0."""
+
+    raw: str = ""
+    most: int = 0
+
+    @classmethod
+    def of(cls, image: Pillow.Image) -> Stored:
+        """Of a picture that is opened. Raises ValueError for signed numbers, and for what Pillow would read wrongly."""
+        if isinstance(image, TiffImagePlugin.TiffImageFile):
+            _check_tiff(image)
+        tiles: Any = getattr(image, "tile", None)
+        if not tiles:
+            return cls()
+        codec, arguments = tiles[0][0], tiles[0][3]
+        if isinstance(arguments, tuple):
+            most = arguments[1] if codec.startswith("ppm") and len(arguments) > 1 else 0
+            return cls(arguments[0] if arguments and isinstance(arguments[0], str) else "", most)
+        return cls(arguments or "")
+
+    @property
+    def is_deep(self) -> bool:
+        """True for more than 8 bits a number."""
+        return ";16" in self.raw or ";12" in self.raw or self.most > 255
+
+
+def _check_tiff(image: TiffImagePlugin.TiffImageFile) -> None:
+    tags: Any = image.tag_v2
+    bits = tags.get(_BITS, (1,))
+    if _SIGNED in tags.get(_NUMBER_TYPES, ()):
+        raise ValueError(f"its numbers are signed (of {bits[0]} bits), so they are no levels: {_STORE_AS_NPY}")
+    if tags.get(_PLANES, 1) == 2 and len(bits) > 1 and max(bits) > 8:
+        raise ValueError(f"its colours of {max(bits)} bits are planes, which Pillow reads wrongly: {_STORE_AS_NPY}")
+
+
+def rgb(image: Pillow.Image, kind: str, stored: Stored, depth: Depth) -> NDArray[Any]:
+    """[H, W, 3], uint8 or uint16. Raises ValueError for a picture without such levels."""
+    if image.mode == "F":
+        raise ValueError(f"a picture of floating-point numbers has no RGB: {_STORE_AS_NPY}")
+    if image.mode == "I" and image.format != "PPM":  # of a PPM these are 16 bits
+        raise ValueError(f"a picture of 32-bit integers has no levels that could be kept: {_STORE_AS_NPY}")
+    if image.mode.startswith("I"):
+        values = np.asarray(image).astype(np.uint16) << (4 if stored.raw == "I;12" else 0)
+        if depth == 8:
+            _say_scale()
+        levels = values if depth == 16 else (values >> 8).astype(np.uint8)
+        return np.repeat(levels[:, :, None], 3, axis=2)
+    if stored.is_deep and depth == 16:
+        raise ValueError(f"Pillow reads colours of 16 bits as 8: {_STORE_AS_NPY}, or leave `depth` at 8")
+    if stored.is_deep:
+        _say_scale()
+    try:
+        pixels = np.array(image if image.mode == "RGB" else image.convert("RGB"))
+    except Exception as error:
+        raise ValueError(f"a {kind} of mode {image.mode} cannot be made RGB: {error}") from error
+    return pixels if depth == 8 else deepened(pixels)
+
+
+def deepened(pixels: NDArray[np.uint8]) -> NDArray[np.uint16]:
+    """Levels of 8 bits as 16."""
+    return pixels.astype(np.uint16) * np.uint16(257)
+
+
+@cache
+def _say_scale() -> None:
+    logger.warning(
+        "pictures of 16 bits are read as 8 (v >> 8, whatever the picture): `decode: {depth: 16}` keeps them (said once)"
+    )
+
+
+def labels(image: Pillow.Image, stored: Stored, depth: Depth) -> NDArray[Any]:
+    """[H, W, 1], uint8 or uint16: palette indices and grey values as they are stored. Raises ValueError."""
+    is_deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
+    if image.mode not in ("P", "L", "1") and not (is_deep and depth == 16):
+        remedy = ": `decode: {depth: 16}` keeps its numbers" if is_deep else ""
+        raise ValueError(f"a mask has one channel of class numbers up to 255, this one is {image.mode}{remedy}")
+    values = np.array(image).astype(np.uint16 if depth == 16 else np.uint8)
+    values //= _SPREAD.get(stored.raw.removeprefix("L;")[:1] if image.mode == "L" else "", 1)
+    if stored.most and image.mode != "1":  # Pillow spreads a PPM's levels over all
+        values = np.rint(values * (stored.most / (65535 if is_deep else 255))).astype(values.dtype)
+    return values[:, :, None]

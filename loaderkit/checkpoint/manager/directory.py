@@ -20,7 +20,7 @@ from loaderkit.checkpoint.formats.state_file import STATE, read_state
 from loaderkit.checkpoint.manager.retention import SavedStep, steps_to_keep
 from loaderkit.checkpoint.manager.settings import KeepArgs
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
-from loaderkit.checkpoint.restore.stateful import OWN_KEY
+from loaderkit.checkpoint.structure import OWN_KEY
 from loaderkit.checkpoint.save.commit import clear_dead
 from loaderkit.checkpoint.save.owner import this_process
 from loaderkit.checkpoint.save.placement import (

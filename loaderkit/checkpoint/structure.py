@@ -190,8 +190,10 @@ def nest(
     Counters count where the structure is not complete. Raises CheckpointError.
     """
     root = _Node()
-    for path in structure.containers if empty is None else empty:  # on one rank; another may have something there
-        _entered(root, path)
+    leaves = {texts(paths.get(name, (name,))) for name in flat}
+    for path in structure.containers if empty is None else empty:
+        if not any(texts(path[:size]) in leaves for size in range(len(path) + 1)):  # another rank may have a value there
+            _entered(root, path)
     for name, value in flat.items():
         path = paths.get(name, (name,))
         if not path:

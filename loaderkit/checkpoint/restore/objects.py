@@ -62,6 +62,14 @@ class ObjectPart:
             )
         if not self.paths and not self.structure.containers and self._present():
             self.missing.append(self.name)
+        if (keys := getattr(self.object, "rank_keys", None)) is not None:  # of a PerRank
+            saved = {str(path[0]) for path in (*self.paths.values(), *self.structure.containers) if path}
+            if saved and saved != keys:
+                num_saved = sum(key.startswith("rank-") for key in saved)
+                self.problems.append(
+                    f"{self.name!r} is each rank's own, and was saved by {num_saved or 'all'} ranks{'' if num_saved else ' as one'}; "
+                    f"here are {len(keys)}: restore with as many, or leave it out of the state and begin it anew"
+                )
         for full, path in self.paths.items():
             self.add(full, path)
 

@@ -66,6 +66,15 @@ def modules_in(state: Any) -> list[torch.nn.Module]:
     return [leaf.value for leaf in leaves_of(state).values() if isinstance(leaf.value, torch.nn.Module)]
 
 
+def on_devices_of(value: Any, current: Any) -> Any:
+    """A plain value with its tensors on the devices of those at the same places in the current one."""
+    if isinstance(value, torch.Tensor):
+        return value.to(current.device) if isinstance(current, torch.Tensor) else value
+    if type(value) in (list, tuple) and isinstance(current, (list, tuple)) and len(value) == len(current):
+        return type(value)(on_devices_of(item, there) for item, there in zip(value, current, strict=True))
+    return value
+
+
 class ResolvedState(NamedTuple):
     """A nested state without objects, its containers that are not plain, and the names of its objects whose state is one thing,
     which is neither a module's nor an optimizer's."""
@@ -84,10 +93,9 @@ def resolve(state: Any, optimizer_keys: OptimizerKeys = "numbers") -> ResolvedSt
     """
     resolver = _Resolver(modules_in(state), optimizer_keys)
     resolved = resolver.visit(state, ())
-    containers: Containers = {}
-    flatten(resolved, is_tensor, MAX_LEAVES, enters=no_tuples, seen=collect(containers))
     _check_keys(resolved)
-    _check_values(resolved)
+    containers: Containers = {}
+    _check_values(flatten(resolved, is_tensor, MAX_LEAVES, enters=no_tuples, seen=collect(containers)))
     return ResolvedState(resolved, containers | resolver.marked, resolver.objects)
 
 
@@ -146,7 +154,10 @@ def _by_name(state: Any, names: list[str]) -> dict[str, Any] | None:
     """An optimizer's state with names in the place of its parameters' numbers; None for one of another form."""
     try:
         groups = [group["params"] for group in state["param_groups"]]
-        if [number for group in groups for number in group] != [*range(len(names))] or state.keys() - {"state", "param_groups"}:
+        if [number for group in groups for number in group] != [*range(len(names))] or state.keys() - {
+            "state",
+            "param_groups",
+        }:
             return None
         by_name = {names[key] if type(key) is int else key: value for key, value in state["state"].items()}
     except (TypeError, KeyError, IndexError, AttributeError):
@@ -181,13 +192,13 @@ def _check_keys(resolved: Any) -> None:
     visit(resolved, "")
 
 
-def _check_values(state: Any) -> None:
-    for name, leaf in flatten(state, is_tensor, MAX_LEAVES, enters=no_tuples).items():
+def _check_values(leaves: Mapping[str, Leaf]) -> None:
+    for name, leaf in leaves.items():
         if isinstance(leaf.value, torch.Tensor):
-            if isinstance(leaf.value, torch.nn.parameter.UninitializedTensorMixin):
+            if torch.nn.parameter.is_lazy(leaf.value):
                 raise ConfigError(
-                    f"state: {name!r} belongs to a lazy module that has not seen a batch yet, and has no elements: save it after "
-                    "its first batch"
+                    f"state: {name!r} belongs to a lazy module that has not seen a batch yet, and has no elements: save it "
+                    "after its first batch"
                 )
             if kind := _unreadable_kind(leaf.value):
                 raise ConfigError(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from loaderkit.checkpoint.formats.plain_values import FrozenCounter, FrozenTable
+from loaderkit.checkpoint.formats.plain_values import FrozenCounter
 from loaderkit.checkpoint.names import MAX_DEPTH, Index, Path, texts
 from loaderkit.errors import CheckpointError
 
@@ -192,7 +192,9 @@ def nest(
     root = _Node()
     leaves = {texts(paths.get(name, (name,))) for name in flat}
     for path in structure.containers if empty is None else empty:
-        if not any(texts(path[:size]) in leaves for size in range(len(path) + 1)):  # another rank may have a value there
+        if not any(
+            texts(path[:size]) in leaves for size in range(len(path) + 1)
+        ):  # another rank may have a value there
             _entered(root, path)
     for name, value in flat.items():
         path = paths.get(name, (name,))
@@ -226,15 +228,18 @@ def _made(node: _Node, path: Path, structure: Structure, like: Any) -> Any:
         inner = current.get(known) if current else _item_of(like, key)
         table[known] = _made(item, (*path, key), structure, inner) if isinstance(item, _Node) else item
     if not structure.is_complete:
-        table |= {key: {} for key, item in current.items() if isinstance(item, Mapping) and not item and key not in table}
+        table |= {
+            key: {} for key, item in current.items() if isinstance(item, Mapping) and not item and key not in table
+        }
         table = _with_numbers_of_optimizer(table)
     if table and all(isinstance(key, Index) for key in table):
         items = _listed(table, path)
         return tuple(items) if container is not None and container.kind == "tuple" else items
-    return _of_kind(table, container, like if current else None)
+    return of_kind(table, container, like if current else None)
 
 
-def _of_kind(table: dict[Any, Any], container: Container | None, like: Any) -> Any:
+def of_kind(table: dict[Any, Any], container: Container | None, like: Any = None) -> Any:
+    """A table as the container says, or as a Counter if `like` is one."""
     if isinstance(like, Counter) or (container is not None and container.kind == "Counter"):
         return Counter(table)
     if container is None or container.kind != "OrderedDict":
@@ -261,7 +266,9 @@ def _item_of(like: Any, key: Any) -> Any:
 def _listed(table: Mapping[Any, Any], path: Path) -> list[Any]:
     size = max(table) + 1
     if size > len(table) + _MAX_GAP:
-        raise CheckpointError(f"{'.'.join(texts(path))!r} is a list with item {size - 1}, and {len(table)} of its items")
+        raise CheckpointError(
+            f"{'.'.join(texts(path))!r} is a list with item {size - 1}, and {len(table)} of its items"
+        )
     return [table.get(Index(number)) for number in range(size)]
 
 

@@ -1,5 +1,5 @@
-"""Names that wrappers of modules change. What `torch.compile` and DistributedDataParallel add is left out of a checkpoint, by the
-modules' types; where only names are there, an error says what they have."""
+"""Names that wrappers of modules change. What `torch.compile` and DistributedDataParallel add is left out of a checkpoint, told
+by the modules' types; where only names are there, an error says what they have."""
 
 from __future__ import annotations
 

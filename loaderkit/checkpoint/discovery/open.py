@@ -296,7 +296,9 @@ def _open_torch(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: d
 
         try:
             archive = torch_zip.read_archive(_reader(checkpoint, info, heads.pop(info.key)), info.size, fetch_here)
-            leaves = flatten(archive.value, _is_view, max(1000, archive.num_pickled), seen=collect(checkpoint.containers))
+            leaves = flatten(
+                archive.value, _is_view, max(1000, archive.num_pickled), seen=collect(checkpoint.containers)
+            )
         except (FormatError, CheckpointError) as error:
             raise type(error)(f"{checkpoint.describe(info.key)}: {error}") from None
         _add_leaves(checkpoint, info, leaves, archive.starts)

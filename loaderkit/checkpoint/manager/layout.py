@@ -45,9 +45,7 @@ class LayoutPlanner(DefaultSavePlanner):
             tied=tuple(tied),
             uncut=frozenset(uncut),
             samples=tuple(map(self._sample, plan.items)),
-            objects=tuple(
-                name for key, names in self.state_dict.items() if key.startswith(OBJECTS) for name in names
-            ),
+            objects=tuple(name for key, names in self.state_dict.items() if key.startswith(OBJECTS) for name in names),
         )
 
     def sampled(self, items: Iterable[WriteItem]) -> bytes:

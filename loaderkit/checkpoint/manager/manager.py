@@ -41,8 +41,8 @@ class CheckpointManager:
     format, or as safetensors (see `StreamWriter`).
 
     `target` is the directory (a path, or a URL such as s3://bucket/runs/a), a mapping, or the path of a .yaml file with `to`,
-    `local`, `every`, `keep`, `format`, `optimizer_keys`, `when_busy`, `flush`, `copies` and `notice`; each may be given by name instead. With
-    `local` they are committed there first, and uploaded by rank 0 behind training. With several ranks of torch.distributed, or
+    `local`, `every`, `keep`, `format`, `optimizer_keys`, `when_busy`, `flush`, `copies` and `notice`; each may be given by name
+    instead. With `local` they are committed there first, and uploaded by rank 0 behind training. With several ranks of torch.distributed, or
     of `process_group`, each makes one and calls the same methods. `timeout_s`: how long a rank waits for another of which it
     hears nothing. It is a context manager: at the end, what is being written and uploaded is waited for.
 
@@ -263,7 +263,7 @@ class CheckpointManager:
             own |= model_config_of(state)
         if self._board is None or self._board.rank == 0:
             own |= {"step": step, "metrics": dict(metrics)}
-        return resolved | {OWN_KEY: own}
+        return {**resolved, OWN_KEY: own}
 
     def wait_until_finished(self) -> None:
         """Return once nothing is being written, and all is uploaded. Raises what the last save or an upload met, once; an

@@ -47,8 +47,7 @@ class PerRank:
         """Give the object the state of this rank. Raises StateError if another number of ranks has saved it."""
         if state.keys() != self.rank_keys:
             raise StateError(
-                f"the state of a {type(self.value).__name__} of each rank has {', '.join(map(repr, state)) or 'nothing'}, and here "
-                f"are {len(self.rank_keys)} ranks: restore with as many as saved it, or leave it out and begin it anew"
+                f"the state of a {type(self.value).__name__} of each rank has {', '.join(map(repr, state)) or 'nothing'}, and "
+                f"here are {len(self.rank_keys)} ranks: restore with as many as saved it, or leave it out and begin it anew"
             )
         self.value.load_state_dict(state[f"rank-{self._place()[0]}"])
-

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.random.mtrand import set_bit_generator
 
 from loaderkit.errors import StateError
 
@@ -67,25 +68,30 @@ class RngState:
 def _numpy_state() -> dict[str, Any]:
     """That of NumPy's global generator, which `np.random.set_bit_generator` may have replaced by another kind."""
     state: Any = np.random.get_state(legacy=False)
-    gauss = {"has_gauss": int(state["has_gauss"]), "gauss": float(state["gauss"])}
     if state["bit_generator"] != "MT19937":
-        return {"bit_generator": state["bit_generator"], "state": np.random.get_bit_generator().state, **gauss}
-    key = torch.from_numpy(state["state"]["key"].astype(np.int64))
-    return {"key": key, "position": int(state["state"]["pos"]), **gauss}
+        return dict(state)
+    return {
+        "key": torch.from_numpy(state["state"]["key"].astype(np.int64)),
+        "position": int(state["state"]["pos"]),
+        "has_gauss": int(state["has_gauss"]),
+        "gauss": float(state["gauss"]),
+    }
 
 
 def _set_numpy(state: dict[str, Any]) -> None:
-    kind = state.get("bit_generator", "MT19937")
-    if np.random.get_bit_generator().state["bit_generator"] != kind:
+    kind, now = state.get("bit_generator", "MT19937"), cast(Any, np.random.get_state(legacy=False))
+    if now["bit_generator"] != kind:
         make = getattr(np.random, kind, None)
         if not isinstance(make, type) or not issubclass(make, np.random.BitGenerator):
-            raise StateError(f"the state of NumPy's generator is one of {kind!r}, which this version of NumPy does not have")
-        np.random.set_bit_generator(make())
+            raise StateError(
+                f"the state of NumPy's generator is one of {kind!r}, which this version of NumPy does not have"
+            )
+        set_bit_generator(make())
     if kind == "MT19937":
         key = state["key"].numpy().astype(np.uint32)
         np.random.set_state((kind, key, state["position"], state["has_gauss"], state["gauss"]))
     else:
-        np.random.set_state(state["state"] | {"has_gauss": state["has_gauss"], "gauss": state["gauss"]})
+        np.random.set_state(state)
 
 
 def _set(state: dict[str, Any]) -> None:

@@ -306,9 +306,9 @@ def _warn(unlike: Unlike, rank: int) -> None:
         )
     if unlike.values:
         logger.warning(
-            "%s of which ranks hold other ones under one name: those of the lowest rank are saved, for all; this is rank %d. If "
-            "each rank is to get its own back, put the object into loaderkit.checkpoint.PerRank, or the value under a name with "
-            "the rank in it; else give all ranks the same",
+            "%s of which ranks hold other ones under one name: those of the lowest rank are saved, for all; this is rank %d. "
+            "If each rank is to get its own back, put the object into loaderkit.checkpoint.PerRank, or the value under a name "
+            "with the rank in it; else give all ranks the same",
             _counted(unlike.values, "is a plain value", "are plain values"),
             rank,
         )

@@ -196,8 +196,8 @@ class SaveSettings(Model):
     )
     optimizer_keys: Literal["auto", "names", "numbers"] = Field(
         "auto",
-        description="the keys of an optimizer's state: the names of its parameters in the model, as torch's `get_state_dict` has "
-        "them, or their numbers; auto: names with format dcp where its model is in the state, else numbers",
+        description="the keys of an optimizer's state: the names of its parameters in the model, as torch's `get_state_dict` "
+        "gives them, or their numbers; auto: names with format dcp where its model is in the state, else numbers",
     )
     when_busy: Literal["wait", "skip"] = Field(
         "wait", description="what a save does while another is being written: wait for it, or leave this one out"

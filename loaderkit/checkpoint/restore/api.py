@@ -12,7 +12,7 @@ import torch
 
 from loaderkit.checkpoint.discovery.manifest import Verify
 from loaderkit.checkpoint.restore import multi_rank
-from loaderkit.checkpoint.restore.nested import nested_state, number_optimizers, structure_of
+from loaderkit.checkpoint.restore.nested import nested_state, number_optimizers, structure_of, with_versions
 from loaderkit.checkpoint.restore.requests import given_tensors, new_tensors
 from loaderkit.checkpoint.restore.selection import (
     Dtype,
@@ -25,6 +25,7 @@ from loaderkit.checkpoint.restore.selection import (
 )
 from loaderkit.checkpoint.restore.source import OpenCheckpoint, parse_device
 from loaderkit.checkpoint.restore.task import Progress, Restored, RestoreTask, transfer_alone
+from loaderkit.checkpoint.state import on_devices_of
 from loaderkit.checkpoint.transfer.session import name_touched
 from loaderkit.checkpoint.transfer.stages import hand_over, wait_for_queued
 from loaderkit.connectors.base import Connector
@@ -88,7 +89,7 @@ def restore(
             made, plain = transfer(source, task)
             hand_over(made.values())
             flat: dict[str, Any] = {name: made[name] for name in tensors} | plain
-            return nested_state(source, flat, globs) if nested else flat
+            return nested_state(source, flat, globs) if nested else with_versions(source.contents, flat)
         leaves = leaves_of_target(into, source.contents)
         structure = structure_of(source)
         number_optimizers(source, structure, leaves)
@@ -102,7 +103,7 @@ def restore(
             name_touched(error, task.touched)
             raise
         for name, value in plain.items():
-            leaves[name].container[leaves[name].key] = value
+            leaves[name].container[leaves[name].key] = on_devices_of(value, leaves[name].value)
         return into
 
 

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from loaderkit.checkpoint.contents import Checkpoint
 from loaderkit.checkpoint.names import Index, Path, texts
 from loaderkit.checkpoint.restore.optimizers import numbered_names, with_numbers
 from loaderkit.checkpoint.restore.selection import matches
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
-from loaderkit.checkpoint.structure import Structure, is_inner, nest, parsed_structure, structure_names
+from loaderkit.checkpoint.structure import Structure, is_inner, nest, of_kind, parsed_structure, structure_names
 from loaderkit.errors import printable
 
 logger = logging.getLogger("loaderkit")
@@ -37,6 +38,12 @@ def nested_state(source: OpenCheckpoint, flat: Mapping[str, Any], globs: Sequenc
     return nest(values, paths, structure, empty=empty)
 
 
+def with_versions(contents: Checkpoint, flat: dict[str, Any]) -> dict[str, Any]:
+    """The flat names with what a module's state that is a whole torch.save file says of its modules' versions."""
+    root = contents.containers.get(())
+    return flat if root is None or root.versions is None else of_kind(flat, root)
+
+
 def _warn_of_numbers(name: str, paths: Iterable[Path]) -> None:
     """Say which table may have had numbers as its keys: torch.distributed.checkpoint makes all of them text."""
     keys: dict[Path, set[Any]] = {}
@@ -47,8 +54,8 @@ def _warn_of_numbers(name: str, paths: Iterable[Path]) -> None:
         is_optimizer = bool(path) and path[-1] == "state" and "param_groups" in keys[path[:-1]]
         if not is_optimizer and all(not isinstance(key, Index) and str(key).isdecimal() for key in inside):
             logger.warning(
-                "%s: the keys of %r are digits, and may have been whole numbers when torch.distributed.checkpoint saved them: it "
-                "makes text of all keys, and so they come back",
+                "%s: the keys of %r are digits, and may have been whole numbers when torch.distributed.checkpoint saved them: "
+                "it makes text of all keys, and so they come back",
                 printable(name),
                 ".".join(texts(path)),
             )

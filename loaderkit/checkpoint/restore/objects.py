@@ -1,4 +1,4 @@
-"""The part of a checkpoint that an object of the state gets: filled in place where it has the tensor, then `load_state_dict`."""
+"""The part of a checkpoint that an object of the state gets: tensors filled in place, then `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ class ObjectPart:
     def add_all(self) -> None:
         """Add what the checkpoint has."""
         if self.name in self.paths and isinstance(self.current, Mapping):
-            self.problems.append(
-                f"{self.name!r} is a value in the checkpoint, and here a {type(self.object).__name__}"
-            )
+            self.problems.append(f"{self.name!r} is a value in the checkpoint, and here a {type(self.object).__name__}")
         if not self.paths and not self.structure.containers and self._present():
             self.missing.append(self.name)
         if (keys := getattr(self.object, "rank_keys", None)) is not None:  # of a PerRank
@@ -67,8 +65,8 @@ class ObjectPart:
             if saved and saved != keys:
                 num_saved = sum(key.startswith("rank-") for key in saved)
                 self.problems.append(
-                    f"{self.name!r} is each rank's own, and was saved by {num_saved or 'all'} ranks{'' if num_saved else ' as one'}; "
-                    f"here are {len(keys)}: restore with as many, or leave it out of the state and begin it anew"
+                    f"{self.name!r} is each rank's own, and was saved {f'by {num_saved} ranks' if num_saved else 'as one'}; here "
+                    f"are {len(keys)} ranks: restore with as many, or leave it out of the state and begin it anew"
                 )
         for full, path in self.paths.items():
             self.add(full, path)
@@ -136,7 +134,7 @@ class ModulePart(ObjectPart):
         entry = self.contents.tensors.get(full)
         if entry is None or len(self.paths[full]) > 1:
             self.problems.append(f"'{self.name}.{key}' is a tensor, and none in the checkpoint")
-        elif isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
+        elif torch.nn.parameter.is_lazy(value):
             self.flat[full] = torch.empty(entry.shape, dtype=entry.dtype, device=value.device)
         elif problem := difference(value, entry):
             self.problems.append(f"{full!r} {problem}")

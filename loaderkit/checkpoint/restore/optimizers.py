@@ -72,6 +72,7 @@ class OptimizerPart(ObjectPart):
         leaf: Leaf,
         contents: Checkpoint,
         structure: Structure,
+        *,
         groups: SavedGroups | None,
         modules: Sequence[torch.nn.Module],
     ) -> None:
@@ -131,15 +132,23 @@ class OptimizerPart(ObjectPart):
             param = self._params[self._numbers[str(key)]]
             if tuple(param.shape) != tuple(shape):
                 self.problems.append(
-                    f"the parameter {key!r} of {self.name!r} has shape {list(param.shape)}, and had {list(shape)} when it was saved"
+                    f"the parameter {key!r} of {self.name!r} has shape {list(param.shape)}, and had {list(shape)} when it "
+                    "was saved"
                 )
                 return
         if shapes or not type(self.object).__module__.startswith("torch.optim"):
             return
         for full, path in self.paths.items():
             entry, param = self.contents.tensors.get(full), self._param_of(path)
-            if entry is not None and param is not None and path[2] in _LIKE_PARAMETER and entry.shape != tuple(param.shape):
-                self.problems.append(f"{full!r} has shape {list(entry.shape)}, and its parameter here {list(param.shape)}")
+            if (
+                entry is not None
+                and param is not None
+                and path[2] in _LIKE_PARAMETER
+                and entry.shape != tuple(param.shape)
+            ):
+                self.problems.append(
+                    f"{full!r} has shape {list(entry.shape)}, and its parameter here {list(param.shape)}"
+                )
                 return
 
     def _param_of(self, path: Path) -> torch.Tensor | None:
@@ -194,8 +203,8 @@ def _keep_types(state: Any, saved: Mapping[str, Any], dtype: torch.dtype) -> Non
         loaded = state.get(key)
         if isinstance(value, Mapping) and isinstance(loaded, dict):
             _keep_types(loaded, value, dtype)
-        elif isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and key != "step":
-            if loaded.dtype == dtype != value.dtype and loaded.shape == value.shape:
+        elif isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.shape == value.shape:
+            if key != "step" and loaded.dtype == dtype != value.dtype:  # torch has a rule of its own for the step
                 state[key] = value.to(loaded.device)
 
 

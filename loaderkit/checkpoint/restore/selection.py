@@ -58,7 +58,7 @@ def choose(checkpoint: Checkpoint, keys: str | Iterable[str] | None) -> tuple[li
     globs = [keys] if isinstance(keys, str) else [*keys]
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in (*tensors, *values)):
-            near = get_closematches(glob, [*tensors, *values], 1)
+            near = get_close_matches(glob, [*tensors, *values], 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {_listed([*tensors, *values])}"
             raise CheckpointError(f"{checkpoint.name} has no name that matches {glob!r}: {hint}")
     return [name for name in tensors if matches(name, globs)], [name for name in values if matches(name, globs)]
@@ -140,7 +140,9 @@ def check_applied(structure: Structure, into: Any, leaves: Mapping[str, Leaf], n
     """Raise CheckpointError for what a module would not get by filling its tensors in place: what `set_extra_state` takes, and
     tensors of another version of the module, which `load_state_dict` would convert."""
     for name, leaf in leaves.items():
-        if name.rpartition(".")[2] == _EXTRA_STATE or any(str(key).rpartition(".")[2] == _EXTRA_STATE for key in leaf.path):
+        if name.rpartition(".")[2] == _EXTRA_STATE or any(
+            str(key).rpartition(".")[2] == _EXTRA_STATE for key in leaf.path
+        ):
             raise CheckpointError(
                 f"{name_of_checkpoint}: {name!r} is of the extra state of a module, which gets it by `set_extra_state` only; "
                 f"nothing was written. {_LOAD_INSTEAD}, or leave it out of `into` and give strict=False"

@@ -21,7 +21,7 @@ from loaderkit.checkpoint.restore.objects import ModulePart, ObjectPart, differe
 from loaderkit.checkpoint.restore.optimizers import OptimizerPart, SavedGroups, saved_groups
 from loaderkit.checkpoint.restore.requests import identity
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
-from loaderkit.checkpoint.state import is_stateful, leaves_of, modules_in
+from loaderkit.checkpoint.state import is_stateful, leaves_of, modules_in, on_devices_of
 from loaderkit.checkpoint.structure import OWN_KEY, Structure, nest
 from loaderkit.checkpoint.wrappers import wrapper_hint
 from loaderkit.connectors.base import Connector
@@ -137,7 +137,7 @@ class _Targets:
     def _part(self, name: str, leaf: Leaf) -> ObjectPart:
         if isinstance(leaf.value, torch.optim.Optimizer):
             groups = self._groups.get(texts(leaf.path))
-            return OptimizerPart(name, leaf, self._contents, self._structure, groups, self._modules)
+            return OptimizerPart(name, leaf, self._contents, self._structure, groups=groups, modules=self._modules)
         kind = ModulePart if isinstance(leaf.value, torch.nn.Module) else ObjectPart
         return kind(name, leaf, self._contents, self._structure)
 
@@ -200,9 +200,9 @@ class _Targets:
             if isinstance(tensor, torch.Tensor) and tensor.numel() and type(tensor).__name__ != "DTensor":
                 by_memory.setdefault(identity(tensor), []).append(full)
         was_apart = f"{OWN_KEY}.step" in self._names  # a CheckpointManager stores the same memory once
-        for first, *others in by_memory.values():
+        for first, *more in by_memory.values():
             kept = first
-            for full in others:
+            for full in more:
                 part = owners[full]
                 if self._contents.tensors[full].shards == self._contents.tensors[first].shards:
                     continue
@@ -213,8 +213,8 @@ class _Targets:
                     self._plain.append((full, self._given[full]))
                 elif was_apart and part is not owners[first]:
                     self._problems.append(
-                        f"{full!r} is the same memory as {first!r}, and they are two tensors in the checkpoint: give it memory of "
-                        "its own (copy.deepcopy, clone)"
+                        f"{full!r} is the same memory as {first!r}, and they are two tensors in the checkpoint: give it "
+                        "memory of its own (copy.deepcopy, clone)"
                     )
                 else:
                     self._same[kept] = kept = full
@@ -238,7 +238,7 @@ class _Targets:
         for full in reversed(self._same):
             self.flat[full] = self.flat[self._same[full]]
         for name, leaf in self._plain:
-            _put(self._state, leaf.path, _on_devices(self.flat[name], leaf.value))
+            _put(self._state, leaf.path, on_devices_of(self.flat[name], leaf.value))
         for place, (container, paths, empty) in self._rest.items():
             flat = {full: self.flat[full] for full in paths}
             made = nest(flat, paths, self._structure.within(place), empty=empty)
@@ -272,12 +272,3 @@ def _put(container: Any, path: Path, value: Any) -> Any:
     if container[key] is not inner:
         container[key] = inner
     return container
-
-
-def _on_devices(value: Any, current: Any) -> Any:
-    """A plain value with its tensors on the devices of those at the same places in the current one."""
-    if isinstance(value, torch.Tensor):
-        return value.to(current.device) if isinstance(current, torch.Tensor) else value
-    if type(value) in (list, tuple) and isinstance(current, (list, tuple)) and len(value) == len(current):
-        return type(value)(_on_devices(item, there) for item, there in zip(value, current, strict=True))
-    return value

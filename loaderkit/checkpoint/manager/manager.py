@@ -42,12 +42,12 @@ class CheckpointManager:
 
     `target` is the directory (a path, or a URL such as s3://bucket/runs/a), a mapping, or the path of a .yaml file with `to`,
     `local`, `every`, `keep`, `format`, `optimizer_keys`, `when_busy`, `flush`, `copies` and `notice`; each may be given by name
-    instead. With `local` they are committed there first, and uploaded by rank 0 behind training. With several ranks of torch.distributed, or
-    of `process_group`, each makes one and calls the same methods. `timeout_s`: how long a rank waits for another of which it
-    hears nothing. It is a context manager: at the end, what is being written and uploaded is waited for.
+    instead. With `local` they are committed there first, and uploaded by rank 0 behind training. With several ranks of
+    torch.distributed, or of `process_group`, each makes one and calls the same methods. `timeout_s`: how long a rank waits for
+    another of which it hears nothing. It is a context manager: at the end, what is being written and uploaded is waited for.
 
     The state is a nested dict of tensors, DTensors, plain values and objects with `state_dict` and `load_state_dict`: modules,
-    optimizers, schedulers, the loader, `loaderkit.checkpoint.RngState()`.
+    optimizers, schedulers, the loader, `loaderkit.checkpoint.RngState()`; what each rank has for itself as a `PerRank`.
     """
 
     def __init__(
@@ -251,8 +251,8 @@ class CheckpointManager:
         if OWN_KEY in state:
             raise ConfigError(f"state: the key {OWN_KEY!r} is the manager's own: give it another name")
         keys = self.settings.optimizer_keys
-        if keys == "auto":
-            keys = "names" if self.settings.format == "dcp" else "numbers"
+        if keys == "auto" and self.settings.format != "dcp":
+            keys = "numbers"
         resolved, containers, objects = resolve(state, keys)
         own = saved_structure(containers)
         if self._board is not None:

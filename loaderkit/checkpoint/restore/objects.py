@@ -64,9 +64,10 @@ class ObjectPart:
             saved = {str(path[0]) for path in (*self.paths.values(), *self.structure.containers) if path}
             if saved and saved != keys:
                 num_saved = sum(key.startswith("rank-") for key in saved)
+                how = f"by {num_saved} ranks" if num_saved else "as one"
                 self.problems.append(
-                    f"{self.name!r} is each rank's own, and was saved {f'by {num_saved} ranks' if num_saved else 'as one'}; here "
-                    f"are {len(keys)} ranks: restore with as many, or leave it out of the state and begin it anew"
+                    f"{self.name!r} is each rank's own, and was saved {how}; here are {len(keys)} ranks: restore "
+                    "with as many, or leave it out of the state and begin it anew"
                 )
         for full, path in self.paths.items():
             self.add(full, path)

@@ -181,8 +181,8 @@ class OptimizerPart(ObjectPart):
 
 
 def _by_number(path: Path, numbers: Mapping[str, int], size: int = 0) -> Path:
-    """A path in the state of the optimizer that is at its first `size` keys, with the parameter's number; its key may be a name,
-    or the text of a number."""
+    """A path in the state of the optimizer that is at its first `size` keys, with the parameter's number; its key may be a
+    name, or the text of a number."""
     if len(path) > size + 1 and path[size] == "state":
         return (*path[: size + 1], numbers.get(str(path[size + 1]), path[size + 1]), *path[size + 2 :])
     return path
@@ -204,8 +204,8 @@ def _keep_types(state: Any, saved: Mapping[str, Any], dtype: torch.dtype) -> Non
         if isinstance(value, Mapping) and isinstance(loaded, dict):
             _keep_types(loaded, value, dtype)
         elif isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.shape == value.shape:
-            if key != "step" and loaded.dtype == dtype != value.dtype:  # torch has a rule of its own for the step
-                state[key] = value.to(loaded.device)
+            is_cast = key != "step" and loaded.dtype == dtype != value.dtype  # torch has a rule of its own for the step
+            state[key] = value.to(loaded.device) if is_cast else loaded
 
 
 # ----------------------------------------------------------------------------------------- states by numbers, of names

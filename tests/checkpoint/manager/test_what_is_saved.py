@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoint_states import save_dcp
+from numpy.random.mtrand import set_bit_generator
 from safetensors.torch import load_file
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import loaderkit
 from loaderkit.checkpoint import RngState, latest
+from loaderkit.checkpoint.restore.stateful import restore_state
 from loaderkit.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -82,13 +85,16 @@ def test_a_lazy_module(tmp_path: Path) -> None:
 def test_tuples_with_tensors(kind: str, tmp_path: Path) -> None:
     """As the hidden state of an LSTM; torch reads them, too, where they are one value."""
     hidden = (torch.randn(1, 2), (torch.arange(3), "x"), [torch.ones(1)])
-    state = {"w": torch.ones(2), "hidden": hidden, "deep": {"pairs": [(torch.ones(1), 2)]}}
-    fresh = {"w": torch.zeros(2), "hidden": (torch.zeros(1, 2), (torch.zeros(3), ""), [torch.zeros(1)]),
+    state = {"w": torch.ones(100, 100), "hidden": hidden, "deep": {"pairs": [(torch.ones(1), 2)]}}
+    fresh = {"w": torch.zeros(100, 100), "hidden": (torch.zeros(1, 2), (torch.zeros(3), ""), [torch.zeros(1)]),
              "deep": {"pairs": [(torch.zeros(1), 0)]}}  # fmt: skip
     there_and_back(tmp_path, state, fresh, kind)
     assert repr(fresh) == repr(state)
+    assert (
+        sum(file.stat().st_size for file in Path(str(latest(tmp_path))).iterdir()) < 100_000
+    )  # each pickled without the rest
     if kind == "dcp":
-        tables: dict[str, Any] = {"w": torch.zeros(2), "hidden": None, "deep": {"pairs": None}}
+        tables: dict[str, Any] = {"w": torch.zeros(100, 100), "hidden": None, "deep": {"pairs": None}}
         load(tables, checkpoint_id=str(latest(tmp_path)), no_dist=True)
         assert repr(tables) == repr(state)
 
@@ -167,8 +173,6 @@ def test_modules_that_share_memory_and_did_not_when_saved(tmp_path: Path) -> Non
 def test_numpy_s_global_generator_of_another_kind(
     make: Callable[[int], Any], rng: random.Random, tmp_path: Path
 ) -> None:
-    from numpy.random.mtrand import set_bit_generator
-
     try:
         set_bit_generator(make(rng.randrange(2**31)))
         np.random.randn()
@@ -199,22 +203,23 @@ def made() -> torch.nn.Sequential:
 
 def inner_compiled() -> torch.nn.Sequential:
     model = made()
-    model[0] = torch.compile(model[0])  # type: ignore[assignment]
+    model[0] = torch.compile(model[0], backend="eager")  # type: ignore[assignment]
     return model
 
 
 WRAPPED: dict[str, Callable[[], Any]] = {
     "plain": made,
-    "compiled": lambda: torch.compile(made()),
+    "compiled": lambda: torch.compile(made(), backend="eager"),
     "a layer compiled": inner_compiled,
     "parallel": lambda: torch.nn.parallel.DistributedDataParallel(made()),
-    "both": lambda: torch.nn.parallel.DistributedDataParallel(torch.compile(made())),  # type: ignore[arg-type]
+    "both": lambda: torch.nn.parallel.DistributedDataParallel(torch.compile(made(), backend="eager")),  # type: ignore[arg-type]
 }
 
 
 @Formats
-@pytest.mark.parametrize("here", WRAPPED)
-@pytest.mark.parametrize("saved", WRAPPED)
+@pytest.mark.parametrize(
+    ("saved", "here"), [(one, other) for one in WRAPPED for other in WRAPPED if {one, other} & {"plain", "both"}]
+)
 def test_what_wrappers_add_is_left_out(saved: str, here: str, kind: str, one_rank: None, tmp_path: Path) -> None:
     """Any fits any, with its optimizer, and other programs find the model's own names."""
     models = [WRAPPED[saved](), WRAPPED[here]()]
@@ -250,10 +255,6 @@ def test_tables_with_what_wrappers_add_are_refused(name: str, kind: str, one_ran
 
 
 def test_a_checkpoint_of_before_has_the_names_of_wrappers(one_rank: None, tmp_path: Path) -> None:
-    from checkpoint_states import save_dcp
-
-    from loaderkit.checkpoint.restore.stateful import restore_state
-
     models = [WRAPPED["both"]() for _ in range(2)]
     save_dcp({"model": models[0].state_dict()}, tmp_path / "step")
     restore_state(str(tmp_path / "step"), {"model": models[1]}, timeout_s=60.0)

@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from loaderkit.checkpoint.discovery.latest import latest
     from loaderkit.checkpoint.discovery.manifest import write_manifest
     from loaderkit.checkpoint.formats.blockwise import dequantize
+    from loaderkit.checkpoint.manager.per_rank import PerRank
     from loaderkit.checkpoint.manager.rng import RngState
     from loaderkit.checkpoint.restore.dcp_reader import StreamReader
     from loaderkit.checkpoint.save.dcp_writer import StreamWriter
 
-__all__ = ["RngState", "StreamReader", "StreamWriter", "dequantize", "latest", "write_manifest"]
+__all__ = ["PerRank", "RngState", "StreamReader", "StreamWriter", "dequantize", "latest", "write_manifest"]
 __getattr__ = public_names(
     __name__,
     {
+        "PerRank": "loaderkit.checkpoint.manager.per_rank",
         "RngState": "loaderkit.checkpoint.manager.rng",
         "StreamReader": "loaderkit.checkpoint.restore.dcp_reader",  # with torch.distributed.checkpoint
         "StreamWriter": "loaderkit.checkpoint.save.dcp_writer",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from loaderkit.checkpoint.formats.shard_archive import Layouts
+from loaderkit.checkpoint.structure import Containers
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
 
 SMALL_ARCHIVE = 256 * 2**10  # bytes; an archive up to this size is read whole, in one read
@@ -67,7 +68,7 @@ class Checkpoint:
     pickled: dict[str, ByteRange] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> path in the nested state it came from
-    empty: list[tuple[Any, ...]] = field(default_factory=list)  # paths of empty tables
+    containers: Containers = field(default_factory=dict)  # of torch.save files, which tell them by themselves
 
     def describe(self, key: str) -> str:
         """An object's full name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from loaderkit.checkpoint.formats.plain_values import Array, Dtype
 from loaderkit.checkpoint.formats.restricted_pickle import StandIn
 from loaderkit.errors import CheckpointError
 
-_MAX_DEPTH = 100
+MAX_DEPTH = 100
 
 
 class Index(int):
@@ -32,30 +32,43 @@ class Leaf(NamedTuple):
     path: Path = ()
 
 
+def no_tuples(name: str, value: Any) -> bool:
+    """Enters no tuple, as torch.distributed.checkpoint: one with tensors is a plain value."""
+    return False
+
+
 @collector_off()
 def flatten(
-    tree: Any, is_tensor: Callable[[Any], bool], limit: int, *, single: str = "tensor", empty: list[Path] | None = None
+    tree: Any,
+    is_tensor: Callable[[Any], bool],
+    limit: int,
+    *,
+    single: str = "tensor",
+    enters: Callable[[str, Any], bool] = lambda name, value: True,
+    seen: Callable[[Path, Any], None] = lambda path, container: None,
 ) -> dict[str, Leaf]:
     """Name -> leaf. Tables are entered, and so are lists and tuples that hold a tensor or a table; other values are leaves.
 
-    Names are those of torch.distributed.checkpoint, which enters no tuple. A tree that is a single leaf is called `single`.
-    `empty` collects the paths of empty tables, which have no name.
+    `enters(name, value)`: whether such a tuple is entered at all. A tree that is a single leaf is called `single`. `seen` gets
+    path and value of every container that is entered.
     Raises CheckpointError for two leaves of one name, for more than `limit` leaves and tables, and for endless nesting.
     """
     num_visited = 0
     leaves: dict[str, Leaf] = {}
     entered: dict[int, bool] = {}  # by id of a list: shared lists are searched once
 
-    def is_entered(value: Any, depth: int) -> bool:
-        if depth > _MAX_DEPTH:
-            raise CheckpointError(f"it is nested more than {_MAX_DEPTH} levels deep: that is no checkpoint")
+    def is_entered(name: str, value: Any, depth: int) -> bool:
+        if depth > MAX_DEPTH:
+            raise CheckpointError(f"it is nested more than {MAX_DEPTH} levels deep: that is no checkpoint")
         if isinstance(value, Mapping):
             return True
-        if not isinstance(value, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or (isinstance(value, tuple) and not enters(name, value)):
             return False
         if id(value) not in entered:
             entered[id(value)] = False
-            entered[id(value)] = any(is_tensor(item) or is_entered(item, depth + 1) for item in value)
+            entered[id(value)] = any(
+                is_tensor(item) or is_entered(f"{name}.{number}", item, depth + 1) for number, item in enumerate(value)
+            )
         return entered[id(value)]
 
     def visit(name: str, leaf: Leaf, depth: int) -> None:
@@ -66,14 +79,13 @@ def flatten(
                 f"it has more than {limit} values and tables, more than its description can hold: it is a bomb"
             )
         value = leaf.value
-        may_enter = depth > _MAX_DEPTH or isinstance(value, (Mapping, list, tuple))
-        if not may_enter or not is_entered(value, depth):
+        may_enter = depth > MAX_DEPTH or isinstance(value, (Mapping, list, tuple))
+        if not may_enter or not is_entered(name, value, depth):
             if name in leaves:
                 raise CheckpointError(f"two values have the name {name!r}: rename one, as names are joined by dots")
             leaves[name] = leaf
             return
-        if not value and empty is not None:
-            empty.append(leaf.path)
+        seen(leaf.path, value)
         items = value.items() if isinstance(value, Mapping) else ((Index(n), item) for n, item in enumerate(value))
         for key, item in items:
             visit(_joined(name, key, depth), Leaf(value, key, item, (*leaf.path, key)), depth + 1)
@@ -128,8 +140,8 @@ def settle(value: Any, tensor: Callable[[Any], Any]) -> Any:
     made: dict[int, Any] = {}
 
     def visit(item: Any, depth: int) -> Any:
-        if depth > _MAX_DEPTH:
-            raise CheckpointError(f"it is nested more than {_MAX_DEPTH} levels deep: that is no checkpoint")
+        if depth > MAX_DEPTH:
+            raise CheckpointError(f"it is nested more than {MAX_DEPTH} levels deep: that is no checkpoint")
         if isinstance(item, (Array, Dtype)):
             return item.value
         if not isinstance(item, (list, tuple, Mapping)):
@@ -145,36 +157,12 @@ def settle(value: Any, tensor: Callable[[Any], Any]) -> Any:
 
 
 def _like(table: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-    """A table of the same class: a dict, or an OrderedDict."""
+    """A table of the same class: a dict, an OrderedDict, or a Counter."""
+    if isinstance(table, Counter):
+        return Counter(dict(items))
     return OrderedDict(items) if isinstance(table, OrderedDict) else dict(items)
 
 
-def nest(flat: Mapping[str, Any], paths: Mapping[str, Path], empty: Iterable[Path] = ()) -> Any:
-    """The nested state of flat names, in which each has its path in `paths`; lists have the items that are there."""
-    root: dict[Any, Any] = {}
-    for path in empty:
-        _enter(root, path)
-    for name, value in flat.items():
-        path = paths.get(name, (name,))
-        if not path:
-            return value
-        _enter(root, path[:-1])[path[-1]] = value
-    return _with_lists(root)
-
-
-def _enter(table: dict[Any, Any], path: Path) -> dict[Any, Any]:
-    if len(path) > _MAX_DEPTH:
-        raise CheckpointError(f"it is nested more than {_MAX_DEPTH} levels deep: that is no checkpoint")
-    for key in path:
-        table = table.setdefault(key, {})
-        if not isinstance(table, dict):
-            raise CheckpointError(f"{'.'.join(map(str, path))!r} is a value, and a table with values in it, too")
-    return table
-
-
-def _with_lists(table: Any) -> Any:
-    if not isinstance(table, dict):
-        return table
-    if table and all(isinstance(key, Index) for key in table):
-        return [_with_lists(table[key]) for key in sorted(table)]
-    return {key: _with_lists(value) for key, value in table.items()}
+def texts(path: Iterable[Any]) -> tuple[str, ...]:
+    """A path whose keys are all text."""
+    return tuple(map(str, path))

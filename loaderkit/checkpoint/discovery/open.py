@@ -20,6 +20,7 @@ from loaderkit.checkpoint.discovery.locate import CheckpointLocation
 from loaderkit.checkpoint.formats import dcp, safetensors, torch_zip
 from loaderkit.checkpoint.formats.state_file import STATE, decoded_values, read_state
 from loaderkit.checkpoint.names import Index, Leaf, flatten
+from loaderkit.checkpoint.structure import collect
 from loaderkit.connectors.base import ByteRange, ObjectInfo
 from loaderkit.errors import CheckpointError, FormatError
 
@@ -295,7 +296,9 @@ def _open_torch(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: d
 
         try:
             archive = torch_zip.read_archive(_reader(checkpoint, info, heads.pop(info.key)), info.size, fetch_here)
-            leaves = flatten(archive.value, _is_view, max(1000, archive.num_pickled), empty=checkpoint.empty)
+            leaves = flatten(
+                archive.value, _is_view, max(1000, archive.num_pickled), seen=collect(checkpoint.containers)
+            )
         except (FormatError, CheckpointError) as error:
             raise type(error)(f"{checkpoint.describe(info.key)}: {error}") from None
         _add_leaves(checkpoint, info, leaves, archive.starts)

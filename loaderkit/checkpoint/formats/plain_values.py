@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
@@ -23,7 +23,7 @@ def plain_names() -> Mapping[str, Any]:
     called: dict[str, Callable[..., Any]] = {
         "collections.OrderedDict": FrozenTable,
         "collections.defaultdict": lambda *_: {},
-        "collections.Counter": lambda values=(): dict(values),
+        "collections.Counter": FrozenCounter,
         "_codecs.encode": _encode,
         "numpy.dtype": Dtype,
     }
@@ -60,10 +60,23 @@ def _bytearray(data: object = b"", encoding: str = "latin1") -> bytearray:
 
 
 class FrozenTable(OrderedDict[Any, Any]):
-    """Stands for an OrderedDict. Its attributes, such as `_metadata` of a module's state, are not set: a pickle could replace
-    `items` with anything."""
+    """Stands for an OrderedDict. Of its attributes only `_metadata`, the versions of a module's state, is set: a pickle could
+    replace `items` with anything."""
+
+    __slots__ = ("_metadata",)
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict) and isinstance(state.get("_metadata"), dict):
+            self._metadata = state["_metadata"]
+
+
+class FrozenCounter(Counter[Any]):
+    """Stands for a Counter, whose attributes are not set."""
 
     __slots__ = ()
+
+    def __init__(self, values: object = ()) -> None:
+        super().__init__(dict(values) if isinstance(values, dict) else {})
 
     def __setstate__(self, state: object) -> None: ...
 

@@ -20,7 +20,6 @@ from loaderkit.checkpoint.formats.state_file import STATE, read_state
 from loaderkit.checkpoint.manager.retention import SavedStep, steps_to_keep
 from loaderkit.checkpoint.manager.settings import KeepArgs
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
-from loaderkit.checkpoint.restore.stateful import OWN_KEY
 from loaderkit.checkpoint.save.commit import clear_dead
 from loaderkit.checkpoint.save.owner import this_process
 from loaderkit.checkpoint.save.placement import (
@@ -33,6 +32,7 @@ from loaderkit.checkpoint.save.placement import (
     unfinished_saves,
 )
 from loaderkit.checkpoint.save.prune import remove_directory
+from loaderkit.checkpoint.structure import OWN_KEY
 from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.errors import CheckpointError, ConfigError, ConnectorError, FormatError, ObjectNotFoundError, printable
 

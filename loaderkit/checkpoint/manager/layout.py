@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.planner import WriteItem
 
+from loaderkit.checkpoint.formats.plain_json import encode
 from loaderkit.checkpoint.planning.held import DescribedPlan
 from loaderkit.checkpoint.save.tensor_bytes import identity_of, plain_tensor, sample_of
+from loaderkit.checkpoint.structure import OBJECTS
+from loaderkit.errors import ConfigError
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor
@@ -25,7 +30,6 @@ class LayoutPlanner(DefaultSavePlanner):
         plan = super().create_local_plan()
         tied: list[int] = []
         uncut: set[int] = set()
-        samples: list[bytes] = []
         first: dict[Any, int] = {}
         for number, item in enumerate(plan.items):
             tensor = None if item.tensor_data is None else plain_tensor(self.resolve_data(item))
@@ -35,19 +39,24 @@ class LayoutPlanner(DefaultSavePlanner):
                 tied.append(number)
             else:
                 tied.append(first.setdefault(identity_of(tensor), number))
-            samples.append(b"" if tensor is None else sample_of(tensor))
         return DescribedPlan(
             plan.items,
             planner_data=plan.planner_data,
             tied=tuple(tied),
             uncut=frozenset(uncut),
-            samples=tuple(samples),
+            samples=tuple(map(self._sample, plan.items)),
+            objects=tuple(name for key, names in self.state_dict.items() if key.startswith(OBJECTS) for name in names),
         )
 
     def sampled(self, items: Iterable[WriteItem]) -> bytes:
-        """A digest of the samples of all the tensors that `items` are of."""
-        tensors = (plain_tensor(self.resolve_data(item)) for item in items)
-        return hashlib.sha256(b"".join(sample_of(tensor) for tensor in tensors if tensor is not None)).digest()
+        """A digest of the samples of all the tensors and plain values that `items` are of."""
+        return hashlib.sha256(b"".join(map(self._sample, items))).digest()
+
+    def _sample(self, item: WriteItem) -> bytes:
+        if item.tensor_data is None:
+            return sample_of_value(item.index.fqn, self.lookup_object(item.index))
+        tensor = plain_tensor(self.resolve_data(item))
+        return b"" if tensor is None else sample_of(tensor)
 
     def digest(self) -> str:
         """Equal for states that give the same local plan on this rank: same names, shapes, types, placements, tied tensors.
@@ -58,6 +67,16 @@ class LayoutPlanner(DefaultSavePlanner):
                 digest.update(line.encode(errors="surrogatepass"))
         digest.update(repr(self.mappings).encode(errors="surrogatepass"))
         return digest.hexdigest()
+
+
+def sample_of_value(name: str, value: Any) -> bytes:
+    """8 bytes: a digest of a plain value, the same in every process; b"" for what JSON has no form for."""
+    if isinstance(value, np.ndarray):
+        return hashlib.blake2b(value.tobytes(), digest_size=8).digest()
+    try:
+        return hashlib.blake2b(json.dumps(encode(name, value)).encode(), digest_size=8).digest()
+    except ConfigError:
+        return b""
 
 
 def _lines(state: Mapping[str, Any]) -> Iterator[str]:

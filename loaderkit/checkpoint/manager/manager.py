@@ -25,8 +25,10 @@ from loaderkit.checkpoint.manager.settings import save_settings
 from loaderkit.checkpoint.manager.tiers import Tiers
 from loaderkit.checkpoint.ranks.board import Board, board_with_address, open_board
 from loaderkit.checkpoint.ranks.group import default_store
-from loaderkit.checkpoint.restore.stateful import OWN_KEY, leaves_of, resolved_state, restore_state, with_number_tables
+from loaderkit.checkpoint.restore.stateful import restore_state
 from loaderkit.checkpoint.save.safetensors.writer import check_plain_state, model_config_of
+from loaderkit.checkpoint.state import leaves_of, resolve
+from loaderkit.checkpoint.structure import OWN_KEY, saved_objects, saved_structure
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, ClosedError, ConfigError
 
@@ -39,13 +41,13 @@ class CheckpointManager:
     format, or as safetensors (see `StreamWriter`).
 
     `target` is the directory (a path, or a URL such as s3://bucket/runs/a), a mapping, or the path of a .yaml file with `to`,
-    `local`, `every`, `keep`, `format`, `when_busy`, `flush`, `copies` and `notice`; each may be given by name instead. With
-    `local` they are committed there first, and uploaded by rank 0 behind training. With several ranks of torch.distributed, or
-    of `process_group`, each makes one and calls the same methods. `timeout_s`: how long a rank waits for another of which it
-    hears nothing. It is a context manager: at the end, what is being written and uploaded is waited for.
+    `local`, `every`, `keep`, `format`, `optimizer_keys`, `when_busy`, `flush`, `copies` and `notice`; each may be given by name
+    instead. With `local` they are committed there first, and uploaded by rank 0 behind training. With several ranks of
+    torch.distributed, or of `process_group`, each makes one and calls the same methods. `timeout_s`: how long a rank waits for
+    another of which it hears nothing. It is a context manager: at the end, what is being written and uploaded is waited for.
 
     The state is a nested dict of tensors, DTensors, plain values and objects with `state_dict` and `load_state_dict`: modules,
-    optimizers, schedulers, the loader, `loaderkit.checkpoint.RngState()`.
+    optimizers, schedulers, the loader, `loaderkit.checkpoint.RngState()`; what each rank has for itself as a `PerRank`.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class CheckpointManager:
         every: int | str | None = None,
         keep: Mapping[str, Any] | None = None,
         format: str | None = None,  # noqa: A002 (as in the YAML)
+        optimizer_keys: str | None = None,
         when_busy: str | None = None,
         flush: str | None = None,
         copies: Sequence[Mapping[str, Any]] | None = None,
@@ -72,6 +75,7 @@ class CheckpointManager:
             every=every,
             keep=keep,
             format=format,
+            optimizer_keys=optimizer_keys,
             when_busy=when_busy,
             flush=flush,
             copies=copies,
@@ -246,15 +250,20 @@ class CheckpointManager:
         leaves_of(state)
         if OWN_KEY in state:
             raise ConfigError(f"state: the key {OWN_KEY!r} is the manager's own: give it another name")
-        resolved: dict[str, Any] = resolved_state(state)
-        own: dict[str, Any] = with_number_tables(resolved)
+        keys = self.settings.optimizer_keys
+        if keys == "auto" and self.settings.format != "dcp":
+            keys = "numbers"
+        resolved, containers, objects = resolve(state, keys)
+        own = saved_structure(containers)
+        if self._board is not None:
+            own |= saved_objects(objects)
         if self.settings.format == "safetensors":
             check_plain_state(resolved)
         if self.settings.format == "safetensors" or self.settings.copies:
             own |= model_config_of(state)
         if self._board is None or self._board.rank == 0:
             own |= {"step": step, "metrics": dict(metrics)}
-        return resolved | {OWN_KEY: own}
+        return {**resolved, OWN_KEY: own}
 
     def wait_until_finished(self) -> None:
         """Return once nothing is being written, and all is uploaded. Raises what the last save or an upload met, once; an

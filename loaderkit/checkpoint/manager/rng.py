@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.random.mtrand import set_bit_generator
 
 from loaderkit.errors import StateError
 
@@ -39,16 +40,10 @@ class RngState:
     def state_dict(self) -> dict[str, Any]:
         """The states now, under "rank-<number>"."""
         _, words, gauss = random.getstate()
-        numpy_state: Any = np.random.get_state(legacy=False)
         state: dict[str, Any] = {
             "torch": torch.get_rng_state(),
             "python": {"words": torch.tensor(words), "gauss": gauss},
-            "numpy": {
-                "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
-                "position": int(numpy_state["state"]["pos"]),
-                "has_gauss": int(numpy_state["has_gauss"]),
-                "gauss": float(numpy_state["gauss"]),
-            },
+            "numpy": _numpy_state(),
         }
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = {str(number): one for number, one in enumerate(torch.cuda.get_rng_state_all())}
@@ -70,15 +65,44 @@ class RngState:
         np.random.seed(seed % 2**32)
 
 
+def _numpy_state() -> dict[str, Any]:
+    """That of NumPy's global generator, which `np.random.set_bit_generator` may have replaced by another kind."""
+    state: Any = np.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        return dict(state)
+    return {
+        "key": torch.from_numpy(state["state"]["key"].astype(np.int64)),
+        "position": int(state["state"]["pos"]),
+        "has_gauss": int(state["has_gauss"]),
+        "gauss": float(state["gauss"]),
+    }
+
+
+def _set_numpy(state: dict[str, Any]) -> None:
+    kind, now = state.get("bit_generator", "MT19937"), cast(Any, np.random.get_state(legacy=False))
+    if now["bit_generator"] != kind:
+        make = getattr(np.random, kind, None)
+        if not isinstance(make, type) or not issubclass(make, np.random.BitGenerator):
+            raise StateError(
+                f"the state of NumPy's generator is one of {kind!r}, which this version of NumPy does not have"
+            )
+        set_bit_generator(make())
+    if kind == "MT19937":
+        key = state["key"].numpy().astype(np.uint32)
+        np.random.set_state((kind, key, state["position"], state["has_gauss"], state["gauss"]))
+    else:
+        np.random.set_state(state)
+
+
 def _set(state: dict[str, Any]) -> None:
     python, numpy_state = state["python"], state["numpy"]
     words = tuple(python["words"].tolist())
-    key = numpy_state["key"].numpy().astype(np.uint32)
-    if len(words) != _MT19937_WORDS + 1 or key.shape != (_MT19937_WORDS,):
+    key = numpy_state.get("key")
+    if len(words) != _MT19937_WORDS + 1 or (key is not None and tuple(key.shape) != (_MT19937_WORDS,)):
         raise StateError("the state of a random number generator is damaged, or of another version of Python or NumPy")
     torch.set_rng_state(state["torch"].cpu())
     random.setstate((_PYTHON_VERSION, words, python["gauss"]))
-    np.random.set_state(("MT19937", key, numpy_state["position"], numpy_state["has_gauss"], numpy_state["gauss"]))
+    _set_numpy(numpy_state)
     devices = state.get("cuda", {})
     if devices and torch.cuda.is_available():
         # Otherwise CUDA begins later, and with it come the seeds of an earlier `torch.manual_seed`.

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from loaderkit._internal.save_log import SAVES, SaveRecord
 from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
 from loaderkit.checkpoint.manager.layout import LayoutPlanner
 from loaderkit.checkpoint.planning.division import Ranks
-from loaderkit.checkpoint.planning.held import Held, check_alike, shared, without_unlike
+from loaderkit.checkpoint.planning.held import Held, Unlike, check_alike, shared, without_unlike
 from loaderkit.checkpoint.ranks.board import Board
 from loaderkit.checkpoint.save.dcp_writer import Local, Share, StreamWriter
 from loaderkit.errors import CheckpointError
@@ -251,15 +251,14 @@ class _JointSave:
         local = self.writer.prepare_local_plan(self.planner.create_local_plan(), is_alone=False)
         self._post(f"plan/{self.board.rank}", local)
         if self.board.rank == 0:
-            local_plans = self._collected("plan", "a checkpoint is planned")
-            check_alike(local_plans)
-            local_plans = self._without_unlike(local_plans)
+            local_plans, unlike = self._without_unlike(self._collected("plan", "a checkpoint is planned"))
             groups = shared([plan.storage_data.held for plan in local_plans])
             plans, metadata = self.planner.create_global_plan(local_plans)
             number = uuid.uuid4().hex
             for rank, plan in enumerate(self.writer.prepare_global_plan(plans)):
-                self._post(f"share/{rank}", (number, plan, groups[rank]))
-        number, own, group = self._received(f"share/{self.board.rank}", "a checkpoint is planned")
+                self._post(f"share/{rank}", (number, plan, groups[rank], unlike))
+        number, own, group, unlike = self._received(f"share/{self.board.rank}", "a checkpoint is planned")
+        _warn(unlike, self.board.rank)
         self._post(f"written-anew/{self.board.rank}", self._results(own))
         if metadata is not None:
             self.writer.finish(metadata, self._collected("written-anew", "a checkpoint is written"))
@@ -268,18 +267,14 @@ class _JointSave:
         if self.writer.format == "dcp":  # another's files have names and connections of one save
             vars(self.kept).update(number=number, digest=digest, local=local, own=own, metadata=metadata, shared=group)
 
-    def _without_unlike(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
-        """The plans, where only the lowest rank has what ranks hold with different values: parts of two would be saved."""
-        held, names = without_unlike([plan.storage_data.held for plan in plans])
-        if new := sorted(set(names) - self.kept.unlike):
-            logger.warning(
-                "%s of which ranks hold other values under one name: those of the lowest rank are saved, for all. For what DDP "
-                "leaves to each rank, such as the running means of a batch norm, that is right; shards, and what else is a "
-                "rank's own, are lost: save DTensors, or give them names with the rank in them",
-                f"{new[0]!r} and {len(new) - 1} more are tensors" if len(new) > 1 else f"{new[0]!r} is a tensor",
-            )
-        self.kept.unlike |= set(names)
-        return [_leave_out(plan, one) for plan, one in zip(plans, held, strict=True)]
+    def _without_unlike(self, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Unlike]:
+        """The plans, where only the lowest rank has what ranks hold with different values, as parts of two would be saved; and
+        the names that were not known as such."""
+        held, unlike = without_unlike([plan.storage_data.held for plan in plans])
+        check_alike(held)
+        new = Unlike(unlike.tensors - self.kept.unlike, unlike.values - self.kept.unlike)
+        self.kept.unlike |= unlike.tensors | unlike.values
+        return [_leave_out(plan, one) for plan, one in zip(plans, held, strict=True)], new
 
     def _results(self, plan: SavePlan) -> list[WriteResult]:
         results: list[WriteResult] = self.writer.write_data(self.planner.finish_plan(plan), self.planner).wait()
@@ -298,6 +293,30 @@ class _JointSave:
         """The messages of all ranks."""
         messages = self.board.collect(f"{self.key}/{name}", about=self.key, doing=doing)
         return [pickle.loads(message) for message in messages]  # noqa: S301
+
+
+def _warn(unlike: Unlike, rank: int) -> None:
+    """Say what was left out: of tensors on rank 0, and of plain values on every rank, whose own may be lost."""
+    if unlike.tensors and rank == 0:
+        logger.warning(
+            "%s of which ranks hold other values under one name: those of the lowest rank are saved, for all. For what DDP "
+            "leaves to each rank, such as the running means of a batch norm, that is right; shards, and what else is a "
+            "rank's own, are lost: save DTensors, or give them names with the rank in them",
+            _counted(unlike.tensors, "is a tensor", "are tensors"),
+        )
+    if unlike.values:
+        logger.warning(
+            "%s of which ranks hold other ones under one name: those of the lowest rank are saved, for all; this is rank %d. "
+            "If each rank is to get its own back, put the object into loaderkit.checkpoint.PerRank, or the value under a name "
+            "with the rank in it; else give all ranks the same",
+            _counted(unlike.values, "is a plain value", "are plain values"),
+            rank,
+        )
+
+
+def _counted(names: Collection[str], one: str, several: str) -> str:
+    first = min(names)
+    return f"{first!r} and {len(names) - 1} more {several}" if len(names) > 1 else f"{first!r} {one}"
 
 
 def _leave_out(plan: SavePlan, held: Held) -> SavePlan:

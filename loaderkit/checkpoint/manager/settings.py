@@ -194,6 +194,11 @@ class SaveSettings(Model):
         "dcp",
         description="torch.distributed.checkpoint's files, or whole tensors in files that Hugging Face's loaders read",
     )
+    optimizer_keys: Literal["auto", "names", "numbers"] = Field(
+        "auto",
+        description="the keys of an optimizer's state: the names of its parameters in the model, as torch's `get_state_dict` "
+        "gives them, or their numbers; auto: names with format dcp where its model is in the state, else numbers",
+    )
     when_busy: Literal["wait", "skip"] = Field(
         "wait", description="what a save does while another is being written: wait for it, or leave this one out"
     )

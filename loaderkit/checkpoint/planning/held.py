@@ -24,43 +24,46 @@ class DescribedPlan(SavePlan):
     """By item the number of the first one in the same memory."""
     uncut: frozenset[int] = frozenset()
     samples: tuple[bytes, ...] = ()
-    """By item some of what the tensor holds (`sample_of`); b"": not known."""
+    """By item some of what the tensor holds (`sample_of`), or a digest of the plain value; b"": not known."""
+    objects: tuple[str, ...] = ()
+    """Names of the objects whose state is that of one rank."""
 
 
-_Key = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]
+_Key = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype | None]
 
 
 class Held(NamedTuple):
-    """The items of a rank's local plan, with `tied`, `uncut` and `samples` as in DescribedPlan. `left_out` are the numbers of
-    those that a lower rank holds with other values."""
+    """The items of a rank's local plan, with `tied`, `uncut`, `samples` and `objects` as in DescribedPlan. `left_out` are the
+    numbers of those that a lower rank holds with other values."""
 
     items: list[WriteItem]
     tied: tuple[int, ...]
     uncut: frozenset[int]
     samples: tuple[bytes, ...]
+    objects: tuple[str, ...] = ()
     left_out: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, plan: SavePlan) -> Held:
         """What a local plan says; nothing is taken for tied unless it is a DescribedPlan."""
         if isinstance(plan, DescribedPlan):
-            return cls(plan.items, plan.tied, plan.uncut, plan.samples)
+            return cls(plan.items, plan.tied, plan.uncut, plan.samples, plan.objects)
         return cls(plan.items, tuple(range(len(plan.items))), frozenset(), ())
 
     def holds(self) -> Iterator[tuple[int, _Key]]:
-        """The number and key of each tensor that it has and is not left out."""
+        """The number and key of each tensor and value that it has and is not left out."""
         for number, item in enumerate(self.items):
-            key = _key(item)
-            if key is not None and number not in self.left_out:
-                yield number, key
+            if number not in self.left_out:
+                yield number, _key(item)
 
 
-def check_alike(plans: Sequence[SavePlan]) -> None:
-    """Raise CheckpointError if a tensor's shape or dtype differs by rank: parts of each would be saved."""
+def check_alike(held: Sequence[Held]) -> None:
+    """Raise CheckpointError if a tensor's shape or dtype differs by rank, or a table's and a value's names are the same: parts
+    of each would be saved."""
     known: dict[str, tuple[int, str]] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            if item.tensor_data is None:
+    for rank, one in enumerate(held):
+        for number, item in enumerate(one.items):
+            if item.tensor_data is None or number in one.left_out:
                 continue
             name, data = item.index.fqn, item.tensor_data
             is_here = f"{data.properties.dtype} of shape {list(data.size)}"
@@ -70,26 +73,91 @@ def check_alike(plans: Sequence[SavePlan]) -> None:
                     f"{name!r} is {is_there} on rank {first}, and {is_here} on rank {rank}, so nothing is saved: tensors of "
                     "one name are one tensor. Give what each rank has of its own a name with the rank in it"
                 )
+    if ambiguous := sorted(_ambiguous(held)):
+        raise CheckpointError(
+            f"{ambiguous[0]!r} is a value on one rank and a table on another, so nothing is saved: give what each rank has of "
+            "its own a name with the rank in it, or put it into loaderkit.checkpoint.PerRank"
+        )
 
 
-def without_unlike(held: Sequence[Held]) -> tuple[list[Held], list[str]]:
-    """What the ranks hold, where samples differ on the lowest rank only, as one tensor is that of one rank; and the names."""
+class Unlike(NamedTuple):
+    """Names of which ranks hold other tensors, or other plain values."""
+
+    tensors: frozenset[str] = frozenset()
+    values: frozenset[str] = frozenset()
+
+
+def without_unlike(held: Sequence[Held]) -> tuple[list[Held], Unlike]:
+    """What the ranks hold, where samples differ on the lowest rank only, as one tensor is that of one rank; and the names.
+
+    Of an object, which is one thing, all is then that of one rank.
+    """
+    kept, apart = _objects_of_one_rank(held)
     known: dict[_Key, set[bytes]] = {}
-    for one in held:
+    for one in kept:
         for number, key in one.holds():
             known.setdefault(key, set()).add(one.samples[number])
     unlike = {key for key, samples in known.items() if len(samples) > 1}
     seen: set[_Key] = set()
-    kept = []
-    for one in held:
+    for rank, one in enumerate(kept):
         mine = {number: key for number, key in one.holds() if key in unlike}
-        kept.append(one._replace(left_out=frozenset(number for number, key in mine.items() if key in seen)))
+        kept[rank] = one._replace(left_out=one.left_out | {number for number, key in mine.items() if key in seen})
         seen.update(mine.values())
-    return kept, sorted({key[0] for key in unlike})
+    tensors = {name for name, _, _, dtype in unlike if dtype is not None}
+    return kept, Unlike(frozenset(tensors), frozenset({key[0] for key in unlike} - tensors | apart))
+
+
+def _objects_of_one_rank(held: Sequence[Held]) -> tuple[list[Held], set[str]]:
+    """What the ranks hold, of each object that differs by rank only what the lowest rank has of it; and names that differ."""
+    objects = {name for one in held for name in one.objects}
+    inside = [[(number, owner) for number, owner in enumerate(_owners(one, objects)) if owner] for one in held]
+    looks: dict[str, set[Any]] = {}
+    for one, numbers in zip(held, inside, strict=True):
+        for number, _ in numbers:
+            item = one.items[number]
+            if item.type != WriteItemType.SHARD:
+                looks.setdefault(item.index.fqn, set()).add((_key(item), one.samples[number]))
+    differing = {name for name, found in looks.items() if len(found) > 1} | (_ambiguous(held) & looks.keys())
+    apart: dict[str, int] = {}  # object -> the rank whose it is
+    for rank, (one, numbers) in enumerate(zip(held, inside, strict=True)):
+        for number, owner in numbers:
+            if one.items[number].index.fqn in differing:
+                apart.setdefault(owner, rank)
+    kept = []
+    for rank, (one, numbers) in enumerate(zip(held, inside, strict=True)):
+        others = {
+            number
+            for number, owner in numbers
+            if apart.get(owner, rank) != rank and one.items[number].type != WriteItemType.SHARD
+        }
+        kept.append(one._replace(left_out=one.left_out | others))
+    return kept, differing
+
+
+def _owners(held: Held, objects: set[str]) -> Iterator[str]:
+    """By item the object that it is of; "" for none."""
+    for item in held.items:
+        parts = item.index.fqn.split(".") if objects else []
+        names = (".".join(parts[:size]) for size in range(1, len(parts) + 1))
+        yield next((name for name in names if name in objects), "")
+
+
+def _ambiguous(held: Sequence[Held]) -> set[str]:
+    """Names of values on one rank that are tables with values in them on another."""
+    by_rank = [{item.index.fqn for number, item in enumerate(one.items) if number not in one.left_out} for one in held]
+    everywhere = set.union(*by_rank)
+    if all(names == everywhere for names in by_rank):
+        return set()
+    found = set()
+    for name in everywhere:
+        for end, letter in enumerate(name):
+            if letter == "." and name[:end] in everywhere and not any({name, name[:end]} <= names for names in by_rank):
+                found |= {name, name[:end]}
+    return found
 
 
 def shared(held: Sequence[Held]) -> list[dict[tuple[int, ...], list[int]]]:
-    """By rank, for each group of ranks that it is in: the numbers of the tensors that these ranks hold, in the same order."""
+    """By rank, for each group of ranks that it is in: the numbers of what these ranks hold, in the same order."""
     numbers: dict[_Key, dict[int, int]] = {}
     for rank, one in enumerate(held):
         for number, key in one.holds():
@@ -115,7 +183,7 @@ def divided(held: Sequence[Held], chosen: Sequence[Sequence[WriteItem]]) -> list
     What several ranks hold is divided among them; names of the same memory, on all ranks that hold them, stay together.
     None: an item of `chosen` is not that of any rank, so the planner's word stands.
     """
-    wanted = [key for items in chosen for key in map(_key, items) if key is not None]
+    wanted = [_key(item) for items in chosen for item in items if item.tensor_data is not None]
     holders: dict[_Key, dict[int, int]] = {key: {} for key in wanted}
     for rank, one in enumerate(held):
         for number, key in one.holds():
@@ -140,16 +208,17 @@ def divided(held: Sequence[Held], chosen: Sequence[Sequence[WriteItem]]) -> list
     return parts
 
 
-def _key(item: WriteItem) -> _Key | None:
-    """Equal for the same box of the same tensor; None for a plain value."""
+def _key(item: WriteItem) -> _Key:
+    """Equal for the same box of the same tensor, or for the same plain value, which has no dtype."""
     data = item.tensor_data
     if data is None:
-        return None
+        return item.index.fqn, (), (), None
     return item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype
 
 
 def _block(keys: Sequence[_Key], holders: Sequence[dict[int, int]], held: Sequence[Held]) -> HeldBox:
     _, _, shape, dtype = keys[0]
+    assert dtype is not None
     all_items = [(rank, number) for numbers in holders for rank, number in numbers.items()]
     is_dense = all(
         data is not None and data.properties.layout == torch.strided

@@ -11,12 +11,21 @@ from typing import Any, Literal
 import torch
 
 from loaderkit.checkpoint.discovery.manifest import Verify
-from loaderkit.checkpoint.names import nest
 from loaderkit.checkpoint.restore import multi_rank
+from loaderkit.checkpoint.restore.nested import nested_state, number_optimizers, structure_of, with_versions
 from loaderkit.checkpoint.restore.requests import given_tensors, new_tensors
-from loaderkit.checkpoint.restore.selection import Dtype, choose, match_names, parse_dtype, parse_keys
+from loaderkit.checkpoint.restore.selection import (
+    Dtype,
+    check_applied,
+    choose,
+    leaves_of_target,
+    match_names,
+    parse_dtype,
+    parse_keys,
+)
 from loaderkit.checkpoint.restore.source import OpenCheckpoint, parse_device
 from loaderkit.checkpoint.restore.task import Progress, Restored, RestoreTask, transfer_alone
+from loaderkit.checkpoint.state import on_devices_of
 from loaderkit.checkpoint.transfer.session import name_touched
 from loaderkit.checkpoint.transfer.stages import hand_over, wait_for_queued
 from loaderkit.connectors.base import Connector
@@ -80,9 +89,12 @@ def restore(
             made, plain = transfer(source, task)
             hand_over(made.values())
             flat: dict[str, Any] = {name: made[name] for name in tensors} | plain
-            empty = source.contents.empty if globs is None else ()
-            return nest(flat, source.contents.paths, empty) if nested else flat
-        leaves, tensors, values = match_names(source.contents, into, globs, strict=strict)
+            return nested_state(source, flat, globs) if nested else with_versions(source.contents, flat)
+        leaves = leaves_of_target(into, source.contents)
+        structure = structure_of(source)
+        number_optimizers(source, structure, leaves)
+        leaves, tensors, values = match_names(source.contents, leaves, globs, strict=strict)
+        check_applied(structure, into, leaves, source.contents.name)
         targets = {name: leaves[name].value for name in tensors}
         task = _fill_task(targets, values, target_device, parsed_dtype, **settings)
         try:
@@ -91,7 +103,7 @@ def restore(
             name_touched(error, task.touched)
             raise
         for name, value in plain.items():
-            leaves[name].container[leaves[name].key] = value
+            leaves[name].container[leaves[name].key] = on_devices_of(value, leaves[name].value)
         return into
 
 

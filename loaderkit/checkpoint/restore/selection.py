@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from loaderkit.checkpoint.contents import Checkpoint
-from loaderkit.checkpoint.names import Leaf, flatten
+from loaderkit.checkpoint.names import Leaf, Path, flatten
 from loaderkit.checkpoint.restore.requests import identity
-from loaderkit.checkpoint.restore.wrappers import wrapper_hint
+from loaderkit.checkpoint.structure import Structure, plain_versions
+from loaderkit.checkpoint.wrappers import wrapper_hint
 from loaderkit.errors import CheckpointError, ConfigError
 
 _NUM_LISTED = 8
+_EXTRA_STATE = "_extra_state"
+_LOAD_INSTEAD = "Take restore(url, nested=True) and give the module its part by `load_state_dict`"
 _MAX_LEAVES = 100_000_000
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn", "half": "float16"}
 Dtype = torch.dtype | str | None
@@ -58,27 +61,35 @@ def choose(checkpoint: Checkpoint, keys: str | Iterable[str] | None) -> tuple[li
             near = get_close_matches(glob, [*tensors, *values], 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {_listed([*tensors, *values])}"
             raise CheckpointError(f"{checkpoint.name} has no name that matches {glob!r}: {hint}")
-    return [name for name in tensors if _matches(name, globs)], [name for name in values if _matches(name, globs)]
+    return [name for name in tensors if matches(name, globs)], [name for name in values if matches(name, globs)]
 
 
-def _matches(name: str, globs: Sequence[str]) -> bool:
+def matches(name: str, globs: Sequence[str]) -> bool:
+    """True if a name matches one of the globs."""
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def match_names(
-    checkpoint: Checkpoint, into: Any, keys: Sequence[str] | None, *, strict: bool
-) -> tuple[dict[str, Leaf], list[str], list[str]]:
-    """(leaves of `into` by name, names of tensors to fill, names of plain values to set).
+def leaves_of_target(into: Any, contents: Checkpoint) -> dict[str, Leaf]:
+    """The leaves of `into` by name. A tuple of tensors is a plain value, as in most checkpoints, but those of torch.save.
 
-    Raises CheckpointError if the names do not fit, or a tensor meets a plain value; ConfigError.
+    Raises ConfigError.
     """
     if not isinstance(into, (dict, list)):
         raise ConfigError(
             f"into: expected a state dict, possibly nested, not {type(into).__name__}; for a module pass module.state_dict()"
         )
-    leaves = flatten(into, _is_tensor, _MAX_LEAVES)
+    return flatten(into, _is_tensor, _MAX_LEAVES, enters=lambda name, value: contents.format == "torch")
+
+
+def match_names(
+    checkpoint: Checkpoint, leaves: dict[str, Leaf], keys: Sequence[str] | None, *, strict: bool
+) -> tuple[dict[str, Leaf], list[str], list[str]]:
+    """(leaves of `into` that are chosen, names of tensors to fill, names of plain values to set).
+
+    Raises CheckpointError if the names do not fit, or a tensor meets a plain value.
+    """
     if keys is not None:
-        leaves = {name: leaf for name, leaf in leaves.items() if _matches(name, keys)}
+        leaves = {name: leaf for name, leaf in leaves.items() if matches(name, keys)}
     tensors, values = choose(checkpoint, keys)
     _compare_names(checkpoint, leaves, [*tensors, *values], strict=strict)
     tensors = [name for name in tensors if name in leaves]
@@ -123,6 +134,36 @@ def _compare_names(checkpoint: Checkpoint, leaves: Mapping[str, Leaf], chosen: S
         )
         lines.append("  restore without `into` and give the result to load_state_dict.")
     raise CheckpointError("\n".join(lines), missing=tuple(missing), unexpected=tuple(unexpected))
+
+
+def check_applied(structure: Structure, into: Any, leaves: Mapping[str, Leaf], name_of_checkpoint: str) -> None:
+    """Raise CheckpointError for what a module would not get by filling its tensors in place: what `set_extra_state` takes, and
+    tensors of another version of the module, which `load_state_dict` would convert."""
+    for name, leaf in leaves.items():
+        if name.rpartition(".")[2] == _EXTRA_STATE or any(
+            str(key).rpartition(".")[2] == _EXTRA_STATE for key in leaf.path
+        ):
+            raise CheckpointError(
+                f"{name_of_checkpoint}: {name!r} is of the extra state of a module, which gets it by `set_extra_state` only; "
+                f"nothing was written. {_LOAD_INSTEAD}, or leave it out of `into` and give strict=False"
+            )
+
+    def visit(value: Any, path: Path) -> None:
+        here, there = getattr(value, "_metadata", None), structure.at(path)
+        if isinstance(here, Mapping) and there is not None and there.versions is not None:
+            for module, said in plain_versions(here).items():
+                saved = there.versions.get(module, said)
+                if saved.get("version") != said.get("version"):
+                    raise CheckpointError(
+                        f"{name_of_checkpoint}: the module {'.'.join(filter(None, (*map(str, path), module)))!r} is of version "
+                        f"{said.get('version')}, and {saved.get('version')} in the checkpoint, which `load_state_dict` would "
+                        f"convert; nothing was written. {_LOAD_INSTEAD}"
+                    )
+        items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+        for key, item in items:
+            visit(item, (*path, key))
+
+    visit(into, ())
 
 
 def _is_tensor(value: Any) -> bool:

@@ -6,153 +6,32 @@ state ─> leaves ─> object: its state_dict, filled in place where it has the 
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence, Set
-from typing import Any, cast
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from loaderkit.checkpoint.contents import Checkpoint, TensorEntry
-from loaderkit.checkpoint.names import Index, Leaf, Path, flatten
+from loaderkit.checkpoint.contents import Checkpoint
+from loaderkit.checkpoint.names import Index, Leaf, Path, texts
 from loaderkit.checkpoint.restore.dcp_reader import StreamReader
+from loaderkit.checkpoint.restore.nested import structure_of
+from loaderkit.checkpoint.restore.objects import ModulePart, ObjectPart, difference, listed
+from loaderkit.checkpoint.restore.optimizers import OptimizerPart, SavedGroups, saved_groups
+from loaderkit.checkpoint.restore.requests import identity
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
-from loaderkit.checkpoint.restore.wrappers import wrapper_hint
+from loaderkit.checkpoint.state import is_stateful, leaves_of, modules_in, on_devices_of
+from loaderkit.checkpoint.structure import OWN_KEY, Structure, nest
+from loaderkit.checkpoint.wrappers import wrapper_hint
 from loaderkit.connectors.base import Connector
-from loaderkit.errors import CheckpointError, ConfigError
+from loaderkit.errors import CheckpointError
 
-_MAX_LEAVES = 100_000_000
 _NUM_LISTED = 8
-OWN_KEY = "loaderkit"
-"""The key in a saved state for what is not the user's."""
-_NUMBER_TABLES, _EMPTY_TABLES = "number_tables", "empty_tables"
-_SIMPLE = {type(None), bool, int, float, complex, str, bytes, bytearray}
-_SEQUENCES = {list, tuple, set, frozenset, torch.Size}
-_TABLES = {dict, OrderedDict, defaultdict, Counter}
 
 
 class StateMismatchError(CheckpointError):
     """The checkpoint does not fit the state that is to be filled; nothing was written."""
-
-
-def is_stateful(value: Any) -> bool:
-    """True for an object that gives its state and takes it back: a module, optimizer, scheduler, loader."""
-    return (
-        not isinstance(value, (Mapping, torch.Tensor, type))
-        and callable(getattr(value, "state_dict", None))
-        and callable(getattr(value, "load_state_dict", None))
-    )
-
-
-def leaves_of(state: Any) -> dict[str, Leaf]:
-    """Name -> leaf of a nested state: tensors, plain values, objects with `state_dict`. Raises ConfigError, CheckpointError."""
-    if not isinstance(state, dict):
-        raise ConfigError(
-            f'state: expected a dict such as {{"model": model, "optimizer": optimizer}}, not {type(state).__name__}'
-        )
-    return flatten(state, lambda value: isinstance(value, torch.Tensor) or is_stateful(value), _MAX_LEAVES)
-
-
-def resolved_state(state: Any) -> Any:
-    """The nested state with every object in it replaced by its `state_dict()`. Nothing is copied but containers."""
-    if is_stateful(state):
-        return state.state_dict()
-    if isinstance(state, Mapping):
-        return {key: resolved_state(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(resolved_state(value) for value in state)
-    return state
-
-
-def number_tables(state: Any) -> list[str]:
-    """The names of the tables of a resolved state whose keys are whole numbers: in a checkpoint all keys are text, and by
-    these names they become numbers again.
-
-    Raises ConfigError for other keys, and for the first value that could not be restored without running code.
-    """
-    found: list[str] = []
-
-    def visit(value: Any, name: str) -> None:
-        if isinstance(value, Mapping):
-            kinds = {type(key) for key in value}
-            if kinds == {int}:
-                found.append(name)
-            elif kinds - {str}:
-                raise ConfigError(
-                    f"state: the keys of {name!r} are not all text, or all whole numbers, and could not be told apart when "
-                    "they are restored"
-                )
-        items = (
-            value.items() if isinstance(value, Mapping) else enumerate(value) if type(value) in (list, tuple) else ()
-        )
-        for key, item in items:
-            if isinstance(item, (Mapping, list, tuple)):
-                visit(item, f"{name}.{key}" if name else str(key))
-
-    visit(state, "")
-    _check_values(state)
-    return found
-
-
-def with_number_tables(resolved: Any) -> dict[str, Any]:
-    """What a state to be saved has under OWN_KEY: its `number_tables`, and the paths of its empty tables, which have no name;
-    so that ranks with the same ones save them once, and others save their own. Raises ConfigError."""
-    tables, empty = number_tables(resolved), _empty_tables(resolved)
-    return {key: {_digest(found): found} for key, found in ((_NUMBER_TABLES, tables), (_EMPTY_TABLES, empty)) if found}
-
-
-def _digest(found: list[Any]) -> str:
-    return hashlib.sha256("\n".join(map(str, found)).encode(errors="surrogatepass")).hexdigest()[:12]
-
-
-def _empty_tables(resolved: Any) -> list[tuple[str | int, ...]]:
-    """Their paths: text for a key of a table, a number for a place in a list."""
-    empty: list[Path] = []
-    flatten(resolved, lambda value: isinstance(value, torch.Tensor), _MAX_LEAVES, empty=empty)
-    return [tuple(int(key) if isinstance(key, Index) else str(key) for key in path) for path in empty]
-
-
-def _check_values(state: Any) -> None:
-    for name, leaf in flatten(state, lambda value: isinstance(value, torch.Tensor), _MAX_LEAVES).items():
-        if isinstance(leaf.value, torch.Tensor):
-            if kind := _unreadable_kind(leaf.value):
-                raise ConfigError(
-                    f"state: {name!r} is {kind}, which is not restored: save the dense tensors that it consists of"
-                )
-        elif kind := _opaque_kind(leaf.value):
-            raise ConfigError(
-                f"state: {name!r} holds an object of {kind}, which could not be restored without running code: save numbers, "
-                "text, tensors and containers of them, or give the object state_dict and load_state_dict"
-            )
-
-
-def _unreadable_kind(tensor: torch.Tensor) -> str:
-    """What a tensor is that could be saved and not restored; "" for an ordinary one, or one of which this rank has a part."""
-    if type(tensor).__name__ == "DTensor":
-        tensor = cast(Any, tensor).to_local()
-    if tensor.is_meta:
-        return "on the meta device, and has no elements"
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        return f"a {'quantized' if tensor.is_quantized else tensor.layout} tensor"
-    has_parts = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return f"a {type(tensor).__name__}" if has_parts and not hasattr(tensor, "trigger_wait") else ""
-
-
-def _opaque_kind(value: Any) -> str:
-    """The class of the first object in a plain value that is no number, text, array or container of them; "" without one."""
-    kind = type(value)
-    if kind in _SIMPLE or isinstance(value, torch.Tensor):
-        return ""
-    if kind in _SEQUENCES:
-        return next(filter(None, map(_opaque_kind, value)), "")
-    if kind in _TABLES:
-        return next(filter(None, map(_opaque_kind, (*value.keys(), *value.values()))), "")
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
-        return ""
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def restore_state(
@@ -171,18 +50,14 @@ def restore_state(
     Raises CheckpointError, PeerError, FormatError, ConnectorError.
     """
     with OpenCheckpoint.open(url, connectors, "2GiB", "auto") as source:
-        contents = source.contents
-        known = (*contents.values, *contents.pickled)
-        said = [
-            [one for found in source.plain_values(names).values() for one in found]
-            for key in (_NUMBER_TABLES, _EMPTY_TABLES)
-            for names in [[name for name in known if name.startswith(f"{OWN_KEY}.{key}.")]]
-        ]
-    empty = [tuple(Index(key) if type(key) is int else key for key in path) for path in said[1]]
-    targets = _Targets(contents, set(said[0]), empty)
-    for name, leaf in leaves_of(state).items():
+        structure = structure_of(source)
+        leaves = leaves_of(state, enters=_enters(source.contents))
+        optimizers = [leaf.path for leaf in leaves.values() if isinstance(leaf.value, torch.optim.Optimizer)]
+        targets = _Targets(source.contents, structure, saved_groups(source, optimizers), state)
+    for name, leaf in leaves.items():
         targets.add(name, leaf)
-    targets.add_rest(state)
+    targets.add_rest()
+    targets.part_shared()
     targets.check()
     reader = StreamReader(url, process_group=process_group, timeout_s=timeout_s, connectors=connectors)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -190,6 +65,11 @@ def restore_state(
     else:
         _load_alone(targets.flat, reader)
     targets.settle()
+
+
+def _enters(contents: Checkpoint) -> Callable[[str, Any], bool]:
+    """A tuple of tensors is a plain value in most checkpoints, and its tensors have names in a torch.save file."""
+    return lambda name, value: contents.format == "torch" and name not in contents.values
 
 
 def _load_alone(flat: dict[str, Any], reader: StreamReader) -> None:
@@ -202,26 +82,41 @@ def _load_alone(flat: dict[str, Any], reader: StreamReader) -> None:
     reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
+class _Rest(NamedTuple):
+    """What a container of the state gets that only the checkpoint has: paths by name, and those of what is empty."""
+
+    container: Any
+    paths: dict[str, Path]
+    empty: list[Path]
+
+
 class _Targets:
     """What is to be filled: `flat`, name -> tensor to be filled, or None for a plain value."""
 
-    def __init__(self, contents: Checkpoint, numbered: Set[str], empty: Sequence[Path] = ()) -> None:
-        """`numbered` are the names that `number_tables` gave, `empty` the paths of empty tables."""
-        self._empty = empty
+    def __init__(
+        self,
+        contents: Checkpoint,
+        structure: Structure,
+        groups: Mapping[tuple[str, ...], SavedGroups],
+        state: dict[str, Any],
+    ) -> None:
+        """`groups`: of the optimizers of the checkpoint, by path."""
         self.flat: dict[str, Any] = {}
-        self._contents = contents
-        self._numbered = numbered
+        self._contents, self._structure, self._groups, self._state = contents, structure, groups, state
+        self._modules = modules_in(state)
         self._names = {*contents.tensors, *contents.values, *contents.pickled}
+        self._given: dict[str, Leaf] = {}  # tensors that are filled where they are
         self._plain: list[tuple[str, Leaf]] = []
-        self._objects: list[_Part] = []
-        self._rest: dict[tuple[str, ...], tuple[Any, dict[str, Path]]] = {}  # by place of a container: what it gets
+        self._objects: list[ObjectPart] = []
+        self._rest: dict[tuple[str, ...], _Rest] = {}  # by place of a container
+        self._same: dict[str, str] = {}  # names of the memory that another name fills
         self._missing: list[str] = []
         self._problems: list[str] = []
 
     def add(self, name: str, leaf: Leaf) -> None:
         """Add a leaf of the state."""
         if is_stateful(leaf.value):
-            part = _Part(name, leaf, self._contents, self._numbered, _below(leaf.path, self._empty))
+            part = self._part(name, leaf)
             self._objects.append(part)
             self._missing += part.missing
             self._problems += part.problems
@@ -232,50 +127,105 @@ class _Targets:
             if not is_entered:
                 self._missing.append(name)
         elif isinstance(leaf.value, torch.Tensor):
-            self._add_tensor(name, leaf.value)
+            self._add_tensor(name, leaf)
         elif name in self._contents.tensors:
             self._problems.append(f"{name!r} is a tensor in the checkpoint, and here a {type(leaf.value).__name__}")
-        elif isinstance(leaf.container, tuple):
-            self._problems.append(f"{name!r} stands in a tuple, which cannot be changed")
         else:
             self.flat[name] = None
             self._plain.append((name, leaf))
 
-    def add_rest(self, state: Mapping[Any, Any]) -> None:
+    def _part(self, name: str, leaf: Leaf) -> ObjectPart:
+        if isinstance(leaf.value, torch.optim.Optimizer):
+            groups = self._groups.get(texts(leaf.path))
+            return OptimizerPart(name, leaf, self._contents, self._structure, groups=groups, modules=self._modules)
+        kind = ModulePart if isinstance(leaf.value, torch.nn.Module) else ObjectPart
+        return kind(name, leaf, self._contents, self._structure)
+
+    def add_rest(self) -> None:
         """Add what only the checkpoint has, below the entries at the top of the state."""
         taken = {full for part in self._objects for full in part.names}
+        tops = {*map(str, self._state)}
         for full in sorted(self._names - taken - self.flat.keys()):
             path = self._contents.paths.get(full, (full,))
-            if str(path[0]) in map(str, state):
-                self._add_one(full, path, state)
+            if str(path[0]) in tops:
+                self._add_one(full, path)
+        for path in self._structure.containers:
+            if path and str(path[0]) in tops:
+                container, depth = self._place_of(path)
+                if depth < len(path) and self._is_open(container, path[depth]):
+                    self._rest_at(path[:depth], container).empty.append(path[depth:])
 
-    def _add_one(self, full: str, path: Path, state: Any) -> None:
-        container, depth = state, 0
-        while depth < len(path) - 1 and (inner := _inner(container, path[depth])) is not None:
+    def _place_of(self, path: Path) -> tuple[Any, int]:
+        """The innermost container of the state on a path, and the number of keys to it."""
+        container, depth = self._state, 0
+        while depth < len(path) and (inner := _inner(container, path[depth])) is not None:
             container, depth = inner, depth + 1
-        is_list = isinstance(path[depth], Index)
-        is_open = container == [] if is_list else isinstance(container, MutableMapping)
-        if not is_open or _has(container, path[depth]):
+        return container, depth
+
+    def _is_open(self, container: Any, key: Any) -> bool:
+        is_open = container == [] if isinstance(key, Index) else isinstance(container, MutableMapping)
+        return is_open and not _has(container, key)
+
+    def _rest_at(self, place: Path, container: Any) -> _Rest:
+        return self._rest.setdefault(texts(place), _Rest(container, {}, []))
+
+    def _add_one(self, full: str, path: Path) -> None:
+        container, depth = self._place_of(path[:-1])
+        if not self._is_open(container, path[depth]):
             self._problems.append(f"only in the checkpoint: {full!r}")
             return
         entry = self._contents.tensors.get(full)
         self.flat[full] = None if entry is None else torch.empty(entry.shape, dtype=entry.dtype)
-        self._rest.setdefault(_texts(path[:depth]), (container, {}))[1][full] = path[depth:]
+        self._rest_at(path[:depth], container).paths[full] = path[depth:]
 
-    def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
+    def _add_tensor(self, name: str, leaf: Leaf) -> None:
         entry = self._contents.tensors.get(name)
         if entry is None:
             self._problems.append(f"{name!r} is a tensor, and none in the checkpoint")
-        elif problem := _difference(tensor, entry):
+        elif problem := difference(leaf.value, entry):
             self._problems.append(f"{name!r} {problem}")
         else:
-            self.flat[name] = tensor
+            self.flat[name] = leaf.value
+            self._given[name] = leaf
+
+    def part_shared(self) -> None:
+        """Part tensors that are the same memory here, and were not when they were saved: an average of weights that is the
+        weights themselves until its first update. The model keeps the memory."""
+        modules = {full: part for part in self._objects if part.keeps_memory for full in part.flat}
+        others = {full: part for part in self._objects if not part.keeps_memory for full in part.flat}
+        owners: dict[str, ObjectPart | None] = {**modules, **dict.fromkeys(self._given), **others}
+        by_memory: dict[Any, list[str]] = {}
+        for full in owners:
+            tensor = self.flat.get(full)
+            if isinstance(tensor, torch.Tensor) and tensor.numel() and type(tensor).__name__ != "DTensor":
+                by_memory.setdefault(identity(tensor), []).append(full)
+        was_apart = f"{OWN_KEY}.step" in self._names  # a CheckpointManager stores the same memory once
+        for first, *more in by_memory.values():
+            kept = first
+            for full in more:
+                part = owners[full]
+                if self._contents.tensors[full].shards == self._contents.tensors[first].shards:
+                    continue
+                if part is not None and not part.keeps_memory:
+                    self.flat[full] = torch.empty_like(self.flat[full])
+                elif part is None and len(self._given[full].path) > 1:
+                    self.flat[full] = torch.empty_like(self.flat[full])
+                    self._plain.append((full, self._given[full]))
+                elif was_apart and part is not owners[first]:
+                    self._problems.append(
+                        f"{full!r} is the same memory as {first!r}, and they are two tensors in the checkpoint: give it "
+                        "memory of its own (copy.deepcopy, clone)"
+                    )
+                else:
+                    self._same[kept] = kept = full
+        for full in self._same:
+            del self.flat[full]
 
     def check(self) -> None:
         """Raise CheckpointError if names are missing, or do not fit."""
         lines = [f"  {item}" for item in self._problems[:_NUM_LISTED]]
         if self._missing:
-            lines.append(f"  missing in the checkpoint ({len(self._missing)}): {_listed(self._missing)}")
+            lines.append(f"  missing in the checkpoint ({len(self._missing)}): {listed(self._missing)}")
             lines += [f"  {hint}" for hint in [wrapper_hint(self._missing, self._names)] if hint]
         if lines:
             raise StateMismatchError(
@@ -285,127 +235,19 @@ class _Targets:
 
     def settle(self) -> None:
         """Put what was read where it belongs."""
+        for full in reversed(self._same):
+            self.flat[full] = self.flat[self._same[full]]
         for name, leaf in self._plain:
-            leaf.container[leaf.key] = self.flat[name]
-        for place, (container, paths) in self._rest.items():
-            empty = [path for path in _below(place, self._empty) if not _has(container, path[0])]
-            made = _like(None, _nested(paths, self.flat, empty), ".".join(place), self._numbered)
+            _put(self._state, leaf.path, on_devices_of(self.flat[name], leaf.value))
+        for place, (container, paths, empty) in self._rest.items():
+            flat = {full: self.flat[full] for full in paths}
+            made = nest(flat, paths, self._structure.within(place), empty=empty)
             if isinstance(container, list):
                 container.extend(made)
             else:
                 container.update(made)
         for part in self._objects:
             part.load(self.flat)
-
-
-class _Part:
-    """The part of an object: `flat` as in `_Targets`; what the object lacks is made anew."""
-
-    def __init__(self, name: str, leaf: Leaf, contents: Checkpoint, numbered: Set[str], empty: Sequence[Path]) -> None:
-        self._empty = empty
-        self.flat: dict[str, Any] = {}
-        self._name = name
-        self._numbered = {*numbered, f"{name}.state"} if isinstance(leaf.value, torch.optim.Optimizer) else numbered
-        self.missing: list[str] = []
-        self.problems: list[str] = []
-        self._object = leaf.value
-        self._current = leaf.value.state_dict()
-        present = flatten(self._current, lambda value: isinstance(value, torch.Tensor), _MAX_LEAVES)
-        tensors = {_texts(item.path): item.value for item in present.values() if isinstance(item.value, torch.Tensor)}
-        depth = len(leaf.path)
-        self._paths: dict[str, Path] = {}
-        for full in (*contents.tensors, *contents.values, *contents.pickled):
-            if full == name:
-                self.problems.append(f"{name!r} is a value in the checkpoint, and here a {type(leaf.value).__name__}")
-            elif full.startswith(f"{name}."):
-                path = contents.paths.get(full, ())
-                self._paths[full] = path[depth:] if len(path) > depth else (full[len(name) + 1 :],)
-        for full, path in self._paths.items():
-            entry = contents.tensors.get(full)
-            tensor = tensors.get(_texts(path))
-            if entry is None:
-                self.flat[full] = None
-            elif tensor is None or (not isinstance(leaf.value, torch.nn.Module) and _difference(tensor, entry)):
-                self.flat[full] = self._made(path, entry)
-            elif problem := _difference(tensor, entry):
-                self.problems.append(f"{full!r} {problem}")
-            else:
-                self.flat[full] = tensor
-        if isinstance(leaf.value, torch.nn.Module):
-            there = set(map(_texts, self._paths.values()))
-            here = {_texts(item.path) for item in present.values() if item.path}
-            self.missing += [f"{name}.{'.'.join(path)}" for path in here - there]
-            unexpected = [full for full, path in self._paths.items() if _texts(path) not in here]
-            if unexpected:
-                self.problems.append(f"only in the checkpoint: {_listed(unexpected)}")
-        elif not self._paths and present and not isinstance(leaf.value, torch.optim.Optimizer):
-            self.missing.append(name)
-
-    @property
-    def names(self) -> Set[str]:
-        """The names of the checkpoint that are the object's."""
-        return self._paths.keys()
-
-    def _made(self, path: Path, entry: TensorEntry) -> torch.Tensor:
-        """A tensor for what the object does not have yet; of an optimizer, it is laid out as its parameter is."""
-        if isinstance(self._object, torch.optim.Optimizer) and len(path) == 3 and path[0] == "state":
-            params = [param for group in self._object.param_groups for param in group["params"]]
-            number = int(path[1]) if str(path[1]).isdecimal() else len(params)
-            if number < len(params) and params[number].shape == entry.shape:
-                return torch.empty_like(params[number], dtype=entry.dtype, requires_grad=False)
-        return torch.empty(entry.shape, dtype=entry.dtype)
-
-    def load(self, flat: Mapping[str, Any]) -> None:
-        """Give the object its part of what was read."""
-        table = _nested(self._paths, flat, self._empty)
-        if isinstance(self._object, torch.optim.Optimizer):
-            table.setdefault("state", {})
-        self._object.load_state_dict(_like(self._current, table, self._name, self._numbered))
-
-
-def _nested(paths: Mapping[str, Path], flat: Mapping[str, Any], empty: Iterable[Path]) -> dict[Any, Any]:
-    """The values by their paths, and empty tables; also what becomes a list is a table here."""
-    table: dict[Any, Any] = {}
-    for full, path in paths.items():
-        inner = table
-        for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[path[-1]] = flat[full]
-    for path in empty:  # on one rank; another may have something there
-        inner = table
-        for key in path:
-            inner = inner.setdefault(key, {}) if isinstance(inner, dict) else {}
-    return table
-
-
-def _below(place: Path, paths: Iterable[Path]) -> list[Path]:
-    """Those that go on from `place`, from there on."""
-    start = _texts(place)
-    return [path[len(start) :] for path in paths if len(path) > len(start) and _texts(path[: len(start)]) == start]
-
-
-def _like(current: Any, value: Any, name: str, numbered: Set[str]) -> Any:
-    """What was read, as containers: lists, tables with the keys they had (whole numbers in those of `numbered`), and the empty
-    tables of `current`, which no checkpoint names."""
-    if not isinstance(value, dict):
-        return value
-    if value and all(isinstance(key, Index) for key in value):
-        known = current if isinstance(current, (list, tuple)) else ()
-        return [
-            _like(known[key] if key < len(known) else None, value[key], f"{name}.{key}", numbered)
-            for key in sorted(value)
-        ]
-    keys = {str(key): key for key in current} if isinstance(current, Mapping) else {}
-    table = {}
-    for text, item in value.items():
-        is_number = name in numbered and str(text).lstrip("-").isdecimal()
-        key = int(text) if is_number else keys.get(str(text), text)
-        table[key] = _like(current.get(key) if keys else None, item, f"{name}.{text}", numbered)
-    if isinstance(current, Mapping):
-        table |= {
-            key: {} for key, item in current.items() if isinstance(item, Mapping) and not item and key not in table
-        }
-    return Counter(table) if type(current) is Counter else table
 
 
 def _inner(container: Any, key: Any) -> Any:
@@ -421,22 +263,12 @@ def _has(container: Any, key: Any) -> bool:
     return any(str(other) == str(key) for other in container)
 
 
-def _texts(path: Path) -> tuple[str, ...]:
-    return tuple(map(str, path))
-
-
-def _difference(tensor: torch.Tensor, entry: TensorEntry) -> str | None:
-    """How a tensor differs from that of the checkpoint, so that it cannot be filled; None: it fits."""
-    if tuple(tensor.shape) != entry.shape:
-        return f"has shape {list(tensor.shape)}, and {list(entry.shape)} in the checkpoint"
-    if tensor.dtype != entry.dtype:
-        return f"is {tensor.dtype}, and {entry.dtype} in the checkpoint"
-    if tensor.is_meta:
-        return "is on the meta device and has no memory: call model.to_empty(device=...) first"
-    return None
-
-
-def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = f", and {len(ordered) - _NUM_LISTED} more" if len(ordered) > _NUM_LISTED else ""
-    return ", ".join(ordered[:_NUM_LISTED]) + more
+def _put(container: Any, path: Path, value: Any) -> Any:
+    """The container with a value at a path: the same one, unless it is a tuple."""
+    key = path[0]
+    inner = value if len(path) == 1 else _put(container[key], path[1:], value)
+    if isinstance(container, tuple):
+        return tuple(inner if number == key else item for number, item in enumerate(container))
+    if container[key] is not inner:
+        container[key] = inner
+    return container

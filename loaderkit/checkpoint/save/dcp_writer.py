@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import operator
 import os
 import pickle
 import threading
@@ -17,8 +18,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -414,7 +416,7 @@ def _resolved(
     resolved: list[tuple[WriteItem, Item]] = []
     uncut: set[MetadataIndex] = set()
     for write_item, box in work:
-        name, value = write_item.index.fqn, planner.resolve_data(write_item)
+        name, value = write_item.index.fqn, _data_of(write_item, planner)
         tensor = plain_tensor(value)
         if isinstance(value, io.BytesIO):
             resolved.append((write_item, BytesItem(name, value.getvalue())))
@@ -435,6 +437,29 @@ def _resolved(
             names.add(name)
             resolved.append((write_item if box is None else part_of(write_item, box), item))
     return resolved
+
+
+def _data_of(item: WriteItem, planner: SavePlanner) -> Any:
+    """What the planner gives for an item. A plain value with tensors is pickled with copies of them: those of a staged state
+    are views of one memory, all of which would be pickled."""
+    if item.type == WriteItemType.BYTE_IO and isinstance(planner, DefaultSavePlanner):
+        value = planner.lookup_object(item.index)
+        if (apart := _apart(value)) is not value:
+            return planner.transform_object(item, apart)
+    return planner.resolve_data(item)
+
+
+def _apart(value: Any) -> Any:
+    """A plain value with copies of the tensors in its tuples and lists; the same one without tensors."""
+    if isinstance(value, torch.Tensor) and plain_tensor(value) is not None:
+        return value.detach().clone()
+    if type(value) in (list, tuple):
+        items = [_apart(item) for item in value]
+        return value if all(map(operator.is_, items, value)) else type(value)(items)
+    if type(value) is dict:
+        table = {key: _apart(item) for key, item in value.items()}
+        return value if all(table[key] is item for key, item in value.items()) else table
+    return value
 
 
 def _times_of(files: Sequence[SavedFile]) -> dict[str, Any]:

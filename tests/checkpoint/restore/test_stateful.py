@@ -12,13 +12,9 @@ import torch
 from checkpoint_states import same, save_dcp
 
 import loaderkit
-from loaderkit.checkpoint.restore.stateful import (
-    OWN_KEY,
-    number_tables,
-    resolved_state,
-    restore_state,
-    with_number_tables,
-)
+from loaderkit.checkpoint.restore.stateful import restore_state
+from loaderkit.checkpoint.state import resolve
+from loaderkit.checkpoint.structure import OWN_KEY, saved_structure
 from loaderkit.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -61,6 +57,15 @@ class Loop:
 
     def state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, **self.values}
+
+
+def resolved_state(state: Any) -> Any:
+    return resolve(state).state
+
+
+def saved_by_manager(state: Any) -> Any:
+    resolved = resolve(state)
+    return resolved.state | {OWN_KEY: saved_structure(resolved.containers)}
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -123,15 +128,10 @@ class Opaque:
     ],
 )
 def test_containers_of_an_object(value: Any, fresh: Any, tmp_path: Path) -> None:
-    resolved = resolved_state({"it": Opaque(value), "n": 1})
-    save_dcp(resolved | {OWN_KEY: with_number_tables(resolved)}, tmp_path / "step")
+    save_dcp(saved_by_manager({"it": Opaque(value), "n": 1}), tmp_path / "step")
     state = {"it": Opaque(fresh), "n": 0}
-    if value == {}:  # an empty table has no name in a checkpoint
-        with pytest.raises(CheckpointError, match="missing in the checkpoint"):
-            restore_state(str(tmp_path / "step"), state, timeout_s=60.0)
-        return
     restore_state(str(tmp_path / "step"), state, timeout_s=60.0)
-    assert equal(state["it"].value, dict(value) if isinstance(value, Counter) else value)  # type: ignore[attr-defined]
+    assert equal(state["it"].value, value)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,7 @@ def test_containers_of_an_object(value: Any, fresh: Any, tmp_path: Path) -> None
 )
 def test_a_table_gets_what_it_does_not_have_yet(value: Any, fresh: Any, tmp_path: Path) -> None:
     """Such as a history that grows while training goes on, and is empty when the job begins again."""
-    resolved = resolved_state({"history": value, "n": 1})
-    save_dcp(resolved | {OWN_KEY: with_number_tables(resolved)}, tmp_path / "step")
+    save_dcp(saved_by_manager({"history": value, "n": 1}), tmp_path / "step")
     state = {"history": fresh, "n": 0}
     restore_state(str(tmp_path / "step"), state, timeout_s=60.0)
     assert state["history"] is fresh
@@ -174,7 +173,7 @@ def test_a_table_that_has_no_place_for_it(saved: Any, fresh: Any, tmp_path: Path
 )
 def test_tensors_that_could_not_be_restored_are_refused(tensor: torch.Tensor, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"'a\.x' is .*{said}"):
-        number_tables({"a": {"x": tensor}})
+        resolve({"a": {"x": tensor}})
 
 
 class TestWhatDoesNotFit:
@@ -297,16 +296,17 @@ class TestWhatDoesNotFit:
 def test_what_could_not_be_restored_is_refused_when_it_is_saved() -> None:
     for value in (object(), [1, {"a": print}], lambda: 0, Path("x")):
         with pytest.raises(ConfigError, match="without running code"):
-            number_tables({"a": {"b": value}})
+            resolve({"a": {"b": value}})
     for keys in ([Path("x")], [1, "1"], [True], [1.5], [(1, 2)]):
         with pytest.raises(ConfigError, match=r"the keys of 'a\.b' are not all text, or all whole numbers"):
-            number_tables({"a": {"b": dict.fromkeys(keys, 1)}})
+            resolve({"a": {"b": dict.fromkeys(keys, 1)}})
     state = {
         "a": [1, 2.5, None, "x", b"y", {3}, (4,), torch.Size([1])],
         "n": torch.ones(2).numpy(),
         "m": {1: {}, -2: 3},
     }
-    assert number_tables(state) == ["m"]
+    containers = resolve(state).containers
+    assert {path: one.numbered for path, one in containers.items()} == {("m",): True, ("m", 1): False}
 
 
 class Holder:
@@ -335,12 +335,11 @@ class Holder:
 )
 def test_empty_tables_come_back(table: dict[Any, Any], tmp_path: Path) -> None:
     """Nothing in a list takes the place of an empty table before it."""
-    resolved = {"object": table, "plain": table, "n": 1}
-    save_dcp(resolved | {OWN_KEY: with_number_tables(resolved)}, tmp_path / "step")
+    save_dcp(saved_by_manager({"object": table, "plain": table, "n": 1}), tmp_path / "step")
     for fresh in (Holder({}), Holder(table)):
         state = {"object": fresh, "plain": {}, "n": 0}
         restore_state(str(tmp_path / "step"), state, timeout_s=60.0)
-        assert fresh.table == table
+        assert fresh.table == state["plain"] == table
 
 
 @pytest.mark.parametrize(("saved", "here"), [({"1": 1, "0": 2}, []), ([{"a": 1}], {})])

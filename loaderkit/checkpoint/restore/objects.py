@@ -1,0 +1,172 @@
+"""The part of a checkpoint that an object of the state gets: tensors filled in place, then `load_state_dict`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+
+from loaderkit.checkpoint.contents import Checkpoint, TensorEntry
+from loaderkit.checkpoint.names import Leaf, Path, flatten, texts
+from loaderkit.checkpoint.state import MAX_LEAVES, is_tensor
+from loaderkit.checkpoint.structure import Structure, nest
+from loaderkit.checkpoint.wrappers import own_names
+
+_NUM_LISTED = 8
+_EXTRA_STATE = "_extra_state"  # torch's name in a `state_dict` for what `get_extra_state` gives
+
+
+class ObjectPart:
+    """The part of an object such as a scheduler or a loader. `flat`: name -> tensor to be filled, or None for a plain value;
+    what the object lacks is made anew. `missing` and `problems`: what does not fit."""
+
+    keeps_memory = False  # whether the object's tensors are filled for good, and not handed over anew
+
+    def __init__(self, name: str, leaf: Leaf, contents: Checkpoint, structure: Structure) -> None:
+        self.name, self.object, self.contents = name, leaf.value, contents
+        self.structure = structure.within(leaf.path)
+        self.flat: dict[str, Any] = {}
+        self.missing: list[str] = []
+        self.problems: list[str] = []
+        self.paths = self._paths(len(leaf.path))
+        self.current = leaf.value.state_dict()
+        self.tensors = {texts(one.path): one.value for one in self._present().values() if is_tensor(one.value)}
+        self.add_all()
+
+    def _paths(self, depth: int) -> dict[str, Path]:
+        """The names of the checkpoint that are the object's, each with its path in the object's state."""
+        paths: dict[str, Path] = {}
+        for full in (*self.contents.tensors, *self.contents.values, *self.contents.pickled):
+            if full == self.name:
+                paths[full] = ()
+            elif full.startswith(f"{self.name}."):
+                path = self.contents.paths.get(full, ())
+                paths[full] = path[depth:] if len(path) > depth else (full[len(self.name) + 1 :],)
+        return paths
+
+    def _present(self) -> dict[str, Leaf]:
+        return flatten(self.current, is_tensor, MAX_LEAVES)
+
+    @property
+    def names(self) -> Set[str]:
+        """The names of the checkpoint that are the object's."""
+        return self.paths.keys()
+
+    def add_all(self) -> None:
+        """Add what the checkpoint has."""
+        if self.name in self.paths and isinstance(self.current, Mapping):
+            self.problems.append(f"{self.name!r} is a value in the checkpoint, and here a {type(self.object).__name__}")
+        if not self.paths and not self.structure.containers and self._present():
+            self.missing.append(self.name)
+        if (keys := getattr(self.object, "rank_keys", None)) is not None:  # of a PerRank
+            saved = {str(path[0]) for path in (*self.paths.values(), *self.structure.containers) if path}
+            if saved and saved != keys:
+                num_saved = sum(key.startswith("rank-") for key in saved)
+                how = f"by {num_saved} ranks" if num_saved else "as one"
+                self.problems.append(
+                    f"{self.name!r} is each rank's own, and was saved {how}; here are {len(keys)} ranks: restore "
+                    "with as many, or leave it out of the state and begin it anew"
+                )
+        for full, path in self.paths.items():
+            self.add(full, path)
+
+    def add(self, full: str, path: Path) -> None:
+        """Add one name."""
+        entry, tensor = self.contents.tensors.get(full), self.tensors.get(texts(path))
+        if entry is None:
+            self.flat[full] = None
+        elif tensor is None or difference(tensor, entry):
+            self.flat[full] = self.made(path, entry)
+        else:
+            self.flat[full] = tensor
+
+    def made(self, path: Path, entry: TensorEntry) -> torch.Tensor:
+        """A tensor for what the object does not have, or has otherwise."""
+        return torch.empty(entry.shape, dtype=entry.dtype)
+
+    def load(self, flat: Mapping[str, Any]) -> None:
+        """Give the object its part of what was read."""
+        self.object.load_state_dict(self.state_of(flat))
+
+    def state_of(self, flat: Mapping[str, Any]) -> Any:
+        """The object's state, of what was read."""
+        mine = {full: flat[full] for full in self.paths}
+        return nest(mine, self.paths, self.structure, like=self.current)
+
+
+class ModulePart(ObjectPart):
+    """The part of a module, all of whose tensors are in the checkpoint and fit. What `get_extra_state` gives, and other plain
+    values, are taken as they were saved."""
+
+    keeps_memory = True
+
+    def add_all(self) -> None:
+        self._keys: dict[str, str] = {}  # of the state here -> in the checkpoint
+        if self.name in self.paths:
+            self.problems.append(f"{self.name!r} is a value in the checkpoint, and here a {type(self.object).__name__}")
+            return
+        own = own_names(self.object)
+        there: dict[str, list[str]] = {}
+        for full, path in self.paths.items():
+            there.setdefault(str(path[0]) if path else "", []).append(full)
+        empty = {str(path[0]) for path in self.structure.containers if path}
+        for key, value in self.current.items():
+            # A checkpoint of before has the names that wrappers have made.
+            name = next((name for name in (own(key), key) if name in there or name in empty), None)
+            if name is None and isinstance(value, Mapping) and not value and not self.structure.is_complete:
+                name = key  # which has no name in a checkpoint
+            if name is None:
+                self.missing.append(f"{self.name}.{own(key)}")
+                continue
+            self._keys[key] = name
+            self._add_key(key, value, there.get(name, []))
+        if unexpected := [full for name, full in there.items() if name not in self._keys.values()]:
+            self.problems.append(f"only in the checkpoint: {listed(full for some in unexpected for full in some)}")
+
+    def _add_key(self, key: str, value: Any, names: list[str]) -> None:
+        if key.rpartition(".")[2] == _EXTRA_STATE or not is_tensor(value):
+            for full in names:
+                entry = self.contents.tensors.get(full)
+                self.flat[full] = None if entry is None else torch.empty(entry.shape, dtype=entry.dtype)
+            return
+        full = names[0] if len(names) == 1 else ""
+        entry = self.contents.tensors.get(full)
+        if entry is None or len(self.paths[full]) > 1:
+            self.problems.append(f"'{self.name}.{key}' is a tensor, and none in the checkpoint")
+        elif torch.nn.parameter.is_lazy(value):
+            self.flat[full] = torch.empty(entry.shape, dtype=entry.dtype, device=value.device)
+        elif problem := difference(value, entry):
+            self.problems.append(f"{full!r} {problem}")
+        else:
+            self.flat[full] = value
+
+    def state_of(self, flat: Mapping[str, Any]) -> Any:
+        saved = super().state_of(flat)
+        state = OrderedDict((key, saved[name]) for key, name in self._keys.items())
+        here = getattr(self.current, "_metadata", None)
+        if here is not None:
+            own, container = own_names(self.object), self.structure.at(())
+            versions = (None if container is None else container.versions) or {}
+            said = OrderedDict((name, versions.get(own(name), versions.get(name, one))) for name, one in here.items())
+            vars(state)["_metadata"] = said
+        return state
+
+
+def difference(tensor: torch.Tensor, entry: TensorEntry) -> str | None:
+    """How a tensor differs from that of the checkpoint, so that it cannot be filled; None: it fits."""
+    if tuple(tensor.shape) != entry.shape:
+        return f"has shape {list(tensor.shape)}, and {list(entry.shape)} in the checkpoint"
+    if tensor.dtype != entry.dtype:
+        return f"is {tensor.dtype}, and {entry.dtype} in the checkpoint"
+    if tensor.is_meta:
+        return "is on the meta device and has no memory: call model.to_empty(device=...) first"
+    return None
+
+
+def listed(names: Any) -> str:
+    """The first few names, in order, and how many more there are."""
+    ordered = sorted(names)
+    more = f", and {len(ordered) - _NUM_LISTED} more" if len(ordered) > _NUM_LISTED else ""
+    return ", ".join(ordered[:_NUM_LISTED]) + more

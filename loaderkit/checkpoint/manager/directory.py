@@ -286,5 +286,5 @@ def _remove(target: SaveTarget, name: str) -> None:
     put_marker(step, writes, placement)  # by it the next save finds the directory even when nothing is left in it
     if writes.rename(prefix, aside):
         prefix = aside
-    remove_directory(writes, prefix, list(listed(target.connector, prefix)))
+    remove_directory(target.connector, prefix, list(listed(target.connector, prefix)))
     writes.delete(marker_key(step, placement))

@@ -33,6 +33,7 @@ from loaderkit.checkpoint.save.placement import (
     generation_of,
     listed,
     marker_key,
+    own_keys,
     place,
     read_object,
     saving_folder,
@@ -114,9 +115,11 @@ def clear(target: SaveTarget, writes: Writes, save: UnfinishedSave, others: Sequ
         tidy(final, writes, [name for name in own if generation_of(name) not in kept], kind)
         if save.name and not others:
             _clear_rest(writes, final.prefix)
-    for key in save.keys:
-        if key != save.marker:
-            writes.delete(key)
+    keys = [key for key in save.keys if key != save.marker]
+    for folder in save.folders:
+        keys = own_keys(target.connector, folder, keys)
+    for key in keys:
+        writes.delete(key)
     for folder in save.folders:
         _clear_rest(writes, folder)
     writes.delete(save.marker)

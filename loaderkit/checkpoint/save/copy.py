@@ -227,7 +227,7 @@ def _copy(source: _Source, target: SaveTarget, flow: _Flow) -> None:
         if keys & {target.prefix + name for name in names if name.endswith(kind.suffix)}:
             raise _other_checkpoint(target)
     elif present:
-        _remove_cut_off(source, target, writes, present)
+        _remove_cut_off(source, target, present)
     generations = [generation_of(source.name_of(info)) for info in source.files]
     first_generation = max((number for number in generations if number is not None), default=0)
     placement = place(target, writes, others, first_generation)
@@ -244,12 +244,12 @@ def _copy(source: _Source, target: SaveTarget, flow: _Flow) -> None:
                 writes.delete(marker_key(target, placement))
 
 
-def _remove_cut_off(source: _Source, target: SaveTarget, writes: Writes, present: list[ObjectInfo]) -> None:
+def _remove_cut_off(source: _Source, target: SaveTarget, present: list[ObjectInfo]) -> None:
     """Remove what is there of a copy that was cut off. Raises CheckpointError for files that are none of its."""
     wanted = {target.prefix + source.name_of(info) for info in source.files}
     if others := [info.key for info in present if info.key not in wanted and not info.key.endswith(".tmp")]:
         raise _another(target, min(others))
-    remove_directory(writes, target.prefix, present)
+    remove_directory(target.connector, target.prefix, present)
 
 
 def _replace(source: _Source, target: SaveTarget, writes: Writes, placement: Placement, flow: _Flow) -> None:

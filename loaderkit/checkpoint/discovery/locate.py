@@ -21,6 +21,10 @@ SAVING = ".saving-"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
+class NothingThereError(CheckpointError):
+    """There is nothing where a checkpoint is looked for."""
+
+
 class CheckpointLocation(NamedTuple):
     """Where a checkpoint is: its one object `single`, or without it the directory `prefix` ("" or "name/")."""
 
@@ -94,7 +98,7 @@ def _find(url: str, connector: Connector, key: str, owned: bool) -> CheckpointLo
     except ObjectNotFoundError:
         first = None
     if first is None:
-        raise CheckpointError(f"{url}: there is no such file, and no directory with files; check the path")
+        raise NothingThereError(f"{url}: there is no such file, and no directory with files; check the path")
     return CheckpointLocation(url, connector, prefix, None, owned)
 
 

@@ -23,7 +23,7 @@ from loaderkit.checkpoint.names import Index, Leaf, flatten
 from loaderkit.connectors.base import ByteRange, ObjectInfo
 from loaderkit.errors import CheckpointError, FormatError
 
-_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)(\..*)", re.DOTALL)
+SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(\..*)", re.DOTALL)
 _MAX_INDEX = 2**28
 _MAX_METADATA = 2**31
 _MAX_REST = 2**20  # bytes; a longer rest of a header is read by itself
@@ -201,7 +201,7 @@ def _indexed(checkpoint: Checkpoint, files: list[str], suffix: str) -> dict[str,
 def _check_numbered(checkpoint: Checkpoint, files: list[str]) -> None:
     """Raise CheckpointError if a file is missing of those whose names give a total: writers write the index last."""
     numbers: dict[tuple[str, str, str], set[int]] = {}
-    for match in filter(None, map(_NUMBERED.fullmatch, files)):
+    for match in filter(None, map(SHARD.fullmatch, files)):
         numbers.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
     for (stem, count, suffix), present in numbers.items():
         num_shards, first = int(count), 0 if 0 in present else 1

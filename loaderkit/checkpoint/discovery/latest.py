@@ -6,10 +6,11 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 
+from loaderkit.checkpoint.discovery.detect import NoCheckpointError
 from loaderkit.checkpoint.discovery.listing import candidates_below, url_below
 from loaderkit.checkpoint.discovery.locate import NothingThereError, locate
 from loaderkit.checkpoint.discovery.manifest import Verify, read_manifest
-from loaderkit.checkpoint.discovery.open import NoCheckpointError, open_checkpoint
+from loaderkit.checkpoint.discovery.open import open_checkpoint
 from loaderkit.checkpoint.transfer.fetch import fetch_of
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import STORE_FAILURES, CheckpointError, ConnectorError, FormatError, printable

@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from loaderkit.checkpoint.discovery.detect import DESCRIBING
+from loaderkit.checkpoint.discovery.detect import NoCheckpointError
+from loaderkit.checkpoint.discovery.kinds import SHARD, is_description, step_in
 from loaderkit.checkpoint.discovery.locate import SAVING, CheckpointLocation, locate
 from loaderkit.checkpoint.discovery.manifest import NAME, manifest_key, needed_objects, read_manifest
-from loaderkit.checkpoint.discovery.open import SHARD, NoCheckpointError, open_checkpoint
+from loaderkit.checkpoint.discovery.open import open_checkpoint
 from loaderkit.checkpoint.transfer.fetch import fetch_of
 from loaderkit.connectors.base import Connector, ObjectInfo, modified_s_of, traits_of
 from loaderkit.errors import STORE_FAILURES, CheckpointError, ConnectorError, FormatError, printable
@@ -24,8 +25,6 @@ _MARKERS = (".json", ".new")  # end the names of what lies beside directories th
 _UNFINISHED = "not committed: it is being written, or was left behind by a save that died"
 _BEST, _UNNUMBERED, _NUMBERED, _STEPS = range(4)  # of names, by age
 _DIGITS = re.compile(r"(\d+)")
-_STEP = re.compile(r"(?:step|steps|checkpoint|ckpt|iter|iteration)[-_=]?(\d+)", re.IGNORECASE)
-_NUMBER = re.compile(r"(\d+)(?:\.(?:pt|pth|ckpt|tar))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +49,6 @@ class CheckpointSummary:
     @property
     def is_whole(self) -> bool:
         return not self.problem
-
-
-def step_in(name: str) -> int | None:
-    """The training step in a checkpoint's name, such as 1000 of "step-0000001000"; None for a name without one."""
-    found = _STEP.findall(name)
-    if found:
-        return int(found[-1])
-    number = _NUMBER.fullmatch(name)
-    return int(number[1]) if number else None
 
 
 def by_age(name: str, time_s: float | None = None) -> tuple[Any, ...]:
@@ -99,7 +89,7 @@ def candidates_below(location: CheckpointLocation) -> list[str]:
 
 def _is_part(name: str) -> bool:
     """True for a file that is the description, or a shard, of the checkpoint in whose directory it is."""
-    return name.endswith(DESCRIBING) or SHARD.fullmatch(name) is not None
+    return is_description(name) or SHARD.fullmatch(name) is not None
 
 
 def names_below(location: CheckpointLocation) -> dict[str, list[ObjectInfo]]:
@@ -107,7 +97,7 @@ def names_below(location: CheckpointLocation) -> dict[str, list[ObjectInfo]]:
 
     Raises CheckpointError for a file.
     """
-    if location.single is not None:
+    if location.single is not None or location.named:
         raise CheckpointError(f"{location.url} is a file: give the directory that the checkpoints are in")
     cut = len(location.prefix)
     names: dict[str, list[ObjectInfo]] = {}
@@ -134,7 +124,7 @@ def list_checkpoints(
     given, root = connectors or {}, os.fspath(url)
     location = locate(url, given)
     try:
-        if location.single is not None:
+        if location.single is not None or location.named:
             return _present([_summary(root, given)])
         names = names_below(location)
         if not any(step_in(name) is not None or name.startswith(SAVING) for name in names):
@@ -181,7 +171,7 @@ def _summary(url: str, given: Mapping[str, Connector]) -> CheckpointSummary | No
     except STORE_FAILURES:
         raise
     except (CheckpointError, FormatError, ConnectorError) as error:
-        return _broken(location.connector, url, location.children(), str(error))
+        return _broken(location.connector, url, [*location.objects()], str(error))
     else:
         infos = needed_objects(checkpoint)
         asked = [manifest_key(location)] if checksums else [info.key for info in infos[-_MAX_ASKED:]]

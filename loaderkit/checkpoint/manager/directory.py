@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from loaderkit.checkpoint.discovery.detect import METADATA
+from loaderkit.checkpoint.discovery.kinds import METADATA
 from loaderkit.checkpoint.discovery.listing import newest_s, url_below
 from loaderkit.checkpoint.discovery.locate import SAVING, SaveTarget, save_target
 from loaderkit.checkpoint.discovery.manifest import NAME

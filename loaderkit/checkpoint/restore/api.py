@@ -72,6 +72,7 @@ def restore(
             group = stack.enter_context(multi_rank.rank_group(*several, timeout_s))
             transfer = partial(multi_rank.transfer, group)
         source = stack.enter_context(OpenCheckpoint.open(url, connectors, memory, verify, export=export))
+        source.tell_beside()
         parsed_dtype, target_device, globs = parse_dtype(dtype), parse_device(device), parse_keys(keys)
         settings = {"concurrency": concurrency, "progress": progress}
         if into is None:

@@ -23,7 +23,7 @@ import xxhash
 
 from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES
 from loaderkit.checkpoint.discovery.description import DCP, Description, description_in
-from loaderkit.checkpoint.discovery.detect import SUFFIXES
+from loaderkit.checkpoint.discovery.kinds import SUFFIXES
 from loaderkit.checkpoint.discovery.locate import SaveTarget
 from loaderkit.checkpoint.discovery.manifest import NAME, manifest_of, parse_manifest
 from loaderkit.checkpoint.save.engine import SavedFile

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loaderkit._internal.units import say_age
-from loaderkit.checkpoint.discovery.detect import DESCRIBING, METADATA
+from loaderkit.checkpoint.discovery.kinds import DESCRIBING, METADATA
 from loaderkit.checkpoint.discovery.listing import list_checkpoints, newest_s, url_below
 from loaderkit.checkpoint.discovery.locate import SaveTarget, save_target
 from loaderkit.checkpoint.discovery.manifest import NAME

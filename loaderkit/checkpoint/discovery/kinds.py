@@ -51,7 +51,7 @@ def is_beside(name: str) -> bool:
 
 
 def is_pretrained(name: str) -> bool:
-    """True for a file with all of a model, or a shard of it, that frameworks look for by its name, such as pytorch_model.bin."""
+    """True for a model's file, or a shard of it, that frameworks look for by its name, such as pytorch_model.bin."""
     return _PRETRAINED.fullmatch(name) is not None
 
 

@@ -7,7 +7,6 @@ missing, and so is a directory of which it cannot be told what is meant. Nothing
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -83,9 +82,8 @@ def _open_safetensors(checkpoint: Checkpoint, chosen: Chosen, fetch: Fetch, *, i
                 f"{checkpoint.describe(info.key)} is {metadata['loaderkit']}, and that is not there: the "
                 "checkpoint was not committed, or a file of it was copied; name the file to read it by itself"
             )
-        if indexed is not None:
-            entries = [entry for entry in entries if entry.name in indexed[name]]
-        _add_entries(checkpoint, info, entries)
+        known = entries if indexed is None else [entry for entry in entries if entry.name in indexed[name]]
+        _add_entries(checkpoint, info, known)
     _check_index(checkpoint, indexed)
 
 

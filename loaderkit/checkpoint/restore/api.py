@@ -13,6 +13,7 @@ import torch
 from loaderkit.checkpoint.discovery.manifest import Verify
 from loaderkit.checkpoint.names import nest
 from loaderkit.checkpoint.restore import multi_rank
+from loaderkit.checkpoint.restore.removed import past_removals
 from loaderkit.checkpoint.restore.requests import given_tensors, new_tensors
 from loaderkit.checkpoint.restore.selection import Dtype, choose, match_names, parse_dtype, parse_keys
 from loaderkit.checkpoint.restore.source import OpenCheckpoint, parse_device
@@ -25,6 +26,7 @@ from loaderkit.errors import ConfigError
 _CPU = torch.device("cpu")
 
 
+@past_removals
 def restore(
     url: str | os.PathLike[str],
     into: Any = None,

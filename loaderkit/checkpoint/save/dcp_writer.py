@@ -291,7 +291,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         return self._target
 
     def _end(self) -> None:
-        """This save is over. What it has written and not committed is cleared, where other ranks may still write by the next."""
+        """This save is over. What it has written and not committed is cleared: by the next where others may still write."""
         running, self._running = self._running, None
         if running is not None:
             running.heartbeat.stop()

@@ -106,10 +106,10 @@ class TestDirectories:
 
     def test_two_formats(self, tmp_path: Path) -> None:
         safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-        torch.save({"a": torch.ones(2)}, tmp_path / "optimizer.pt")
+        torch.save({"a": torch.ones(2)}, tmp_path / "second.pt")
         with pytest.raises(CheckpointError, match=r"two formats.*safetensors.*torch\.save"):
             loaderkit.restore(tmp_path)
-        assert loaderkit.restore(tmp_path / "optimizer.pt")["a"].tolist() == [1, 1]
+        assert loaderkit.restore(tmp_path / "second.pt")["a"].tolist() == [1, 1]
 
     def test_a_name_in_two_files(self, tmp_path: Path) -> None:
         for name in ("a", "b"):

@@ -40,27 +40,29 @@ def latest(
     Raises CheckpointError if there is none, ConnectorError if the store cannot be reached.
     """
     given = connectors or {}
+    names: list[str] | None = None
+    skipped: list[str] = []
     for _ in range(_MAX_LISTED):
-        names = _candidates(prefix, given)
-        skipped: list[str] = []
+        before, names = names, _candidates(prefix, given)
+        if names == before:
+            break
+        skipped = []
         for name, problem in examined(prefix, names, verify, given):
             if problem is None:
                 newest = NewestUrl(url_below(prefix, name) if name else os.fspath(prefix))
                 newest.prefix = os.fspath(prefix)
                 return newest
-            if isinstance(problem, NothingThereError):
-                break  # removed meanwhile, so that there may be a newer one
+            if isinstance(problem, NothingThereError):  # removed meanwhile, so that there may be a newer one
+                break
             logger.warning("%s is skipped: %s", printable(url_below(prefix, name)), problem)
             skipped.append(f"{name}: {problem}")
-        else:
-            break
     reasons = "\n  ".join(skipped[:5])
     raise CheckpointError(
         f"no complete checkpoint is below {os.fspath(prefix)!r}"
         + (
             f"; {len(skipped)} were skipped:\n  {reasons}"
             if skipped
-            else f"; there are {', '.join(names[:3]) or 'no files'}"
+            else f"; there are {', '.join((names or [])[:3]) or 'no files'}"
         )
     )
 
@@ -79,19 +81,31 @@ def examined(
 ) -> Iterator[tuple[str, Exception | None]]:
     """(name, what is wrong with it, None if it is a whole checkpoint) of those names below a prefix that may be checkpoints.
 
-    Raises ConnectorError if the store cannot be reached.
+    Of one that is gone that is a NothingThereError. Raises ConnectorError if the store cannot be reached.
     """
     for name in names:
+        url = url_below(prefix, name) if name else prefix
         try:
-            check_whole(url_below(prefix, name) if name else prefix, verify, given)
+            check_whole(url, verify, given)
         except NoCheckpointError:
             continue
         except STORE_FAILURES:
             raise
         except (CheckpointError, FormatError, ConnectorError) as error:
-            yield name, error
+            yield name, error if is_there(url, given) else NothingThereError(str(error))
         else:
             yield name, None
+
+
+def is_there(url: str | os.PathLike[str], given: Mapping[str, Connector]) -> bool:
+    """False if nothing is there; True also if that cannot be told."""
+    try:
+        locate(url, given).close()
+    except NothingThereError:
+        return False
+    except (CheckpointError, FormatError, ConnectorError):
+        return True
+    return True
 
 
 def check_whole(url: str | os.PathLike[str], verify: Verify, given: Mapping[str, Connector]) -> None:

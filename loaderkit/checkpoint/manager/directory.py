@@ -122,7 +122,7 @@ class RunDirectory:
                 continue
             if number is None:
                 raise CheckpointError(
-                    f"{printable(url)} is a whole checkpoint whose name tells no step, and there is none of a CheckpointManager: "
+                    f"{printable(url)} is a whole checkpoint whose name tells no step, and no CheckpointManager has saved one: "
                     "training would begin anew. Restore it by loaderkit.restore(url, into=...), call it step-0, or move it "
                     "elsewhere"
                 )
@@ -130,8 +130,8 @@ class RunDirectory:
             return
         if broken:
             raise CheckpointError(
-                f"none of the {len(broken)} checkpoints in {self} is whole, so nothing is restored; the newest: {broken[0]}. To "
-                "begin anew, remove them or save to another directory"
+                f"none of the {len(broken)} checkpoints in {self} is whole, so nothing is restored; the newest: {broken[0]}. "
+                "To begin anew, remove them or save to another directory"
             )
 
     def _is_own(self, url: str) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import takewhile
 
-from loaderkit.checkpoint.discovery.locate import NothingThereError
+from loaderkit.checkpoint.discovery.latest import is_there
 from loaderkit.checkpoint.manager.directory import RunDirectory, step_name
 from loaderkit.checkpoint.manager.settings import SaveSettings
 from loaderkit.checkpoint.manager.uploads import Uploads
@@ -238,10 +238,10 @@ class Tiers:
             try:
                 directory.checked(step)
             except (CheckpointError, FormatError, ConnectorError) as error:
-                if is_last and isinstance(error, ConnectorError) and not isinstance(error, ObjectNotFoundError):
-                    raise
-                if not is_chosen and isinstance(error, NothingThereError):
+                if not is_chosen and not is_there(directory.url_of(step), self._connectors):
                     continue  # removed since it was listed
+                if is_last and isinstance(error, ConnectorError):
+                    raise
                 if not (is_chosen and is_last):
                     warn_damaged(directory.url_of(step), error)
                 yield directory.url_of(step), error

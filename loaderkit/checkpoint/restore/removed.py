@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from loaderkit.checkpoint.discovery.latest import NewestUrl, check_whole, latest
-from loaderkit.checkpoint.discovery.locate import NothingThereError, locate
+from loaderkit.checkpoint.discovery.latest import NewestUrl, check_whole, is_there, latest
+from loaderkit.checkpoint.discovery.locate import NothingThereError
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import STORE_FAILURES, CheckpointError, ConnectorError, FormatError, PeerError, printable
 
@@ -44,7 +44,7 @@ def past_removals(restore: F) -> F:
 def _next(url: Url, error: Exception, connectors: Mapping[str, Connector], *, is_last: bool) -> NewestUrl:
     """The URL of the next newest checkpoint. Raises `error`, which restoring `url` met, unless that was removed."""
     if not isinstance(url, NewestUrl):
-        if isinstance(error, NothingThereError) or _is_there(url, connectors):
+        if isinstance(error, NothingThereError) or is_there(url, connectors):
             raise error
         raise _removed(url, error) from error
     if _is_whole(url, connectors):
@@ -66,16 +66,6 @@ def _removed(url: Url, error: Exception) -> CheckpointError:
         "(loaderkit.checkpoint.latest), or let that job keep more",
         touched=getattr(error, "touched", ()),
     )
-
-
-def _is_there(url: Url, connectors: Mapping[str, Connector]) -> bool:
-    try:
-        locate(url, connectors).close()
-    except NothingThereError:
-        return False
-    except ConnectorError:
-        return True  # as far as is known
-    return True
 
 
 def _is_whole(url: Url, connectors: Mapping[str, Connector]) -> bool:

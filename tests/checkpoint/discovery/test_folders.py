@@ -9,7 +9,6 @@ import random
 import tarfile
 from pathlib import Path
 
-
 import pytest
 import safetensors.torch
 import torch
@@ -20,7 +19,15 @@ from loaderkit.checkpoint.save.copy import copy_checkpoint
 from loaderkit.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-BESIDE = ["optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin", "optimizer_1.bin", "scaler.pt", "common.pt"]
+BESIDE = [
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state_0.pth",
+    "training_args.bin",
+    "optimizer_1.bin",
+    "scaler.pt",
+    "common.pt",
+]
 
 
 def drawn(rng: random.Random, prefix: str = "w") -> dict[str, torch.Tensor]:
@@ -41,9 +48,9 @@ def save_shards(folder: Path, stem: str, state: dict[str, torch.Tensor], rng: ra
     where = {name: list(files)[number % 2] for number, name in enumerate(state)}
     for name, file in where.items():
         files[file][name] = state[name]
-    stale = dict.fromkeys(state, torch.zeros(1))
-    for file, content in files.items():
-        content = {**stale, "unnamed": torch.ones(1), **content} if rng.random() < 0.5 else content
+    for file, named in files.items():
+        stale = {name: torch.zeros(1) for name in (*state, "unnamed")}
+        content = {**stale, **named} if rng.random() < 0.5 else named
         if suffix == ".bin":
             torch.save(content, folder / file)
         else:
@@ -131,6 +138,7 @@ def test_weights_in_folders_below(tmp_path: Path, rng: random.Random, small: str
         with pytest.raises(CheckpointError, match=f"below it there are {min(names)}/"):
             call()
     assert_restored(folder / names[0], state)
+    (folder / "extra.pt").unlink(missing_ok=True)
     torch.save(state, folder / "pytorch_model.bin")  # as those who gather the weights do
     assert_restored(folder, state)
     with pytest.raises(CheckpointError, match="which would not be copied"):
@@ -163,5 +171,3 @@ def test_a_state_of_two_files_is_not_guessed(tmp_path: Path, rng: random.Random)
     torch.save(drawn(rng), tmp_path / "decoder.pt")
     with pytest.raises(CheckpointError, match=r"two formats.*encoder\.safetensors.*decoder\.pt.*such as"):
         loaderkit.restore(tmp_path)
-
-

@@ -69,6 +69,7 @@ class Checkpoint:
     read: set[str] = field(default_factory=set)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> path in the nested state it came from
     containers: Containers = field(default_factory=dict)  # of torch.save files, which tell them by themselves
+    beside: list[str] = field(default_factory=list)  # files and folders with weights that are no part of it
 
     def describe(self, key: str) -> str:
         """An object's full name."""

@@ -93,9 +93,9 @@ def _places(url: str) -> list[tuple[str | None, str]]:
 
 
 def _listed(places: list[tuple[str | None, str]]) -> list[tuple[CheckpointSummary, str | None]]:
-    """The checkpoints of all places, each with its tier, in the order of their names. Raises CheckpointError if nothing is in
-    any of them."""
-    from loaderkit.checkpoint.discovery.listing import by_number, list_checkpoints
+    """The checkpoints of all places, each with its tier, the newest last. Raises CheckpointError if nothing is in any of
+    them."""
+    from loaderkit.checkpoint.discovery.listing import by_age, list_checkpoints
 
     found: list[tuple[CheckpointSummary, str | None]] = []
     missing: CheckpointError | None = None
@@ -106,7 +106,7 @@ def _listed(places: list[tuple[str | None, str]]) -> list[tuple[CheckpointSummar
             missing = missing or error
     if missing is not None and not found:
         raise missing
-    return sorted(found, key=lambda item: by_number(item[0].name))
+    return found if len(places) == 1 else sorted(found, key=lambda item: by_age(item[0].name))
 
 
 def _idle_seconds(idle: str) -> float:

@@ -235,6 +235,13 @@ class BulkConnector(Connector):
         """When an object was last written, in seconds since 1970 by the store's clock; None where the store does not say."""
         return None
 
+    def links(self, prefix: str) -> list[str]:
+        """The keys of the symbolic links to directories: the directory `prefix` itself, or those in it.
+
+        To delete an object behind a link deletes it in the directory that the link leads to. To delete the link does not.
+        """
+        return []
+
 
 def traits_of(connector: Connector) -> ConnectorTraits:
     """The traits of a connector; the defaults for one that declares none."""
@@ -268,6 +275,11 @@ def modified_s_of(connector: Connector, key: str) -> float | None:
     Raises as `Connector.stat` does.
     """
     return connector.modified_s(key) if isinstance(connector, BulkConnector) else None
+
+
+def links_of(connector: Connector, prefix: str) -> list[str]:
+    """The keys of the symbolic links to directories: `prefix`, or those in it."""
+    return connector.links(prefix) if isinstance(connector, BulkConnector) else []
 
 
 class ConnectorLayer(BulkConnector):
@@ -309,6 +321,10 @@ class ConnectorLayer(BulkConnector):
     def modified_s(self, key: str) -> float | None:
         """The time that `inner` gives."""
         return modified_s_of(self.inner, key)
+
+    def links(self, prefix: str) -> list[str]:
+        """The links of `inner`."""
+        return links_of(self.inner, prefix)
 
     def close(self) -> None:
         """Close `inner`."""

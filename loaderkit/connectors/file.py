@@ -70,6 +70,14 @@ class FileConnector(BulkConnector):
         except (OSError, ValueError) as error:
             raise self._translated(key, error) from error
 
+    def links(self, prefix: str) -> list[str]:
+        """The keys of the symbolic links to directories: the directory `prefix` itself, or those in it."""
+        name = prefix.removesuffix("/")
+        if name and os.path.islink(self._base + name):
+            return [name]
+        inside = (f"{folder}/{name}" for folder, names, _ in os.walk(self._base + name) for name in names)
+        return [os.path.relpath(path, self._root) for path in inside if os.path.islink(path)]
+
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the file's bytes from `start` on, or raise; see `Connector.read_into`."""
         self._read(key, start, buffer, etag)

@@ -27,11 +27,12 @@ class TarConnector(ConnectorLayer):
 
     `members` gives the members of one archive in archive order; it is called once an archive, when that archive is
     first needed, from any thread. Of members with one name the last counts, as when a tar is extracted. Names are
-    only ever looked up, never used as paths.
+    only ever looked up, never used as paths. `archive` is the key of one that may be called otherwise.
     """
 
-    def __init__(self, inner: Connector, members: Callable[[ObjectInfo], Sequence[Member]]) -> None:
+    def __init__(self, inner: Connector, members: Callable[[ObjectInfo], Sequence[Member]], archive: str = "") -> None:
         super().__init__(inner)
+        self._archive_key = archive
         self._members = members
         self._lock = threading.Lock()
         self._archives: dict[str, _Archive] = {}
@@ -41,11 +42,12 @@ class TarConnector(ConnectorLayer):
 
         Reads the members of the archives that can match, one after the other. Raises what `members` raises.
         """
-        cut = prefix.find(".tar/")
+        root = next((archive_key for archive_key, _ in self._splits(prefix)), prefix)
         infos = [
             info
-            for info in self.inner.list(prefix if cut < 0 else prefix[: cut + 4])
-            if info.key.endswith(".tar") and ((info.key + "/").startswith(prefix) or prefix.startswith(info.key + "/"))
+            for info in self.inner.list(root)
+            if info.key.endswith(".tar") or info.key == self._archive_key
+            if (info.key + "/").startswith(prefix) or prefix.startswith(info.key + "/")
         ]
         # "a.tar-b.tar/x" comes before "a.tar/x", so the archives' own order is not that of the members.
         infos.sort(key=lambda info: _order(info.key + "/"))
@@ -93,12 +95,12 @@ class TarConnector(ConnectorLayer):
 
     def describe(self, key: str) -> str:
         """The archive's name, "!", and the member's name."""
-        for archive_key, name in _splits(key):
+        for archive_key, name in self._splits(key):
             return f"{self.inner.describe(archive_key)}!{name}"
         return self.inner.describe(key)
 
     def _find(self, key: str, afresh: bool = False) -> tuple[_Archive, Member]:
-        for archive_key, name in _splits(key):
+        for archive_key, name in self._splits(key):
             archive = None if afresh else self._archives.get(archive_key)
             if archive is None:
                 try:
@@ -109,6 +111,15 @@ class TarConnector(ConnectorLayer):
             if member is not None:
                 return archive, member
         raise ObjectNotFoundError(f"there is no member {key!r}: a key is '<archive>.tar/<member>'")
+
+    def _splits(self, key: str) -> Iterator[tuple[str, str]]:
+        """Every way to read a key as archive and member: a directory, too, may be called "x.tar"."""
+        if self._archive_key and key.startswith(f"{self._archive_key}/"):
+            yield self._archive_key, key[len(self._archive_key) + 1 :]
+        cut = key.find(".tar/")
+        while cut >= 0:
+            yield key[: cut + 4], key[cut + 5 :]
+            cut = key.find(".tar/", cut + 1)
 
     def _archive(self, info: ObjectInfo) -> _Archive:
         """The record of an archive; a new one if the archive was replaced."""
@@ -134,14 +145,6 @@ class TarConnector(ConnectorLayer):
 
 def _info(archive: _Archive, member: Member) -> ObjectInfo:
     return ObjectInfo(f"{archive.info.key}/{member.name}", member.size, f"{archive.info.etag}@{member.start:x}")
-
-
-def _splits(key: str) -> Iterator[tuple[str, str]]:
-    """Every way to read a key as archive and member: a directory, too, may be called "x.tar"."""
-    cut = key.find(".tar/")
-    while cut >= 0:
-        yield key[: cut + 4], key[cut + 5 :]
-        cut = key.find(".tar/", cut + 1)
 
 
 def _order(key: str) -> bytes:

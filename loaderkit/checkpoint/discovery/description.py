@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Literal, NamedTuple
 
-from loaderkit.checkpoint.discovery.detect import METADATA
+from loaderkit.checkpoint.discovery.kinds import METADATA
 from loaderkit.checkpoint.formats.dcp import read_metadata
 from loaderkit.checkpoint.formats.state_file import STATE, companions_of, read_state
 

@@ -1,47 +1,88 @@
-"""Tells the format of a checkpoint by the first bytes of its files.
+"""Tells which files of a location are the checkpoint, and in which format.
 
 The first bytes of all files are read at once and kept: they hold most headers whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
+from loaderkit.checkpoint.discovery.kinds import (
+    INDEX_NAME,
+    METADATA,
+    SUFFIXES,
+    Kind,
+    is_beside,
+    is_pretrained,
+    kind_of,
+    step_in,
+)
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation
-from loaderkit.checkpoint.formats import safetensors, torch_zip, zip_records
 from loaderkit.checkpoint.formats.state_file import STATE
 from loaderkit.connectors.base import ByteRange, ObjectInfo
 from loaderkit.errors import CheckpointError
 
-METADATA = ".metadata"
-INDEX = ".index.json"
-DESCRIBING = (METADATA, INDEX, STATE)
-"""Ends the names of the files that readers take for the sign of a whole checkpoint."""
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar")
 _MAX_CANDIDATES = 1000
 _MIN_HEAD = 32
 _HEAD = 64 * 2**10  # bytes of a file; most headers are no longer
 _MAX_HEADS = 2**26  # bytes of all files
+_GZIP = b"\x1f\x8b"
+# Of several indexes the one that from_pretrained takes.
+_USUAL_INDEXES = (
+    "model.safetensors.index.json",
+    "adapter_model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "diffusion_pytorch_model.bin.index.json",
+)
+_SAID = {
+    "safetensors": "safetensors",
+    "torch": "torch.save",
+    "dcp": "torch.distributed.checkpoint",
+    "state": "safetensors of loaderkit",
+    "legacy": "a torch.save file older than torch 1.6",
+}
 Fetch = Callable[[Sequence[ByteRange]], list[bytes]]
 
 
-def candidates(location: CheckpointLocation, infos: dict[str, ObjectInfo]) -> list[str]:
-    """The files whose first bytes are to be read. Raises CheckpointError for a checkpoint that was not committed."""
-    if STATE in infos and location.single is None:
-        return []  # it names them
-    if METADATA in infos and location.single is None:
-        return [name for name in infos if name.endswith(SUFFIXES)]
-    parts = [name for name in infos if name.endswith(".distcp")]
-    if parts and location.single is None:
-        raise CheckpointError(
-            f"{location.url} has {parts[0]} and no {METADATA}: the checkpoint was not committed, so it is not whole"
-        )
-    indexes = [name for name in infos if name.endswith(INDEX)]
-    names = [name for name in infos if name.endswith(SUFFIXES)] if indexes else _usual_files(infos)
-    for index in indexes:
-        if not any(name.endswith(index.removesuffix(INDEX).rpartition(".")[2]) for name in names):
-            raise CheckpointError(f"{location.connector.describe(infos[index].key)} is there, and none of its files is")
-    return names
+class NoCheckpointError(CheckpointError):
+    """There are files, and none of them is a checkpoint's."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The files of a checkpoint; `kind` "dcp" and "state" have one that names the others. `heads`: the first bytes by key.
+
+    `beside` are files and folders with weights that are no part of it.
+    """
+
+    kind: str
+    files: list[str]
+    index: str | None = None
+    beside: list[str] = field(default_factory=list)
+    heads: dict[str, bytes] = field(default_factory=dict)
+
+
+def choose(location: CheckpointLocation, fetch: Fetch) -> tuple[Chosen, dict[str, ObjectInfo]]:
+    """(the files of the checkpoint at a location, all files there by name).
+
+    A description decides: `.metadata`, the state file, an index of shards. Without one, safetensors before torch.save if the
+    latter is what frameworks write beside a model, or the same model. Raises NoCheckpointError without any, CheckpointError if
+    it was not committed, or if it cannot be told which files are meant.
+    """
+    if location.single is not None:
+        return _single(location, location.single, fetch), {location.single.key: location.single}
+    infos, folders = _divided(location)
+    description = location.named or _description(location, infos)
+    if description in (METADATA, STATE):
+        own = () if description == METADATA else (".safetensors",)
+        beside = [name for name in infos if name.endswith(SUFFIXES) and not name.endswith(own)]
+        kind = "dcp" if description == METADATA else "state"
+        return Chosen(kind, [description], beside=[*beside, *folders]), infos
+    if description:
+        return _indexed(location, infos, folders, description, fetch), infos
+    return _loose(location, infos, folders, fetch), infos
 
 
 def heads_of(infos: list[ObjectInfo], fetch: Fetch) -> dict[str, bytes]:
@@ -51,18 +92,92 @@ def heads_of(infos: list[ObjectInfo], fetch: Fetch) -> dict[str, bytes]:
     return {info.key: head for info, head in zip(infos, read, strict=True)}
 
 
-def formats_of(
-    location: CheckpointLocation, infos: dict[str, ObjectInfo], names: list[str], heads: dict[str, bytes]
-) -> dict[str, list[str]]:
-    """Format -> its files."""
-    files = {}
-    if location.single is None:
-        files = {kind: [name] for kind, name in (("dcp", METADATA), ("state", STATE)) if name in infos}
-    for name in names:
-        format_ = _format_of(location, infos[name], heads[infos[name].key])
-        if format_ is not None:
-            files.setdefault(format_, []).append(name)
-    return files
+def _divided(location: CheckpointLocation) -> tuple[dict[str, ObjectInfo], list[str]]:
+    """(the files of a location by name, the folders below it that hold files of checkpoints, each with a slash)."""
+    infos: dict[str, ObjectInfo] = {}
+    folders: dict[str, None] = {}
+    for info in location.objects():
+        folder, slash, name = info.key[len(location.prefix) :].rpartition("/")
+        if not slash:
+            infos[name] = info
+        elif name in (METADATA, STATE) or name.endswith((*SUFFIXES, ".distcp")):
+            folders[f"{folder}/"] = None
+    return infos, [*folders]
+
+
+def _description(location: CheckpointLocation, infos: dict[str, ObjectInfo]) -> str | None:
+    """The file that names those of the checkpoint. Raises CheckpointError for one that was not committed."""
+    if METADATA in infos and STATE in infos:
+        raise _two_formats(location, ("dcp", METADATA), ("state", STATE))
+    if METADATA in infos or STATE in infos:
+        return METADATA if METADATA in infos else STATE
+    if parts := [name for name in infos if name.endswith(".distcp")]:
+        raise CheckpointError(
+            f"{location.url} has {parts[0]} and no {METADATA}: the checkpoint was not committed, so it is not whole"
+        )
+    indexes = [name for name in infos if INDEX_NAME.fullmatch(name)]
+    usual = [name for name in _USUAL_INDEXES if name in indexes]
+    if len(indexes) > 1 and not usual:
+        raise CheckpointError(
+            f"{location.url} has two indexes, {indexes[0]} and {indexes[1]}: name the one that is meant, such as "
+            f"{location.url.rstrip('/')}/{indexes[0]}"
+        )
+    return (usual or indexes or [None])[0]
+
+
+def _single(location: CheckpointLocation, info: ObjectInfo, fetch: Fetch) -> Chosen:
+    heads = heads_of([info], fetch)
+    kind = _kind_of(location, info, heads[info.key])
+    if kind is None and heads[info.key].startswith(_GZIP):
+        raise CheckpointError(
+            f"{location.url} is compressed by gzip, so no part of it can be read by itself: unpack it"
+        )
+    if kind is None:
+        raise _no_checkpoint(location, [info.key], [])
+    return Chosen(kind, [info.key], heads=heads)
+
+
+def _indexed(
+    location: CheckpointLocation, infos: dict[str, ObjectInfo], folders: list[str], index: str, fetch: Fetch
+) -> Chosen:
+    match = INDEX_NAME.fullmatch(index)
+    assert match is not None
+    suffix = match[1]
+    names = [name for name in infos if name.endswith(suffix)]
+    if not names:
+        raise CheckpointError(f"{location.connector.describe(infos[index].key)} is there, and none of its files is")
+    heads = heads_of([infos[name] for name in names], fetch)
+    kind = "safetensors" if suffix == ".safetensors" else "torch"
+    files = [name for name in names if _kind_of(location, infos[name], heads[infos[name].key]) == kind]
+    others = [name for name in infos if name.endswith(SUFFIXES) and not name.endswith(suffix)]
+    return Chosen(kind, files, index, [*others, *folders], heads)
+
+
+def _loose(location: CheckpointLocation, infos: dict[str, ObjectInfo], folders: list[str], fetch: Fetch) -> Chosen:
+    """The files of a checkpoint without a description."""
+    names = _usual_files(infos)
+    heads = heads_of([infos[name] for name in names], fetch)
+    found = {name: _kind_of(location, infos[name], heads[infos[name].key]) for name in names}
+    whole = [name for name, kind in found.items() if kind == "safetensors"]
+    pickled = [name for name, kind in found.items() if kind in ("torch", "legacy")]
+    own = [name for name in pickled if not is_beside(name)]
+    if whole:
+        stems = {name.removesuffix(".safetensors") for name in whole}
+        if others := [name for name in own if not is_pretrained(name) and name.rpartition(".")[0] not in stems]:
+            raise _two_formats(location, ("safetensors", whole[0]), (found[others[0]] or "", others[0]))
+        own, beside = whole, pickled
+    else:
+        own, beside = own or pickled, [name for name in pickled if own and name not in own]
+    if not own:
+        raise _no_checkpoint(location, infos, folders)
+    if folders and not any(map(is_pretrained, own)):
+        raise CheckpointError(
+            f"{location.url} holds {own[0]}, and below it there are {_listed(folders)}: name the one that is meant, such as "
+            f"{location.url.rstrip('/')}/{folders[0]}"
+        )
+    legacy = [name for name in own if found[name] == "legacy"]
+    kind = "safetensors" if whole else "legacy" if legacy else "torch"
+    return Chosen(kind, legacy or own, None, [*beside, *folders], heads)
 
 
 def _usual_files(infos: dict[str, ObjectInfo]) -> list[str]:
@@ -70,15 +185,41 @@ def _usual_files(infos: dict[str, ObjectInfo]) -> list[str]:
     return usual or [name for name in infos if not name.endswith((".json", ".txt", ".md", ".yaml"))][:_MAX_CANDIDATES]
 
 
-def _format_of(location: CheckpointLocation, info: ObjectInfo, head: bytes) -> str | None:
-    if head.startswith(zip_records.MAGIC):
-        return "torch"
-    if torch_zip.is_legacy(head):
-        return "legacy"
-    if safetensors.looks_like_safetensors(head, info.size) or info.key.endswith(".safetensors"):
-        return "safetensors"
+def _kind_of(location: CheckpointLocation, info: ObjectInfo, head: bytes) -> Kind | None:
+    """As `kind_of`. Raises CheckpointError for what is no checkpoint although its name says so."""
+    kind = kind_of(head, info.size)
+    if kind is not None and kind != "tar":
+        return kind
+    if info.key.endswith(".safetensors"):
+        return "safetensors"  # whose reader says what is wrong
     if info.key.endswith((".pt", ".pth")):
-        raise CheckpointError(
-            f"{location.connector.describe(info.key)} is no whole torch.save file: it begins with {head[:4]!r}"
-        )
+        what = "is a tar archive: rename it to end in .tar" if kind else "is no whole torch.save file"
+        raise CheckpointError(f"{location.connector.describe(info.key)} {what}: it begins with {head[:4]!r}")
     return None
+
+
+def _two_formats(location: CheckpointLocation, one: tuple[str, str], other: tuple[str, str]) -> CheckpointError:
+    (kind, name), (other_kind, other_name) = one, other
+    return CheckpointError(
+        f"{location.url} holds two formats, {_SAID[kind]} ({name}) and {_SAID[other_kind]} ({other_name}): name the file that "
+        f"is meant, such as {location.url.rstrip('/')}/{name}"
+    )
+
+
+def _no_checkpoint(location: CheckpointLocation, names: Iterable[str], folders: Sequence[str]) -> CheckpointError:
+    if folders:
+        name = location.url.rstrip("/").rpartition("/")[2]
+        made = NoCheckpointError if step_in(name) is None else CheckpointError
+        return made(
+            f"{location.url} holds no checkpoint itself; below it there are {_listed(folders)}: name the one that is meant, "
+            f"such as {location.url.rstrip('/')}/{folders[0]}"
+        )
+    return NoCheckpointError(
+        f"{location.url} holds no checkpoint: expected safetensors, torch.save or torch.distributed.checkpoint; there is "
+        f"{_listed(names)}"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    listed = [*names]
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "") or "nothing"

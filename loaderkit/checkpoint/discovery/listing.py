@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from loaderkit.checkpoint.discovery.detect import NoCheckpointError
+from loaderkit.checkpoint.discovery.kinds import SHARD, is_description, step_in
 from loaderkit.checkpoint.discovery.locate import SAVING, CheckpointLocation, locate
 from loaderkit.checkpoint.discovery.manifest import NAME, manifest_key, needed_objects, read_manifest
-from loaderkit.checkpoint.discovery.open import NoCheckpointError, open_checkpoint
+from loaderkit.checkpoint.discovery.open import open_checkpoint
 from loaderkit.checkpoint.transfer.fetch import fetch_of
 from loaderkit.connectors.base import Connector, ObjectInfo, modified_s_of, traits_of
 from loaderkit.errors import STORE_FAILURES, CheckpointError, ConnectorError, FormatError, printable
@@ -20,9 +23,8 @@ _NUM_AT_ONCE = 8  # checkpoints opened at the same time in a store that one wait
 _MAX_ASKED = 32  # files whose times are asked for; the others were written at about the same time
 _MARKERS = (".json", ".new")  # end the names of what lies beside directories that are being written
 _UNFINISHED = "not committed: it is being written, or was left behind by a save that died"
+_BEST, _UNNUMBERED, _NUMBERED, _STEPS = range(4)  # of names, by age
 _DIGITS = re.compile(r"(\d+)")
-_STEP = re.compile(r"(?:step|steps|checkpoint|ckpt|iter|iteration)[-_=]?(\d+)", re.IGNORECASE)
-_NUMBER = re.compile(r"(\d+)(?:\.(?:pt|pth|ckpt|tar))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +51,45 @@ class CheckpointSummary:
         return not self.problem
 
 
-def step_in(name: str) -> int | None:
-    """The training step in a checkpoint's name, such as 1000 of "step-0000001000"; None for a name without one."""
-    found = _STEP.findall(name)
-    if found:
-        return int(found[-1])
-    number = _NUMBER.fullmatch(name)
-    return int(number[1]) if number else None
+def by_age(name: str, time_s: float | None = None) -> tuple[Any, ...]:
+    """A sort key by which the newest comes last.
+
+    The names of the best, which may be of any step, come first; then those without a number, with numbers ("epoch-9" before
+    "epoch-10"), and with a step ("step-300" before "step-2000"). What is equal then is told by `time_s`, when it was written.
+    """
+    parts = [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in _DIGITS.split(name)]
+    kind, step = _age(name)
+    return kind, step, parts if kind == _NUMBERED else [], time_s or 0.0, parts
 
 
-def by_number(name: str) -> list[Any]:
-    """A sort key with numbers as numbers: "step-300" before "step-2000"."""
-    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in _DIGITS.split(name)]
+def _age(name: str) -> tuple[int, int]:
+    """The part of `by_age` that the step tells, or that there is none."""
+    step = step_in(name)
+    if step is not None:
+        return _STEPS, step
+    return (_BEST if "best" in name.lower() else _NUMBERED if _DIGITS.search(name) else _UNNUMBERED), 0
+
+
+def candidates_below(location: CheckpointLocation) -> list[str]:
+    """The names below a location that may be checkpoints, the newest first; "" for the location itself, if it has a description
+    or shards and no name has a step. Raises CheckpointError for a file."""
+    below = names_below(location)
+    if any(map(_is_part, below)) and not any(step_in(name) is not None for name in below):
+        return [""]
+    ages = Counter(map(_age, below))
+
+    def age(name: str) -> tuple[Any, ...]:
+        is_told = ages[_age(name)] == 1 or _age(name)[0] == _NUMBERED
+        keys = [info.key for info in below[name][-_MAX_ASKED:]]
+        return by_age(name, None if is_told else newest_s(location.connector, keys))
+
+    names = [name for name in below if not name.startswith(SAVING) and not _is_part(name)]
+    return sorted(names, key=age, reverse=True)
+
+
+def _is_part(name: str) -> bool:
+    """True for a file that is the description, or a shard, of the checkpoint in whose directory it is."""
+    return is_description(name) or SHARD.fullmatch(name) is not None
 
 
 def names_below(location: CheckpointLocation) -> dict[str, list[ObjectInfo]]:
@@ -68,7 +97,7 @@ def names_below(location: CheckpointLocation) -> dict[str, list[ObjectInfo]]:
 
     Raises CheckpointError for a file.
     """
-    if location.single is not None:
+    if location.single is not None or location.named:
         raise CheckpointError(f"{location.url} is a file: give the directory that the checkpoints are in")
     cut = len(location.prefix)
     names: dict[str, list[ObjectInfo]] = {}
@@ -86,7 +115,7 @@ def url_below(prefix: str | os.PathLike[str], name: str) -> str:
 def list_checkpoints(
     url: str | os.PathLike[str], connectors: Mapping[str, Connector] | None = None
 ) -> list[CheckpointSummary]:
-    """The checkpoints directly below `url`, sorted by the numbers in their names; or the one that `url` itself is.
+    """The checkpoints directly below `url`, the newest last, as `latest` tells it; or the one that `url` itself is.
 
     A directory holds checkpoints if a name in it has a step ("step-100", "checkpoint-100.pt"), or if it is none itself. What is
     being written, or was left half-written, is listed with its problem; other files are left out. Raises CheckpointError if
@@ -95,7 +124,7 @@ def list_checkpoints(
     given, root = connectors or {}, os.fspath(url)
     location = locate(url, given)
     try:
-        if location.single is not None:
+        if location.single is not None or location.named:
             return _present([_summary(root, given)])
         names = names_below(location)
         if not any(step_in(name) is not None or name.startswith(SAVING) for name in names):
@@ -118,7 +147,8 @@ def list_checkpoints(
         at_once = _NUM_AT_ONCE if traits_of(location.connector).is_remote else 1
         with ThreadPoolExecutor(at_once, thread_name_prefix="loaderkit-list") as pool:
             try:
-                return _present(pool.map(summary_of, sorted(names, key=by_number)))
+                summaries = _present(pool.map(summary_of, sorted(names)))
+                return sorted(summaries, key=lambda summary: by_age(summary.name, summary.time_s))
             finally:
                 pool.shutdown(cancel_futures=True)
     finally:
@@ -141,7 +171,7 @@ def _summary(url: str, given: Mapping[str, Connector]) -> CheckpointSummary | No
     except STORE_FAILURES:
         raise
     except (CheckpointError, FormatError, ConnectorError) as error:
-        return _broken(location.connector, url, location.children(), str(error))
+        return _broken(location.connector, url, [*location.objects()], str(error))
     else:
         infos = needed_objects(checkpoint)
         asked = [manifest_key(location)] if checksums else [info.key for info in infos[-_MAX_ASKED:]]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
 from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.checkpoint.discovery.archive import TarConnector
+from loaderkit.checkpoint.discovery.kinds import HEAD_BYTES, USUAL_SUFFIXES, is_description, kind_of
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.connectors.factory import open_connector
 from loaderkit.errors import CheckpointError, ObjectNotFoundError
@@ -21,26 +22,29 @@ SAVING = ".saving-"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
+class NothingThereError(CheckpointError):
+    """There is nothing where a checkpoint is looked for."""
+
+
 class CheckpointLocation(NamedTuple):
-    """Where a checkpoint is: its one object `single`, or without it the directory `prefix` ("" or "name/")."""
+    """Where a checkpoint is: its one object `single`, or without it the directory `prefix` ("" or "name/"), in which the file
+    `named` says what belongs to it; "": that is to be found out."""
 
     url: str
     connector: Connector
     prefix: str
     single: ObjectInfo | None
     owned: bool  # True: `close` closes the connector
+    named: str = ""
 
     def close(self) -> None:
         """Close the connector, unless it was given."""
         if self.owned:
             self.connector.close()
 
-    def children(self) -> list[ObjectInfo]:
-        """The objects directly in the directory; or the one object."""
-        if self.single is not None:
-            return [self.single]
-        cut = len(self.prefix)
-        return [info for info in self.connector.list(self.prefix) if "/" not in info.key[cut:]]
+    def objects(self) -> Iterator[ObjectInfo]:
+        """The objects in the directory and below it; or the one object."""
+        return iter([self.single]) if self.single is not None else self.connector.list(self.prefix)
 
 
 def locate(url: str | os.PathLike[str], connectors: Mapping[str, Connector]) -> CheckpointLocation:
@@ -76,14 +80,14 @@ def _split(url: str, connectors: Mapping[str, Connector]) -> tuple[str, str, Con
 
 def _find(url: str, connector: Connector, key: str, owned: bool) -> CheckpointLocation:
     info = _stat(connector, key) if key else None
-    if info is not None and not key.endswith(".tar"):
-        return CheckpointLocation(url, connector, "", info, owned)
+    if info is not None and not _is_archive(connector, info):
+        return _of_file(url, connector, info, owned)
     cut = _archive_in(connector, key) if info is None else len(key)
     if cut:
-        archives = TarConnector(connector, partial(_members, connector))
+        archives = TarConnector(connector, partial(_members, connector), key[:cut])
         inside = _stat(archives, key) if cut < len(key) else None
         if inside is not None:
-            return CheckpointLocation(url, archives, "", inside, owned)
+            return _of_file(url, archives, inside, owned)
         prefix = key.rstrip("/") + "/"
         if next(iter(archives.list(prefix)), None) is None:
             raise CheckpointError(f"{url}: nothing of this name is in the archive {connector.describe(key[:cut])}")
@@ -94,8 +98,26 @@ def _find(url: str, connector: Connector, key: str, owned: bool) -> CheckpointLo
     except ObjectNotFoundError:
         first = None
     if first is None:
-        raise CheckpointError(f"{url}: there is no such file, and no directory with files; check the path")
+        raise NothingThereError(f"{url}: there is no such file, and no directory with files; check the path")
     return CheckpointLocation(url, connector, prefix, None, owned)
+
+
+def _of_file(url: str, connector: Connector, info: ObjectInfo, owned: bool) -> CheckpointLocation:
+    """The location of a file; of one that says what belongs to a checkpoint its directory."""
+    folder, slash, name = info.key.rpartition("/")
+    if is_description(name):
+        return CheckpointLocation(url, connector, folder + slash, None, owned, name)
+    return CheckpointLocation(url, connector, "", info, owned)
+
+
+def _is_archive(connector: Connector, info: ObjectInfo) -> bool:
+    """True for a tar: torch.save is often told to write "model.pth.tar", and NeMo's tars are called "model.nemo"."""
+    if info.key.endswith(USUAL_SUFFIXES):
+        return False
+    head = bytearray(min(info.size, HEAD_BYTES))
+    connector.read_into(info.key, 0, memoryview(head), etag=info.etag)
+    kind = kind_of(head, info.size)
+    return kind == "tar" or (kind is None and info.key.endswith(".tar"))
 
 
 class SaveTarget(NamedTuple):

@@ -1,13 +1,12 @@
 """Open a checkpoint: tell its format, check that it is whole, and read its contents.
 
 A partial checkpoint (a file missing or short, an index without its files, not committed) is refused with the name of what is
-missing, and so is a directory with two formats. Nothing is written.
+missing, and so is a directory of which it cannot be told what is meant. Nothing is written.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,8 @@ from typing import Any
 
 from loaderkit._internal.garbage import collector_off
 from loaderkit.checkpoint.contents import Checkpoint, TensorEntry, TensorShard, strides_of
-from loaderkit.checkpoint.discovery.detect import INDEX, METADATA, Fetch, candidates, formats_of, heads_of
+from loaderkit.checkpoint.discovery.detect import Chosen, Fetch, choose, heads_of
+from loaderkit.checkpoint.discovery.kinds import METADATA, SHARD
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation
 from loaderkit.checkpoint.formats import dcp, safetensors, torch_zip
 from loaderkit.checkpoint.formats.state_file import STATE, decoded_values, read_state
@@ -24,22 +24,10 @@ from loaderkit.checkpoint.structure import collect
 from loaderkit.connectors.base import ByteRange, ObjectInfo
 from loaderkit.errors import CheckpointError, FormatError
 
-_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)(\..*)", re.DOTALL)
 _MAX_INDEX = 2**28
 _MAX_METADATA = 2**31
 _MAX_REST = 2**20  # bytes; a longer rest of a header is read by itself
 _MAX_RESTS = 64  # read at once
-_FORMATS = {
-    "safetensors": "safetensors",
-    "torch": "torch.save",
-    "dcp": "torch.distributed.checkpoint",
-    "state": "safetensors of loaderkit",
-    "legacy": "a torch.save file older than torch 1.6",
-}
-
-
-class NoCheckpointError(CheckpointError):
-    """There are files, and none of them is a checkpoint's."""
 
 
 def open_checkpoint(location: CheckpointLocation, fetch: Fetch, *, export: bool = False) -> Checkpoint:
@@ -47,38 +35,22 @@ def open_checkpoint(location: CheckpointLocation, fetch: Fetch, *, export: bool 
 
     Raises CheckpointError, FormatError, ConnectorError.
     """
-    infos = {info.key[len(location.prefix) :]: info for info in location.children()}
-    names = candidates(location, infos)
-    heads = heads_of([infos[name] for name in names], fetch)
-    kinds = formats_of(location, infos, names, heads)
-    if len(kinds) > 1:
-        (first, some), (second, others), *_ = kinds.items()
+    chosen, infos = choose(location, fetch)
+    if chosen.kind == "legacy":
         raise CheckpointError(
-            f"{location.url} holds two formats, {_FORMATS[first]} ({some[0]}) and {_FORMATS[second]} ({others[0]}): name the "
-            "file that is meant"
+            f"{location.connector.describe(infos[chosen.files[0]].key)} is a torch.save file older than torch 1.6, which can "
+            "only be read by running it: load it with torch.load(weights_only=True) and save it again"
         )
-    if not kinds:
-        listed = ", ".join(list(infos)[:3]) or "nothing"
-        raise NoCheckpointError(
-            f"{location.url} holds no checkpoint: expected safetensors, torch.save or torch.distributed.checkpoint; there is "
-            f"{listed}"
-        )
-    ((kind, files),) = kinds.items()
-    if kind == "legacy":
-        raise CheckpointError(
-            f"{location.connector.describe(infos[files[0]].key)} is {_FORMATS[kind]}, which can only be read by running it: "
-            "load it with torch.load(weights_only=True) and save it again"
-        )
-    name = "safetensors" if kind == "state" else kind
-    checkpoint = Checkpoint(location.url, name, location.connector, location.prefix, infos)
-    if kind == "state":
+    kind = "safetensors" if chosen.kind == "state" else chosen.kind
+    checkpoint = Checkpoint(location.url, kind, location.connector, location.prefix, infos, beside=[*chosen.beside])
+    if chosen.kind == "state":
         _open_state(checkpoint, fetch, export)
         return checkpoint
-    if location.single is None and not any(name.endswith(INDEX) for name in infos):
-        _check_numbered(checkpoint, files)
+    if location.single is None and chosen.index is None:
+        _check_numbered(checkpoint, chosen.files)
     of_safetensors = partial(_open_safetensors, is_single=location.single is not None)
     readers: dict[str, Callable[..., None]] = {"safetensors": of_safetensors, "torch": _open_torch, "dcp": _open_dcp}
-    readers[kind](checkpoint, files, fetch, heads)
+    readers[chosen.kind](checkpoint, chosen, fetch)
     return checkpoint
 
 
@@ -101,18 +73,18 @@ def _named(checkpoint: Checkpoint, info: ObjectInfo, error: Exception) -> Format
 # ------------------------------------------------------------------------------------------------------ safetensors
 
 
-def _open_safetensors(
-    checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes], *, is_single: bool
-) -> None:
-    indexed = _indexed(checkpoint, files, ".safetensors")
-    infos = [checkpoint.objects[name] for name in (files if indexed is None else indexed)]
-    for info, entries, metadata in _headers(checkpoint, infos, fetch, heads):
+def _open_safetensors(checkpoint: Checkpoint, chosen: Chosen, fetch: Fetch, *, is_single: bool) -> None:
+    indexed = _indexed(checkpoint, chosen, ".safetensors")
+    names = chosen.files if indexed is None else [*indexed]
+    infos = [checkpoint.objects[name] for name in names]
+    for name, (info, entries, metadata) in zip(names, _headers(checkpoint, infos, fetch, chosen.heads), strict=True):
         if "loaderkit" in metadata and indexed is None and not is_single:
             raise CheckpointError(
                 f"{checkpoint.describe(info.key)} is {metadata['loaderkit']}, and that is not there: the "
                 "checkpoint was not committed, or a file of it was copied; name the file to read it by itself"
             )
-        _add_entries(checkpoint, info, entries)
+        known = entries if indexed is None else [entry for entry in entries if entry.name in indexed[name]]
+        _add_entries(checkpoint, info, known)
     _check_index(checkpoint, indexed)
 
 
@@ -159,16 +131,11 @@ def _require_new(checkpoint: Checkpoint, name: str, info: ObjectInfo) -> None:
         )
 
 
-def _indexed(checkpoint: Checkpoint, files: list[str], suffix: str) -> dict[str, list[str]] | None:
-    """File -> the names in it according to the directory's index; None without an index."""
-    indexes = [name for name in checkpoint.objects if name.endswith(suffix + INDEX)]
-    if not indexes:
+def _indexed(checkpoint: Checkpoint, chosen: Chosen, suffix: str) -> dict[str, set[str]] | None:
+    """File -> the names in it according to the index; None without an index. The other files of the kind lie beside."""
+    if chosen.index is None:
         return None
-    if len(indexes) > 1:
-        raise CheckpointError(
-            f"{checkpoint.name} has two indexes, {indexes[0]} and {indexes[1]}: name the file that is meant"
-        )
-    info = checkpoint.objects[indexes[0]]
+    info = checkpoint.objects[chosen.index]
     if info.size > _MAX_INDEX:
         raise _named(checkpoint, info, FormatError(f"{info.size} bytes are too many for an index"))
     data = bytearray(info.size)
@@ -180,29 +147,30 @@ def _indexed(checkpoint: Checkpoint, files: list[str], suffix: str) -> dict[str,
             raise TypeError("its weight_map is no table of file names")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _named(checkpoint, info, FormatError(f"it is no index of a checkpoint: {error!r}")) from None
-    indexed: dict[str, list[str]] = {}
+    indexed: dict[str, set[str]] = {}
     for name, file in names.items():
         if "/" in file or "\\" in file or file in ("", ".", ".."):
             raise _named(
                 checkpoint, info, FormatError(f"it names {file!r} for {name!r}, and there is no such file beside it")
             )
-        indexed.setdefault(file, []).append(name)
+        indexed.setdefault(file, set()).add(name)
     if missing := [file for file in indexed if file not in checkpoint.objects]:
         raise CheckpointError(
             f"{checkpoint.name} is not whole: {len(missing)} of {len(indexed)} shards are missing, such as {missing[0]!r}, "
-            f"which {indexes[0]} names"
+            f"which {chosen.index} names"
         )
-    if other := [file for file in indexed if file not in files]:
+    if other := [file for file in indexed if file not in chosen.files]:
         raise _named(
             checkpoint, checkpoint.objects[other[0]], FormatError(f"it is no {suffix[1:]} file, and the index names it")
         )
+    checkpoint.beside[:0] = [name for name in chosen.files if name not in indexed]
     return indexed
 
 
 def _check_numbered(checkpoint: Checkpoint, files: list[str]) -> None:
     """Raise CheckpointError if a file is missing of those whose names give a total: writers write the index last."""
     numbers: dict[tuple[str, str, str], set[int]] = {}
-    for match in filter(None, map(_NUMBERED.fullmatch, files)):
+    for match in filter(None, map(SHARD.fullmatch, files)):
         numbers.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
     for (stem, count, suffix), present in numbers.items():
         num_shards, first = int(count), 0 if 0 in present else 1
@@ -214,9 +182,9 @@ def _check_numbered(checkpoint: Checkpoint, files: list[str]) -> None:
             )
 
 
-def _check_index(checkpoint: Checkpoint, indexed: dict[str, list[str]] | None) -> None:
+def _check_index(checkpoint: Checkpoint, indexed: dict[str, set[str]] | None) -> None:
     for file, names in (indexed or {}).items():
-        for name in names:
+        for name in sorted(names):
             if name not in checkpoint.tensors and name not in checkpoint.values:
                 raise CheckpointError(
                     f"{checkpoint.name} is not whole: {file} has no tensor {name!r}, which the index lists there"
@@ -280,8 +248,8 @@ def _whole(checkpoint: Checkpoint, info: ObjectInfo, most: int) -> bytes:
 # ------------------------------------------------------------------------------------------------------- torch.save
 
 
-def _open_torch(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
-    indexed = _indexed(checkpoint, files, ".bin")
+def _open_torch(checkpoint: Checkpoint, chosen: Chosen, fetch: Fetch) -> None:
+    files, indexed = chosen.files, _indexed(checkpoint, chosen, ".bin")
     if indexed is None and len(files) > 1:
         raise CheckpointError(
             f"{checkpoint.name} holds {len(files)} torch.save files ({', '.join(files[:4])}) and no index that says how they "
@@ -295,12 +263,16 @@ def _open_torch(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: d
             return fetch([ByteRange(info.key, start, length, info.etag) for start, length in ranges])
 
         try:
-            archive = torch_zip.read_archive(_reader(checkpoint, info, heads.pop(info.key)), info.size, fetch_here)
+            archive = torch_zip.read_archive(
+                _reader(checkpoint, info, chosen.heads.pop(info.key)), info.size, fetch_here
+            )
             leaves = flatten(
                 archive.value, _is_view, max(1000, archive.num_pickled), seen=collect(checkpoint.containers)
             )
         except (FormatError, CheckpointError) as error:
             raise type(error)(f"{checkpoint.describe(info.key)}: {error}") from None
+        if indexed is not None:
+            leaves = {own: leaf for own, leaf in leaves.items() if own in indexed[name]}
         _add_leaves(checkpoint, info, leaves, archive.starts)
     _check_index(checkpoint, indexed)
 
@@ -332,7 +304,7 @@ def _entry(view: torch_zip.View, starts: dict[str, int], key: str) -> TensorEntr
 # ------------------------------------------------------------------------------------- torch.distributed.checkpoint
 
 
-def _open_dcp(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
+def _open_dcp(checkpoint: Checkpoint, chosen: Chosen, fetch: Fetch) -> None:
     info = checkpoint.objects[METADATA]
     try:
         contents = dcp.read_metadata(_whole(checkpoint, info, _MAX_METADATA), checkpoint.prefix)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from loaderkit.checkpoint.discovery.detect import METADATA
-from loaderkit.checkpoint.discovery.listing import newest_s, url_below
-from loaderkit.checkpoint.discovery.locate import SAVING, SaveTarget, save_target
+from loaderkit.checkpoint.discovery.kinds import METADATA, is_beside, step_in
+from loaderkit.checkpoint.discovery.latest import examined
+from loaderkit.checkpoint.discovery.listing import candidates_below, newest_s, url_below
+from loaderkit.checkpoint.discovery.locate import SAVING, NothingThereError, SaveTarget, locate, save_target
 from loaderkit.checkpoint.discovery.manifest import NAME
 from loaderkit.checkpoint.formats.dcp import read_metadata
 from loaderkit.checkpoint.formats.state_file import STATE, read_state
@@ -95,6 +96,48 @@ class RunDirectory:
         """The step, if its checkpoint is whole. Raises CheckpointError, FormatError, ConnectorError."""
         with OpenCheckpoint.open(self.url_of(step), self._connectors, "2GiB", True):
             return step
+
+    def of_another_make(self, step: int | None = None) -> Iterator[tuple[int, str]]:
+        """(step, URL) of the newest whole checkpoint here that no manager has saved, or of that of `step`, if there is one.
+
+        Raises CheckpointError if there are such checkpoints and none is whole, or none has a name that tells its step.
+        """
+        try:
+            location = locate(self._url, self._connectors)
+        except NothingThereError:
+            return
+        try:
+            names = [name for name in candidates_below(location) if not is_beside(name)]
+        finally:
+            location.close()
+        broken: list[str] = []
+        for name, problem in examined(self._url, names, "auto", self._connectors):
+            number, is_named_so = step_in(name), _step_in(name) is not None
+            if step is not None and number != step:
+                continue
+            url = url_below(self._url, name) if name else self._url
+            if problem is not None and number is not None and not is_named_so:
+                broken.append(f"{printable(url)}: {problem}")
+            if problem is not None or (is_named_so and self._is_own(url)):
+                continue
+            if number is None:
+                raise CheckpointError(
+                    f"{printable(url)} is a whole checkpoint whose name tells no step, and no CheckpointManager has saved one: "
+                    "training would begin anew. Restore it by loaderkit.restore(url, into=...), call it step-0, or move it "
+                    "elsewhere"
+                )
+            yield number, url
+            return
+        if broken:
+            raise CheckpointError(
+                f"none of the {len(broken)} checkpoints in {self} is whole, so nothing is restored; the newest: {broken[0]}. "
+                "To begin anew, remove them or save to another directory"
+            )
+
+    def _is_own(self, url: str) -> bool:
+        """True for a checkpoint that a manager has saved: one that has lost its manifest is being removed, or copied."""
+        with OpenCheckpoint.open(url, self._connectors, "2GiB", "auto") as source:
+            return any(f"{OWN_KEY}.step" in names for names in (source.contents.values, source.contents.pickled))
 
     def note(self, step: int, metrics: Mapping[str, float], time_s: float) -> None:
         """Remember what was saved when, in seconds since 1970."""
@@ -286,5 +329,5 @@ def _remove(target: SaveTarget, name: str) -> None:
     put_marker(step, writes, placement)  # by it the next save finds the directory even when nothing is left in it
     if writes.rename(prefix, aside):
         prefix = aside
-    remove_directory(writes, prefix, list(listed(target.connector, prefix)))
+    remove_directory(target.connector, prefix, list(listed(target.connector, prefix)))
     writes.delete(marker_key(step, placement))

@@ -309,7 +309,9 @@ class CheckpointManager:
 
         It may have been saved by any number of ranks. One that is damaged is passed over with a warning that says why, also if
         that shows only while it is read: of a step in `local` for the same in `to`, then for the one before. If none is left,
-        that is an error. Raises CheckpointError, before anything is written, if names, shapes or dtypes do not fit.
+        that is an error. Where no CheckpointManager has saved one, the newest of another make is taken, such as of dcp.save or
+        torch.save, if its name tells its step. Raises CheckpointError, before anything is written, if names, shapes or dtypes
+        do not fit, and if there are checkpoints of another make and none can be taken.
         """
         self._check_open()
         number = None if step is None else _whole(step)
@@ -329,11 +331,12 @@ class CheckpointManager:
         return chosen
 
     def latest_step(self) -> int | None:
-        """The largest step of which there is a committed checkpoint, in `local` or `to`; None: there is none."""
+        """The largest step of which there is a committed checkpoint, as `all_steps` has them; None: there is none."""
         return max(self.all_steps(), default=None)
 
     def all_steps(self) -> list[int]:
-        """The steps of which there is a committed checkpoint, in `local` or `to`, ascending."""
+        """The steps of which there is a committed checkpoint, in `local` or `to`, ascending. Where no CheckpointManager has
+        saved one, the newest of another make."""
         return self._tiers.steps()
 
     # ------------------------------------------------------------------------------------------------------- end

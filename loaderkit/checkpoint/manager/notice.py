@@ -7,6 +7,7 @@ signal ──> noted by its rank ──> asked at its next step ──> each ran
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -20,7 +21,11 @@ logger = logging.getLogger("loaderkit")
 
 
 class SignalNotice:
-    """Notes signals instead of letting them end the process, until `close`, which restores what was there."""
+    """Notes signals instead of letting them end the process, until `close`, which restores what was there.
+
+    A child of `os.fork` has the handlers that were there before: nobody in it asks for the notice, and its parent ends it by a
+    signal (`Process.terminate`, `Pool.terminate`).
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         """Raises ConfigError outside the main thread, where Python sets no handlers."""
@@ -49,8 +54,11 @@ class SignalNotice:
     def close(self) -> None:
         """Put the previous handlers back, unless others were set since, or other notices note the signals. Idempotent."""
         for number in self._numbers:
-            _NOTICES[number].remove(self)
-            if not _NOTICES[number] and signal.getsignal(number) is _note:
+            notices = _NOTICES.get(number, [])  # a fork's child has none of its parent's
+            if self not in notices:
+                continue
+            notices.remove(self)
+            if not notices and signal.getsignal(number) is _note:
                 signal.signal(number, _PREVIOUS.pop(number))
         self._numbers = set()
 
@@ -60,8 +68,20 @@ _PREVIOUS: dict[int, Any] = {}  # the handlers before the first of them
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    for notice in _NOTICES[number]:
+    for notice in _NOTICES.get(number, ()):
         notice.note(number)
+
+
+def _leave_to_child() -> None:
+    """Give a fork's child the handlers that were there before any notice."""
+    for number, previous in _PREVIOUS.items():
+        if signal.getsignal(number) is _note:
+            signal.signal(number, previous)
+    _PREVIOUS.clear()
+    _NOTICES.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_child)
 
 
 class StepAgreement:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import takewhile
 
+from loaderkit.checkpoint.discovery.latest import is_there
 from loaderkit.checkpoint.manager.directory import RunDirectory, step_name
 from loaderkit.checkpoint.manager.settings import SaveSettings
 from loaderkit.checkpoint.manager.uploads import Uploads
@@ -174,38 +175,41 @@ class Tiers:
     # ----------------------------------------------------------------------------------------------------- restore
 
     def steps(self) -> list[int]:
-        """The committed steps of both, ascending. Raises ConnectorError."""
-        return sorted({step for directory in self._directories() for step in directory.committed()})
+        """The committed steps of both, ascending; without any the newest of another make. Raises ConnectorError, and
+        CheckpointError as `whole` does."""
+        committed = sorted({step for directory in self._directories() for step in directory.committed()})
+        return committed or [step for step, _ in self._far.of_another_make()]
 
     def whole(self, step: int | None = None) -> Iterator[tuple[int, str]]:
         """(step, URL) of the checkpoints that are whole, of this step or of all: the newest first, of a step the local one,
         unless that was saved before the other.
 
-        Those that are damaged are passed over, with a warning that says why. Raises ConnectorError for a failure of the store
-        `to`, CheckpointError if there are checkpoints and none is whole, and for `step` what is wrong with it, FormatError too.
+        Those that are damaged are passed over, with a warning that says why. Where no manager has saved any, the newest whole
+        one of another make. Raises ConnectorError for a failure of the store `to`, CheckpointError if there are checkpoints and
+        none is whole, or none tells its step, and for `step` what is wrong with it, FormatError too.
         """
-        there = {directory.url: directory.generations() for directory in self._directories()}
-        steps = sorted({number for found in there.values() for number in found}, reverse=True)
         problem: Exception | None = None
-        found = False
-        for number in steps if step is None else [step]:
-            # Another machine may have saved it since; of the same age the local one comes first.
-            ages = {url: generations.get(number, -1) for url, generations in there.items()}
-            for directory in sorted(self._directories(), key=lambda item: -ages[item.url]):
-                if ages[directory.url] < 0 and (step is None or directory is not self._far):
-                    continue
-                try:
-                    directory.checked(number)
-                except (CheckpointError, FormatError, ConnectorError) as error:
-                    if isinstance(error, ConnectorError) and directory is self._far:
-                        raise
+        has_found = False
+        tried: set[int] = set()
+        while True:
+            there = {directory.url: directory.generations() for directory in self._directories()}
+            steps = sorted({number for found in there.values() for number in found}, reverse=True)
+            # What was tried may be gone because newer ones were saved: those are next.
+            left = [number for number in (steps if step is None else [step]) if number not in tried]
+            for number in left:
+                for url, error in self._looked_at(number, there, is_chosen=step is not None):
+                    if error is None:
+                        has_found = True
+                        yield number, url
                     problem = problem or error
-                    if step is None or directory is not self._far:
-                        warn_damaged(directory.url_of(number), error)
-                else:
-                    found = True
-                    yield number, directory.url_of(number)
-        if found or problem is None:
+            tried |= {*left}
+            if not left:
+                break
+        if not has_found and step not in steps and (step is not None or not tried):
+            for found in self._far.of_another_make(step):
+                has_found = True
+                yield found
+        if has_found or problem is None:
             return
         if step is not None and step not in steps:
             there_are = (
@@ -220,6 +224,29 @@ class Tiers:
             f"none of the {len(steps)} checkpoints in {' and '.join(there)} is whole, so nothing is restored; the newest: "
             f"{problem}. To begin anew, remove them or save to another directory"
         )
+
+    def _looked_at(
+        self, step: int, there: Mapping[str, Mapping[int, int]], *, is_chosen: bool
+    ) -> Iterator[tuple[str, Exception | None]]:
+        """(URL, what is wrong with it, None if it is whole) of a step, by the directories' `generations`."""
+        # Another machine may have saved it since; of the same age the local one comes first.
+        ages = {url: generations.get(step, -1) for url, generations in there.items()}
+        for directory in sorted(self._directories(), key=lambda item: -ages[item.url]):
+            is_last = directory is self._far
+            if ages[directory.url] < 0 and not (is_chosen and is_last):
+                continue
+            try:
+                directory.checked(step)
+            except (CheckpointError, FormatError, ConnectorError) as error:
+                if not is_chosen and not is_there(directory.url_of(step), self._connectors):
+                    continue  # removed since it was listed
+                if is_last and isinstance(error, ConnectorError):
+                    raise
+                if not (is_chosen and is_last):
+                    warn_damaged(directory.url_of(step), error)
+                yield directory.url_of(step), error
+            else:
+                yield directory.url_of(step), None
 
     def is_local(self, url: str) -> bool:
         """True for a checkpoint that is not where checkpoints last."""

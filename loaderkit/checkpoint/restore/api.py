@@ -13,6 +13,7 @@ import torch
 from loaderkit.checkpoint.discovery.manifest import Verify
 from loaderkit.checkpoint.restore import multi_rank
 from loaderkit.checkpoint.restore.nested import nested_state, number_optimizers, structure_of, with_versions
+from loaderkit.checkpoint.restore.removed import past_removals
 from loaderkit.checkpoint.restore.requests import given_tensors, new_tensors
 from loaderkit.checkpoint.restore.selection import (
     Dtype,
@@ -34,6 +35,7 @@ from loaderkit.errors import ConfigError
 _CPU = torch.device("cpu")
 
 
+@past_removals
 def restore(
     url: str | os.PathLike[str],
     into: Any = None,
@@ -81,6 +83,7 @@ def restore(
             group = stack.enter_context(multi_rank.rank_group(*several, timeout_s))
             transfer = partial(multi_rank.transfer, group)
         source = stack.enter_context(OpenCheckpoint.open(url, connectors, memory, verify, export=export))
+        source.tell_beside()
         parsed_dtype, target_device, globs = parse_dtype(dtype), parse_device(device), parse_keys(keys)
         settings = {"concurrency": concurrency, "progress": progress}
         if into is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,8 +28,9 @@ from loaderkit.checkpoint.transfer.layout import as_tensor, unpacked
 from loaderkit.checkpoint.transfer.plan import ReadRequest
 from loaderkit.checkpoint.transfer.session import TransferSession, plan_access
 from loaderkit.connectors.base import ByteRange, Connector
-from loaderkit.errors import CheckpointError, ConfigError, FormatError
+from loaderkit.errors import CheckpointError, ConfigError, FormatError, printable
 
+logger = logging.getLogger("loaderkit")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _ARCHIVE_HEAD = 4096  # bytes of a shard's archive that hold its pickle and its record's header
 _ARCHIVE_TAIL = 4096  # bytes that hold its directory
@@ -74,6 +76,15 @@ class OpenCheckpoint:
         except BaseException:
             location.close()
             raise
+
+    def tell_beside(self) -> None:
+        """Warn of files and folders with weights that are no part of the checkpoint."""
+        if beside := self.contents.beside:
+            more = f" and {len(beside) - 3} more" if len(beside) > 3 else ""
+            logger.warning(
+                "%s is restored without what lies beside it (%s%s): name that to restore it",
+                *(printable(self.contents.name), printable(", ".join(beside[:3])), more),
+            )
 
     def close(self) -> None:
         """Close the connector, unless the caller gave it. Idempotent."""

@@ -23,7 +23,7 @@ import xxhash
 
 from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES
 from loaderkit.checkpoint.discovery.description import DCP, Description, description_in
-from loaderkit.checkpoint.discovery.detect import SUFFIXES
+from loaderkit.checkpoint.discovery.kinds import SUFFIXES
 from loaderkit.checkpoint.discovery.locate import SaveTarget
 from loaderkit.checkpoint.discovery.manifest import NAME, manifest_of, parse_manifest
 from loaderkit.checkpoint.save.engine import SavedFile
@@ -33,6 +33,7 @@ from loaderkit.checkpoint.save.placement import (
     generation_of,
     listed,
     marker_key,
+    own_keys,
     place,
     read_object,
     saving_folder,
@@ -114,9 +115,11 @@ def clear(target: SaveTarget, writes: Writes, save: UnfinishedSave, others: Sequ
         tidy(final, writes, [name for name in own if generation_of(name) not in kept], kind)
         if save.name and not others:
             _clear_rest(writes, final.prefix)
-    for key in save.keys:
-        if key != save.marker:
-            writes.delete(key)
+    keys = [key for key in save.keys if key != save.marker]
+    for folder in save.folders:
+        keys = own_keys(target.connector, folder, keys)
+    for key in keys:
+        writes.delete(key)
     for folder in save.folders:
         _clear_rest(writes, folder)
     writes.delete(save.marker)

@@ -21,7 +21,7 @@ import xxhash
 from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES, Checkpoint, Checksums
 from loaderkit.checkpoint.discovery.blocks import hash_objects, hashes_of
 from loaderkit.checkpoint.discovery.description import description_in
-from loaderkit.checkpoint.discovery.detect import DESCRIBING
+from loaderkit.checkpoint.discovery.kinds import DESCRIBING
 from loaderkit.checkpoint.discovery.listing import url_below
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation, SaveTarget, locate, save_target
 from loaderkit.checkpoint.discovery.manifest import (
@@ -84,11 +84,16 @@ def copy_checkpoint(
     given = connectors or {}
     location = locate(url, given)
     try:
-        name = os.fspath(url).rstrip("/").rpartition("/")[2].removesuffix(".tar")
+        name = _name_of(location)
         target = save_target(url_below(to, name), given)
         try:
             fetch = fetch_of(location.connector)
             checkpoint = open_checkpoint(location, fetch)
+            if folders := [name for name in checkpoint.beside if name.endswith("/")]:
+                raise CheckpointError(
+                    f"{location.url}: below it there are files of checkpoints in {folders[0]!r}, which would not be copied: "
+                    "copy the directory with another program"
+                )
             source = _Source(location, checkpoint, read_manifest(location, checkpoint, "auto", fetch))
             was_there = _is_there(source, target, replace)
             if not was_there:
@@ -99,6 +104,13 @@ def copy_checkpoint(
         location.close()
     num_bytes = sum(info.size for info in source.files)
     return CopiedCheckpoint(url_below(to, name), num_bytes, len(source.files), was_there)
+
+
+def _name_of(location: CheckpointLocation) -> str:
+    """The name of a checkpoint's file or directory; one that was packed has that of its archive."""
+    parts = location.url.rstrip("/").split("/")
+    name = parts[-2] if location.named else parts[-1]
+    return name.removesuffix(".tar") if location.single is None else name
 
 
 class _Flow(NamedTuple):
@@ -227,7 +239,7 @@ def _copy(source: _Source, target: SaveTarget, flow: _Flow) -> None:
         if keys & {target.prefix + name for name in names if name.endswith(kind.suffix)}:
             raise _other_checkpoint(target)
     elif present:
-        _remove_cut_off(source, target, writes, present)
+        _remove_cut_off(source, target, present)
     generations = [generation_of(source.name_of(info)) for info in source.files]
     first_generation = max((number for number in generations if number is not None), default=0)
     placement = place(target, writes, others, first_generation)
@@ -244,12 +256,12 @@ def _copy(source: _Source, target: SaveTarget, flow: _Flow) -> None:
                 writes.delete(marker_key(target, placement))
 
 
-def _remove_cut_off(source: _Source, target: SaveTarget, writes: Writes, present: list[ObjectInfo]) -> None:
+def _remove_cut_off(source: _Source, target: SaveTarget, present: list[ObjectInfo]) -> None:
     """Remove what is there of a copy that was cut off. Raises CheckpointError for files that are none of its."""
     wanted = {target.prefix + source.name_of(info) for info in source.files}
     if others := [info.key for info in present if info.key not in wanted and not info.key.endswith(".tmp")]:
         raise _another(target, min(others))
-    remove_directory(writes, target.prefix, present)
+    remove_directory(target.connector, target.prefix, present)
 
 
 def _replace(source: _Source, target: SaveTarget, writes: Writes, placement: Placement, flow: _Flow) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
@@ -31,7 +31,7 @@ from loaderkit.checkpoint.formats.dcp import MAX_TIED
 from loaderkit.checkpoint.planning.boxes import Box
 from loaderkit.checkpoint.planning.held import Held, ItemShare, divided, is_default_planner, part_of
 from loaderkit.checkpoint.planning.stored import Stored, described_as_stored
-from loaderkit.checkpoint.save.commit import begin, commit
+from loaderkit.checkpoint.save.commit import begin, clear_dead, commit
 from loaderkit.checkpoint.save.engine import SavedFile, save_files
 from loaderkit.checkpoint.save.file_plan import BytesItem, FilePlan, Item, TensorItem
 from loaderkit.checkpoint.save.memory import PartBuffers
@@ -42,7 +42,7 @@ from loaderkit.checkpoint.save.safetensors.writer import RankWork, SafetensorsSa
 from loaderkit.checkpoint.save.staging import HostCopies
 from loaderkit.checkpoint.save.tensor_bytes import identity_of, plain_tensor
 from loaderkit.connectors.base import Connector, traits_of, writes_of
-from loaderkit.errors import CheckpointError, ConfigError
+from loaderkit.errors import CheckpointError, ConfigError, ConnectorError
 
 _REMOTE_WORKERS = 8
 _FILE_WORKERS = 4
@@ -83,10 +83,12 @@ _FILES = MetadataIndex("loaderkit:files")  # of the result that carries them
 
 @dataclass
 class _Running:
-    """A save as its coordinator knows it."""
+    """A save as its coordinator knows it. `is_to_clear`: no other rank writes, so that what is there of it when it ends is
+    cleared on the spot."""
 
     placement: Placement
     heartbeat: Heartbeat
+    is_to_clear: bool
 
 
 class StreamWriter(StorageWriter, AsyncStager):
@@ -196,9 +198,13 @@ class StreamWriter(StorageWriter, AsyncStager):
         """
         target = self._opened()
         writes = writes_of(target.connector)
-        placement = begin(target, writes, self._kind, time.time_ns() // 1_000_000 if self._unique_names else 0)
+        try:
+            placement = begin(target, writes, self._kind, time.time_ns() // 1_000_000 if self._unique_names else 0)
+        except ConnectorError:
+            _clear_failed(target)
+            raise
         renew = partial(put_marker, target, writes, placement)
-        self._running = _Running(placement, Heartbeat(placement.attempt, renew))
+        self._running = _Running(placement, Heartbeat(placement.attempt, renew), is_to_clear=len(plans) == 1)
         local = [plan.storage_data if isinstance(plan.storage_data, Local) else None for plan in plans]
         tokens = [None if one is None else one.token for one in local]
         if self._whole is not None:
@@ -235,6 +241,8 @@ class StreamWriter(StorageWriter, AsyncStager):
         """On the coordinator, once all ranks have written: make it the checkpoint. Raises CheckpointError, ConnectorError."""
         with self._alone():
             try:
+                if self._running is not None:
+                    self._running.is_to_clear = True
                 self._commit(metadata, results)
             finally:
                 self._end()
@@ -285,10 +293,12 @@ class StreamWriter(StorageWriter, AsyncStager):
         return self._target
 
     def _end(self) -> None:
-        """This save is over. What it has written and not committed is cleared by the next."""
+        """This save is over. What it has written and not committed is cleared: by the next where others may still write."""
         running, self._running = self._running, None
         if running is not None:
             running.heartbeat.stop()
+            if running.is_to_clear and self._target is not None:
+                _clear_failed(self._target)
         whole, self._whole = self._whole, None
         if whole is not None:
             whole.close()
@@ -392,6 +402,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         begin_s = time.perf_counter()
         files = [file for item in written for file in item.files]
         commit(target, writes_of(target.connector), running.placement, files, description, kind=self._kind)
+        running.is_to_clear = False
         ranks = {item.rank: _times_of(item.files) for item in written}
         self._stats = {"ranks": ranks, "commit_s": time.perf_counter() - begin_s}
 
@@ -406,6 +417,14 @@ class StreamWriter(StorageWriter, AsyncStager):
         if _VERSION is not None:
             metadata.version = _VERSION
         return pickle.dumps(metadata)
+
+
+def _clear_failed(target: SaveTarget) -> None:
+    """Clear what a save that has failed left on a disk, which may be full. In a store far away, which may not answer, the next
+    save does."""
+    if not traits_of(target.connector).is_remote:
+        with suppress(ConnectorError):  # the error of the save says more
+            clear_dead(target, writes_of(target.connector))
 
 
 def _resolved(

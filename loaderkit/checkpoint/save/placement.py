@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from loaderkit.checkpoint.discovery.locate import SAVING, SaveTarget
 from loaderkit.checkpoint.save.owner import MAX_SILENCE_S, Owner, is_running, this_process
-from loaderkit.connectors.base import Connector, ObjectInfo, Writes, modified_s_of
+from loaderkit.connectors.base import Connector, ObjectInfo, Writes, links_of, modified_s_of
 from loaderkit.errors import ObjectNotFoundError
 
 _PROBE = "probe"
@@ -182,6 +182,13 @@ def listed(connector: Connector, prefix: str) -> Iterator[ObjectInfo]:
         yield from connector.list(prefix)
     except ObjectNotFoundError:
         return
+
+
+def own_keys(connector: Connector, prefix: str, keys: Iterable[str]) -> list[str]:
+    """What to delete of these objects below the directory `prefix`: in the place of those behind symbolic links the links."""
+    links = links_of(connector, prefix)
+    behind = tuple(f"{link}/" for link in links)
+    return [*links, *(key for key in keys if not key.startswith(behind))]
 
 
 def read_object(connector: Connector, key: str) -> bytes:

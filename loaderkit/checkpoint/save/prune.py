@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loaderkit._internal.units import say_age
-from loaderkit.checkpoint.discovery.detect import DESCRIBING, METADATA
+from loaderkit.checkpoint.discovery.kinds import DESCRIBING, METADATA
 from loaderkit.checkpoint.discovery.listing import list_checkpoints, newest_s, url_below
 from loaderkit.checkpoint.discovery.locate import SaveTarget, save_target
 from loaderkit.checkpoint.discovery.manifest import NAME
 from loaderkit.checkpoint.formats.state_file import CONFIG, STATE
 from loaderkit.checkpoint.save.commit import clear
-from loaderkit.checkpoint.save.placement import UnfinishedSave, listed, unfinished_saves
-from loaderkit.connectors.base import Connector, ObjectInfo, Writes, writes_of
+from loaderkit.checkpoint.save.placement import UnfinishedSave, listed, own_keys, unfinished_saves
+from loaderkit.connectors.base import Connector, ObjectInfo, writes_of
 from loaderkit.errors import CheckpointError
 
 IDLE_S = 24 * 3600.0
@@ -92,19 +92,20 @@ def remove_debris(
             infos = list(listed(target.connector, f"{target.parent}{item.name}/"))
             if (sum(info.size for info in infos), len(infos)) != (item.num_bytes, item.num_files):
                 raise CheckpointError(f"{target.connector.describe(target.parent + item.name)} is being written to")
-            remove_directory(writes, f"{target.parent}{item.name}/", infos)
+            remove_directory(target.connector, f"{target.parent}{item.name}/", infos)
     finally:
         target.close()
 
 
-def remove_directory(writes: Writes, prefix: str, infos: Sequence[ObjectInfo]) -> None:
+def remove_directory(connector: Connector, prefix: str, infos: Sequence[ObjectInfo]) -> None:
     """Remove a checkpoint, or what is left of one: its manifest first, then the bytes, and its description, which says whose
-    it is, last. What is cut off in between is no whole checkpoint any more."""
+    it is, last. What is cut off in between is no whole checkpoint any more. Of a symbolic link the link is removed."""
+    writes = writes_of(connector)
 
     def turn(key: str) -> tuple[bool, bool, bool]:
         return key.endswith((METADATA, STATE)), key.endswith(DESCRIBING), not key.endswith(NAME)
 
-    for key in sorted((info.key for info in infos), key=turn):
+    for key in sorted(own_keys(connector, prefix, [info.key for info in infos]), key=turn):
         writes.delete(key)
         if key.endswith(NAME):
             writes.sync(prefix)

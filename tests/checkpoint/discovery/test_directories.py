@@ -74,12 +74,12 @@ class TestDistributed:
 class TestDirectories:
     def test_absolute_names_in_an_archive(self, tmp_path: Path) -> None:
         with tarfile.open(tmp_path / "x.tar", "w") as tar:
-            for name in ("/abs/y.safetensors", "x.safetensors"):
-                data = safetensors.torch.save({name[-13:]: torch.ones(2)})
+            for name in ("/abs/y.safetensors", "model.safetensors"):
+                data = safetensors.torch.save({name[-5:]: torch.ones(2)})
                 member = tarfile.TarInfo(name)
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
-        assert [*loaderkit.restore(tmp_path / "x.tar")] == ["x.safetensors"]
+        assert [*loaderkit.restore(tmp_path / "x.tar")] == ["nsors"]
 
     @pytest.mark.filterwarnings("default:.*links are left out")
     @pytest.mark.parametrize("root", ["../", "/abs/", "step-1/../../", ""])
@@ -106,10 +106,10 @@ class TestDirectories:
 
     def test_two_formats(self, tmp_path: Path) -> None:
         safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-        torch.save({"a": torch.ones(2)}, tmp_path / "optimizer.pt")
+        torch.save({"a": torch.ones(2)}, tmp_path / "second.pt")
         with pytest.raises(CheckpointError, match=r"two formats.*safetensors.*torch\.save"):
             loaderkit.restore(tmp_path)
-        assert loaderkit.restore(tmp_path / "optimizer.pt")["a"].tolist() == [1, 1]
+        assert loaderkit.restore(tmp_path / "second.pt")["a"].tolist() == [1, 1]
 
     def test_a_name_in_two_files(self, tmp_path: Path) -> None:
         for name in ("a", "b"):

@@ -166,3 +166,17 @@ def test_a_disturbed_save(point: Point, server: Seaweed | None, rng: random.Rand
             assert_restored(world, writer, step, 4)
             assert steps_in(world.names()) == [*range(1, step + 1)]
         saver.close()
+
+
+def test_nothing_is_left_of_a_save_that_a_full_disk_ended(rng: random.Random) -> None:
+    """At once, as the disk stays full until somebody makes room."""
+    for _ in range(4):
+        store, writer = rng.choice(["file", "file", "mount"]), rng.choice(["manager", "stream"])
+        point = Point(store, "full", False, writer, rng.choice(["dcp", "safetensors"]), rng.random())
+        last = int(point.share * calls_of(point, None))
+        with made_world(store, None) as world:
+            saver = prepared(world, point)
+            world.arm("full", last)
+            assert saver.save(3, 3) or steps_in(world.names()) == [1, 2], point
+            world.arm("", None)
+            saver.close()

@@ -6,10 +6,23 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 
 from loaderkit.checkpoint.manager.notice import SignalNotice, StepAgreement
 from loaderkit.checkpoint.ranks.board import Board
 from loaderkit.errors import ConfigError
+
+
+def forked(work: Callable[[], None]) -> int:
+    """The exit code of a forked child that does `work`, as of subprocess: the negative number of a signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            work()
+            os._exit(0)
+        os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 class TestSignals:
@@ -46,6 +59,39 @@ class TestSignals:
         assert signal.getsignal(signal.SIGUSR1) != before
         second.close()
         assert signal.getsignal(signal.SIGUSR1) == before
+
+    def test_children_of_fork_have_the_handlers_of_before(self, rng: random.Random) -> None:
+        """A signal of the notice ends them, or is handled as it was; they may note signals themselves; the parent's stay."""
+        names = rng.sample(["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], 3)
+        *numbers, ignored = [signal.Signals[name].value for name in names]
+        before = {number: signal.signal(number, signal.SIG_DFL) for number in (*numbers, ignored)}
+        signal.signal(ignored, signal.SIG_IGN)
+        notices = [SignalNotice(names), SignalNotice(names[:1])]
+        try:
+
+            def note_and_end() -> None:
+                assert [signal.getsignal(number) for number in (*numbers, ignored)] == [0, 0, signal.SIG_IGN]
+                own = SignalNotice(names[:1])
+                os.kill(os.getpid(), numbers[0])
+                assert own.name == names[0]
+                notices[0].close()
+                own.close()
+                os.kill(os.getpid(), ignored)
+                os.kill(os.getpid(), numbers[0])
+
+            ends = [forked(note_and_end), forked(lambda: os.kill(os.getpid(), numbers[1]))]
+            thread = threading.Thread(target=lambda: ends.append(forked(note_and_end)))
+            thread.start()
+            thread.join()
+            assert ends == [-numbers[0], -numbers[1], -numbers[0]]
+            assert [notice.name for notice in notices] == [None, None]
+            os.kill(os.getpid(), ignored)
+            assert [notice.name for notice in notices] == [names[2], None]
+        finally:
+            for notice in notices:
+                notice.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def test_other_threads_cannot(self) -> None:
         errors: list[Exception] = []

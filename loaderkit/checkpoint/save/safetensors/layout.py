@@ -18,7 +18,7 @@ from urllib.parse import quote
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from loaderkit.checkpoint.discovery.detect import INDEX
+from loaderkit.checkpoint.discovery.kinds import INDEX
 from loaderkit.checkpoint.formats.blockwise import ABSMAX, num_blocks
 from loaderkit.checkpoint.formats.safetensors import DTYPES
 from loaderkit.checkpoint.ranks.pieces import Address

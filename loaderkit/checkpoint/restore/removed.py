@@ -1,0 +1,76 @@
+"""Restores from a checkpoint that a running job may remove meanwhile, as its `keep` says."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from loaderkit.checkpoint.discovery.latest import NewestUrl, check_whole, is_there, latest
+from loaderkit.checkpoint.discovery.locate import NothingThereError
+from loaderkit.connectors.base import Connector
+from loaderkit.errors import STORE_FAILURES, CheckpointError, ConnectorError, FormatError, PeerError, printable
+
+logger = logging.getLogger("loaderkit")
+F = TypeVar("F", bound=Callable[..., Any])
+Url = str | os.PathLike[str]
+_MAX_REMOVED = 10  # checkpoints that are removed one after the other while they are read
+
+
+def past_removals(restore: F) -> F:
+    """`restore(url, ...)`, which reads the next newest checkpoint if that of `latest` is removed before it is read.
+
+    Of another URL the error says that it was removed, as it does where several ranks restore, which have to agree on the next.
+    """
+
+    @wraps(restore)
+    def run(url: Url, *args: Any, **kwargs: Any) -> Any:
+        connectors = kwargs.get("connectors") or {}
+        for number in range(_MAX_REMOVED):
+            try:
+                return restore(url, *args, **kwargs)
+            except (PeerError, *STORE_FAILURES):
+                raise
+            except (CheckpointError, FormatError, ConnectorError) as error:
+                is_last = number == _MAX_REMOVED - 1 or kwargs.get("world_size") not in (None, 1)
+                url = _next(url, error, connectors, is_last=is_last)
+        raise AssertionError
+
+    return cast(F, run)
+
+
+def _next(url: Url, error: Exception, connectors: Mapping[str, Connector], *, is_last: bool) -> NewestUrl:
+    """The URL of the next newest checkpoint. Raises `error`, which restoring `url` met, unless that was removed."""
+    if not isinstance(url, NewestUrl):
+        if isinstance(error, NothingThereError) or is_there(url, connectors):
+            raise error
+        raise _removed(url, error) from error
+    if _is_whole(url, connectors):
+        raise error
+    try:
+        newest = latest(url.prefix, connectors=connectors)
+    except CheckpointError:
+        raise error from None
+    if is_last or newest == url:
+        raise _removed(url, error) from error
+    logger.warning("%s was removed before it was read; %s is restored in its place", printable(url), printable(newest))
+    assert isinstance(newest, NewestUrl)
+    return newest
+
+
+def _removed(url: Url, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{os.fspath(url)} was removed before it was read, as `keep` of a running job does: restore the next newest "
+        "(loaderkit.checkpoint.latest), or let that job keep more",
+        touched=getattr(error, "touched", ()),
+    )
+
+
+def _is_whole(url: Url, connectors: Mapping[str, Connector]) -> bool:
+    try:
+        check_whole(url, "auto", connectors)
+    except (CheckpointError, FormatError, ConnectorError):
+        return False
+    return True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,8 +68,6 @@ def open_step(step_time: str | None, consumer: str | None = None) -> Step | None
         return sleep_step(*parse_step_time(step_time))
     if consumer is None:
         return None
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     return open_consumer(consumer)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
+from typing import Any
 
 from loaderkit import native
 from loaderkit._internal.system.cgroups import num_cpus
@@ -111,6 +113,17 @@ def make_worker_engine(
     """The engine of a worker process; `reopen` opens the source there, if it was not sent."""
     source = plan.source if reopen is None else reopen()
     return make_thread_engine(replace(plan, source=source, shard=shard), time.perf_counter, allocator)
+
+
+def with_main(
+    of_main: Mapping[str, Any],
+    make: Callable[[Allocator, Shard], ThreadEngine],
+    allocator: Allocator,
+    shard: Shard,
+) -> ThreadEngine:
+    """The engine of a worker process, whose main module is given what the pipeline names there: "__main__:name"."""
+    vars(sys.modules["__main__"]).update(of_main)
+    return make(allocator, shard)
 
 
 def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> BatchPlan:

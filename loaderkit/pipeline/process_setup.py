@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from loaderkit._internal.dtypes import Bytes
+from loaderkit._internal.imports import import_named
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.tuning import PoolTuning
@@ -23,7 +25,7 @@ from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.packing import sequence_keys
 from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs, RayArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
-from loaderkit.pipeline.engine_factory import make_worker_engine
+from loaderkit.pipeline.engine_factory import make_worker_engine, with_main
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.live_settings import is_tuned
 from loaderkit.sampling.shard import Shard
@@ -112,7 +114,9 @@ def worker_engine(ahead: ExecutionPlan) -> Callable[[Callable[[int], Bytes], Sha
     reopen = config.kind.reopen(config.source, len(ahead.source))
     if reopen is not None:
         ahead = replace(ahead, source=None)  # type: ignore[arg-type]
-    return partial(make_worker_engine, ahead, reopen)
+    make = partial(make_worker_engine, ahead, reopen)
+    of_main = _named_in_main(config)
+    return partial(with_main, of_main, make) if of_main else make
 
 
 def pools_of_processes(plan: ExecutionPlan) -> tuple[PoolTuning, ...]:
@@ -154,22 +158,35 @@ def check_depth(prefetch: PrefetchArgs) -> None:
 
 def check_sendable(config: PipelineConfig, connectors: Sequence[Connector | None] = ()) -> None:
     """Raise ConfigError if an object in the config cannot be pickled."""
-    if config.mixture is None:
-        named = {"source": (config.kind, config.source)}
-    else:
-        named = {f"sources.{one.name}": (SOURCES[one.kind], one.args) for one in config.mixture.members}
-    sent = {f"{name}.{key}": value for name, (kind, args) in named.items() for key, value in kind.objects(args).items()}
-    for stage in config.all_stages:
-        objects = STAGES[stage.kind].objects(stage.args)
-        sent |= {f"stages.{stage.name}.{key}": value for key, value in objects.items()}
-    sent["the connector"] = [connector for connector in connectors if connector is not None]
+    sent = {**_objects(config), "the connector": [connector for connector in connectors if connector is not None]}
     for where, value in sent.items():
         try:
             pack(value)
         except Exception as error:
             raise ConfigError(
                 f"{where}: {value!r} cannot be sent to the process that loads (prefetch.executor: "
-                f"{config.prefetch.executor}): {error}. Define "
-                'it at the top level of a module that can be imported, and name it as "package.module:name"; or use '
-                "executor: thread"
+                f"{config.prefetch.executor}): {error}. Let it open files, locks and connections when it is first used; or "
+                'name a function that makes it, as "package.module:name", which is called there; or use executor: thread'
             ) from error
+
+
+def _objects(config: PipelineConfig) -> dict[str, Any]:
+    """What the user gave as objects, or by name, by the place in the config."""
+    if config.mixture is None:
+        named = {"source": (config.kind, config.source)}
+    else:
+        named = {f"sources.{one.name}": (SOURCES[one.kind], one.args) for one in config.mixture.members}
+    found = {
+        f"{name}.{key}": value for name, (kind, args) in named.items() for key, value in kind.objects(args).items()
+    }
+    for stage in config.all_stages:
+        objects = STAGES[stage.kind].objects(stage.args)
+        found |= {f"stages.{stage.name}.{key}": value for key, value in objects.items()}
+    return found
+
+
+def _named_in_main(config: PipelineConfig) -> dict[str, Any]:
+    """What the config names as "__main__:name", which the other process has to be given."""
+    texts = [value for value in _objects(config).values() if isinstance(value, str)]
+    names = {text.partition(":")[2].partition(".")[0] for text in texts if text.startswith("__main__:")}
+    return {name: import_named(f"__main__:{name}") for name in names}

@@ -389,6 +389,7 @@ def _said(stage: StageConfig) -> str:
             "workers",
             "name",
             "timeout",
+            "thread_safe",
             "max_pixels",
             "formats",
             "device",

@@ -37,6 +37,11 @@ class DatasetArgs(SourceArgs):
     fields: Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)] = Field(
         None, description="names for the items of a tuple"
     )
+    thread_safe: bool | Literal["auto"] = Field(
+        "auto",
+        description="true: several threads of a process may take items at once; else one does at a time; auto: true for lists, "
+        "arrays, tensors and a TensorDataset",
+    )
 
     @field_validator("object")
     @classmethod
@@ -117,6 +122,14 @@ def _size_of(dataset: Any) -> int:
         ) from error
 
 
+# Their items are taken without code of the user's, or by code that keeps nothing between two calls.
+_SAFE = (list, tuple, range, bytes, np.ndarray, torch.Tensor, torch.utils.data.TensorDataset)
+
+
+def _is_safe(dataset: Any, args: DatasetArgs) -> bool:
+    return type(dataset) in _SAFE if args.thread_safe == "auto" else args.thread_safe
+
+
 _SINGLE = {np.ndarray, int, float, bytes}  # common types: isinstance() would take longer
 
 
@@ -126,6 +139,7 @@ class DatasetSource(ItemSource):
     def __init__(self, dataset: Any, args: DatasetArgs, size: int | None = None) -> None:
         """`size`: the number of items, if the object does not know it."""
         self.dataset = dataset
+        self.owner = dataset if not _is_safe(dataset, args) else None
         self._fields = args.fields
         self._single = "0" if args.fields is None else args.fields[0] if len(args.fields) == 1 else None
         self._name = type(dataset).__qualname__

@@ -47,6 +47,12 @@ class FairLock:
         self._depth += 1
         return True
 
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
     def _wait_in_queue(self, timeout_s: float) -> bool:
         gate = threading.Lock()
         with self._queueing:

@@ -240,7 +240,14 @@ class Engine(ABC):
         for cause, seconds in self.open_wait(waiting_since_s, now).items():
             waits_s[cause] = waits_s.get(cause, 0.0) + seconds
         rows = [
-            StageStats(stage.name, 0, kind=stage.kind, in_turn=stage.in_turn, source=stage.source)
+            StageStats(
+                stage.name,
+                0,
+                kind=stage.kind,
+                in_turn=stage.in_turn,
+                source=stage.source,
+                alone=stage.lock is not None,
+            )
             for stage in self.stages
         ]
         for pool in self.pools:

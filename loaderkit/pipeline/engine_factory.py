@@ -225,7 +225,7 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tu
         check_processes(plan, clock)
         pools = pools_of_processes(plan)
     else:
-        if prefetch.processes != 1:
+        if prefetch.processes != 1 and prefetch.executor != "auto":
             logger.warning(
                 "prefetch.processes: %s is of no effect with prefetch.executor: %s; executor: process and ray have several",
                 prefetch.processes,
@@ -238,7 +238,7 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tu
     return Tuning(
         executor=plan.executor,
         batches=prefetch.first_batches,
-        executor_reason=plan.inline_reason,
+        executor_reason=plan.inline_reason or plan.moved_reason,
         executor_with_workers=plan.config.executor_with_workers,
         graph=() if compiled.lowering is None else tuple(compiled.lowering.graph.lines()),
         jpeg=None if cropping is None else "whole" if whole else f"crop of {cropping}",

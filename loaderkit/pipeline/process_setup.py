@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from loaderkit._internal.dtypes import Bytes
-from loaderkit._internal.imports import import_named
-from loaderkit.connectors.base import Connector
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.tuning import PoolTuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.process.worker_process import WorkerProcess
+from loaderkit.engine.remote import packing
 from loaderkit.engine.remote.contracts import MakeProcess, WorkerSpec
 from loaderkit.engine.remote.executor import RemoteEngine
-from loaderkit.engine.remote.packing import pack
 from loaderkit.engine.restarts import Restarts
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.errors import ConfigError, MissingExtraError
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.packing import sequence_keys
-from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs, RayArgs
-from loaderkit.pipeline.config.registry import SOURCES, STAGES
+from loaderkit.pipeline.config.model import PrefetchArgs, RayArgs
 from loaderkit.pipeline.engine_factory import make_worker_engine, with_main
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.live_settings import is_tuned
+from loaderkit.pipeline.sendable import check_sendable, named_in_main
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.iterable import IterableSource
 
@@ -115,7 +112,7 @@ def worker_engine(ahead: ExecutionPlan) -> Callable[[Callable[[int], Bytes], Sha
     if reopen is not None:
         ahead = replace(ahead, source=None)  # type: ignore[arg-type]
     make = partial(make_worker_engine, ahead, reopen)
-    of_main = _named_in_main(config)
+    of_main = named_in_main(config)
     return partial(with_main, of_main, make) if of_main else make
 
 
@@ -156,37 +153,10 @@ def check_depth(prefetch: PrefetchArgs) -> None:
         )
 
 
-def check_sendable(config: PipelineConfig, connectors: Sequence[Connector | None] = ()) -> None:
-    """Raise ConfigError if an object in the config cannot be pickled."""
-    sent = {**_objects(config), "the connector": [connector for connector in connectors if connector is not None]}
-    for where, value in sent.items():
-        try:
-            pack(value)
-        except Exception as error:
-            raise ConfigError(
-                f"{where}: {value!r} cannot be sent to the process that loads (prefetch.executor: "
-                f"{config.prefetch.executor}): {error}. Let it open files, locks and connections when it is first used; or "
-                'name a function that makes it, as "package.module:name", which is called there; or use executor: thread'
-            ) from error
-
-
-def _objects(config: PipelineConfig) -> dict[str, Any]:
-    """What the user gave as objects, or by name, by the place in the config."""
-    if config.mixture is None:
-        named = {"source": (config.kind, config.source)}
-    else:
-        named = {f"sources.{one.name}": (SOURCES[one.kind], one.args) for one in config.mixture.members}
-    found = {
-        f"{name}.{key}": value for name, (kind, args) in named.items() for key, value in kind.objects(args).items()
-    }
-    for stage in config.all_stages:
-        objects = STAGES[stage.kind].objects(stage.args)
-        found |= {f"stages.{stage.name}.{key}": value for key, value in objects.items()}
-    return found
-
-
-def _named_in_main(config: PipelineConfig) -> dict[str, Any]:
-    """What the config names as "__main__:name", which the other process has to be given."""
-    texts = [value for value in _objects(config).values() if isinstance(value, str)]
-    names = {text.partition(":")[2].partition(".")[0] for text in texts if text.startswith("__main__:")}
-    return {name: import_named(f"__main__:{name}") for name in names}
+def packed_size(plan: ExecutionPlan, most: int) -> int | None:
+    """The bytes of what each process is sent; None: more than `most`. Raises ConfigError if it cannot be pickled."""
+    try:
+        return packing.packed_bytes(worker_engine(plan.for_workers), most)
+    except Exception:
+        check_sendable(plan.for_workers.config, plan.connectors)  # names what cannot
+        raise

@@ -48,6 +48,9 @@ class StageStats:
     kind: str = ""
     source: str = ""  # the mixed source that it is for alone
     in_turn: bool = False  # one worker at a time runs it, in each process
+    alone: bool = (
+        False  # in each process one thread at a time runs it, or other rows that are `alone`: undeclared user code
+    )
 
     @property
     def slot_s(self) -> float:
@@ -81,7 +84,7 @@ class StageStats:
 _COUNTERS = tuple(
     field.name
     for field in fields(StageStats)
-    if field.name not in ("name", "workers", "services", "kind", "source", "in_turn", "num_queued")
+    if field.name not in ("name", "workers", "services", "kind", "source", "in_turn", "alone", "num_queued")
 )
 
 

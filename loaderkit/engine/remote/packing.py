@@ -86,7 +86,7 @@ class _ByName(pickle.Pickler):
         return self._tensors.reduce(value)
 
 
-class _ByValue(cloudpickle.Pickler):
+class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def __init__(self, file: Any, callback: Callable[[pickle.PickleBuffer], Any]) -> None:
         super().__init__(file, 5, buffer_callback=callback)
         self._tensors = _Tensors()
@@ -131,6 +131,46 @@ def _pack(
     file = io.BytesIO()
     pickler(file, is_inlined).dump(value)
     return file.getvalue(), buffers
+
+
+def packed_bytes(value: Any, most: int) -> int | None:
+    """The bytes of the stream and the buffers; None: more than `most`, which takes no memory to find out. Raises the errors of
+    pickle."""
+    try:
+        return _count(_ByName, value, most)
+    except _TooManyError:
+        return None
+    except Exception:
+        try:
+            return _count(_ByValue, value, most)
+        except _TooManyError:
+            return None
+
+
+class _TooManyError(Exception):
+    pass
+
+
+def _count(make: Callable[..., pickle.Pickler], value: Any, most: int) -> int:
+    num_bytes = 0
+
+    def add(num: int) -> int:
+        nonlocal num_bytes
+        num_bytes += num
+        if num_bytes > most:
+            raise _TooManyError
+        return num
+
+    class File:
+        @staticmethod
+        def write(data: Any) -> int:
+            return add(memoryview(data).nbytes)
+
+    def leave_out(buffer: pickle.PickleBuffer) -> None:
+        add(buffer.raw().nbytes)
+
+    make(File, leave_out).dump(value)
+    return num_bytes
 
 
 def unpack(stream: bytes | memoryview, buffers: Iterable[Any]) -> Any:

@@ -90,6 +90,9 @@ def maker(pipeline: Path, assignments: Sequence[str] | None, sizes: Mapping[str,
 
     def make(overrides: Mapping[str, Any], slowdown: Any) -> Any:
         config = to_config(pipeline, {**given, **overrides})
+        if config.prefetch.executor == "auto":  # it might become another one in the middle of a measurement
+            executor = {"prefetch.executor": config.executor_with_workers}
+            config = to_config(pipeline, {**given, **executor, **overrides})
         return Loader(compile_pipeline(config, slowdown=slowdown))
 
     return make

@@ -163,6 +163,13 @@ class Snapshot:
         return busy_s / max(ran_s * (self.tuning.processes or 1), 1e-9)
 
     @property
+    def alone_share(self) -> float:
+        """The share of the time in which a worker was in user code that one thread at a time of each process runs."""
+        busy_s = sum(row.busy_s for row in self.stages if row.alone)
+        ran_s = self.wall_s - self.waits_s.get(START, 0.0) + self.started_s
+        return busy_s / max(ran_s * (self.tuning.processes or 1), 1e-9)
+
+    @property
     def full_turn(self) -> str | None:
         """A stage that one worker at a time runs, and one does all the time: no more could be done of any stage's items."""
         return next((row.name for row in self.stages if self.turn_share(row.name) >= ALWAYS), None)

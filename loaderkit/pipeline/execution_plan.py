@@ -103,6 +103,14 @@ class ExecutionPlan:
         return self.executor in ("process", "ray")
 
     @property
+    def may_move(self) -> bool:
+        """True if worker processes may take over from threads, for user code that is not declared; see `process_move.py`. Of an
+        iterable each process would take all."""
+        is_auto = self.config.prefetch.executor == "auto" and self.executor == "thread"
+        may = is_auto and not self.is_shared and not self.config.kind.is_stream
+        return may and any(stage.lock is not None for stage in self.compiled.stages)
+
+    @property
     def is_shared(self) -> bool:
         """True if one rank reads for several: then only it runs the stages before a `transfer` to CUDA."""
         return is_shared(self.config, self.place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import threading
+import time
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,10 @@ from loaderkit.errors import ClosedError
 from loaderkit.pipeline.engine_factory import describe_tuning, make_executor
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.live_settings import LiveSettings, make_tuner
-from loaderkit.pipeline.process_move import ProcessMove, may_move
 
 if TYPE_CHECKING:
     from loaderkit.metrics.endpoint import Export
+    from loaderkit.pipeline.process_move import ProcessMove
     from loaderkit.profile.step_log import StepLog
 
 
@@ -61,8 +62,8 @@ class ExecutorLifecycle:
         if executor is None:
             self.check_open()
             executor = make_executor(self.plan, self._clock)
-            if self._move is None and not self._has_decided and may_move(self.plan, self._clock):
-                self._move = ProcessMove(self.plan)
+            if self._move is None and not self._has_decided:
+                self._move = self._make_move()
             self.settings.attach(executor)
             self._begin(executor)
         if self._next_position != (epoch, position):
@@ -74,6 +75,14 @@ class ExecutorLifecycle:
                 raise
             self._next_position = (epoch, position)
         return executor
+
+    def _make_move(self) -> ProcessMove | None:
+        if not self.plan.may_move or self._clock is not time.perf_counter:  # which other processes read, too
+            return None
+        # Late: most loaders have no user code, and it takes a twentieth of the time to the first batch.
+        from loaderkit.pipeline.process_move import ProcessMove
+
+        return ProcessMove(self.plan)
 
     def _begin(self, executor: Executor) -> None:
         """Monitor an executor, which begins."""

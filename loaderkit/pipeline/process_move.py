@@ -21,7 +21,6 @@ from loaderkit._internal.system.cgroups import free_memory, num_cpus_of_rank
 from loaderkit._internal.units import say_bytes
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.stalls import START
-from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.errors import ConfigError, WorkerDiedError
 from loaderkit.pipeline.engine_factory import describe_tuning
@@ -36,6 +35,7 @@ _PRICE_S = 1.5
 _WAITED, _ALWAYS, _GAIN = 0.1, 0.7, 1.2  # shares of the time; times as fast, by the accounts
 _COMPUTES = 0.5  # share of its time on a CPU
 _MOST_AT_FIRST = 4  # processes; the tuner adds to them
+_JOIN_S = 1.0
 _MOST_BYTES = 2**30  # that each process is sent
 logger = logging.getLogger("loaderkit")
 
@@ -213,16 +213,4 @@ class ProcessMove:
         self.is_over = True
         moved, self.started = self.started, None
         if moved is not None:
-            moved.engine.close(0.0)
-
-
-def may_move(plan: ExecutionPlan, clock: Clock) -> bool:
-    """True if user code that is not declared may come to run in worker processes."""
-    return (
-        plan.config.prefetch.executor == "auto"
-        and plan.executor == "thread"
-        and not plan.is_shared
-        and not plan.config.kind.is_stream  # each process would iterate over all of it
-        and clock is time.perf_counter
-        and any(stage.lock is not None for stage in plan.compiled.stages)
-    )
+            moved.engine.close(_JOIN_S)

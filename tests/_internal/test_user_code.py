@@ -90,11 +90,11 @@ def test_who_let_go_comes_last() -> None:
     lock.release()
     lock.release()
     lock.acquire()
-    order.append("again")
+    order.append(-1)
     lock.release()
     for thread in threads:
         thread.join(60)
-    assert order == [0, 1, 2, "again"]
+    assert order == [0, 1, 2, -1]
 
 
 def test_who_stops_waiting_leaves_the_queue(rng: random.Random) -> None:

@@ -147,4 +147,4 @@ def abs_of(sample: dict[str, Any]) -> None:
 
 def test_only_three_values() -> None:
     with pytest.raises(ConfigError, match="thread_safe"):
-        loaderkit.build(Pipeline.dataset([1, 2], thread_safe="maybe").read().batch(1))
+        loaderkit.build(Pipeline.dataset([1, 2], thread_safe="maybe").read().batch(1))  # type: ignore[arg-type]

@@ -172,8 +172,8 @@ def oversubscription(facts: Facts) -> Verdict | None:
 def user_code(facts: Facts) -> Verdict | None:
     """Of user code that is not declared one item at a time runs in each process, and one does all the time."""
     interval, stage, share = facts.interval, facts.awaited.stage, facts.interval.stats.alone_share
-    if not stage.alone or interval.is_inline or share < ALWAYS:
-        return None
+    if not stage.alone or not stage.num_items or interval.is_inline or share < ALWAYS:
+        return None  # where no item comes through, it is not for lack of room for others
     names = ", ".join(row.name for row in interval.stats.stages if row.alone)
     evidence = (
         f"of user code that is not declared `thread_safe` ({names}) one item at a time runs in each process: one did for "

@@ -241,6 +241,7 @@ class KindMethods:
         *,
         args: Mapping[str, Any] = ...,
         fields: tuple[str, ...] | list[str] | None = None,
+        thread_safe: bool | Literal["auto"] = "auto",
         limit: int | None = None,
     ) -> Self:
         """A Python object with `__len__` and `__getitem__`.
@@ -248,6 +249,8 @@ class KindMethods:
         object: "package.module:name" of the object or of a function that returns it, or the object
         args: keyword arguments, if `object` names a function or class
         fields: names for the items of a tuple
+        thread_safe: true: several threads of a process may take items at once; else one does at a time;
+            auto: true for lists, arrays, tensors and a TensorDataset
         limit: only the first N samples of the canonical order
         """
 
@@ -258,6 +261,7 @@ class KindMethods:
         *,
         args: Mapping[str, Any] = ...,
         fields: tuple[str, ...] | list[str] | None = None,
+        thread_safe: bool | Literal["auto"] = "auto",
         length: int | None = None,
         resume: Literal["auto", "skip"] = "auto",
         limit: int | None = None,
@@ -272,6 +276,8 @@ class KindMethods:
             function
         args: keyword arguments, if `object` names a function or class
         fields: names for the items of a tuple
+        thread_safe: one thread at a time iterates in any case; false: and no function of the pipeline's
+            that is not declared runs meanwhile, for what shares something with them
         length: items of an epoch, over all ranks: gives the loader its length; fewer are an error, more are
             left out, with a warning unless `limit` is that number, too
         resume: auto: by its `state_dict` and `load_state_dict`, if it has them; skip: by iterating up to
@@ -608,6 +614,7 @@ class KindMethods:
         function: str | Callable[..., Any],
         args: Mapping[str, Any] = ...,
         timeout: float | str | None = None,
+        thread_safe: bool | Literal["auto"] = "auto",
         seeded: bool = False,
         *,
         name: str | None = None,
@@ -621,6 +628,8 @@ class KindMethods:
         function: "package.module:function", or in Python the function itself
         args: keyword arguments for every call
         timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned
+        thread_safe: true: several threads of a process may call it at once; else, and with auto, one does
+            at a time, in which no other function or data set runs that is not declared
         seeded: seed the global generators of torch, NumPy and Python for every call; needs `executor:
             process` or inline
         name: default: its kind; a second stage of a kind is kind-2
@@ -632,6 +641,7 @@ class KindMethods:
         function: str | Callable[..., Any],
         args: Mapping[str, Any] = ...,
         timeout: float | str | None = None,
+        thread_safe: bool | Literal["auto"] = "auto",
         seeded: bool = False,
         on_empty_batch: Literal["raise", "skip"] = "raise",
         *,
@@ -647,6 +657,8 @@ class KindMethods:
         function: "package.module:function", or in Python the function itself
         args: keyword arguments for every call
         timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned
+        thread_safe: true: several threads of a process may call it at once; else, and with auto, one does
+            at a time, in which no other function or data set runs that is not declared
         seeded: seed the global generators of torch, NumPy and Python for every call; needs `executor:
             process` or inline
         on_empty_batch: a batch of which nothing is left is an error; or it is skipped, with one warning:
@@ -759,7 +771,7 @@ class KindMethods:
         batches: int | Literal["auto"] = 4,
         memory: int | str = 2147483648,
         concurrency: int | Literal["auto"] = "auto",
-        executor: Literal["inline", "thread", "process", "ray"] = "thread",
+        executor: Literal["auto", "inline", "thread", "process", "ray"] = "auto",
         ray: Mapping[str, Any] = ...,
         processes: int | Literal["auto"] = 1,
         max_processes: int | None = None,
@@ -773,8 +785,9 @@ class KindMethods:
             then measured
         memory: bound on the memory of those batches
         concurrency: worker threads in all; auto: one a CPU to begin with, then measured
-        executor: threads here; inline: none, next() does the work; process: threads of another process;
-            ray: of actors of a Ray cluster
+        executor: auto: threads here, and worker processes once the loop waits for user code that is not
+            `thread_safe`; inline: none, next() does the work; process: threads of other processes; ray: of
+            actors of a Ray cluster
         ray: for `executor: ray`, below
         processes: how many, with `executor: process` or `ray`; they share `batches`, `memory` and all
             workers out evenly; auto: one to begin with, then measured, and `batches` is auto as well unless

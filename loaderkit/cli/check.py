@@ -322,7 +322,7 @@ def _said_of_randomness(checked: dict[str, Any]) -> Iterator[str]:
             "`call` that takes it"
         )
     for stage, generators in checked["draws_unseeded"].items():
-        remedy = "a `call` with `seeded: true` (and `prefetch.executor: process`), or in one that takes `rng`"
+        remedy = "a `call` with `seeded: true`, or in one that takes `rng`"
         draws = f"{stage} draws from global generators ({', '.join(generators)}), so batches differ from run to run"
         yield f"{draws}: draw in {remedy}"
 

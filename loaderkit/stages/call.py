@@ -49,7 +49,9 @@ class CallArgs(StageArgs):
     )
     args: dict[str, Any] = Field({}, description="keyword arguments for every call")
     timeout: Duration | None = Field(
-        None, description="time limit of a call; after it the sample (or batch) fails, and the call is abandoned"
+        None,
+        description="time limit of a call; after it the sample (or batch) fails, and the call is abandoned: it may run on, and "
+        "unless the function is `thread_safe` the next call waits for it, as long as for itself",
     )
     thread_safe: bool | Literal["auto"] = Field(
         "auto",
@@ -58,7 +60,7 @@ class CallArgs(StageArgs):
     )
     seeded: bool = Field(
         False,
-        description="seed the global generators of torch, NumPy and Python for every call; needs `executor: process` or inline",
+        description="seed the global generators of torch, NumPy and Python for every call; not with `executor: thread`",
     )
 
     @field_validator("function")

@@ -627,11 +627,13 @@ class KindMethods:
 
         function: "package.module:function", or in Python the function itself
         args: keyword arguments for every call
-        timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned
+        timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned: it
+            may run on, and unless the function is `thread_safe` the next call waits for it, as long as for
+            itself
         thread_safe: true: several threads of a process may call it at once; else, and with auto, one does
             at a time, in which no other function or data set runs that is not declared
-        seeded: seed the global generators of torch, NumPy and Python for every call; needs `executor:
-            process` or inline
+        seeded: seed the global generators of torch, NumPy and Python for every call; not with `executor:
+            thread`
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """
@@ -656,11 +658,13 @@ class KindMethods:
 
         function: "package.module:function", or in Python the function itself
         args: keyword arguments for every call
-        timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned
+        timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned: it
+            may run on, and unless the function is `thread_safe` the next call waits for it, as long as for
+            itself
         thread_safe: true: several threads of a process may call it at once; else, and with auto, one does
             at a time, in which no other function or data set runs that is not declared
-        seeded: seed the global generators of torch, NumPy and Python for every call; needs `executor:
-            process` or inline
+        seeded: seed the global generators of torch, NumPy and Python for every call; not with `executor:
+            thread`
         on_empty_batch: a batch of which nothing is left is an error; or it is skipped, with one warning:
             then how many batches come shows at the end of the epoch, so len(loader) is a TypeError. For one
             rank. Several filters must all say skip

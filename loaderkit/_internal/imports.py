@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -19,7 +20,11 @@ def is_name(text: str) -> bool:
 
 
 def import_named(name: str) -> Any:
-    """The object of that name. Raises ValueError, ImportError, AttributeError, and what importing the module raises."""
+    """The object of that name; the working directory is looked into last, whatever started the program. Raises ValueError,
+    ImportError, AttributeError, and what importing the module raises."""
+    # `python -m` looks there, a script and a console script do not; last, so that no file there hides an installed package.
+    if "" not in sys.path and (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
     module, _, path = name.partition(":")  # pkgutil.resolve_name refuses modules such as my-data.py
     return attrgetter(path)(import_module(module))
 

@@ -70,6 +70,7 @@ def check(
         **_row_groups(plan),
     }
     checked |= _item_checks(plan)
+    checked["side_by_side"] = _side_by_side(plan)
     if as_json:
         console.tell_json(checked)
     else:
@@ -160,6 +161,24 @@ def _item_checks(plan: ExecutionPlan) -> dict[str, Any]:
         "items_differ": differ,
         "state_is_inexact": not differ and state_is_inexact(source),
     }
+
+
+def _side_by_side(plan: ExecutionPlan) -> dict[str, Any] | None:
+    """What several threads at once make otherwise than one; None: they make the same, or run no user code."""
+    from loaderkit.pipeline.thread_checks import compare_side_by_side
+
+    found = compare_side_by_side(plan)
+    return None if found is None or not (found.fields or found.error) else found._asdict()
+
+
+def _said_of_threads(found: dict[str, Any]) -> str:
+    """What that means, by what is declared."""
+    values = f"other values in {', '.join(found['fields'])}" if found["fields"] else "an error"
+    why = f" ({found['error']})" if found["error"] else ""
+    where = f"made in several threads at once, samples had {values}{why}"
+    if found["declared"]:
+        return f"{where}: take `thread_safe: true` from {', '.join(found['declared'])}, or mend what they share"
+    return f"{where}; one item at a time runs in each process, so do not declare {', '.join(found['stages'])}"
 
 
 def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
@@ -291,6 +310,8 @@ def _tell_check(checked: dict[str, Any]) -> None:
             ("dropped", f"{num_dropped} of {checked['num_tried_for_first_batch']} samples tried for the first batch")
         )
     rows += [("random", said) for said in _said_of_randomness(checked)]
+    if checked["side_by_side"]:
+        rows.append(("threads", _said_of_threads(checked["side_by_side"])))
     console.tell(f"{checked['pipeline']}: it works")
     for name, value in rows:
         console.tell(f"  {name:<14}{value}")
@@ -313,7 +334,7 @@ def _said_of_randomness(checked: dict[str, Any]) -> Iterator[str]:
             "`call` that takes it"
         )
     for stage, generators in checked["draws_unseeded"].items():
-        remedy = "a `call` with `seeded: true` (and `prefetch.executor: process`), or in one that takes `rng`"
+        remedy = "a `call` with `seeded: true`, or in one that takes `rng`"
         draws = f"{stage} draws from global generators ({', '.join(generators)}), so batches differ from run to run"
         yield f"{draws}: draw in {remedy}"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,8 +68,6 @@ def open_step(step_time: str | None, consumer: str | None = None) -> Step | None
         return sleep_step(*parse_step_time(step_time))
     if consumer is None:
         return None
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     return open_consumer(consumer)
 
 
@@ -94,6 +90,9 @@ def maker(pipeline: Path, assignments: Sequence[str] | None, sizes: Mapping[str,
 
     def make(overrides: Mapping[str, Any], slowdown: Any) -> Any:
         config = to_config(pipeline, {**given, **overrides})
+        if config.prefetch.executor == "auto":  # it might become another one in the middle of a measurement
+            executor = {"prefetch.executor": config.executor_with_workers}
+            config = to_config(pipeline, {**given, **executor, **overrides})
         return Loader(compile_pipeline(config, slowdown=slowdown))
 
     return make

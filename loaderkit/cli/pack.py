@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -64,8 +62,6 @@ def pack(
     """Write the samples of pipeline P as shards; stages that draw random numbers are left for training. What was cut off goes
     on."""
     options = _options(out, form, shard, quality)
-    if os.getcwd() not in sys.path:  # `call` and `kind: dataset` name modules
-        sys.path.append(os.getcwd())
     config = described(pipeline, assignments)
 
     from loaderkit.shards.planning import plan_shards

@@ -10,6 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from loaderkit.engine.autotune.contention_probe import ContentionProbe, SoloGate
 from loaderkit.engine.contracts import Plan
@@ -25,6 +26,8 @@ from loaderkit.engine.pools import Buffer, PoolPlan
 from loaderkit.engine.turn import Turn
 from loaderkit.engine.work import Chunk, SourceCounts, Stage, WorkItem
 from loaderkit.errors import ClosedError, ConfigError
+
+_LOOK_S = 0.2  # between looks of a worker that waits for user code, whether the engine was closed
 
 
 class WorkerPool:
@@ -43,8 +46,8 @@ class WorkerPool:
         """`stages`: those of all pools."""
         self.number = number
         self.plan = plan
-        self.sample_stages = [(number, stages[number].run, stages[number].part) for number in plan.sample_stages]
-        self.batch_stages = [(number, stages[number].run) for number in plan.batch_stages]
+        self.sample_stages = [(number, _run_of(stages[number]), stages[number].part) for number in plan.sample_stages]
+        self.batch_stages = [(number, _run_of(stages[number])) for number in plan.batch_stages]
         before_last = plan.sample_stages[:-1]
         # The stage that `Plan.finish` completes, if another one follows it in this pool.
         self.finishing = next((number for number in before_last if stages[number].finishes), None)
@@ -59,6 +62,11 @@ class WorkerPool:
     def one_works(self) -> bool:
         """True if only one worker takes chunks at present."""
         return self.num_workers == 1 or self.gate.is_solo
+
+
+def _run_of(stage: Stage) -> Callable[..., Any] | None:
+    """What runs a stage; None if one worker at a time does."""
+    return None if stage.in_turn or stage.lock is not None else stage.run
 
 
 class Engine(ABC):
@@ -232,7 +240,14 @@ class Engine(ABC):
         for cause, seconds in self.open_wait(waiting_since_s, now).items():
             waits_s[cause] = waits_s.get(cause, 0.0) + seconds
         rows = [
-            StageStats(stage.name, 0, kind=stage.kind, in_turn=stage.in_turn, source=stage.source)
+            StageStats(
+                stage.name,
+                0,
+                kind=stage.kind,
+                in_turn=stage.in_turn,
+                source=stage.source,
+                alone=stage.lock is not None,
+            )
             for stage in self.stages
         ]
         for pool in self.pools:
@@ -357,7 +372,7 @@ class Engine(ABC):
                         turn.pass_on(item.number)
                     break
                 item.marks.append((worker_clock.enter(number), number))
-                num_bytes = run(item) if turn is None else self._run_in_turn(turn, number, worker_clock, item)
+                num_bytes = run(item) if run is not None else self._run_alone(turn, number, worker_clock, item)
                 if part_of is None:
                     worker_clock.served(number, num_items, num_bytes or 0, item)
                 elif (part := part_of(item)) is not None:
@@ -387,6 +402,30 @@ class Engine(ABC):
         finally:
             turn.pass_on(chunk.number)
 
+    def _run_alone(self, turn: Turn | None, number: int, worker_clock: WorkerClock, chunk: Chunk) -> int | None:
+        """Run a stage that one worker at a time runs: in the order of the chunks, or in any."""
+        if turn is not None:
+            return self._run_in_turn(turn, number, worker_clock, chunk)
+        return self._run_locked(number, worker_clock, chunk)
+
+    def _run_locked(self, number: int, worker_clock: WorkerClock, *arguments: Any) -> int | None:
+        """Run user code that one thread at a time may run; a worker that waits for another one is starved, not busy."""
+        stage = self.stages[number]
+        if (lock := stage.lock) is None:
+            plain: int | None = stage.run(*arguments)
+            return plain
+        if not lock.acquire(0):
+            worker_clock.enter(self.states.starved)
+            while not lock.acquire(_LOOK_S):
+                if self._is_closed:
+                    raise ClosedError("the loader was closed while user code was waited for")
+            worker_clock.enter(number)
+        try:
+            num_bytes: int | None = stage.run(*arguments)
+            return num_bytes
+        finally:
+            lock.release()
+
     def _run_batch_stages(self, pool: WorkerPool, worker_clock: WorkerClock, work_item: WorkItem) -> None:
         if worker_clock.trace is not None:
             worker_clock.item = (work_item.epoch, work_item.end, WHOLE, WHOLE)
@@ -399,7 +438,11 @@ class Engine(ABC):
                 if work_item.cancelled or work_item.error is not None or work_item.is_empty:
                     break
                 self._enter(work_item, worker_clock, number)
-                run(work_item.result, self.plan.context(work_item))
+                context = self.plan.context(work_item)
+                if run is not None:
+                    run(work_item.result, context)
+                else:
+                    self._run_locked(number, worker_clock, work_item.result, context)
                 worker_clock.served(number, len(work_item), 0)
         except Exception as error:
             work_item.error = error

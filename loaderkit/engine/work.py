@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from loaderkit._internal.user_code import UserLock
+
 _ALIGNMENT = 64
 
 
@@ -162,6 +164,9 @@ class Stage:
     source: str = ""  # the mixed source that it is for alone
     in_turn: bool = False
     """Of the first stage: one worker at a time runs it, in the order of the chunks; waiting for that is not its time."""
+    owner: Any = None  # the user's object that it runs code of, if one thread at a time may
+    lock: UserLock | None = None
+    """Held while it runs, which it takes itself: what waits for it is to take it before, so that waiting is not its time."""
     part: Callable[[Any], Chunk | None] | None = None
     """Of a chunk, the items that it acts on, as a chunk, or None for none. Without it: all."""
     pool: str = ""  # neighbours with the same name share a pool, also with `workers`

@@ -104,7 +104,14 @@ class CompiledStages:
         """A row of zeros for every stage."""
         workers = {n: pool.num_workers for pool in self.pools for n in pool.stages}
         return [
-            StageStats(stage.name, workers[number], kind=stage.kind, in_turn=stage.in_turn, source=stage.source)
+            StageStats(
+                stage.name,
+                workers[number],
+                kind=stage.kind,
+                in_turn=stage.in_turn,
+                source=stage.source,
+                alone=stage.lock is not None,
+            )
             for number, stage in enumerate(self.stages)
         ]
 

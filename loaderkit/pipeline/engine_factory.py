@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -117,6 +118,17 @@ def make_worker_engine(
     return make_thread_engine(replace(plan, source=source, shard=shard), time.perf_counter, allocator)
 
 
+def with_main(
+    of_main: Mapping[str, Any],
+    make: Callable[[Allocator, Shard], ThreadEngine],
+    allocator: Allocator,
+    shard: Shard,
+) -> ThreadEngine:
+    """The engine of a worker process, whose main module is given what the pipeline names there: "__main__:name"."""
+    vars(sys.modules["__main__"]).update(of_main)
+    return make(allocator, shard)
+
+
 def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> BatchPlan:
     """The batches of a plan; `allocator` gives shared memory."""
     config, compiled, shard, schedule = plan.config, plan.compiled, plan.shard, plan.schedule
@@ -216,7 +228,7 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tu
         check_processes(plan, clock)
         pools = pools_of_processes(plan)
     else:
-        if prefetch.processes != 1:
+        if prefetch.processes != 1 and prefetch.executor != "auto":
             logger.warning(
                 "prefetch.processes: %s is of no effect with prefetch.executor: %s; executor: process and ray have several",
                 prefetch.processes,
@@ -229,7 +241,7 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tu
     return Tuning(
         executor=plan.executor,
         batches=prefetch.first_batches,
-        executor_reason=plan.inline_reason,
+        executor_reason=plan.inline_reason or plan.moved_reason,
         executor_with_workers=plan.config.executor_with_workers,
         graph=() if compiled.lowering is None else tuple(compiled.lowering.graph.lines()),
         jpeg=None if cropping is None else "whole" if whole else f"crop of {cropping}",

@@ -30,6 +30,7 @@ from loaderkit.pipeline.compiler import CompiledStages, compile_stages
 from loaderkit.pipeline.config.mixture import MixtureArgs
 from loaderkit.pipeline.config.model import ErrorsArgs, PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
+from loaderkit.pipeline.executor_rule import with_executor
 from loaderkit.pipeline.inline_rule import why_inline
 from loaderkit.pipeline.ranks.place import Place, check_shared, given_place, is_shared, ranks_now
 from loaderkit.sampling.mix_rules import MixedSource
@@ -70,6 +71,7 @@ class ExecutionPlan:
     list_s: float = 0.0  # the time to list the source, without
     index_s: float = 0.0  # the time to read or build the indexes of archives
     inline_reason: str | None = None  # why a rule chose inline, if it did
+    moved_reason: str | None = None  # why processes have taken over from threads, if they have
     shard: Shard = WHOLE  # of this worker process
     packing: PackedOrder | None = None  # the sequences that `pack` makes of the samples
     batching: TokenBatches | None = None  # the batches, if `tokens` make their size; these are dealt out then
@@ -90,12 +92,23 @@ class ExecutionPlan:
     @property
     def executor(self) -> Literal["inline", "thread", "process", "ray"]:
         """What makes the batches."""
-        return "inline" if self.inline_reason is not None else self.config.prefetch.executor
+        if self.inline_reason is not None:
+            return "inline"
+        executor = self.config.prefetch.executor
+        return "thread" if executor == "auto" else executor
 
     @property
     def is_remote(self) -> bool:
         """True if other processes make the batches, here or on other machines."""
         return self.executor in ("process", "ray")
+
+    @property
+    def may_move(self) -> bool:
+        """True if worker processes may take over from threads, for user code that is not declared; see `process_move.py`. Of an
+        iterable each process would take all."""
+        is_auto = self.config.prefetch.executor == "auto" and self.executor == "thread"
+        may = is_auto and not self.is_shared and not self.config.kind.is_stream
+        return may and any(stage.lock is not None for stage in self.compiled.stages)
 
     @property
     def is_shared(self) -> bool:
@@ -271,6 +284,7 @@ def compile_pipeline(
             place = Place(*ranks_now())
         except ConfigError:  # a process group may be initialised before they are needed
             place = Place(0, 1)
+    config = with_executor(config)
     check_shared(config, place)
     given = connectors or {}
     with ExitStack() as opened:  # closed if anything below raises
@@ -389,6 +403,7 @@ def _said(stage: StageConfig) -> str:
             "workers",
             "name",
             "timeout",
+            "thread_safe",
             "max_pixels",
             "formats",
             "device",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import threading
+import time
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from loaderkit.pipeline.live_settings import LiveSettings, make_tuner
 
 if TYPE_CHECKING:
     from loaderkit.metrics.endpoint import Export
+    from loaderkit.pipeline.process_move import ProcessMove
     from loaderkit.profile.step_log import StepLog
 
 
@@ -46,6 +48,8 @@ class ExecutorLifecycle:
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._stopping = threading.Lock()
         self._has_to_end = False  # the executor: `stop` was called, and has not returned if Ctrl-C came then
+        self._move: ProcessMove | None = None  # from threads, if that may come
+        self._has_decided = False  # whether it may, and where to
         self._recordings: list[Trace] | None = None  # of executors that have ended; None: nothing is recorded
 
     def at(self, epoch: int, position: int) -> Executor:
@@ -53,23 +57,15 @@ class ExecutorLifecycle:
         if self._has_to_end and not self.is_closed:
             self.stop(join_s=1.0)
         executor = self.executor  # `close` in another thread may take it away meanwhile
+        if executor is not None and self._move is not None:
+            executor = self._moved(executor, self._move, (epoch, position))
         if executor is None:
             self.check_open()
-            if self.metrics is not None:
-                self.metrics.before_run()
-            self.executor = executor = make_executor(self.plan, self._clock)
-            self._next_position = None
+            executor = make_executor(self.plan, self._clock)
+            if self._move is None and not self._has_decided:
+                self._move = self._make_move()
             self.settings.attach(executor)
-            if self.metrics is not None:
-                self.metrics.loader.has_run = True
-            if self._recordings is not None:
-                executor.record()
-            if self.steps is not None and self._last_stats is not None:
-                self.steps.reset()
-            self.monitor = self._make_monitor(executor)
-            self._finalizer = weakref.finalize(self, abandon, executor, self.monitor)
-            if self.monitor is not None:
-                self.monitor.start()
+            self._begin(executor)
         if self._next_position != (epoch, position):
             try:
                 executor.seek(epoch, position)
@@ -80,6 +76,43 @@ class ExecutorLifecycle:
             self._next_position = (epoch, position)
         return executor
 
+    def _make_move(self) -> ProcessMove | None:
+        if not self.plan.may_move or self._clock is not time.perf_counter:  # which other processes read, too
+            return None
+        # Late: most loaders have no user code, and it takes a twentieth of the time to the first batch.
+        from loaderkit.pipeline.process_move import ProcessMove
+
+        return ProcessMove(self.plan)
+
+    def _begin(self, executor: Executor) -> None:
+        """Monitor an executor, which begins."""
+        if self.metrics is not None:
+            self.metrics.before_run()
+        self.executor = executor
+        self._next_position = None
+        if self.metrics is not None:
+            self.metrics.loader.has_run = True
+        if self._recordings is not None:
+            executor.record()
+        if self.steps is not None and self._last_stats is not None:
+            self.steps.reset()
+        self.monitor = self._make_monitor(executor)
+        self._finalizer = weakref.finalize(self, abandon, executor, self.monitor)
+        if self.monitor is not None:
+            self.monitor.start()
+
+    def _moved(self, executor: Executor, move: ProcessMove, position: tuple[int, int]) -> Executor:
+        """What goes on at `position`: worker processes in the place of the threads, once they are ready."""
+        moved = move.look(self.settings, lambda: executor.stats(self.settings.tuning, self.run), position)
+        if move.is_over:
+            self._move, self._has_decided = None, True
+        if moved is None:
+            return executor
+        self.stop()
+        self.plan, self.settings = moved.plan, moved.settings
+        self._begin(moved.engine)
+        return moved.engine
+
     def check_open(self) -> None:
         """Raise ClosedError once the loader is closed."""
         if self.is_closed:
@@ -89,8 +122,10 @@ class ExecutorLifecycle:
         """Note that a batch is taken from the executor: unless it is `delivered`, as after Ctrl-C, it is to be made again."""
         self._next_position = None
 
-    def delivered(self, epoch: int, position: int) -> None:
-        """Note that the executor has delivered everything before (epoch, position)."""
+    def delivered(self, epoch: int, position: int, batch: Any) -> None:
+        """Note that the executor has delivered everything before (epoch, position), `batch` last."""
+        if self._move is not None:
+            self._move.delivered((epoch, position), batch)
         self._next_position = (epoch, position)
 
     def _make_monitor(self, executor: Executor) -> Monitor | None:
@@ -102,6 +137,8 @@ class ExecutorLifecycle:
 
     def stop(self, join_s: float = 10.0) -> None:
         """End the executor and all its threads."""
+        if self.is_closed and (move := self._move) is not None:
+            move.close()
         executor, monitor = self.executor, self.monitor  # another thread's `close` may set them to None
         if executor is not None:
             self._has_to_end = True

@@ -21,7 +21,8 @@ def why_inline(config: PipelineConfig, source: Source, connector: Connector | No
     The rule needs a pipeline that says nothing of `prefetch` and `workers`, stages without the user's code, and data in the
     page cache.
     """
-    if config.prefetch.model_fields_set or any(stage.args.workers != "auto" for stage in config.stages):
+    given = config.prefetch.model_fields_set - ({"executor"} if config.prefetch.executor == "auto" else set())
+    if given or any(stage.args.workers != "auto" for stage in config.stages):
         return None
     store = connector.inner if isinstance(connector, RetryConnector) else connector
     if type(store) is not FileConnector or [stage.kind for stage in config.stages] != ["read", "batch"]:

@@ -45,6 +45,7 @@ class LiveSettings:
         self._last_move: Move | None = None
         self._refusal: str | None = None  # by the engine, of the number of processes, later
         self._depth: tuple[int | None, int | None] = (None, None)
+        self.has_users_workers = False  # `set` has set some
 
     @property
     def tuning(self) -> Tuning:
@@ -55,6 +56,11 @@ class LiveSettings:
         decisions = [decision.to_dict() for decision in tuner.decisions.copy()]
         auto = tuple(setting.name for setting in tuner.settings)
         return replace(self._tuning, auto=auto, settled=tuner.is_settled, decisions=decisions)
+
+    def begin_with(self, processes: int) -> None:
+        """Begin with that many processes, before an engine is attached."""
+        if self._tuner is not None and processes != self._num_processes:
+            self._set_processes(processes)
 
     def attach(self, engine: Executor) -> None:
         """Apply the current settings to a new engine, and every later change as well."""
@@ -85,6 +91,7 @@ class LiveSettings:
         pool = None if stage is None else self._pool_of(stage)
         with self._lock:
             if stage is not None and workers is not None and pool is not None:
+                self.has_users_workers = True
                 self._set_workers(stage, pool.stages, workers)
                 if self._tuner is not None:
                     self._tuner.forget(pool.stages)

@@ -82,6 +82,7 @@ class Loader(DataLoaderParts):
     def __init__(self, plan: ExecutionPlan, clock: Clock = time.perf_counter, *, has_metrics: bool = False) -> None:
         """The loader closes the plan's connector. `has_metrics`: it is shown where `metrics` says. Raises ConfigError."""
         self._plan = plan
+        self._config = plan.config
         self._fingerprint = plan.fingerprint()
         self._has_ranks = plan.has_given_ranks
         self._stream = plan.compiled.context.stream
@@ -191,6 +192,9 @@ class Loader(DataLoaderParts):
         executor."""
         executors = self._executors
         executor = executors.at(self._epoch, self._position)
+        if executors.plan is not self._plan:  # worker processes have taken over
+            self._plan = executors.plan
+            self._stream = self._plan.compiled.context.stream
         try:
             executors.taking()
             asked_s = time.perf_counter()
@@ -216,7 +220,7 @@ class Loader(DataLoaderParts):
         self._position = delivery.end
         if isinstance(self._plan.source, IterableSource):
             self._plan.source.saved = delivery.source_state
-        executors.delivered(self._epoch, self._position)
+        executors.delivered(self._epoch, self._position, batch)
         return batch
 
     def _output(self, batch: dict[str, Any]) -> Any:
@@ -257,7 +261,7 @@ class Loader(DataLoaderParts):
     @property
     def config(self) -> PipelineConfig:
         """The description this loader was built from."""
-        return self._plan.config
+        return self._config
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`. If it would be that anyway, its position and prefetched batches are kept."""

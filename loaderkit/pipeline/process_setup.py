@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from loaderkit._internal.dtypes import Bytes
-from loaderkit.connectors.base import Connector
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.tuning import PoolTuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.process.worker_process import WorkerProcess
+from loaderkit.engine.remote import packing
 from loaderkit.engine.remote.contracts import MakeProcess, WorkerSpec
 from loaderkit.engine.remote.executor import RemoteEngine
-from loaderkit.engine.remote.packing import pack
 from loaderkit.engine.restarts import Restarts
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.errors import ConfigError, MissingExtraError
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.packing import sequence_keys
-from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs, RayArgs
-from loaderkit.pipeline.config.registry import SOURCES, STAGES
-from loaderkit.pipeline.engine_factory import make_worker_engine
+from loaderkit.pipeline.config.model import PrefetchArgs, RayArgs
+from loaderkit.pipeline.engine_factory import make_worker_engine, with_main
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.live_settings import is_tuned
+from loaderkit.pipeline.sendable import check_sendable, named_in_main
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.iterable import IterableSource
 from loaderkit.stages.image.formats import pillow_limits
@@ -113,7 +112,9 @@ def worker_engine(ahead: ExecutionPlan) -> Callable[[Callable[[int], Bytes], Sha
     reopen = config.kind.reopen(config.source, len(ahead.source))
     if reopen is not None:
         ahead = replace(ahead, source=None)  # type: ignore[arg-type]
-    return partial(make_worker_engine, ahead, reopen, pillow_limits())
+    make = partial(make_worker_engine, ahead, reopen, pillow_limits())
+    of_main = named_in_main(config)
+    return partial(with_main, of_main, make) if of_main else make
 
 
 def pools_of_processes(plan: ExecutionPlan) -> tuple[PoolTuning, ...]:
@@ -153,24 +154,10 @@ def check_depth(prefetch: PrefetchArgs) -> None:
         )
 
 
-def check_sendable(config: PipelineConfig, connectors: Sequence[Connector | None] = ()) -> None:
-    """Raise ConfigError if an object in the config cannot be pickled."""
-    if config.mixture is None:
-        named = {"source": (config.kind, config.source)}
-    else:
-        named = {f"sources.{one.name}": (SOURCES[one.kind], one.args) for one in config.mixture.members}
-    sent = {f"{name}.{key}": value for name, (kind, args) in named.items() for key, value in kind.objects(args).items()}
-    for stage in config.all_stages:
-        objects = STAGES[stage.kind].objects(stage.args)
-        sent |= {f"stages.{stage.name}.{key}": value for key, value in objects.items()}
-    sent["the connector"] = [connector for connector in connectors if connector is not None]
-    for where, value in sent.items():
-        try:
-            pack(value)
-        except Exception as error:
-            raise ConfigError(
-                f"{where}: {value!r} cannot be sent to the process that loads (prefetch.executor: "
-                f"{config.prefetch.executor}): {error}. Define "
-                'it at the top level of a module that can be imported, and name it as "package.module:name"; or use '
-                "executor: thread"
-            ) from error
+def packed_size(plan: ExecutionPlan, most: int) -> int | None:
+    """The bytes of what each process is sent; None: more than `most`. Raises ConfigError if it cannot be pickled."""
+    try:
+        return packing.packed_bytes(worker_engine(plan.for_workers), most)
+    except Exception:
+        check_sendable(plan.for_workers.config, plan.connectors)  # names what cannot
+        raise

@@ -19,7 +19,8 @@ from loaderkit.engine.metrics.interval import Interval, StageFacts, measure, mor
 from loaderkit.engine.metrics.stalls import RELEASE
 from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
 from loaderkit.pipeline.config.validation import check_structure
-from loaderkit.pipeline.process_setup import check_depth, check_sendable
+from loaderkit.pipeline.process_setup import check_depth
+from loaderkit.pipeline.sendable import check_sendable
 from loaderkit.profile.report_parts import Setting, VerdictPart
 
 _MOST_PROCESSES = 8  # each imports all that the functions need, and several ranks may share the machine
@@ -55,6 +56,9 @@ def settings_for(verdict: Verdict, stats: Stats, config: PipelineConfig) -> list
         one for one in made if one.before != one.value
     ]  # where a loader was resized, the file may have it already
     return settings if settings and is_accepted(config, {one.key: one.value for one in settings}) else []
+
+
+_THREADS = ("auto", "thread")
 
 
 def is_accepted(config: PipelineConfig, settings: Mapping[str, Any]) -> bool:
@@ -104,7 +108,7 @@ def _memory_of(wanted: int, interval: Interval, config: PipelineConfig) -> list[
 
 
 def _in_a_process(interval: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
-    return [_set(config, "prefetch.executor", "process")] if config.prefetch.executor == "thread" else []
+    return [_set(config, "prefetch.executor", "process")] if config.prefetch.executor in _THREADS else []
 
 
 def _to_wake_up(interval: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
@@ -116,6 +120,11 @@ def _more_processes(interval: Interval, verdict: Verdict, config: PipelineConfig
     if facts is not None and facts.loop_holds_gil:  # one will do, which has a GIL of its own
         return _in_a_process(interval, verdict, config)
     return process_settings(config, int(interval.stats.memory.get("batch_bytes", 0)))
+
+
+def _processes_for_user_code(interval: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+    facts = _facts_of(interval, verdict)
+    return _more_processes(interval, verdict, config) if facts is not None and facts.stage.alone else []
 
 
 def _more_at_once(interval: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
@@ -143,6 +152,7 @@ _CHANGES: Mapping[str, Callable[[Interval, Verdict, PipelineConfig], list[Settin
     "depth": _more_batches,
     "memory": _more_memory,
     "gil": _more_processes,
+    "lock": _processes_for_user_code,
     "wakeup": _to_wake_up,
 }
 

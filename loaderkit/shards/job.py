@@ -34,6 +34,7 @@ from loaderkit.errors import (
     ObjectNotFoundError,
     StageError,
 )
+from loaderkit.native.identity import Identity, check_same, identity
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.shards.layout import Extensions, SampleLayout, tar_key
 from loaderkit.shards.samples import CHUNK, MadeChunk, SampleMaker
@@ -141,7 +142,7 @@ def pack_job(job: ShardJob) -> bytes:
     if reopen is not None:
         plan = replace(plan, source=None)  # type: ignore[arg-type]
     try:
-        return pickle.dumps((replace(job, plan=plan), reopen), 5)
+        return pickle.dumps((tuple(identity()), pickle.dumps((replace(job, plan=plan), reopen), 5)), 5)
     except Exception as error:
         raise ConfigError(
             f"{config.name}: it cannot be sent to other processes ({error}): name functions and data sets as "
@@ -150,9 +151,11 @@ def pack_job(job: ShardJob) -> bytes:
 
 
 def unpack_job(data: bytes) -> ShardJob:
-    """The job that `pack_job` was given."""
+    """The job that `pack_job` was given. Raises ConfigError if another loaderkit has packed it."""
     job: ShardJob
-    job, reopen = pickle.loads(data)  # noqa: S301 - of our own process
+    program, packed = pickle.loads(data)  # noqa: S301 - of our own process
+    check_same(Identity(*program))
+    job, reopen = pickle.loads(packed)  # noqa: S301 - of our own process
     return job if reopen is None else replace(job, plan=replace(job.plan, source=reopen()))
 
 

@@ -123,6 +123,8 @@ class ItemSource(Source):
     is_typed = False
     dataset: Any
     """The object with the items: dataset[index]."""
+    owner: Any = None
+    """The same, if one thread at a time may take items of it; else None."""
 
     @abstractmethod
     def items(self, indices: list[int]) -> list[Any] | None:

@@ -40,6 +40,11 @@ class DatasetArgs(SourceArgs):
         description="names for the items of a tuple or list; or field -> key, path of keys, or type, as in {label: "
         "target.label, x: float32, y: target.y int64}: then these are the sample",
     )
+    thread_safe: bool | Literal["auto"] = Field(
+        "auto",
+        description="true: several threads of a process may take items at once; else one does at a time; auto: true for lists, "
+        "arrays, tensors and a TensorDataset",
+    )
 
     @field_validator("object")
     @classmethod
@@ -122,6 +127,14 @@ def _size_of(dataset: Any) -> int:
         ) from error
 
 
+# Their items are taken without code of the user's, or by code that keeps nothing between two calls.
+_SAFE = (list, tuple, range, bytes, np.ndarray, torch.Tensor, torch.utils.data.TensorDataset)
+
+
+def _is_safe(dataset: Any, args: DatasetArgs) -> bool:
+    return type(dataset) in _SAFE if args.thread_safe == "auto" else args.thread_safe
+
+
 _SINGLE = {np.ndarray, int, float, bytes}  # common types: isinstance() would take longer
 
 
@@ -131,6 +144,7 @@ class DatasetSource(ItemSource):
     def __init__(self, dataset: Any, args: DatasetArgs, size: int | None = None) -> None:
         """`size`: the number of items, if the object does not know it."""
         self.dataset = dataset
+        self.owner = dataset if not _is_safe(dataset, args) else None
         fields = args.fields
         self._origins = [FieldOrigin.parse(*pair) for pair in fields.items()] if isinstance(fields, dict) else None
         self._fields = None if isinstance(fields, dict) else fields

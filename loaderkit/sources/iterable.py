@@ -52,6 +52,11 @@ class IterableArgs(DatasetArgs):
         description="items of an epoch, over all ranks: gives the loader its length; fewer are an error, more are left out, "
         "with a warning unless `limit` is that number, too",
     )
+    thread_safe: bool | Literal["auto"] = Field(
+        "auto",
+        description="one thread at a time iterates in any case; false: and no function of the pipeline's that is not declared "
+        "runs meanwhile, for what shares something with them",
+    )
     resume: Literal["auto", "skip"] = Field(
         "auto",
         description="auto: by its `state_dict` and `load_state_dict`, if it has them; skip: by iterating up to the position",
@@ -87,6 +92,7 @@ class IterableSource(DatasetSource):
         sizes = [size for size in (args.limit, args.length) if size is not None]
         super().__init__(made, args, size=UNKNOWN if args.length is None else min(sizes))
         self.dataset = None  # what it holds open ends with a pass
+        self.owner = self if args.thread_safe is False else None
         self.length, self.max_items = args.length, min(sizes, default=UNKNOWN)
         self.seeks_more = args.limit is None  # True: nobody has looked for items behind `length`
         self.num_ranks, self.is_unseeded = num_ranks_of(made), is_unseeded(made)

@@ -227,6 +227,11 @@ class ItemPart(SourcePart, ItemSource):
         """Its items by the mixture's indices."""
         return _Items(self)
 
+    @property
+    def owner(self) -> Any:
+        """See `ItemSource`."""
+        return self.items_of.owner
+
     def items(self, indices: list[int]) -> list[Any] | None:
         return self.items_of.items([self.own(index) for index in indices])
 

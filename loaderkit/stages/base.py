@@ -62,6 +62,7 @@ class StageConfig:
         waits_for: Callable[[int], str | None] = lambda thread_id: None,
         finishes: bool = False,
         in_turn: bool = False,
+        owner: Any = None,
     ) -> Stage:
         """The stage, ready to run."""
         workers = None if self.args.workers == "auto" else self.args.workers
@@ -76,6 +77,7 @@ class StageConfig:
             waits_for=waits_for,
             finishes=finishes,
             in_turn=in_turn,
+            owner=owner,
         )
 
 

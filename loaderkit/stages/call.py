@@ -22,6 +22,7 @@ from pydantic import Field, field_serializer, field_validator
 from loaderkit._internal.config.settings import Duration
 from loaderkit._internal.imports import import_named, is_name
 from loaderkit._internal.system.forks import ending_forks
+from loaderkit._internal.user_code import owner_of
 from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, ConfigError
 from loaderkit.sampling.global_generators import seeded_by
@@ -49,11 +50,18 @@ class CallArgs(StageArgs):
     )
     args: dict[str, Any] = Field({}, description="keyword arguments for every call")
     timeout: Duration | None = Field(
-        None, description="time limit of a call; after it the sample (or batch) fails, and the call is abandoned"
+        None,
+        description="time limit of a call; after it the sample (or batch) fails, and the call is abandoned: it may run on, and "
+        "unless the function is `thread_safe` the next call waits for it, as long as for itself",
+    )
+    thread_safe: bool | Literal["auto"] = Field(
+        "auto",
+        description="true: several threads of a process may call it at once; else, and with auto, one does at a time, in which "
+        "no other function or data set runs that is not declared",
     )
     seeded: bool = Field(
         False,
-        description="seed the global generators of torch, NumPy and Python for every call; needs `executor: process` or inline",
+        description="seed the global generators of torch, NumPy and Python for every call; not with `executor: thread`",
     )
 
     @field_validator("function")
@@ -100,9 +108,13 @@ def load_function(path: str) -> Callable[..., Any]:
     return function
 
 
+def _loaded(args: CallArgs) -> Callable[..., Any]:
+    return load_function(args.function) if isinstance(args.function, str) else args.function
+
+
 def bind(args: CallArgs) -> tuple[Callable[..., Any], bool]:
     """The function with its arguments bound, and True if it needs `rng`: to take it, or to be seeded by it."""
-    function = load_function(args.function) if isinstance(args.function, str) else args.function
+    function = _loaded(args)
     try:
         wants_rng = "rng" in inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -186,26 +198,31 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     args, keys = stage.args, context.keys(stage)
     assert isinstance(args, CallArgs)
     is_batch = stage not in context.before_batch
-    function, wants_rng, limit = _limited(stage.name, args, context.stream if is_batch else None)
+    function, wants_rng, limit, owner = _limited(stage.name, args, context.stream if is_batch else None)
     close = None if limit is None else limit.close
     if is_batch:
-        return stage.ready("batch", _on_batches(function, keys if wants_rng else None), close=close)
+        run_batch = _on_batches(function, keys if wants_rng else None)
+        return stage.ready("batch", run_batch, close=close, owner=owner)
     call = filter_sample if isinstance(args, FilterArgs) else call_on_sample
     run = each_call(partial(call, function), keys if wants_rng else None, context.source, context.failed(stage))
-    return stage.ready("sample", run, close=close)
+    return stage.ready("sample", run, close=close, owner=owner)
 
 
-def _limited(name: str, args: CallArgs, stream: Stream | None) -> tuple[Callable[..., Any], bool, TimeLimit | None]:
-    """The function, whether it needs `rng`, and its time limit. With a limit it runs in another thread, on the same stream."""
+def _limited(
+    name: str, args: CallArgs, stream: Stream | None
+) -> tuple[Callable[..., Any], bool, TimeLimit | None, Any]:
+    """The function, whether it needs `rng`, its time limit, and the object that one thread at a time may be in, if that is so.
+    With a limit it runs in another thread, on the same stream."""
     try:
         function, wants_rng = bind(args)
+        owner = None if args.thread_safe is True else owner_of(_loaded(args))
     except USER_ERRORS as error:
         reason = str(error) if isinstance(error, (ImportError, ValueError)) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"stages.{name}.function: {args.function!r} cannot be imported: {reason}") from error
     if args.timeout is None:
-        return function, wants_rng, None
-    limit = TimeLimit(name, args.timeout)
-    return partial(limit, function if stream is None else stream.bound(function)), wants_rng, limit
+        return function, wants_rng, None, owner
+    limit = TimeLimit(name, args.timeout, is_alone=owner is not None)
+    return partial(limit, function if stream is None else stream.bound(function)), wants_rng, limit, owner
 
 
 def _on_batches(function: Callable[..., Any], keys: StageKeys | None) -> Callable[[dict[str, Any], BatchContext], None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -10,6 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from loaderkit._internal.device import raise_kernel_failure
+from loaderkit._internal.user_code import FairLock, UserLock
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, LoaderkitError, StageError
@@ -62,7 +62,9 @@ class CompileContext:
     sample_runs: list[Callable[[SampleChunk], Any]] = field(default_factory=list)  # the stages before `batch`, compiled
     mixed: str | None = None  # the name of the source, if it is one of several: stages get its rows of chunks
     is_seeded: bool = False  # a stage, also one of another source, seeds the global generators
-    user_code: threading.Lock = field(default_factory=threading.Lock)  # held while it runs, if any of it is seeded
+    user_code: FairLock = field(
+        default_factory=FairLock
+    )  # held while undeclared code runs; all, if any of it is seeded
 
     @property
     def before_batch(self) -> tuple[StageConfig, ...]:
@@ -131,17 +133,12 @@ class CompileContext:
         compiled = kind.compile(stage, self)
         if compiled.scope == "batch":
             compiled = replace(compiled, run=_naming_batches(stage.name, compiled.run, self.stream))
-        if self.is_seeded and (kind.runs_user_code or (stage.kind == "read" and self.gives == "items")):
-            compiled = replace(compiled, run=_holding(self.user_code, compiled.run))
-        return compiled
-
-
-def _holding(lock: threading.Lock, run: Callable[..., Any]) -> Callable[..., Any]:
-    def run_alone(*args: Any) -> Any:
-        with lock:
-            return run(*args)
-
-    return run_alone
+        if not (kind.runs_user_code or (stage.kind == "read" and self.gives == "items")):
+            return compiled
+        lock = UserLock(self.user_code, compiled.owner)
+        if self.is_seeded or compiled.owner is not None:
+            return replace(compiled, run=lock.held(compiled.run), lock=lock)
+        return replace(compiled, run=lock.first_held(compiled.run))
 
 
 def _naming_batches(

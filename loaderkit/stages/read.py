@@ -273,8 +273,10 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
         assert isinstance(source, ItemSource)
         run = read_items(source, failed, is_last=is_last)
         if isinstance(source, IterableSource):
-            return stage.ready("sample", run, interrupt=source.interrupt, waits_for=source.waits_for, in_turn=True)
-        return stage.ready("sample", run)
+            return stage.ready(
+                "sample", run, interrupt=source.interrupt, waits_for=source.waits_for, in_turn=True, owner=source.owner
+            )
+        return stage.ready("sample", run, owner=source.owner)
     assert connector is not None
     # A reader may wait for its threads.
     interrupt = connector.stop if isinstance(connector, ReadAheadConnector) else None

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from loaderkit._internal.units import format_seconds
-from loaderkit.connectors.call_pool import CallPool
+from loaderkit.connectors.call_pool import Call, CallPool
 from loaderkit.engine.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 
 logger = logging.getLogger("loaderkit")
@@ -26,9 +26,14 @@ logger = logging.getLogger("loaderkit")
 class TimeLimit:
     """Calls functions of one stage, for `limit_s` seconds at most. Any number of threads at once."""
 
-    def __init__(self, stage: str, limit_s: float) -> None:
+    def __init__(self, stage: str, limit_s: float, *, is_alone: bool = False) -> None:
+        """`is_alone`: one call runs at a time, so the next one waits for one that was abandoned, as long as for its own."""
         self._stage = stage
         self._limit_s = limit_s
+        self._is_alone = is_alone
+        self._abandoned: tuple[Call[Any], threading.Event] | None = (
+            None  # and when it has ended, if one call at a time runs
+        )
         self._lock = threading.Lock()
         self._warn_at = 10
         self._of_worker = threading.local()
@@ -36,12 +41,22 @@ class TimeLimit:
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The function's result or error. Raises TimeoutError after the limit; the function may still be running."""
-        call = self._pool_of_worker().begin(lambda call: function(*arguments))
+        self._wait_for_abandoned()
+        has_ended = threading.Event()
+
+        def run(call: Call[Any]) -> Any:
+            try:
+                return function(*arguments)
+            finally:
+                has_ended.set()
+
+        call = self._pool_of_worker().begin(run)
         try:
             return call.wait(self._limit_s)
         except TimeoutError:
             if not call.is_cancelled:  # raised by the function itself
                 raise
+            self._abandoned = (call, has_ended)
             self._warn_of_many()
             raise TimeoutError(
                 f"the function did not return within {format_seconds(self._limit_s)} (stages.{self._stage}.timeout); its "
@@ -49,6 +64,19 @@ class TimeLimit:
             ) from None
         finally:
             call.cancel()
+
+    def _wait_for_abandoned(self) -> None:
+        abandoned = self._abandoned
+        if not self._is_alone or abandoned is None:
+            return
+        call, has_ended = abandoned
+        if call.is_abandoned and not has_ended.wait(self._limit_s):
+            raise TimeoutError(
+                f"an earlier call, abandoned after {format_seconds(self._limit_s)} (stages.{self._stage}.timeout), still "
+                "runs, and one call at a time may: set a timeout on what the function waits for, or declare `thread_safe: "
+                "true` if it stands several at once"
+            )
+        self._abandoned = None
 
     def _pool_of_worker(self) -> CallPool:
         """The pool of the calling thread; it ends with that thread, or with this limit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,14 @@ def test_modules_whose_names_are_no_identifiers(tmp_path: Path, monkeypatch: pyt
         import_named("01-data:Circle")
     with pytest.raises(ModuleNotFoundError):
         import_named("02-data:Shapes")
+
+
+def test_the_working_directory_is_looked_into_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("first", "here"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "both_have_it.py").write_text(f"place = {folder!r}\n")
+    (tmp_path / "here" / "only_here.py").write_text("place = 'here'\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), *(folder for folder in sys.path if folder)])
+    monkeypatch.chdir(tmp_path / "here")
+    assert import_named("both_have_it:place") == "first"
+    assert import_named("only_here:place") == "here"

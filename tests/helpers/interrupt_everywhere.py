@@ -191,7 +191,9 @@ def live_with(trace: Any, live: Callable[[], None]) -> bool:
     signal.signal(signal.SIGINT, handle)
     with suppress(KeyboardInterrupt):
         try:
-            sys._getframe().f_trace_opcodes = True  # Python 3.12 has opcodes traced only if a frame asks for it beforehand
+            sys._getframe().f_trace_opcodes = (
+                True  # Python 3.12 has opcodes traced only if a frame asks for it beforehand
+            )
             sys.settrace(trace)
             live()
         finally:

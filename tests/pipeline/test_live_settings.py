@@ -56,7 +56,7 @@ def crowd() -> Any:
 
 
 def crowded(crowd: Crowd, workers: int) -> loaderkit.Loader:
-    pipeline = Pipeline.dataset(crowd).shuffle("none").read().batch(1)
+    pipeline = Pipeline.dataset(crowd, thread_safe=True).shuffle("none").read().batch(1)
     overrides = {"prefetch.concurrency": workers, "prefetch.batches": 8}
     crowd.is_open.set()  # for the sample that shows what a batch looks like
     loader = loaderkit.build(pipeline, overrides=overrides)
@@ -282,7 +282,7 @@ class TestNoMoreThreads:
             assert len(list(batches)) == 98
 
     def test_the_tuner_tries_less(self) -> None:
-        pipeline = Pipeline.dataset(SlowNumbers(10**6)).shuffle("none").read().batch(1)
+        pipeline = Pipeline.dataset(SlowNumbers(10**6), thread_safe=True).shuffle("none").read().batch(1)
         with loaderkit.build(pipeline) as loader:
             batches = iter(loader)
             next(batches)

@@ -109,7 +109,7 @@ def test_the_batches_are_those_of_threads_and_so_is_the_state(tmp_path: Path) ->
             loader.load_state_dict(state)
         for mine, theirs in zip(inline, threads, strict=True):
             assert mine["__key__"] == theirs["__key__"]
-        assert inline.config.prefetch.executor == "thread", "the description stays as it was written"
+        assert inline.config.prefetch.executor == "auto", "the description stays as it was written"
         assert "inline" not in inline.to_yaml()
 
 

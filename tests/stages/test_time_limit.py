@@ -57,7 +57,8 @@ def trap() -> Iterator[Trap]:
 
 def trapped(trap: Trap, **overrides: Any) -> loaderkit.Loader:
     pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(trap.on_sample).batch(8)
-    return loaderkit.build(pipeline, overrides={"stages.call.timeout": "500ms", "prefetch.concurrency": 2, **overrides})
+    given = {"stages.call.timeout": "500ms", "stages.call.thread_safe": True, "prefetch.concurrency": 2}
+    return loaderkit.build(pipeline, overrides={**given, **overrides})
 
 
 class TestSamples:
@@ -82,7 +83,7 @@ class TestSamples:
         join_companions()
 
     def test_in_another_process(self) -> None:
-        pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)
+        pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang, thread_safe=True).batch(8)
         overrides = {**PROCESS, "stages.call.timeout": "1s", "errors.on_bad_sample": "skip"}
         with loaderkit.build(pipeline, overrides=overrides) as loader:
             assert [key for batch in loader for key in batch["__key__"]] == [str(n) for n in range(64) if n != 20]
@@ -122,6 +123,24 @@ class TestLimit:
             limit(trap.wait, 60)
         trap.set()
         assert TimeLimit("call", 60)(divmod, 7, 3) == (2, 1)
+        limit.close()
+        join_companions()
+
+    def test_where_one_call_at_a_time_runs_it_waits_for_an_abandoned_one(self) -> None:
+        limit, trap, has_ended = TimeLimit("call", 0.05, is_alone=True), threading.Event(), threading.Event()
+
+        def hang() -> None:
+            trap.wait(60)
+            has_ended.set()
+
+        with pytest.raises(TimeoutError, match="did not return within"):
+            limit(hang)
+        for _ in range(3):
+            with pytest.raises(TimeoutError, match=r"still runs.*`thread_safe: true`"):
+                limit(divmod, 7, 3)
+        trap.set()
+        has_ended.wait(60)
+        assert limit(divmod, 7, 3) == (2, 1)
         limit.close()
         join_companions()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,10 +72,6 @@ def open_plan(pipeline: Path, assignments: Sequence[str] | None, *, on_this_thre
     from loaderkit.pipeline.execution_plan import compile_pipeline
     from loaderkit.pipeline.ranks.place import ranks_now
 
-    # `call` and `kind: dataset` name modules. A console script does not look for them where it was started, as
-    # `python -m` does; last in line, so that no file lying there hides an installed package.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     if on_this_thread:
         assignments = [*(assignments or []), "prefetch.executor=inline", "prefetch.processes=1", "prefetch.ray={}"]
     rank, world_size = ranks_now()

@@ -8,6 +8,7 @@ from statistics import mean, stdev
 from typing import NamedTuple
 
 from loaderkit.engine.autotune.tuned_setting import TunedSetting
+from loaderkit.engine.metrics.snapshot import ALWAYS
 from loaderkit.engine.metrics.stalls import WAKEUP
 from loaderkit.engine.metrics.stats import Stats
 
@@ -43,7 +44,7 @@ class TunerWindow(NamedTuple):
         `Tuner`."""
         wall_s = max(passed.wall_s, 1e-9)
         stalls = {cause: seconds for cause, seconds in passed.stall_s.items() if cause != WAKEUP}
-        is_in_turn = passed.full_turn is not None
+        is_in_turn = passed.full_turn is not None or passed.alone_share >= ALWAYS
         if is_in_turn:  # no sizes would make anything quicker
             stalls = {}
         rows = {row.name: row for row in passed.stages}

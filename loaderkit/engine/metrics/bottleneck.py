@@ -4,6 +4,7 @@
     else ──> the stage, or start, memory, wakeup, network, worker restart, release, that the loop waited for longest; a wakeup
     that a CPU quota delays is its fault; a network that is not full wants more batches on the way; for a stage:
         libraries compute in threads of their own ──> oversubscription
+        user code runs one item at a time, and does all the time ──> lock
         the GIL is held, and no more than one CPU is used ──> gil
         the loop holds the GIL, and the workers hardly compute ──> gil
         one worker at a time runs it, and one is in it all the time ──> computing, waiting
@@ -45,6 +46,7 @@ _WITHOUT_A_STAGE: Mapping[str, Callable[[Interval], Verdict]] = {
 _KINDS: Sequence[Callable[[Facts], Verdict | None]] = (
     rules.shared,
     rules.oversubscription,
+    rules.user_code,
     rules.gil,
     rules.gil_of_loop,
     rules.in_turn,

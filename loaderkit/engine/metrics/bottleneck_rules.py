@@ -169,6 +169,27 @@ def oversubscription(facts: Facts) -> Verdict | None:
     return _of_stage(interval, facts.awaited, "oversubscription", evidence, change, sure=0.9)
 
 
+def user_code(facts: Facts) -> Verdict | None:
+    """Of user code that is not declared one item at a time runs in each process, and one does all the time."""
+    interval, stage, share = facts.interval, facts.awaited.stage, facts.interval.stats.alone_share
+    if not stage.alone or not stage.num_items or interval.is_inline or share < ALWAYS:
+        return None  # where no item comes through, it is not for lack of room for others
+    names = ", ".join(row.name for row in interval.stats.stages if row.alone)
+    evidence = (
+        f"of user code that is not declared `thread_safe` ({names}) one item at a time runs in each process: one did for "
+        f"{100 * min(1.0, share):.0f} % of the time"
+    )
+    processes = words.process_instead(
+        interval,
+        "prefetch.executor: process, with a process for every CPU by prefetch.processes",
+        words.several_processes(interval),
+    )
+    change = (
+        f"{processes}; or `thread_safe: true` where several threads may be in it at once; more workers would not help"
+    )
+    return _of_stage(interval, facts.awaited, "lock", evidence, change, sure=0.95, agrees=True)
+
+
 def gil(facts: Facts) -> Verdict | None:
     """Workers compute, together no more than one CPU can, and wait for one another meanwhile.
 

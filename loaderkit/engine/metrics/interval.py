@@ -102,7 +102,7 @@ class Interval:
     @property
     def is_inline_by_rule(self) -> bool:
         """True if a rule chose `inline`: the batches are so small that a hand-off would take longer."""
-        return self.stats.tuning.executor_reason is not None
+        return self.is_inline and self.stats.tuning.executor_reason is not None
 
     @property
     def is_short_of_memory(self) -> bool:

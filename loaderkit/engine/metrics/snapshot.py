@@ -48,6 +48,9 @@ class StageStats:
     kind: str = ""
     source: str = ""  # the mixed source that it is for alone
     in_turn: bool = False  # one worker at a time runs it, in each process
+    alone: bool = (
+        False  # in each process one thread at a time runs it, or other rows that are `alone`: undeclared user code
+    )
 
     @property
     def slot_s(self) -> float:
@@ -81,7 +84,7 @@ class StageStats:
 _COUNTERS = tuple(
     field.name
     for field in fields(StageStats)
-    if field.name not in ("name", "workers", "services", "kind", "source", "in_turn", "num_queued")
+    if field.name not in ("name", "workers", "services", "kind", "source", "in_turn", "alone", "num_queued")
 )
 
 
@@ -156,6 +159,13 @@ class Snapshot:
     def turn_share(self, stage: str | None) -> float:
         """The share of the time in which a worker was in a stage that one worker at a time runs; 0 for other stages."""
         busy_s = sum(row.busy_s for row in self.stages if row.in_turn and row.name == stage)
+        ran_s = self.wall_s - self.waits_s.get(START, 0.0) + self.started_s
+        return busy_s / max(ran_s * (self.tuning.processes or 1), 1e-9)
+
+    @property
+    def alone_share(self) -> float:
+        """The share of the time in which a worker was in user code that one thread at a time of each process runs."""
+        busy_s = sum(row.busy_s for row in self.stages if row.alone)
         ran_s = self.wall_s - self.waits_s.get(START, 0.0) + self.started_s
         return busy_s / max(ran_s * (self.tuning.processes or 1), 1e-9)
 

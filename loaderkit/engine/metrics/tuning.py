@@ -27,7 +27,7 @@ class Tuning:
 
     executor: str | None = None
     batches: int | None = None  # read ahead
-    executor_reason: str | None = None  # why a rule chose inline, if it did
+    executor_reason: str | None = None  # why a rule chose inline or process, if it did
     executor_with_workers: str = "thread"  # what a loop without workers may have instead
     graph: tuple[str, ...] = ()  # the operators of a DALI pipeline
     jpeg: str | None = None  # how much of one is decoded: "whole", or "crop of" a stage

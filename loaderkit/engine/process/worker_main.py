@@ -100,9 +100,11 @@ class WorkerMain:
             ending_forks(_import)(preload)
             from loaderkit.engine.process import messages
             from loaderkit.engine.process.batch_sender import BatchSender
+            from loaderkit.native.identity import Identity, check_same
 
             spec = pickle.loads(self._specs.get())  # noqa: S301 - of our own process
             self._forward_logs(spec.pop("log_level"))
+            check_same(Identity(*spec.pop("program")))
             sender = ending_forks(BatchSender)(self._outbox, self._arena, **spec)
             with self._lock:
                 for name, *arguments in self._early:

@@ -23,6 +23,7 @@ from loaderkit.engine.remote.contracts import WorkerSpec
 from loaderkit.engine.remote.log_records import relay
 from loaderkit.engine.restarts import Death
 from loaderkit.errors import WorkerDiedError
+from loaderkit.native.identity import identity
 from loaderkit.sampling.shard import Shard
 
 logger = logging.getLogger("loaderkit")
@@ -74,6 +75,7 @@ class WorkerProcess:
             "position": position,
             "generation": generation,
             "log_level": logger.getEffectiveLevel(),
+            "program": tuple(identity()),
         }
         connection.tell("spec", pickle.dumps(settings, 5))
 

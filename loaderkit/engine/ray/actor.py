@@ -76,7 +76,9 @@ class LoadingActor:
         _forward_logs(self._records, spec.log_level)
         importlib.import_module(spec.preload)
         from loaderkit.engine.ray.actor_server import ActorServer
+        from loaderkit.native.identity import Identity, check_same
 
+        check_same(Identity(*spec.program))
         server = ActorServer(packed, spec)
         with self._lock:
             for name, *arguments in self._early:

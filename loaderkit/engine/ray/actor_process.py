@@ -31,6 +31,7 @@ from loaderkit.engine.remote.contracts import WorkerSpec
 from loaderkit.engine.remote.log_records import relay
 from loaderkit.engine.restarts import Death
 from loaderkit.errors import ClosedError, ConfigError, WorkerDiedError
+from loaderkit.native.identity import identity
 from loaderkit.sampling.shard import Shard
 
 _PATIENCE_S = 1.0  # the longest wait for an answer that should come at once
@@ -98,6 +99,7 @@ class ActorProcess:
                     next_position,
                     generation,
                     logger.getEffectiveLevel(),
+                    tuple(identity()),
                 ),
             )
             self._ask_for_logs(actor)

@@ -29,6 +29,7 @@ class ActorSpec(NamedTuple):
     next_position: tuple[int, int]
     generation: int
     log_level: int
+    program: tuple[Any, ...]  # the `Identity` of its loaderkit
 
 
 class Hello(NamedTuple):

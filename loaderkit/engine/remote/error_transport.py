@@ -6,6 +6,8 @@ import pickle
 import traceback
 from typing import Any, NamedTuple
 
+import cloudpickle
+
 from loaderkit.errors import RemoteError
 
 
@@ -50,16 +52,16 @@ def _remake(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[s
 
 def _can_pickle(value: Any) -> bool:
     try:
-        pickle.dumps(value)
+        cloudpickle.dumps(value)
     except Exception:
         return False
     return True
 
 
 def _try_pickle(value: Any) -> bytes | None:
-    """The pickled exception, if it can be unpickled again; else None."""
+    """The pickled exception, if it can be unpickled again; else None. Its class may be one of a script, as a function's is."""
     try:
-        pickled = pickle.dumps(value)
+        pickled = cloudpickle.dumps(value)
         return pickled if isinstance(pickle.loads(pickled), BaseException) else None  # noqa: S301 - just written
     except Exception:
         return None

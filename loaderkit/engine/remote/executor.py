@@ -182,6 +182,18 @@ class RemoteEngine:
             self._fit_to_deal()
         return batch
 
+    def has_begun(self) -> bool:
+        """True once all processes answer, where the consumer asks for nothing yet: what they have made is dropped, and a seek
+        has to follow. Raises EOFError if one has ended, and the error that ended it."""
+        have_begun = [process.begins(self._generation + 1) for process in self.processes]  # each is asked
+        return all(have_begun)
+
+    def try_next(self) -> Delivered:
+        """The next batch, which counts nowhere; a seek has to follow."""
+        batch = self._take(self.processes[self._dealing.turn])
+        self._dealing.delivered(batch.epoch, batch.end)
+        return batch
+
     @property
     def last_wait(self) -> Mapping[str, float]:
         """See `Executor`."""

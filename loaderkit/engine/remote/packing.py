@@ -2,16 +2,22 @@
 
 The buffers are the memory of tensors and arrays, which is not copied into the stream. Both ends are our own processes; bytes
 from data are never unpickled.
+
+Functions and classes go by name. Where the other process cannot find them by that (those of a script or a notebook, lambdas,
+closures) all such go by value, by cloudpickle. It knows a class again that comes back, so both sides have one class.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import torch
 
@@ -46,20 +52,18 @@ def _open_untyped(memory: torch.Tensor) -> torch.TypedStorage:
     return torch.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)  # type: ignore[no-untyped-call]
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles tensors by their memory instead of in torch's file format. `refuses_main`: objects that are defined in `__main__`
-    are refused."""
+_MAIN = ("__main__", "__mp_main__")
+"""The names of the module that another process does not run again; the second is its name in a child of multiprocessing."""
 
-    def __init__(self, file: io.BytesIO, callback: Callable[[pickle.PickleBuffer], Any], *, refuses_main: bool) -> None:
-        super().__init__(file, 5, buffer_callback=callback)
-        self._refuses_main = refuses_main
+
+class _Tensors:
+    """Pickles tensors by their memory instead of in torch's file format."""
+
+    def __init__(self) -> None:
         self._storages: dict[tuple[int, int], _Storage] = {}
 
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, (FunctionType, type)):
-            if self._refuses_main and value.__module__ == "__main__":
-                raise pickle.PicklingError(f"{value.__qualname__} is defined in __main__, which is not run again there")
-            return NotImplemented
+    def reduce(self, value: Any) -> Any:
+        """NotImplemented for what is pickled as it is elsewhere."""
         if type(value) is torch.UntypedStorage and value.device.type == "cpu":
             # Of a subclass of Tensor, say. torch's own way fails to read back what it wrote.
             whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
@@ -85,17 +89,57 @@ class _Pickler(pickle.Pickler):
         return self._storages[place]
 
 
+class _ByName(pickle.Pickler):
+    """Refuses functions and classes of the main module, unless the other process has the same one."""
+
+    def __init__(
+        self, file: Any, callback: Callable[[pickle.PickleBuffer], Any], *, is_same_main: bool = False
+    ) -> None:
+        super().__init__(file, 5, buffer_callback=callback)
+        self._refused = () if is_same_main else _MAIN
+        self._tensors = _Tensors()
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (FunctionType, type)):
+            if value.__module__ in self._refused:
+                raise pickle.PicklingError(f"{value.__qualname__} is defined in {value.__module__}")
+            return NotImplemented
+        return self._tensors.reduce(value)
+
+
+class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    def __init__(self, file: Any, callback: Callable[[pickle.PickleBuffer], Any]) -> None:
+        super().__init__(file, 5, buffer_callback=callback)
+        self._tensors = _Tensors()
+        if (main := sys.modules.get("__mp_main__")) is not None:
+            cloudpickle.register_pickle_by_value(main)
+
+    def reducer_override(self, value: Any) -> Any:
+        reduced = self._tensors.reduce(value)
+        return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+
 def _is_plain(value: torch.Tensor) -> bool:
     has_memory = value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized
     return has_memory and not (value.is_conj() or value.is_neg())
 
 
 def pack(
-    value: Any, is_shared: Callable[[memoryview], bool] = lambda buffer: False, *, refuses_main: bool = True
+    value: Any, is_shared: Callable[[memoryview], bool] = lambda buffer: False, *, is_same_main: bool = False
 ) -> tuple[bytes, list[memoryview]]:
     """The stream and the buffers of a value. Small buffers go into the stream, unless they lie in shared memory already.
-    `refuses_main`: the other process does not run `__main__` again, so nothing may be defined there. Raises the errors of
-    pickle."""
+    `is_same_main`: the other process runs the same script. Raises the errors of pickle."""
+    try:
+        return _pack(partial(_ByName, is_same_main=is_same_main), value, is_shared)
+    except Exception:
+        return _pack(_ByValue, value, is_shared)
+
+
+def _pack(
+    pickler: Callable[[io.BytesIO, Callable[[pickle.PickleBuffer], Any]], pickle.Pickler],
+    value: Any,
+    is_shared: Callable[[memoryview], bool],
+) -> tuple[bytes, list[memoryview]]:
     buffers: list[memoryview] = []
 
     def is_inlined(buffer: pickle.PickleBuffer) -> bool:
@@ -106,8 +150,48 @@ def pack(
         return False
 
     file = io.BytesIO()
-    _Pickler(file, is_inlined, refuses_main=refuses_main).dump(value)
+    pickler(file, is_inlined).dump(value)
     return file.getvalue(), buffers
+
+
+def packed_bytes(value: Any, most: int) -> int | None:
+    """The bytes of the stream and the buffers; None: more than `most`, which takes no memory to find out. Raises the errors of
+    pickle."""
+    try:
+        return _count(_ByName, value, most)
+    except _TooManyError:
+        return None
+    except Exception:
+        try:
+            return _count(_ByValue, value, most)
+        except _TooManyError:
+            return None
+
+
+class _TooManyError(Exception):
+    pass
+
+
+def _count(make: Callable[..., pickle.Pickler], value: Any, most: int) -> int:
+    num_bytes = 0
+
+    def add(num: int) -> int:
+        nonlocal num_bytes
+        num_bytes += num
+        if num_bytes > most:
+            raise _TooManyError
+        return num
+
+    class File:
+        @staticmethod
+        def write(data: Any) -> int:
+            return add(memoryview(data).nbytes)
+
+    def leave_out(buffer: pickle.PickleBuffer) -> None:
+        add(buffer.raw().nbytes)
+
+    make(File, leave_out).dump(value)
+    return num_bytes
 
 
 def unpack(stream: bytes | memoryview, buffers: Iterable[Any]) -> Any:

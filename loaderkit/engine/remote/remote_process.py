@@ -197,6 +197,14 @@ class RemoteProcess:
         self._take(0, 0.0)  # afterwards: what is awake by the end of its socket has ended
         return is_awake
 
+    def begins(self, generation: int) -> bool:
+        """True once it answers; batches of before `generation` are dropped. Raises EOFError if it has ended, and the error that
+        ended it."""
+        if self.running is None or not self.running.is_awake:
+            return False
+        self._skimmed = self._take(generation, 0.0)
+        return True
+
     @property
     def num_finished(self) -> int:
         """The batches of one that has died which are not taken yet."""

@@ -219,7 +219,7 @@ def _said(stage: StageConfig) -> list[Any]:
     args = {
         name: value
         for name, value in stage.args
-        if name not in ("workers", "timeout", "device", "regions", "on_gpu_error")
+        if name not in ("workers", "timeout", "thread_safe", "device", "regions", "on_gpu_error")
     }
     return [stage.kind, stage.name, args]
 

@@ -247,6 +247,7 @@ class KindMethods:
         *,
         args: Mapping[str, Any] = ...,
         fields: tuple[str, ...] | list[str] | Mapping[str, str] | None = None,
+        thread_safe: bool | Literal["auto"] = "auto",
         limit: int | None = None,
     ) -> Self:
         """A Python object with `__len__` and `__getitem__`.
@@ -255,6 +256,8 @@ class KindMethods:
         args: keyword arguments, if `object` names a function or class
         fields: names for the items of a tuple or list; or field -> key, path of keys, or type, as in
             {label: target.label, x: float32, y: target.y int64}: then these are the sample
+        thread_safe: true: several threads of a process may take items at once; else one does at a time;
+            auto: true for lists, arrays, tensors and a TensorDataset
         limit: only the first N samples of the canonical order
         """
 
@@ -265,6 +268,7 @@ class KindMethods:
         *,
         args: Mapping[str, Any] = ...,
         fields: tuple[str, ...] | list[str] | Mapping[str, str] | None = None,
+        thread_safe: bool | Literal["auto"] = "auto",
         length: int | None = None,
         resume: Literal["auto", "skip"] = "auto",
         limit: int | None = None,
@@ -280,6 +284,8 @@ class KindMethods:
         args: keyword arguments, if `object` names a function or class
         fields: names for the items of a tuple or list; or field -> key, path of keys, or type, as in
             {label: target.label, x: float32, y: target.y int64}: then these are the sample
+        thread_safe: one thread at a time iterates in any case; false: and no function of the pipeline's
+            that is not declared runs meanwhile, for what shares something with them
         length: items of an epoch, over all ranks: gives the loader its length; fewer are an error, more are
             left out, with a warning unless `limit` is that number, too
         resume: auto: by its `state_dict` and `load_state_dict`, if it has them; skip: by iterating up to
@@ -619,6 +625,7 @@ class KindMethods:
         function: str | Callable[..., Any],
         args: Mapping[str, Any] = ...,
         timeout: float | str | None = None,
+        thread_safe: bool | Literal["auto"] = "auto",
         seeded: bool = False,
         *,
         name: str | None = None,
@@ -631,9 +638,13 @@ class KindMethods:
 
         function: "package.module:function", or in Python the function itself
         args: keyword arguments for every call
-        timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned
-        seeded: seed the global generators of torch, NumPy and Python for every call; needs `executor:
-            process` or inline
+        timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned: it
+            may run on, and unless the function is `thread_safe` the next call waits for it, as long as for
+            itself
+        thread_safe: true: several threads of a process may call it at once; else, and with auto, one does
+            at a time, in which no other function or data set runs that is not declared
+        seeded: seed the global generators of torch, NumPy and Python for every call; not with `executor:
+            thread`
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """
@@ -643,6 +654,7 @@ class KindMethods:
         function: str | Callable[..., Any],
         args: Mapping[str, Any] = ...,
         timeout: float | str | None = None,
+        thread_safe: bool | Literal["auto"] = "auto",
         seeded: bool = False,
         on_empty_batch: Literal["raise", "skip"] = "raise",
         *,
@@ -657,9 +669,13 @@ class KindMethods:
 
         function: "package.module:function", or in Python the function itself
         args: keyword arguments for every call
-        timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned
-        seeded: seed the global generators of torch, NumPy and Python for every call; needs `executor:
-            process` or inline
+        timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned: it
+            may run on, and unless the function is `thread_safe` the next call waits for it, as long as for
+            itself
+        thread_safe: true: several threads of a process may call it at once; else, and with auto, one does
+            at a time, in which no other function or data set runs that is not declared
+        seeded: seed the global generators of torch, NumPy and Python for every call; not with `executor:
+            thread`
         on_empty_batch: a batch of which nothing is left is an error; or it is skipped, with one warning:
             then how many batches come shows at the end of the epoch, so len(loader) is a TypeError. For one
             rank. Several filters must all say skip
@@ -770,7 +786,7 @@ class KindMethods:
         batches: int | Literal["auto"] = 4,
         memory: int | str = 2147483648,
         concurrency: int | Literal["auto"] = "auto",
-        executor: Literal["inline", "thread", "process", "ray"] = "thread",
+        executor: Literal["auto", "inline", "thread", "process", "ray"] = "auto",
         ray: Mapping[str, Any] = ...,
         processes: int | Literal["auto"] = 1,
         max_processes: int | None = None,
@@ -784,8 +800,9 @@ class KindMethods:
             then measured
         memory: bound on the memory of those batches
         concurrency: worker threads in all; auto: one a CPU to begin with, then measured
-        executor: threads here; inline: none, next() does the work; process: threads of another process;
-            ray: of actors of a Ray cluster
+        executor: auto: threads here, and worker processes once the loop waits for user code that is not
+            `thread_safe`; inline: none, next() does the work; process: threads of other processes; ray: of
+            actors of a Ray cluster
         ray: for `executor: ray`, below
         processes: how many, with `executor: process` or `ray`; they share `batches`, `memory` and all
             workers out evenly; auto: one to begin with, then measured, and `batches` is auto as well unless

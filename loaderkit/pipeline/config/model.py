@@ -103,10 +103,10 @@ class PrefetchArgs(Model):
     concurrency: PositiveInt | Literal["auto"] = Field(
         "auto", description="worker threads in all; auto: one a CPU to begin with, then measured"
     )
-    executor: Literal["inline", "thread", "process", "ray"] = Field(
-        "thread",
-        description="threads here; inline: none, next() does the work; process: threads of another process; ray: of actors of "
-        "a Ray cluster",
+    executor: Literal["auto", "inline", "thread", "process", "ray"] = Field(
+        "auto",
+        description="auto: threads here, and worker processes once the loop waits for user code that is not `thread_safe`; "
+        "inline: none, next() does the work; process: threads of other processes; ray: of actors of a Ray cluster",
     )
     ray: RayArgs = Field(RayArgs(), description="for `executor: ray`, below")
     processes: PositiveInt | Literal["auto"] = Field(
@@ -253,7 +253,7 @@ class PipelineConfig:
 
     @property
     def executor_with_workers(self) -> Literal["thread", "process"]:
-        """What may take the place of `executor: inline`: a function with `seeded` cannot run in threads."""
+        """What may take the place of `executor: inline` or auto: a function with `seeded` cannot run in threads."""
         return "process" if any(getattr(stage.args, "seeded", False) for stage in self.all_stages) else "thread"
 
     @property

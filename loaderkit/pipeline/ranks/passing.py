@@ -119,7 +119,7 @@ def _packed(passed: Passed) -> list[torch.Tensor]:
         None if batch is None else replace(batch, segments=()).sealed(),
         None if failure is None else error_transport.pack_error(failure),
     )
-    stream, buffers = packing.pack(value, refuses_main=False)
+    stream, buffers = packing.pack(value, is_same_main=True)
     body = pickle.dumps(([buffer.nbytes for buffer in buffers], stream), 5)
     is_short = len(body) <= _HEAD_BYTES - _LENGTH.size
     head = np.zeros(_HEAD_BYTES, np.uint8)
@@ -156,7 +156,7 @@ def _unsendable(batch: Delivered, error: Exception) -> StageError:
 
 def _can_pack(value: Any) -> bool:
     try:
-        packing.pack(value, refuses_main=False)
+        packing.pack(value, is_same_main=True)
     except Exception:
         return False
     return not (isinstance(value, torch.Tensor) and value.device.type != "cpu")

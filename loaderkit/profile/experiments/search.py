@@ -192,7 +192,7 @@ class _Search:
                 yield from ({key: other} for other in _neighbours(self._value(key)))
         batches, workers = self._size("prefetch.batches"), self._size("prefetch.concurrency")
         several = {"prefetch.processes": processes, "prefetch.batches": max(batches, 2 * processes)}
-        is_thread = self._value("prefetch.executor") == "thread"
+        is_thread = self._value("prefetch.executor") in ("auto", "thread")
         yield {"prefetch.executor": "process", **several} if is_thread else several
         yield {"prefetch.batches": 4 * max(batches, self.sizes["prefetch.batches"])}
         if is_thread:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,9 @@ class TestWithoutAStage:
         assert not contradictions(seen.to_dict())
 
     def test_what_build_refuses_is_not_suggested(self) -> None:
-        """A function without a name cannot be sent to a process, and threads share what a seeded one draws from."""
-        nameless = Pipeline.dataset(Numbers()).read().call(lambda sample: sample).batch(8).config
+        """A function with a lock cannot be sent to a process, and threads share what a seeded one draws from."""
+        lock = threading.Lock()
+        nameless = Pipeline.dataset(Numbers()).read().call(lambda sample: lock and sample).batch(8).config
         seen = stats({"wakeup": 4.0}, [row("read", 5, 4, blocked_s=15)])
         assert settings_for(seen.verdict(), seen, Pipeline.dataset(Numbers()).read().batch(8).config)
         assert not settings_for(seen.verdict(), seen, nameless)

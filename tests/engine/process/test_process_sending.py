@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import random
 import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -68,6 +70,22 @@ def in_which_process(sample: dict[str, Any]) -> None:
 
 def of_main(sample: dict[str, Any]) -> None:
     """Made to look like a function of a script."""
+    sample["item"] = OfMain(int(sample["x"]))
+
+
+@dataclass
+class OfMain:
+    """Made to look like a class of a script."""
+
+    number: int
+
+
+class MainError(Exception):
+    """Made to look like one of a script."""
+
+
+def refuse_as_main(sample: dict[str, Any]) -> None:
+    raise MainError(sample["__key__"])
 
 
 class TestSending:
@@ -114,22 +132,44 @@ class TestSending:
         assert batch["heavy"] == [[]] * 8
         assert set(batch["argv"]) == {sys.argv[0]}
 
-    def test_lambdas_are_refused_where_they_stand(self) -> None:
-        made = Pipeline.dataset(Numbers()).read()
+    def test_what_cannot_be_pickled_is_refused_where_it_stands(self) -> None:
+        made, lock = Pipeline.dataset(Numbers()).read(), threading.Lock()
         with pytest.raises(
             ConfigError, match=r"stages\.late\.function.*lambda.*package\.module:name.*executor: thread"
         ):
-            build(made.batch(8).call(lambda batch: batch, name="late"))
-        with pytest.raises(ConfigError, match=r"source\.object.*WithTransform"):
-            build(Pipeline.dataset(WithTransform(lambda x: x)).read().batch(8))
+            build(made.batch(8).call(lambda batch: {"is_free": lock.acquire()}, name="late"))
+        with pytest.raises(ConfigError, match=r"source\.object.*Locked"):
+            build(Pipeline.dataset(Locked()).read().batch(8))
         with pytest.raises(ConfigError, match=r"stages\.call\.args"):
             build(made.call(in_which_process, args={"key": max, "lock": threading.Lock()}).batch(8))
 
-    def test_what_only_main_has_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(of_main, "__module__", "__main__")
-        monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
-        with pytest.raises(ConfigError, match="of_main is defined in __main__"):
-            build(Pipeline.dataset(Numbers()).read().call(of_main).batch(8))
+    def test_lambdas_and_closures_are_sent(self, rng: random.Random) -> None:
+        factor, numbers = rng.randrange(2, 9), WithTransform(lambda x: x)
+
+        def scaled(sample: dict[str, Any]) -> dict[str, Any]:
+            return {"scaled": sample["x"] * factor, "pid": os.getpid()}
+
+        pipeline = Pipeline.dataset(numbers).shuffle(seed=rng.randrange(99)).read().call(scaled).batch(8)
+        with build(pipeline.call(lambda batch: {"late": batch["scaled"] + factor})) as loader:
+            for batch in loader:
+                assert batch["late"].tolist() == [x * factor + factor for x in batch["x"].tolist()]
+        assert os.getpid() not in batch["pid"]
+
+    def test_functions_and_classes_of_a_script(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for one in (of_main, OfMain, refuse_as_main, MainError):
+            monkeypatch.setattr(one, "__module__", "__main__")
+            monkeypatch.setattr(sys.modules["__main__"], one.__name__, one, raising=False)
+        for function in (of_main, "__main__:of_main"):
+            with build(Pipeline.dataset(Numbers()).read().call(function).batch(8)) as loader:
+                batch = next(iter(loader))
+            assert batch["item"] == [OfMain(x) for x in batch["x"].tolist()], "the class is known again"
+        with (
+            build(Pipeline.dataset(Numbers()).shuffle(False).read().call(refuse_as_main).batch(8)) as loader,
+            pytest.raises(StageError) as caught,
+        ):
+            next(iter(loader))
+        assert isinstance(caught.value.__cause__, MainError)
+        assert caught.value.__cause__.args == ("0",)
 
     def test_a_module_the_other_process_cannot_find(self, monkeypatch: pytest.MonkeyPatch) -> None:
         module = type(sys)("made_up")
@@ -191,7 +231,8 @@ def refuse(sample: dict[str, Any]) -> None:
 
 def refuse_locally(sample: dict[str, Any]) -> None:
     class LocalError(Exception):
-        pass
+        def __init__(self, text: str) -> None:
+            super().__init__(text, threading.Lock())
 
     raise LocalError("here")
 

@@ -1,0 +1,49 @@
+"""Which objects of a pipeline go to worker processes, and whether they can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from loaderkit._internal.imports import import_named
+from loaderkit.connectors.base import Connector
+from loaderkit.engine.remote.packing import pack
+from loaderkit.errors import ConfigError
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.config.registry import SOURCES, STAGES
+
+
+def check_sendable(config: PipelineConfig, connectors: Sequence[Connector | None] = ()) -> None:
+    """Raise ConfigError if an object in the config cannot be pickled."""
+    sent = {**_objects(config), "the connector": [connector for connector in connectors if connector is not None]}
+    for where, value in sent.items():
+        try:
+            pack(value)
+        except Exception as error:
+            raise ConfigError(
+                f"{where}: {value!r} cannot be sent to the process that loads (prefetch.executor: "
+                f"{config.prefetch.executor}): {error}. Let it open files, locks and connections when it is first used; or "
+                'name a function that makes it, as "package.module:name", which is called there; or use executor: thread'
+            ) from error
+
+
+def _objects(config: PipelineConfig) -> dict[str, Any]:
+    """What the user gave as objects, or by name, by the place in the config."""
+    if config.mixture is None:
+        named = {"source": (config.kind, config.source)}
+    else:
+        named = {f"sources.{one.name}": (SOURCES[one.kind], one.args) for one in config.mixture.members}
+    found = {
+        f"{name}.{key}": value for name, (kind, args) in named.items() for key, value in kind.objects(args).items()
+    }
+    for stage in config.all_stages:
+        objects = STAGES[stage.kind].objects(stage.args)
+        found |= {f"stages.{stage.name}.{key}": value for key, value in objects.items()}
+    return found
+
+
+def named_in_main(config: PipelineConfig) -> dict[str, Any]:
+    """What the config names as "__main__:name", which the other process has to be given."""
+    texts = [value for value in _objects(config).values() if isinstance(value, str)]
+    names = {text.partition(":")[2].partition(".")[0] for text in texts if text.startswith("__main__:")}
+    return {name: import_named(f"__main__:{name}") for name in names}

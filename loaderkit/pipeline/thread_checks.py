@@ -1,0 +1,115 @@
+"""Does user code give in several threads what it gives in one? What `loaderkit check` finds out from the first samples."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from loaderkit._internal.compare import differ
+from loaderkit.pipeline.compiler import compile_stages
+from loaderkit.pipeline.config.registry import STAGES
+from loaderkit.pipeline.execution_plan import ExecutionPlan
+from loaderkit.sources.base import ItemSource
+from loaderkit.stages.base import BatchWork, SampleChunk
+from loaderkit.stages.call import CallArgs
+
+_NUM_THREADS, _NUM_ROUNDS = 4, 4
+_MOST_SAMPLES, _LEAST_SAMPLES, _MOST_S = 32, 4, 0.5  # s for all of them, alone
+_SWITCH_S = 1e-5  # between threads; Python's 5 ms is longer than most items take
+
+
+class SideBySide(NamedTuple):
+    """`stages` run user code before `batch`; of these `declared` are `thread_safe`. `fields` had other values in several
+    threads than in one, and `error` is what was raised there alone."""
+
+    stages: list[str]
+    declared: list[str]
+    fields: list[str]
+    error: str | None
+
+
+def compare_side_by_side(plan: ExecutionPlan) -> SideBySide | None:
+    """The first samples made alone, twice, then in several threads at once; None without user code before `batch`, or where it
+    is an iterable's, or seeded, which never runs so. What differs alone, too, says nothing."""
+    context = plan.compiled.context
+    if plan.mixture is not None or plan.packing is not None or plan.config.kind.is_stream or context.is_seeded:
+        return None
+    users = [stage for stage in context.before_batch if STAGES[stage.kind].runs_user_code]
+    declared = [stage.name for stage in users if isinstance(stage.args, CallArgs) and stage.args.thread_safe is True]
+    names = [stage.name for stage in users]
+    if isinstance(plan.source, ItemSource):
+        names.insert(0, context.stages[0].name)
+        if plan.source.owner is None:
+            declared.insert(0, context.stages[0].name)
+    if not names:
+        return None
+    alone, number = [], 0
+    begin_s = time.perf_counter()
+    while number < min(len(plan.source), _MOST_SAMPLES):
+        if number >= _LEAST_SAMPLES and time.perf_counter() - begin_s > _MOST_S:
+            break
+        alone.append(_made(plan, number))
+        number += 1
+    again = [_made(plan, number) for number in range(len(alone))]
+    if any(isinstance(one, Exception) for one in (*alone, *again)):
+        return None  # it is bad in any case, which the batch has said
+    fields, error = set(), None
+    free = _without_locks(plan)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool, _switching():
+        numbers = [number for number in range(len(alone)) for _ in range(_NUM_ROUNDS)]
+        for number, made in zip(numbers, pool.map(lambda number: _made(free, number), numbers), strict=True):
+            if isinstance(made, Exception):
+                error = error or str(made)
+                continue
+            first, second = alone[number], again[number]
+            assert isinstance(first, Mapping)
+            assert isinstance(second, Mapping)
+            fields |= {
+                name
+                for name, value in first.items()
+                if differ(value, made.get(name)) and not differ(value, second.get(name))
+            }
+    return SideBySide(names, declared, sorted(fields), error)
+
+
+def _made(plan: ExecutionPlan, number: int) -> Mapping[str, Any] | Exception:
+    """A sample as `batch` gets it; empty if it was dropped. Or why it failed."""
+    index = np.array([number], np.int64)
+    chunk = SampleChunk(BatchWork(epoch=0, step=0, positions=index, indices=index), 0, 1, index)
+    for stage in plan.compiled.stages[: len(plan.compiled.context.before_batch)]:
+        stage.run(chunk)
+    return chunk.failures.get(0) or chunk.samples[0] or {}
+
+
+def _without_locks(plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan, all of whose user code may run in several threads."""
+    source = copy(plan.source)
+    if isinstance(source, ItemSource):
+        source.owner = None
+    stages = tuple(
+        replace(stage, args=stage.args.model_copy(update={"thread_safe": True}))
+        if isinstance(stage.args, CallArgs)
+        else stage
+        for stage in plan.config.stages
+    )
+    free = replace(plan, source=source, config=replace(plan.config, stages=stages))
+    free.__dict__["compiled"] = compile_stages(free)
+    return free
+
+
+@contextmanager
+def _switching() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

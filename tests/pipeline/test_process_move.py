@@ -1,0 +1,184 @@
+"""`executor: auto`: what the loop waits for moves into processes, and nothing shows of it in the batches."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
+from numbers_dataset import Numbers, pids_of
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.engine.metrics.snapshot import StageStats
+from loaderkit.engine.metrics.stats import Stats
+from loaderkit.pipeline import process_move
+from loaderkit.pipeline.execution_plan import compile_pipeline
+from loaderkit.pipeline.process_move import ProcessMove
+
+FACTOR = 3
+INLINE = {"prefetch.executor": "inline"}
+
+
+def scaled(sample: dict[str, Any], rng: Any) -> dict[str, Any]:
+    return {"scaled": FACTOR * sample["x"] + rng.integers(100)}
+
+
+def where(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"pid": os.getpid()}
+
+
+def only_with_four(sample: dict[str, Any]) -> None:
+    if FACTOR != 4:
+        raise RuntimeError("not here")
+
+
+class Locked(Numbers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the accounts say it pays."""
+    for name in ("_LOOK_S", "_WINDOW_S", "_PRICE_S", "_ALWAYS", "_GAIN"):
+        monkeypatch.setattr(process_move, name, 0.0)
+    monkeypatch.setattr(process_move, "_WAITED", -1.0)
+    monkeypatch.setattr(process_move, "num_cpus_of_rank", lambda: 2)
+
+
+def has_decided(loader: loaderkit.Loader) -> bool:
+    return loader._executors._move is None and loader.stats().num_batches > 0
+
+
+def taken_until_decided(loader: loaderkit.Loader, *names: str) -> list[list[Any]]:
+    taken: list[list[Any]] = []
+    while not has_decided(loader):
+        for batch in loader:
+            taken.append([batch[name].tolist() for name in names])
+            if has_decided(loader):
+                break
+            threading.Event().wait(1e-3)  # processes start meanwhile
+    return taken
+
+
+def test_the_same_batches_before_and_behind(at_once: None, rng: random.Random) -> None:
+    pipeline = Pipeline.dataset(Numbers(200)).shuffle(seed=rng.randrange(99)).read().call(scaled).batch(8)
+    with loaderkit.build(pipeline.call(lambda batch: {"late": batch["scaled"] + 1})) as loader:
+        assert loader.stats().tuning.executor == "thread"
+        taken = taken_until_decided(loader, "x", "scaled", "late")
+        num_then = len(taken)
+        state = loader.state_dict()
+        taken += [[batch[name].tolist() for name in ("x", "scaled", "late")] for batch in loader]
+        tuning = loader.stats().tuning
+        assert (tuning.executor, tuning.processes) == ("process", 2)
+        assert len(set(pids_of(loader))) == 2
+        assert loader.config.prefetch.executor == "auto"
+    with loaderkit.build(pipeline, overrides=INLINE) as inline:
+        expected: list[list[Any]] = []
+        while len(expected) < num_then:
+            for batch in inline:
+                expected.append([batch["x"].tolist(), batch["scaled"].tolist(), (batch["scaled"] + 1).tolist()])
+                if len(expected) == num_then:
+                    break
+        assert taken[:num_then] == expected
+        assert inline.state_dict() == state | {"fingerprint": inline.state_dict()["fingerprint"]}
+
+
+def test_it_moves_in_the_middle_of_an_epoch(at_once: None) -> None:
+    with loaderkit.build(Pipeline.dataset(Numbers(10**6)).read().call(scaled).batch(8)) as loader:
+        executors = []
+        for _ in loader:
+            executors.append(loader.stats().tuning.executor)
+            if has_decided(loader):
+                break
+            threading.Event().wait(1e-3)
+        assert set(executors[:-1]) == {"thread"}
+        assert executors[-1] == "process"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [
+        (Pipeline.dataset(Locked()).read().batch(8), r"source\.object.*Locked.*thread_safe: true"),
+        (Pipeline.dataset(Numbers()).read().call(only_with_four).batch(8), "they failed .*not here"),
+        (Pipeline.dataset(Numbers()).read().call(scaled).batch(8), "their first batch had other values in scaled"),
+        (
+            Pipeline.dataset([bytes(2**10 + n) for n in range(200)]).read().call(only_with_four).batch(8),
+            "its own copy, of more",
+        ),
+    ],
+)
+def test_what_stays_and_why(
+    pipeline: Pipeline, said: str, at_once: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "FACTOR", 4)  # which the module is not in another process
+    monkeypatch.setattr(process_move, "_MOST_BYTES", 2**17)
+    with caplog.at_level(logging.WARNING), loaderkit.build(pipeline) as loader:
+        taken_until_decided(loader)
+        assert loader.stats().tuning.executor == "thread"
+        assert len(list(loader)) > 0
+    (record,) = [record for record in caplog.records if "stays in this process" in record.getMessage()]
+    assert re.search(said, record.getMessage())
+
+
+def accounts(now_s: float, stage_s: dict[str, float], waited_s: float) -> Stats:
+    rows = [StageStats(name, 2, busy_s=seconds, kind=name) for name, seconds in stage_s.items()]
+    empty = Stats.empty(rows, 0)
+    return replace(empty, now_s=now_s, wall_s=now_s, num_batches=int(now_s), waits_s={"call": waited_s})
+
+
+@pytest.mark.parametrize(
+    ("call_s", "other_s", "waited", "pays"),
+    [
+        (0.95, 0.1, 0.5, True),  # of a second: one thread is in user code all the time
+        (0.95, 0.1, 0.01, False),  # and the loop does not wait for it
+        (0.3, 1.6, 0.5, False),  # other stages fill the CPUs
+        (0.9, 1.0, 0.5, False),  # two processes could do no more
+    ],
+)
+def test_when_it_pays(
+    call_s: float, other_s: float, waited: float, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_move, "num_cpus_of_rank", lambda: 2)
+    plan = compile_pipeline(Pipeline.dataset(Numbers()).read().call(scaled).batch(8).config)
+    move = ProcessMove(plan)
+    looks = [
+        move._pays(accounts(now, {"read": 0.0, "call": call_s * now, "batch": other_s * now}, waited * now))
+        for now in range(1, 12)
+    ]
+    assert any(looks) == pays
+    assert not any(looks[:3]), "a start takes longer than has been lost by then"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "may"),
+    [
+        (Pipeline.dataset(Numbers()).read().batch(8), True),
+        (Pipeline.dataset(Numbers(), thread_safe=True).read().batch(8), False),
+        (Pipeline.dataset([1, 2, 3]).read().batch(2), False),
+        (Pipeline.dataset([1, 2, 3]).read().batch(2).call(where), True),
+        (Pipeline.dataset([1, 2, 3]).read().batch(2).call(where, thread_safe=True), False),
+        (Pipeline.iterable([1, 2, 3]).read().call(where).batch(2), False),
+        (Pipeline.dataset(Numbers()).read().batch(8).prefetch(executor="thread"), False),
+    ],
+)
+def test_what_may_move(pipeline: Pipeline, may: bool) -> None:
+    assert compile_pipeline(pipeline.config).may_move == may
+
+
+def test_seeded_functions_begin_in_processes_or_inline(caplog: pytest.LogCaptureFixture) -> None:
+    made = Pipeline.dataset(Numbers()).read()
+    assert compile_pipeline(made.call(where, seeded=True).batch(8).config).executor == "process"
+    lock = threading.Lock()
+    with caplog.at_level(logging.WARNING):
+        plan = compile_pipeline(made.call(lambda sample: {"l": lock.locked()}, seeded=True).batch(8).config)
+    assert plan.executor == "inline"
+    assert "a seeded function runs in next()" in caplog.text

@@ -37,7 +37,13 @@ def test_only_the_bytes_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel makes besides, in larger pages, is its own affair."""
     asked: list[tuple[int, ...]] = []
     madvise = host_pages._madvise
-    monkeypatch.setattr(host_pages, "_madvise", lambda *named: asked.append(named) or madvise(*named))
+
+    def note(*named: int) -> int:
+        asked.append(named)
+        code: int = madvise(*named)
+        return code
+
+    monkeypatch.setattr(host_pages, "_madvise", note)
     memory = pages(100 * PAGE, is_registered=True)
     is_made = make_pages(memory, 10 * PAGE, 20 * PAGE)
     assert [named[:2] for named in asked] == [(memory.ctypes.data + 10 * PAGE, 10 * PAGE)]

@@ -136,6 +136,7 @@ class TestTheEnvironment:
             state = loader.state_dict()
             loader.load_state_dict(state)
             monkeypatch.setenv("RANK", "1")
+            monkeypatch.setenv("LOCAL_RANK", "0")  # on the second of several machines
             monkeypatch.setenv("WORLD_SIZE", "3")
             assert sum(len(batch["0"]) for batch in loader) == -(-NUM_SAMPLES // 3)
             assert "on rank 1 of 3" in repr(loader)

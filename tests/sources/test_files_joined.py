@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ def test_crops_and_flips_are_those_of_the_image(tmp_path: Path, executor: str) -
     for batch in batches:
         assert batch["mask"].shape == (4, 1, 32, 32)
         assert torch.equal(batch["image"], (batch["mask"] * 10).expand(-1, 3, -1, -1))
+
+
+def test_partners_are_found_by_name_and_not_by_place(rng: random.Random) -> None:
+    """The image 7.jpg comes before 70.jpg, and the mask 70_mask.png before 7_mask.png."""
+    stems = [f"{number}" for number in rng.sample(range(1000), 40)] + ["7000", "70000"]
+    keys = [key for stem in stems for key in (f"images/{stem}.jpg", f"masks/{stem}_mask.png")]
+    source = source_of(rng.sample(keys, len(keys)), {"image": "images/*.jpg", "mask": "masks/*_mask.png"})
+    found = [files_of(source, number) for number in range(len(stems))]
+    wanted = sorted(stems, key=lambda stem: f"{stem}.jpg")
+    assert found == [{"image": f"images/{stem}.jpg", "mask": f"masks/{stem}_mask.png"} for stem in wanted]
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,8 @@ def labels(image: Pillow.Image, stored: Stored, depth: Depth) -> NDArray[Any]:
     if image.mode not in ("P", "L", "1") and not (is_deep and depth == 16):
         remedy = ": `decode: {depth: 16}` keeps its numbers" if is_deep else ""
         raise ValueError(f"a mask has one channel of class numbers up to 255, this one is {image.mode}{remedy}")
-    values = np.array(image).astype(np.uint16 if depth == 16 else np.uint8)
-    values //= _SPREAD.get(stored.raw.removeprefix("L;")[:1] if image.mode == "L" else "", 1)
+    spread = _SPREAD.get(stored.raw.removeprefix("L;")[:1] if image.mode == "L" else "", 1)
+    values: NDArray[Any] = np.array(image).astype(np.uint16 if depth == 16 else np.uint8) // spread
     if stored.most and image.mode != "1":  # Pillow spreads a PPM's levels over all
         values = np.rint(values * (stored.most / (65535 if is_deep else 255))).astype(values.dtype)
     return values[:, :, None]

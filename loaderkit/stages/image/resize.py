@@ -64,7 +64,7 @@ def resized(
     return Image(planes[0].permute(1, 2, 0).contiguous().numpy(), image.mask)
 
 
-def cut(image: Image, box: Box | None) -> tuple[NDArray[np.uint8], Part | None]:
+def cut(image: Image, box: Box | None) -> tuple[NDArray[Any], Part | None]:
     """The pixels that cover a box (None: the whole image), and the box's part of them in a reduced image, where it may begin
     between two pixels; None: all of them."""
     if image.reduction == 1 and (box is None or box == image.box):

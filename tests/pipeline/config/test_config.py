@@ -31,6 +31,7 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
         "classes": None,
         "label": "none",
         "fields": None,
+        "optional": (),
         "limit": None,
         "s3": {
             "region": None,

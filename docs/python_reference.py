@@ -63,6 +63,7 @@ What `save` returns:
 ### `loaderkit.checkpoint`
 
 {block(checkpoint.RngState, more={"__init__"})}
+{block(checkpoint.PerRank, more={"__init__"}, leave={"rank_keys"})}
 {block(checkpoint.latest)}
 {block(checkpoint.write_manifest)}
 {block(checkpoint.dequantize)}

@@ -63,7 +63,10 @@ def _has_object(value: Any) -> bool:
 
 def modules_in(state: Any) -> list[torch.nn.Module]:
     """The modules of a state, in its order."""
-    return [leaf.value for leaf in leaves_of(state).values() if isinstance(leaf.value, torch.nn.Module)]
+    if isinstance(state, torch.nn.Module):
+        return [state]
+    items = state.values() if isinstance(state, Mapping) else state if type(state) in (list, tuple) else ()
+    return [module for item in items for module in modules_in(item)]
 
 
 def on_devices_of(value: Any, current: Any) -> Any:

@@ -106,8 +106,9 @@ def test_moments_in_eight_bits(flush: str, tmp_path: Path, monkeypatch: pytest.M
     )
     folder = tmp_path / "export" / STEP
     found = load_file(folder / "optimizer.safetensors")
+    names = [name for name, _ in model.named_parameters()]  # of a saved optimizer's state
     moments = {
-        f"state.{number}.{name}": tensor
+        f"state.{names[number]}.{name}": tensor
         for number, values in optimizer.state_dict()["state"].items()
         for name, tensor in values.items()
         if name != "step"

@@ -53,11 +53,11 @@ EXTRAS: list[Any] = [None, {}, {"a": 1, "history": [1, 2]}, {1: 2.5, 7: {}}, [{"
 
 @Formats
 def test_an_extra_state_may_be_any_other_than_it_is(kind: str, rng: random.Random, tmp_path: Path) -> None:
-    saved = torch.nn.ModuleList(Extra(extra) for extra in EXTRAS)
-    model = torch.nn.ModuleList(Extra(rng.choice(EXTRAS)) for _ in EXTRAS)
+    saved: Any = torch.nn.ModuleList(Extra(extra) for extra in EXTRAS)
+    model: Any = torch.nn.ModuleList(Extra(rng.choice(EXTRAS)) for _ in EXTRAS)
     there_and_back(tmp_path, {"model": saved}, {"model": model}, kind)
-    assert [module.extra for module in model] == EXTRAS  # type: ignore[union-attr]
-    assert torch.equal(model[3].weight, saved[3].weight)  # type: ignore[arg-type]
+    assert [module.extra for module in model] == EXTRAS
+    assert torch.equal(model[3].weight, saved[3].weight)
 
 
 def test_an_extra_state_that_is_a_tensor_grows(rng: random.Random, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_an_average_that_shares_memory_with_its_model(
 def test_modules_that_share_memory_and_did_not_when_saved(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     before = model.weight.clone()
-    with pytest.raises(CheckpointError, match="'ema.weight' is the same memory as 'model.weight'"):
+    with pytest.raises(CheckpointError, match=r"'ema\.weight' is the same memory as 'model\.weight'"):
         there_and_back(
             tmp_path, {"model": torch.nn.Linear(3, 2), "ema": torch.nn.Linear(3, 2)}, {"model": model, "ema": model}
         )
@@ -201,9 +201,9 @@ def made() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
 
 
-def inner_compiled() -> torch.nn.Sequential:
-    model = made()
-    model[0] = torch.compile(model[0], backend="eager")  # type: ignore[assignment]
+def inner_compiled() -> Any:
+    model: Any = made()
+    model[0] = torch.compile(model[0], backend="eager")
     return model
 
 
@@ -212,7 +212,7 @@ WRAPPED: dict[str, Callable[[], Any]] = {
     "compiled": lambda: torch.compile(made(), backend="eager"),
     "a layer compiled": inner_compiled,
     "parallel": lambda: torch.nn.parallel.DistributedDataParallel(made()),
-    "both": lambda: torch.nn.parallel.DistributedDataParallel(torch.compile(made(), backend="eager")),  # type: ignore[arg-type]
+    "both": lambda: torch.nn.parallel.DistributedDataParallel(torch.compile(made(), backend="eager")),
 }
 
 
@@ -237,7 +237,7 @@ def test_what_wrappers_add_is_left_out(saved: str, here: str, kind: str, one_ran
     folder = Path(str(latest(tmp_path)))
     if kind == "safetensors":
         assert load_file(folder / "model.safetensors").keys() == made().state_dict().keys()
-    plain = made()
+    plain: Any = made()
     plain.load_state_dict(loaderkit.restore(folder, nested=True)["model"])
     assert torch.equal(plain[2].weight, [*models[0].parameters()][2])
 

@@ -57,22 +57,18 @@ def drawn(rng: random.Random, depth: int = 0) -> Any:
     items = (
         [drawn(rng, depth + 1) for _ in range(size)] if kind in ("dict", "numbered", "list", "tuple", "ordered") else []
     )
-    match kind:
-        case "tensor":
-            return torch.tensor([rng.random() for _ in range(size)])
-        case "plain":
-            return rng.choice([None, True, 3, 2**100, 0.5, "x", b"y", (1, "z"), [], [1, 2], ()])
-        case "dict" | "ordered":
-            pairs = zip(rng.sample(["a", "0", "1", "b.c", "-", "7"], size), items, strict=True)
-            return OrderedDict(pairs) if kind == "ordered" else dict(pairs)
-        case "numbered":
-            return dict(zip(rng.sample([0, 1, -3, 12], size), items, strict=True))
-        case "counter":
-            return Counter(rng.choices([2, 5, 9], k=size))
-        case "tuple":
-            return tuple(item for item in items if not isinstance(item, dict))
-        case _:
-            return items
+    plain = rng.choice([None, True, 3, 2**100, 0.5, "x", b"y", (1, "z"), [], [1, 2], ()])
+    made: dict[str, Callable[[], Any]] = {
+        "tensor": lambda: torch.tensor([rng.random() for _ in range(size)]),
+        "plain": lambda: plain,
+        "dict": lambda: dict(zip(rng.sample(["a", "0", "1", "b.c", "-", "7"], size), items, strict=True)),
+        "ordered": lambda: OrderedDict(zip(rng.sample(["z", "0", "1", "b.c"], size), items, strict=True)),
+        "numbered": lambda: dict(zip(rng.sample([0, 1, -3, 12], size), items, strict=True)),
+        "counter": lambda: Counter(rng.choices([2, 5, 9], k=size)),
+        "tuple": lambda: tuple(item for item in items if not isinstance(item, dict)),
+        "list": lambda: items,
+    }
+    return made[kind]()
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -104,12 +100,12 @@ class Versioned(torch.nn.Module):
 @pytest.mark.parametrize("is_old", [False, True])
 def test_versions_of_modules(writer: str, is_old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch.load gives them: what an older class has saved is converted, and nothing else."""
-    saved = torch.nn.Sequential(Versioned())
+    saved: Any = torch.nn.Sequential(Versioned())
     with monkeypatch.context() as patch:
         patch.setattr(Versioned, "_version", 1 if is_old else 2)
         url = WRITERS[writer]({"model": saved.state_dict()}, tmp_path)
     expected = saved[0].weight * (10 if is_old else 1)
-    model = torch.nn.Sequential(Versioned())
+    model: Any = torch.nn.Sequential(Versioned())
     model.load_state_dict(loaderkit.restore(url, nested=True, keys="model*")["model"])
     assert torch.equal(model[0].weight, expected)
     if writer != "torch":
@@ -144,7 +140,7 @@ def test_items_stay_at_their_places(tmp_path: Path) -> None:
 def test_an_optimizer_and_a_table_of_numbers_that_torch_has_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """torch.distributed.checkpoint makes text of all keys: an optimizer's numbers are known, and of others a warning says it."""
+    """torch.distributed.checkpoint makes text of keys: an optimizer's numbers are known, and of others a warning says it."""
     caplog.set_level(logging.WARNING, "loaderkit")
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())

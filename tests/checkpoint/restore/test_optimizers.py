@@ -19,7 +19,7 @@ from loaderkit.checkpoint.restore.stateful import restore_state
 from loaderkit.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-Groups = Callable[[torch.nn.Module], Any]
+Groups = Callable[[Any], Any]
 
 
 def made() -> torch.nn.Sequential:
@@ -99,11 +99,11 @@ def test_names_are_those_of_get_state_dict(tmp_path: Path) -> None:
     url = saved(tmp_path / "ours", {"model": model, "optimizer": optimizer})
     other = made()
     fresh = torch.optim.Adam(other.parameters(), lr=0.1)
-    tables = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
+    tables: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
     load(tables, checkpoint_id=url, no_dist=True)
     set_state_dict(other, fresh, model_state_dict=tables["model"], optim_state_dict=tables["optimizer"])
-    named = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    found = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
+    named: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    found: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
     assert equal(found["optimizer"]["state"], named["optimizer"]["state"])
     assert equal(dict(found["model"]), dict(named["model"]))
 
@@ -189,7 +189,7 @@ def test_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained()
     saved(tmp_path, {"model": model, "optimizer": optimizer})
     with pytest.raises(
-        CheckpointError, match="has dampening, momentum, and in the checkpoint .*betas.* of another kind than SGD"
+        CheckpointError, match=r"has dampening, momentum, and in the checkpoint .*betas.* of another kind than SGD"
     ):
         restored(tmp_path, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)})
 

@@ -75,7 +75,11 @@ def test_of_several_writers(
     monkeypatch.setattr(photos, "_write_images", lambda train, *_: train.mkdir())
     write = WRITERS[name]
     goes_on, go = os.pipe()
-    fates = [*rng.choices([True, False], k=2), False, True]  # the last one to begin is killed, and nobody has come since
+    fates = [
+        *rng.choices([True, False], k=2),
+        False,
+        True,
+    ]  # the last one to begin is killed, and nobody has come since
     pids = [
         begun(write, tmp_path, (lambda: os.kill(os.getpid(), signal.SIGKILL)) if dies else lambda: os.read(goes_on, 1))
         for dies in fates

@@ -234,7 +234,9 @@ class SerialFiles(SerialSource):
         """The keys of several samples."""
         files, first = self._files, self.first_number
         numbers, items, _ = self._places(indices)
-        return [f"{files[number].info.key}:{item + first}" for number, item in zip(numbers, items.tolist(), strict=True)]
+        return [
+            f"{files[number].info.key}:{item + first}" for number, item in zip(numbers, items.tolist(), strict=True)
+        ]
 
     def origin(self, index: int) -> str:
         """The key of the file."""

@@ -321,7 +321,10 @@ class TestIndex:
             connector = MemoryConnector({"x.jsonl": whole})
             info = connector.stat("x.jsonl")
             index = write_index(connector, info, module.find_lines(connector, info))
-            begin, put = rng.randrange(5008, len(whole) - 5020), rng.choice([b'{"a": 1}', b"\n", b" ", b"\n3\n", b"\n\n\n"])
+            begin, put = (
+                rng.randrange(5008, len(whole) - 5020),
+                rng.choice([b'{"a": 1}', b"\n", b" ", b"\n3\n", b"\n\n\n"]),
+            )
             changed = whole[:begin] + put + whole[begin + len(put) :]
             source = source_of({"x.jsonl": changed, "x.jsonl.offsets": index}, format=form, include="*.jsonl")
             try:

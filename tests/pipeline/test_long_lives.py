@@ -88,8 +88,8 @@ class Life:
             "ragged": lambda: Pipeline.dataset(Ragged()),
             "bad": lambda: Pipeline.dataset(Ragged(self.rng.randrange(NUM_ROWS))),
         }[kind]()
-        ragged = {"ragged": {"x": self.rng.choice(["list", "pad"])}} if kind in ("ragged", "bad") else {}
-        pipeline = pipeline.shuffle(seed=self.rng.randrange(9)).read().batch(self.rng.choice([1, 4, 7]), **ragged)
+        ragged: dict[str, Any] = {"x": self.rng.choice(["list", "pad"])} if kind in ("ragged", "bad") else {}
+        pipeline = pipeline.shuffle(seed=self.rng.randrange(9)).read().batch(self.rng.choice([1, 4, 7]), ragged=ragged)
         if self.rng.random() < 0.5:
             pipeline = pipeline.metrics(prometheus=self.port)
         executor = self.rng.choice(["inline", "thread"])

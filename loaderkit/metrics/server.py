@@ -35,13 +35,13 @@ Write = Callable[[str], tuple[bytes, str]]
 class _Request:
     """A connection, and when it is ended by the server; never again once it was."""
 
-    socket: socket.socket
+    connection: socket.socket
     deadline_s: float
 
     def end(self, how: int = socket.SHUT_RDWR) -> None:
         """Its thread, which waits for the client, goes on."""
         with suppress(OSError):  # it has ended by itself
-            self.socket.shutdown(how)
+            self.connection.shutdown(how)
         if how == socket.SHUT_RDWR:
             self.deadline_s = math.inf
 
@@ -153,7 +153,7 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """Let go of the socket in a fork's child, where no thread serves it; the parent's goes on."""
         self.socket.close()
         for request in self._requests.values():
-            request.socket.close()
+            request.connection.close()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -45,21 +45,27 @@ def begun(write: Callable[[Path], None], folder: Path, act: Callable[[], Any]) -
         assert os.read(ready, 1)
         os.close(ready)
         return pid
-    named = os.replace, os.rename
 
-    def rename(source: Any, target: Any, by: Callable[[Any, Any], None]) -> None:
-        os.write(told, b"!")
-        act()
-        by(source, target)
+    def renaming(by: Callable[[Any, Any], None]) -> Any:
+        def rename(source: Any, target: Any) -> None:
+            os.write(told, b"!")
+            act()
+            by(source, target)
 
-    os.replace = lambda source, target: rename(source, target, named[0])  # type: ignore[assignment]
-    os.rename = lambda source, target: rename(source, target, named[1])  # type: ignore[assignment]
+        return rename
+
+    os.replace, os.rename = renaming(os.replace), renaming(os.rename)
     code = 1
     try:
         write(folder)
         code = 0
     finally:
         os._exit(code)
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -85,7 +91,7 @@ def test_of_several_writers(
         for dies in fates
     ]
     living = [pid for pid, dies in zip(pids, fates, strict=True) if not dies]
-    request.addfinalizer(lambda: [os.kill(pid, signal.SIGKILL) for pid in living])
+    request.addfinalizer(lambda: kill(living))
     for pid, dies in zip(pids, fates, strict=True):
         if dies:
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL

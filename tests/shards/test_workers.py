@@ -1,0 +1,55 @@
+"""What surrounds the processes that make shards: nothing is left of them, and Ctrl-C is their parent's alone."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loaderkit.shards import workers
+
+
+class Pool:
+    """Begins no process; looks at what one would have found."""
+
+    def __init__(self, num: int, context: Any, begin: Any, arguments: tuple[Any, ...]) -> None:
+        *_, self.path = arguments
+        self.jobs: list[bytes] = []
+        self.named: list[Path] = []
+        self.blocked: list[set[int]] = []
+        POOLS.append(self)
+
+    def submit(self, function: Any, number: int) -> Future[Any]:
+        self.jobs.append(Path(self.path).read_bytes())
+        self.named += Path(tempfile.gettempdir()).iterdir()
+        self.blocked.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        made: Future[Any] = Future()
+        made.set_result(number)
+        return made
+
+    def shutdown(self, *, cancel_futures: bool) -> None:
+        """There is nothing to end."""
+
+
+POOLS: list[Pool] = []
+
+
+def test_the_job_has_no_name_and_processes_are_begun_without_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(workers, "pack_job", lambda job: job * 1000)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    job: Any = b"a job"
+    made: set[Any] = {*workers.make_in_processes(job, range(3), 2)}
+    assert made == {0, 1, 2}
+    pool = POOLS.pop()
+    assert pool.jobs == [job * 1000] * 3
+    assert pool.named == [], "a killed run would leave it"
+    assert all(signal.SIGINT in blocked for blocked in pool.blocked)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before

@@ -10,7 +10,9 @@ import pytest
 PACKAGES = (
     "accelerate",
     "datasets",
+    "ipykernel",
     "lightning",
+    "nbclient",
     "ray",
     "tensorboard",
     "transformers",

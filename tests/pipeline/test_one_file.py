@@ -38,7 +38,6 @@ def test_torchrun() -> None:
 
 @pytest.mark.integration
 def test_ray() -> None:
-    pytest.importorskip("ray")
     code = f"import sys, ray, runpy; ray.init(num_cpus=2, include_dashboard=False); sys.argv[1:] = ['inline', 'ray']; \
 runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     assert SAID in run("-c", code)
@@ -46,7 +45,9 @@ runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
 
 @pytest.mark.integration
 def test_a_notebook(tmp_path: Path) -> None:
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    import nbclient
+    import nbformat
+
     definitions, _, _ = SCRIPT.read_text().partition('if __name__ == "__main__":')
     cells = [
         definitions.replace("from __future__ import annotations\n", ""),

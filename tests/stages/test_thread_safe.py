@@ -17,6 +17,8 @@ import torch
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
+from loaderkit.pipeline.execution_plan import compile_pipeline
+from loaderkit.pipeline.thread_checks import SideBySide, compare_side_by_side
 
 SIZE = 64
 THREADS = {"prefetch.executor": "thread", "prefetch.concurrency": 4, "prefetch.batches": 8}
@@ -148,3 +150,31 @@ def abs_of(sample: dict[str, Any]) -> None:
 def test_only_three_values() -> None:
     with pytest.raises(ConfigError, match="thread_safe"):
         loaderkit.build(Pipeline.dataset([1, 2], thread_safe="maybe").read().batch(1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_check_names_what_differs_in_threads(declared: bool, records: tuple[OneFile, Any], rng: random.Random) -> None:
+    """And neither what is the same, nor what differs in any case."""
+    dataset, _ = records
+    made = Pipeline.dataset(dataset, thread_safe=declared).shuffle(seed=rng.randrange(99)).read()
+    drawing = made.call(lambda sample: {"drawn": random.random(), "same": abs(sample["index"])}, thread_safe=declared)
+    found = compare_side_by_side(compile_pipeline(drawing.batch(8).config))
+    assert found == SideBySide(["read", "call"], ["read", "call"] if declared else [], ["data"], None)
+    calm = Pipeline.dataset([*range(50)]).read().call(abs_of).batch(8)
+    assert compare_side_by_side(compile_pipeline(calm.config)) == SideBySide(["read", "call"], ["read"], [], None)
+    assert compare_side_by_side(compile_pipeline(Pipeline.iterable([1, 2]).read().batch(1).config)) is None
+
+
+def test_check_names_what_fails_in_threads_alone(rng: random.Random) -> None:
+    inside = threading.Lock()
+
+    def alone(sample: dict[str, Any]) -> None:
+        if not inside.acquire(blocking=False):
+            raise RuntimeError("somebody is in it")
+        time.sleep(1e-4)
+        inside.release()
+
+    found = compare_side_by_side(compile_pipeline(Pipeline.dataset([*range(99)]).read().call(alone).batch(8).config))
+    assert found is not None
+    assert found.fields == []
+    assert "somebody is in it" in str(found.error)

@@ -3,7 +3,7 @@ the base of connectors around connectors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -235,7 +235,7 @@ class BulkConnector(Connector):
         """When an object was last written, in seconds since 1970 by the store's clock; None where the store does not say."""
         return None
 
-    def links(self, prefix: str) -> list[str]:
+    def links(self, prefix: str) -> Sequence[str]:
         """The keys of the symbolic links to directories: the directory `prefix` itself, or those in it.
 
         To delete an object behind a link deletes it in the directory that the link leads to. To delete the link does not.
@@ -277,7 +277,7 @@ def modified_s_of(connector: Connector, key: str) -> float | None:
     return connector.modified_s(key) if isinstance(connector, BulkConnector) else None
 
 
-def links_of(connector: Connector, prefix: str) -> list[str]:
+def links_of(connector: Connector, prefix: str) -> Sequence[str]:
     """The keys of the symbolic links to directories: `prefix`, or those in it."""
     return connector.links(prefix) if isinstance(connector, BulkConnector) else []
 
@@ -322,7 +322,7 @@ class ConnectorLayer(BulkConnector):
         """The time that `inner` gives."""
         return modified_s_of(self.inner, key)
 
-    def links(self, prefix: str) -> list[str]:
+    def links(self, prefix: str) -> Sequence[str]:
         """The links of `inner`."""
         return links_of(self.inner, prefix)
 

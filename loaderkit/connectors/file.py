@@ -70,7 +70,7 @@ class FileConnector(BulkConnector):
         except (OSError, ValueError) as error:
             raise self._translated(key, error) from error
 
-    def links(self, prefix: str) -> list[str]:
+    def links(self, prefix: str) -> Sequence[str]:
         """The keys of the symbolic links to directories: the directory `prefix` itself, or those in it."""
         name = prefix.removesuffix("/")
         if name and os.path.islink(self._base + name):

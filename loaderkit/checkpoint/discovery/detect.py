@@ -122,7 +122,7 @@ def _description(location: CheckpointLocation, infos: dict[str, ObjectInfo]) -> 
             f"{location.url} has two indexes, {indexes[0]} and {indexes[1]}: name the one that is meant, such as "
             f"{location.url.rstrip('/')}/{indexes[0]}"
         )
-    return (usual or indexes or [None])[0]
+    return next(iter([*usual, *indexes]), None)
 
 
 def _single(location: CheckpointLocation, info: ObjectInfo, fetch: Fetch) -> Chosen:

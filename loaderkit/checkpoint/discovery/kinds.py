@@ -55,7 +55,7 @@ def is_pretrained(name: str) -> bool:
     return _PRETRAINED.fullmatch(name) is not None
 
 
-def kind_of(head: bytes | bytearray, size: int) -> Kind | None:
+def kind_of(head: bytes, size: int) -> Kind | None:
     """What a file of `size` bytes is, as far as its first bytes tell; None for what is none of a checkpoint's."""
     if head.startswith(zip_records.MAGIC):
         return "torch"

@@ -116,7 +116,7 @@ def _is_archive(connector: Connector, info: ObjectInfo) -> bool:
         return False
     head = bytearray(min(info.size, HEAD_BYTES))
     connector.read_into(info.key, 0, memoryview(head), etag=info.etag)
-    kind = kind_of(head, info.size)
+    kind = kind_of(bytes(head), info.size)
     return kind == "tar" or (kind is None and info.key.endswith(".tar"))
 
 

@@ -104,7 +104,7 @@ def test_a_description_decides_and_can_be_named(
 def test_a_model_among_what_frameworks_write_beside_it(tmp_path: Path, rng: random.Random, weights: str) -> None:
     folder, state = tmp_path / "checkpoint-500", drawn(rng)
     folder.mkdir()
-    (safetensors.torch.save_file if weights.endswith("safetensors") else torch.save)(state, folder / weights)  # type: ignore[operator]
+    (safetensors.torch.save_file if weights.endswith("safetensors") else torch.save)(state, folder / weights)
     save_beside(folder, rng)
     assert loaderkit.checkpoint.latest(tmp_path) == str(folder)
     assert_restored(folder, state)

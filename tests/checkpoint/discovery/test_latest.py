@@ -28,7 +28,10 @@ STEPS: list[Callable[[int, random.Random], str]] = [
     lambda step, rng: f"{step:06d}.pt",
     lambda step, rng: f"global_step{step}-best.bin",
 ]
-NUMBERED = [lambda number, rng: f"model_{number}.pt", lambda number, rng: f"epoch{number}.ckpt"]
+NUMBERED: list[Callable[[int, random.Random], str]] = [
+    lambda number, rng: f"model_{number}.pt",
+    lambda number, rng: f"epoch{number}.ckpt",
+]
 UNNUMBERED = ["handpicked.pt", "last.ckpt", "final.bin", "zz.pth"]
 BEST = ["model_best.pt", "best.ckpt", "best_0.999.pt", "BEST-model.pth"]
 

@@ -28,7 +28,7 @@ def write(path: Path, state: dict[str, Any]) -> None:
         save_dcp(state, path)
 
 
-def restored(folder: Path, step: int | None = None) -> tuple[int | None, torch.nn.Module]:
+def restored(folder: Path, step: int | None = None) -> tuple[int | None, torch.nn.Linear]:
     model = torch.nn.Linear(3, 2)
     with loaderkit.CheckpointManager(folder) as checkpoints:
         found = checkpoints.restore({"model": model}, step)
@@ -39,7 +39,7 @@ def restored(folder: Path, step: int | None = None) -> tuple[int | None, torch.n
 
 def test_the_newest_whole_one_is_taken(tmp_path: Path, rng: random.Random) -> None:
     templates = ["step-{}", "step-{:010d}", "checkpoint-{}.pt", "{}.pt", "iter_{}.safetensors", "epoch=1-step={}.ckpt"]
-    for number in range(8):
+    for number in range(5):
         (folder := tmp_path / str(number)).mkdir()
         models = {step: torch.nn.Linear(3, 2) for step in rng.sample(range(100), rng.randrange(2, 4))}
         for step, model in models.items():
@@ -47,17 +47,17 @@ def test_the_newest_whole_one_is_taken(tmp_path: Path, rng: random.Random) -> No
         write(folder / "model_best.pt", {"model": torch.nn.Linear(3, 2).state_dict()})
         torch.save({"args": 1}, folder / "training_args.bin")
         newest, chosen = max(models), rng.choice([*models])
-        for wanted, (step, model) in ((newest, restored(folder)), (chosen, restored(folder, chosen))):
-            assert step == wanted
-            assert torch.equal(model.weight, models[wanted].weight)
+        for wanted, (found, filled) in ((newest, restored(folder)), (chosen, restored(folder, chosen))):
+            assert found == wanted
+            assert torch.equal(filled.weight, models[wanted].weight)
         with loaderkit.CheckpointManager(folder, keep={"last": 1}) as checkpoints:
             state = {"model": torch.nn.Linear(3, 2)}
             for step in (newest + 1, newest + 2):
                 checkpoints.save(step, state)
         before = len([*folder.iterdir()])
-        step, model = restored(folder)
-        assert step == newest + 2
-        assert torch.equal(model.weight, state["model"].weight)
+        found, filled = restored(folder)
+        assert found == newest + 2
+        assert torch.equal(filled.weight, state["model"].weight)
         assert before == len(models) + 3, "retention keeps what is of another make"
 
 

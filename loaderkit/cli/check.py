@@ -256,6 +256,27 @@ def _first_sample(plan: ExecutionPlan) -> dict[str, Any]:
     return {"key": source.key(0), "origin": source.origin(0), "num_bytes": num_bytes}
 
 
+def _left_out(checked: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows on what is there and is no sample."""
+    rows = []
+    if checked["num_ignored_members"]:
+        rows.append(("ignored", f"{checked['num_ignored_members']} tar members: hidden, or without an extension"))
+    if left_out := checked["left_out"]:
+        from loaderkit.sources.listing import said_counts
+
+        rows.append(
+            ("left out", f"{sum(left_out.values())} files that `include` does not take: {said_counts(left_out)}")
+        )
+    if checked["num_of_systems"]:
+        rows.append(
+            (
+                "left out",
+                f"{checked['num_of_systems']} files in folders that a NAS or a system leaves behind (as @eaDir)",
+            )
+        )
+    return rows
+
+
 def _tell_check(checked: dict[str, Any]) -> None:
     first, classes = checked["first_sample"], checked["classes"]
     rows = [
@@ -288,21 +309,7 @@ def _tell_check(checked: dict[str, Any]) -> None:
     for field in checked["fields"]:
         shape = "" if field["shape"] is None else " " + _shape(field["shape"])
         rows.append(("field", f"{field['name']}: {field['dtype']}{shape}"))
-    if checked["num_ignored_members"]:
-        rows.append(("ignored", f"{checked['num_ignored_members']} tar members: hidden, or without an extension"))
-    if left_out := checked["left_out"]:
-        from loaderkit.sources.listing import said_counts
-
-        rows.append(
-            ("left out", f"{sum(left_out.values())} files that `include` does not take: {said_counts(left_out)}")
-        )
-    if checked["num_of_systems"]:
-        rows.append(
-            (
-                "left out",
-                f"{checked['num_of_systems']} files in folders that a NAS or a system leaves behind (as @eaDir)",
-            )
-        )
+    rows += _left_out(checked)
     if checked["num_bad_in_first_batch"]:
         rows.append(("bad", f"{checked['num_bad_in_first_batch']} samples tried for the first batch"))
     if num_dropped := checked["num_dropped_for_first_batch"]:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import HELPERS, ROOT
@@ -54,7 +55,10 @@ def test_a_notebook(tmp_path: Path) -> None:
         "found = [totals(executor) for executor in ('inline', 'process', 'auto')]",
         "assert found[0] == found[1] == found[2], found\nprint('the same', *found[0][::2])",
     ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    code: list[Any] = [
+        {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None, "source": cell} for cell in cells
+    ]
+    notebook = nbformat.from_dict({"cells": code, "metadata": {}, "nbformat": 4, "nbformat_minor": 4})  # type: ignore[no-untyped-call]
     os.environ["PYTHONPATH"] = str(ROOT)
     nbclient.NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}

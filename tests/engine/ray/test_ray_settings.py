@@ -26,6 +26,7 @@ from loaderkit.engine.ray.object_memory import ObjectMemory
 from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.remote.packing import pack
 from loaderkit.errors import ConfigError
+from loaderkit.native.identity import identity
 from loaderkit.sampling.shard import Shard
 
 RAY = {"prefetch.executor": "ray"}
@@ -245,7 +246,8 @@ class _Idle:
 def test_a_command_that_fails_ends_the_wait_for_it() -> None:
     """The trainer asks for batches of after a seek, which fails in the actor."""
     packed = PackedEngine(np.frombuffer(pack(_Idle)[0], np.uint8), [], [])
-    spec = ActorSpec(surroundings.Surroundings.here(), "", (0, 1), torch.get_num_threads(), (0, 0), 0, logging.INFO)
+    here, num_threads = surroundings.Surroundings.here(), torch.get_num_threads()
+    spec = ActorSpec(here, "", (0, 1), num_threads, (0, 0), 0, logging.INFO, tuple(identity()))
     server = ActorServer(packed, spec)
     caught: list[BaseException] = []
 

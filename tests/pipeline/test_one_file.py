@@ -44,7 +44,7 @@ runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
 
 
 @pytest.mark.integration
-def test_a_notebook(tmp_path: Path) -> None:
+def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import nbclient
     import nbformat
 
@@ -55,7 +55,7 @@ def test_a_notebook(tmp_path: Path) -> None:
         "assert found[0] == found[1] == found[2], found\nprint('the same', *found[0][::2])",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    os.environ["PYTHONPATH"] = str(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     nbclient.NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     ).execute()

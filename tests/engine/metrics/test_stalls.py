@@ -231,7 +231,7 @@ class TestLoaders:
             if sample["__key__"] == "5":
                 release.wait(30)
 
-        pipeline = Pipeline.dataset(Slow(0.0)).shuffle("none").read().call(hang).batch(8)
+        pipeline = Pipeline.dataset(Slow(0.0)).shuffle("none").read().call(hang, thread_safe=True).batch(8)
         with executor_of(pipeline, **{"prefetch.timeout": "200ms"}) as engine, messages_with("in hang") as said:
             consumer = threading.Thread(target=engine.next)
             consumer.start()

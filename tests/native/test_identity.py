@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -55,6 +56,6 @@ def test_a_worker_process_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_so_does_what_packs_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     other = identity()._replace(modules=("_of_a_later_release",))
     monkeypatch.setattr(shard_job, "identity", lambda: other)
-    packed = shard_job.pickle.dumps((tuple(other), b""))
+    packed = pickle.dumps((tuple(other), b""))
     with pytest.raises(ConfigError, match="_of_a_later_release"):
         shard_job.unpack_job(packed)

@@ -245,7 +245,7 @@ class _Idle:
 def test_a_command_that_fails_ends_the_wait_for_it() -> None:
     """The trainer asks for batches of after a seek, which fails in the actor."""
     packed = PackedEngine(np.frombuffer(pack(_Idle)[0], np.uint8), [], [])
-    spec = ActorSpec(surroundings.Surroundings.here(), "", (0, 1), torch.get_num_threads(), (0, 0), 0, logging.INFO)
+    spec = ActorSpec(surroundings.Surroundings.here(), "", (0, 1), torch.get_num_threads(), (0, 0), 0, logging.INFO, ())
     server = ActorServer(packed, spec)
     caught: list[BaseException] = []
 

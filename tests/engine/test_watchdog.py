@@ -91,7 +91,7 @@ def test_a_sample_that_hangs_is_named(stuck: Stuck, caplog: pytest.LogCaptureFix
 
 
 def test_a_sample_that_hangs_in_another_process_is_named() -> None:
-    pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)
+    pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang, thread_safe=True).batch(8)
     overrides = {**PROCESS, "prefetch.concurrency": 1, "prefetch.timeout": "1s", "prefetch.on_timeout": "raise"}
     with loaderkit.build(pipeline, overrides=overrides) as loader:
         begin(loader)

@@ -45,7 +45,7 @@ runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
 
 
 @pytest.mark.integration
-def test_a_notebook(tmp_path: Path) -> None:
+def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import nbclient
     import nbformat
 
@@ -55,11 +55,9 @@ def test_a_notebook(tmp_path: Path) -> None:
         "found = [totals(executor) for executor in ('inline', 'process', 'auto')]",
         "assert found[0] == found[1] == found[2], found\nprint('the same', *found[0][::2])",
     ]
-    code: list[Any] = [
-        {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None, "source": cell} for cell in cells
-    ]
-    notebook = nbformat.from_dict({"cells": code, "metadata": {}, "nbformat": 4, "nbformat_minor": 4})  # type: ignore[no-untyped-call]
-    os.environ["PYTHONPATH"] = str(ROOT)
+    make: Any = nbformat.v4  # it has hints for some
+    notebook = make.new_notebook(cells=[make.new_code_cell(cell) for cell in cells])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     nbclient.NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     ).execute()

@@ -192,7 +192,7 @@ class _Search:
                 yield from ({key: other} for other in _neighbours(self._value(key)))
         batches, workers = self._size("prefetch.batches"), self._size("prefetch.concurrency")
         several = {"prefetch.processes": processes, "prefetch.batches": max(batches, 2 * processes)}
-        is_thread = self._value("prefetch.executor") in ("auto", "thread")
+        is_thread = self._value("prefetch.executor") == "thread"
         yield {"prefetch.executor": "process", **several} if is_thread else several
         yield {"prefetch.batches": 4 * max(batches, self.sizes["prefetch.batches"])}
         if is_thread:
@@ -201,7 +201,8 @@ class _Search:
         yield from ({"prefetch.concurrency": other} for other in _neighbours(workers))
 
     def _value(self, key: str) -> Any:
-        return self.best[key] if key in self.best else value_of(self._config, key)
+        value = self.best[key] if key in self.best else value_of(self._config, key)
+        return self._config.executor_with_workers if (key, value) == ("prefetch.executor", "auto") else value
 
     def _size(self, key: str) -> int:
         """A value as it is, or where that is `auto` as the tuner found it."""

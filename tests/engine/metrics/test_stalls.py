@@ -89,7 +89,7 @@ class Slow:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         self._sleep(self.seconds)
-        return {"x": index}
+        return {"x": torch.tensor(index)}  # it says its type, so that one sample shows what a batch holds
 
     def __call__(self, sample: dict[str, Any]) -> None:
         self._sleep(self.seconds)
@@ -247,7 +247,7 @@ class TestLoaders:
             if sample["__key__"] == "5":
                 release.wait(30)
 
-        pipeline = Pipeline.dataset(Slow(0.0)).shuffle("none").read().call(hang).batch(8)
+        pipeline = Pipeline.dataset(Slow(0.0)).shuffle("none").read().call(hang, thread_safe=True).batch(8)
         with executor_of(pipeline, **{"prefetch.timeout": "200ms"}) as engine, messages_with("in hang") as said:
             consumer = threading.Thread(target=engine.next)
             consumer.start()

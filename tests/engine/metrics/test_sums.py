@@ -208,7 +208,7 @@ def test_blocked_for_the_whole_interval(executor: str) -> None:
             go_on.wait(60)
 
     function = hang if executor == "process" else hold  # the other process ends with what hangs in it
-    pipeline = Pipeline.dataset(Numbers(64)).shuffle("none").read().call(function).batch(8)
+    pipeline = Pipeline.dataset(Numbers(64)).shuffle("none").read().call(function, thread_safe=True).batch(8)
     sizes = {"prefetch.executor": executor, "prefetch.concurrency": 2, "prefetch.timeout": "500ms"}
     with executor_of(pipeline, **sizes) as engine, messages_with("in call for") as said:
 

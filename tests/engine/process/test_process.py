@@ -177,7 +177,7 @@ class TestLiving:
             assert resources() == before
 
     def test_closing_while_another_thread_waits(self) -> None:
-        pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)
+        pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang, thread_safe=True).batch(8)
         with executor_of(pipeline, **PROCESS) as engine:
             raised: list[BaseException] = []
             has_two = threading.Event()

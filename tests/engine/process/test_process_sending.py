@@ -295,7 +295,7 @@ class TestReports:
         assert record.process != os.getpid()
 
     def test_a_long_wait_shows_the_threads_of_the_process(self) -> None:
-        pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)
+        pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang, thread_safe=True).batch(8)
         with (
             executor_of(pipeline, **PROCESS, **{"prefetch.timeout": "200ms"}) as engine,
             messages_with("in call for") as said,

@@ -371,7 +371,7 @@ class TestDeaths:
         assert kept[3]["filling"][0].tolist() == [24] * 1000
 
     def test_of_the_one_that_is_not_awaited(self) -> None:
-        hanging = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang_at_8).batch(8)
+        hanging = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang_at_8, thread_safe=True).batch(8)
         with two(hanging, **{"prefetch.restarts": 0}) as loader:
             stream = iter(loader)
             next(stream)

@@ -316,8 +316,8 @@ class TestPacking:
         assert len(packed.blocks) == 2
 
     def test_nothing_stays_borrowed_behind_an_error(self, arena: SharedArena) -> None:
-        with pytest.raises(AttributeError):
-            messages.post([torch.zeros(5000), lambda: 0], arena, Allocator(arena))
+        with pytest.raises(TypeError, match="lock"):
+            messages.post([torch.zeros(5000), threading.Lock()], arena, Allocator(arena))
         gc.collect()
         assert used_bytes(arena) == 0
 
@@ -374,9 +374,10 @@ class TestErrors:
         assert found.__dict__ == {"code": 3, "detail": "d"}
 
     def test_an_exception_that_cannot_be_made_again_is_told_as_text(self) -> None:
-        class LocalError(Exception):
-            pass
+        class LockedError(Exception):
+            def __str__(self) -> str:
+                return str(self.args[0])
 
-        found = error_transport.unpack_error(error_transport.pack_error(LocalError("door")))
+        found = error_transport.unpack_error(error_transport.pack_error(LockedError("door", threading.Lock())))
         assert type(found) is errors.RemoteError
-        assert "LocalError: door" in str(found)
+        assert "LockedError: door" in str(found)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from numbers_dataset import PROCESS, Numbers, hang
 from waiting import wait_for
 
@@ -58,11 +59,11 @@ class Stuck:
     def __len__(self) -> int:
         return 64
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> torch.Tensor:
         if index == 20:
             self.is_in.set()
             self.is_free.wait(60)
-        return index
+        return torch.tensor(index)
 
 
 @pytest.fixture

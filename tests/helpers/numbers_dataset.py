@@ -26,7 +26,7 @@ class Numbers:
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": index, "filling": torch.full((1000,), index), "text": f"number {index}"}
+        return {"x": torch.tensor(index), "filling": torch.full((1000,), index), "text": f"number {index}"}
 
 
 def numbers(size: int = 64, batch: int = 8) -> Pipeline:

@@ -6,6 +6,7 @@ import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import pytest
 from executors import executor_of
 
@@ -18,13 +19,13 @@ INLINE = {"prefetch.executor": "inline"}
 
 
 class Numbers:
-    """Items that are their own numbers."""
+    """Items that are their own numbers; with a type, so that only the first is asked for to see what a batch holds."""
 
     def __len__(self) -> int:
         return 32
 
-    def __getitem__(self, index: int) -> int:
-        return index
+    def __getitem__(self, index: int) -> np.int64:
+        return np.int64(index)
 
 
 class Trap:
@@ -62,9 +63,9 @@ def raising(error: BaseException) -> Any:
 def test_what_was_interrupted_is_not_passed_over() -> None:
     """The engine raises again, and does not continue behind the batch that was lost."""
     trap = Trap(12)
+    trap.springs = raising(KeyboardInterrupt())
     with trapped_engine(trap) as engine:
         engine.next()
-        trap.springs = raising(KeyboardInterrupt())  # not before: what a batch holds is seen from some of these samples
         with pytest.raises(KeyboardInterrupt):
             engine.next()
         with pytest.raises(ClosedError, match="interrupted"):
@@ -81,10 +82,10 @@ def test_an_error_from_elsewhere_is_raised_at_the_next_wait() -> None:
 
 def test_the_loop_gets_the_interrupted_batch_when_it_asks_again() -> None:
     trap = Trap(12)
+    trap.springs = raising(KeyboardInterrupt())
     with trapped(trap) as loader:
         batches = iter(loader)
         assert next(batches)["x"].tolist() == [*range(8)]
-        trap.springs = raising(KeyboardInterrupt())
         state = loader.state_dict()
         with pytest.raises(KeyboardInterrupt):
             next(batches)

@@ -316,8 +316,8 @@ class TestPacking:
         assert len(packed.blocks) == 2
 
     def test_nothing_stays_borrowed_behind_an_error(self, arena: SharedArena) -> None:
-        with pytest.raises(AttributeError):
-            messages.post([torch.zeros(5000), lambda: 0], arena, Allocator(arena))
+        with pytest.raises(TypeError, match="lock"):
+            messages.post([torch.zeros(5000), threading.Lock()], arena, Allocator(arena))
         gc.collect()
         assert used_bytes(arena) == 0
 
@@ -374,9 +374,17 @@ class TestErrors:
         assert found.__dict__ == {"code": 3, "detail": "d"}
 
     def test_an_exception_that_cannot_be_made_again_is_told_as_text(self) -> None:
+        class LockedError(Exception):
+            lock = threading.Lock()  # the class cannot be sent, by name or by value
+
+        found = error_transport.unpack_error(error_transport.pack_error(LockedError("door")))
+        assert type(found) is errors.RemoteError
+        assert "LockedError: door" in str(found)
+
+    def test_an_exception_that_has_no_name_in_a_module_arrives_as_it_is(self) -> None:
         class LocalError(Exception):
             pass
 
         found = error_transport.unpack_error(error_transport.pack_error(LocalError("door")))
-        assert type(found) is errors.RemoteError
-        assert "LocalError: door" in str(found)
+        assert type(found) is LocalError
+        assert found.args == ("door",)

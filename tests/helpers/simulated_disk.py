@@ -126,7 +126,16 @@ class Disk:
         names = ("os", "io", "open", "opened", "create_temporary", "_libc", "shutil", "PART_BYTES")
         before = {name: vars(file_writes).get(name) for name in names}
         system = _System(self)
-        replaced = (system, system, system.open_file, system.opened, system.create_temporary, system, system, _PART_BYTES)
+        replaced = (
+            system,
+            system,
+            system.open_file,
+            system.opened,
+            system.create_temporary,
+            system,
+            system,
+            _PART_BYTES,
+        )
         for name, value in zip(names, replaced, strict=True):
             setattr(file_writes, name, value)
         try:

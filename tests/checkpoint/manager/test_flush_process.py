@@ -290,7 +290,9 @@ def test_a_connector_whose_class_has_no_name_in_a_module(tmp_path: Path, rng: ra
         pass
 
     state = {"x": torch.tensor([rng.random() for _ in range(5000)])}
-    with loaderkit.CheckpointManager("mine://run", flush="process", connectors={"mine": Local(tmp_path)}) as checkpoints:
+    with loaderkit.CheckpointManager(
+        "mine://run", flush="process", connectors={"mine": Local(tmp_path)}
+    ) as checkpoints:
         assert checkpoints.save(1, state) is not None
     there = {"x": torch.zeros(5000)}
     with loaderkit.CheckpointManager(tmp_path / "run") as checkpoints:

@@ -6,6 +6,7 @@ import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import pytest
 from executors import executor_of
 
@@ -18,13 +19,13 @@ INLINE = {"prefetch.executor": "inline"}
 
 
 class Numbers:
-    """Items that are their own numbers."""
+    """Items that are their own numbers; with a type, so that only the first is asked for to see what a batch holds."""
 
     def __len__(self) -> int:
         return 32
 
-    def __getitem__(self, index: int) -> int:
-        return index
+    def __getitem__(self, index: int) -> np.int64:
+        return np.int64(index)
 
 
 class Trap:

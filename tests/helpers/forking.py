@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import numpy as np
 from executors import EXECUTORS
 
 import loaderkit
@@ -136,7 +137,7 @@ def _live_on() -> NoReturn:
 
 
 class Items:
-    """Item i is i; `forker` is told of each."""
+    """Item i is i, with a type, so that only the first is asked for to see what a batch holds; `forker` is told of each."""
 
     def __init__(self, forker: Forker | None) -> None:
         self.forker = forker
@@ -144,20 +145,20 @@ class Items:
     def __len__(self) -> int:
         return NUM_SAMPLES
 
-    def __getitem__(self, index: int) -> dict[str, int]:
+    def __getitem__(self, index: int) -> dict[str, np.int64]:
         if self.forker is not None:
             self.forker(index)
-        return {"x": index}
+        return {"x": np.int64(index)}
 
 
 class ManyItems(Items):
-    def __getitem__(self, index: int) -> dict[str, int]:
-        return {"x": index}
+    def __getitem__(self, index: int) -> dict[str, np.int64]:
+        return {"x": np.int64(index)}
 
-    def __getitems__(self, indices: list[int]) -> list[dict[str, int]]:
+    def __getitems__(self, indices: list[int]) -> list[dict[str, np.int64]]:
         assert self.forker is not None
         any(map(self.forker, indices))  # the child goes no further
-        return [{"x": index} for index in indices]
+        return [{"x": np.int64(index)} for index in indices]
 
 
 class Objects(MemoryConnector):

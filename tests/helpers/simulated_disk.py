@@ -25,6 +25,7 @@ from typing import Any
 
 from crashing import DeadError
 
+from loaderkit._internal.temporary_files import create_temporary
 from loaderkit.connectors import file_writes
 from loaderkit.connectors.file import FileConnector
 
@@ -122,10 +123,19 @@ class Disk:
     @contextmanager
     def mounted(self) -> Iterator[None]:
         """While the block runs, all FileConnectors write to this disk."""
-        names = ("os", "io", "open", "opened", "_libc", "shutil", "PART_BYTES")
+        names = ("os", "io", "open", "opened", "create_temporary", "_libc", "shutil", "PART_BYTES")
         before = {name: vars(file_writes).get(name) for name in names}
         system = _System(self)
-        replaced = (system, system, system.open_file, system.opened, system, system, _PART_BYTES)
+        replaced = (
+            system,
+            system,
+            system.open_file,
+            system.opened,
+            system.create_temporary,
+            system,
+            system,
+            _PART_BYTES,
+        )
         for name, value in zip(names, replaced, strict=True):
             setattr(file_writes, name, value)
         try:
@@ -310,12 +320,12 @@ class _System:
 
     # Files.
 
-    def FileIO(self, path: str, mode: str, opener: Any = None) -> Any:
-        if opener is not None:
-            return io.FileIO(path, mode, opener=opener)
+    def FileIO(self, path: str, mode: str, opener: Any) -> io.FileIO:
+        return io.FileIO(path, mode, opener=opener)
 
+    def create_temporary(self, path: str) -> Any:
         def create() -> io.FileIO:
-            file = io.FileIO(path, mode)
+            file = create_temporary(path)
             self._disk.change(path, node := _File())
             self._disk.note(file.fileno(), node)
             return file

@@ -67,11 +67,12 @@ def _serve(connection: Connection[Any, Any], send: Any) -> None:
     make, level = pickle.loads(_received(connection))  # noqa: S301 - of our own process
     from loaderkit.checkpoint.flush.shared_pages import MappedPages
     from loaderkit.engine.remote.error_transport import pack_error
+    from loaderkit.engine.remote.packing import unpack
 
     _forward_logs(send, level)
     memory = MappedPages()
     try:
-        function = pickle.loads(make)(memory)  # noqa: S301 - of our own process
+        function = unpack(*pickle.loads(make))(memory)  # noqa: S301 - of our own process
     except BaseException as error:
         send("failed", pack_error(error))
         return

@@ -24,6 +24,7 @@ from loaderkit.checkpoint.flush import child
 from loaderkit.checkpoint.flush.shared_pages import SharedPages
 from loaderkit.checkpoint.flush.transport import pack_state
 from loaderkit.engine.remote.error_transport import unpack_error
+from loaderkit.engine.remote.packing import pack
 from loaderkit.errors import CheckpointError, ConfigError
 
 _POLL_S = 1.0
@@ -39,7 +40,8 @@ class FlushProcess:
         """`make`, which is pickled, gets the MappedPages of the process, and returns the function. Raises ConfigError."""
         if not sys.executable:
             raise ConfigError("flush: process needs a Python interpreter of its own, and sys.executable is empty")
-        self._make = pickle.dumps(make, 5)
+        stream, buffers = pack(make)
+        self._make = pickle.dumps((stream, [bytes(buffer) for buffer in buffers]), 5)
         self._memory = memory
         self._running: _Running | None = None
         self._calling = threading.Lock()

@@ -172,7 +172,7 @@ def _check_sendable(url: str, connectors: Mapping[str, Connector]) -> None:
         except Exception as error:
             raise ConfigError(
                 f"connectors: {name!r}: {connector!r} cannot be sent to the process that writes checkpoints (flush: process): "
-                f"{error}. Define its class at the top level of a module that can be imported; or use flush: thread"
+                f"{error}. Let it open files, locks and connections when it is first used; or use flush: thread"
             ) from error
     target = save_target(url, connectors)
     try:

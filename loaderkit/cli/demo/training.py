@@ -25,7 +25,7 @@ def training_pipeline(train: Path, batch_size: int, *, slow: bool) -> Pipeline:
     """The usual pipeline over class folders, as in pipelines/imagenet-files.yaml, with two workers."""
     source = Pipeline.files(train, include="**/*.jpg", label="parent").named("demo").shuffle(seed=0)
     samples = source.read().decode().random_resized_crop(224).random_horizontal_flip()
-    samples = samples.call(ask_server, name=SLOW) if slow else samples
+    samples = samples.call(ask_server, name=SLOW, thread_safe=True) if slow else samples
     return samples.batch(batch_size, drop_last=True).normalize(mean="imagenet", std="imagenet").prefetch(concurrency=2)
 
 

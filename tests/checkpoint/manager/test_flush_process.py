@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -284,13 +285,27 @@ class program:  # noqa: N801 - used as a function
         self._process.communicate()
 
 
+def test_a_connector_whose_class_has_no_name_in_a_module(tmp_path: Path, rng: random.Random) -> None:
+    class Local(FileConnector):
+        pass
+
+    state = {"x": torch.tensor([rng.random() for _ in range(5000)])}
+    with loaderkit.CheckpointManager(
+        "mine://run", flush="process", connectors={"mine": Local(tmp_path)}
+    ) as checkpoints:
+        assert checkpoints.save(1, state) is not None
+    there = {"x": torch.zeros(5000)}
+    with loaderkit.CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.restore(there)
+    assert there["x"].equal(state["x"])
+
+
 class TestRefused:
     def test_a_connector_that_cannot_be_sent(self, tmp_path: Path) -> None:
-        class Local(FileConnector):
-            pass
-
-        with pytest.raises(ConfigError, match=r"connectors: 'mine': .*Local.* cannot be sent .*use flush: thread"):
-            loaderkit.CheckpointManager("mine://run", flush="process", connectors={"mine": Local(tmp_path)})
+        connector = FileConnector(tmp_path)
+        connector.lock = threading.Lock()  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match=r"connectors: 'mine': .*File.* cannot be sent .*use flush: thread"):
+            loaderkit.CheckpointManager("mine://run", flush="process", connectors={"mine": connector})
 
     def test_a_store_in_memory(self) -> None:
         with pytest.raises(ConfigError, match=r"in its own memory is not seen here: use flush: thread"):

@@ -339,6 +339,7 @@ stages:
   - read
   - call: {function: "config_cases:double", seeded: true}  # <<
   - batch: {size: 4}
+prefetch: {executor: thread}
 """,
         "stages.1.call.seeded",
         ["prefetch: {executor: process}", "`rng`"],

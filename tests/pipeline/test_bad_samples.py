@@ -199,7 +199,7 @@ def test_what_hangs_leaves_no_thread_behind_that_does_not(tmp_path: Path, capsys
         "source": {"kind": "dataset", "object": "random_failures:numbers", "fields": ["x"]},
         "stages": [
             "read",
-            {"call": {"function": "random_failures:hang_once", "timeout": "500ms"}},
+            {"call": {"function": "random_failures:hang_once", "timeout": "500ms", "thread_safe": True}},
             {"batch": {"size": 4}},
         ],
     }

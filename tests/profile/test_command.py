@@ -53,7 +53,7 @@ def waiting(tmp_path: Path) -> Path:
     path.write_text(
         "# Tokens of the archive.\n"
         "name: waiting\n"
-        'source: {kind: dataset, object: "profiled_pipelines:waiting", args: {seconds: 0.004}}  # slow\n'
+        'source: {kind: dataset, object: "profiled_pipelines:waiting", args: {seconds: 0.004}, thread_safe: true}  # slow\n'
         "stages:\n"
         "  - read   # an item at a time\n"
         "  - batch: {size: 4}\n"

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -49,7 +50,7 @@ class Taking:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         self.clock.take(self.each_s)
-        return {"x": index}
+        return {"x": np.int64(index)}  # of a type that one sample tells
 
 
 class Case(NamedTuple):

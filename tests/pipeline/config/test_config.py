@@ -58,7 +58,7 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
         "batches": 4,
         "memory": "2GiB",
         "concurrency": "auto",
-        "executor": "thread",
+        "executor": "auto",
         "processes": 1,
         "max_processes": None,
         "ray": {"address": "auto", "num_cpus": 1.0, "resources": {}, "strategy": "spread"},

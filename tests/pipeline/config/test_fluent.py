@@ -74,7 +74,7 @@ def test_signatures() -> None:
     assert parameters_of("resize") == [
         "self", "size", "interpolation='bilinear'", "antialias=True", "fields=None", "name=None", "workers='auto'"
     ]  # fmt: skip
-    assert parameters_of("dataset") == ["object", "args={}", "fields=None", "limit=None"]
+    assert parameters_of("dataset") == ["object", "args={}", "fields=None", "thread_safe='auto'", "limit=None"]
     assert next(iter(inspect.signature(BASE.batch).parameters)) == "size"
     assert parameters_of("prefetch")[1] == "batches=4"
     assert parameters_of("errors")[1] == "on_bad_sample='raise'"

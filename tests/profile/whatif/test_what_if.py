@@ -131,16 +131,16 @@ def test_more_workers_do_not_overlap_what_is_late_under_the_gil(photos: Path, ki
 @pytest.mark.matrix(2)
 def test_what_build_refuses_is_not_shown(photos: Path, executor: str) -> None:
     """Threads share the generators that a seeded function draws from, and a function with a lock stays in its process."""
-    lock = threading.Lock()
     files = Pipeline.files(photos, include="**/*.jpg").read().decode().center_crop(8)
     report = report_of(photos, executor)
     seeded = files.call(abs, seeded=True).batch(4).with_overrides({"prefetch.executor": "inline"})
-    nameless = files.call(lambda sample: lock and sample).batch(4)
-    for pipeline in (pipeline_of(photos), seeded, nameless):
+    lock = threading.Lock()
+    unsendable = files.call(lambda sample: sample if lock else None).batch(4)
+    for pipeline in (pipeline_of(photos), seeded, unsendable):
         for row in what_if(report, pipeline.config)[0]:
             overrides = {one.key: one.value for one in row.settings}
-            assert pipeline is not nameless or overrides.get("prefetch.executor") != "process"
-            if overrides and pipeline is not nameless:  # whose description no file can hold, nor be changed by key
+            assert pipeline is not unsendable or overrides.get("prefetch.executor") != "process"
+            if overrides and pipeline is not unsendable:  # whose description no file can hold, nor be changed by key
                 loaderkit.build(pipeline, overrides=overrides).close()
 
 

@@ -7,6 +7,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 
 import loaderkit
@@ -17,7 +18,8 @@ TWO_PROCESSES = {**PROCESS, "prefetch.processes": 2}
 
 
 class Numbers:
-    """Sample i holds the number i, and eight thousand bytes that say so."""
+    """Sample i holds the number i, and eight thousand bytes that say so. All of it has a type: no others are looked at to
+    learn it."""
 
     def __init__(self, size: int = 64) -> None:
         self.size = size
@@ -26,7 +28,7 @@ class Numbers:
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": torch.tensor(index), "filling": torch.full((1000,), index), "text": f"number {index}"}
+        return {"x": torch.tensor(index), "filling": torch.full((1000,), index), "text": np.str_(f"number {index}")}
 
 
 def numbers(size: int = 64, batch: int = 8) -> Pipeline:

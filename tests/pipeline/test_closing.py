@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from augmented_photos import (
     _reference,  # noqa: F401 - a fixture
     augmented,
@@ -134,7 +135,7 @@ class TestClosing:
                 entered.set()
                 go_on.wait(60)
 
-        pipeline = Pipeline.dataset(range(64)).shuffle("none").read().call(hold).batch(8)
+        pipeline = Pipeline.dataset(torch.arange(64)).shuffle("none").read().call(hold).batch(8)
         cycle: dict[str, Any] = {}
         cycle["self"] = cycle
         cycle["loader"] = loaderkit.build(pipeline, overrides={"prefetch.batches": 2}, clock=clock)

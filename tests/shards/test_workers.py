@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
 import tempfile
 import threading
 from concurrent.futures import Future
@@ -68,10 +69,16 @@ def test_ctrl_c_while_processes_are_begun_comes_when_they_are(
     other = threading.Thread(target=ends.wait)
     other.start()
     num, submit = rng.randint(1, 9), Pool.submit
+    number_of_it = rng.randrange(num)
+    taken, told = socket.socketpair()
+    told.setblocking(False)
+    before_fd = signal.set_wakeup_fd(told.fileno())
 
     def interrupted(pool: Pool, function: Any, number: int) -> Future[Any]:
-        assert other.ident is not None
-        signal.pthread_kill(other.ident, signal.SIGINT)
+        if number == number_of_it:
+            assert other.ident is not None
+            signal.pthread_kill(other.ident, signal.SIGINT)
+            taken.recv(1)
         return submit(pool, function, number)
 
     monkeypatch.setattr(Pool, "submit", interrupted)
@@ -83,6 +90,9 @@ def test_ctrl_c_while_processes_are_begun_comes_when_they_are(
     finally:
         ends.set()
         other.join()
+        signal.set_wakeup_fd(before_fd)
+        taken.close()
+        told.close()
     pool = POOLS.pop()
     assert len(pool.jobs) == num
     assert pool.is_ended

@@ -7,9 +7,12 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import lru_cache
+from queue import SimpleQueue
+from threading import current_thread, main_thread
 from typing import Any, NamedTuple
 
 from loaderkit._internal.system.child_process import end_with
@@ -58,19 +61,35 @@ def make_in_processes(job: ShardJob, numbers: Sequence[int], num_processes: int)
 
 
 def _made(pool: ProcessPoolExecutor, numbers: Sequence[int]) -> Iterator[MadeShard]:
-    # The processes are started in here. They inherit what is blocked: an early Ctrl-C prints nothing there.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    finished: SimpleQueue[Future[MadeShard | LoaderkitError]] = SimpleQueue()
+    with _without_ctrl_c():  # which would leave the pool's locks taken
+        for number in numbers:
+            pool.submit(_make, number).add_done_callback(finished.put)
+    for _ in numbers:
+        made = finished.get().result()
+        if isinstance(made, LoaderkitError):
+            raise made
+        yield made
+
+
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Ctrl-C comes at the end of the block. Processes that are begun in it inherit that it is blocked, and so an early one
+    prints nothing there; in this one another thread may take the signal, and Python then raises in the main thread."""
+    came: list[int] = []
+    is_handled = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is not None
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if is_handled else None
     try:
-        running: set[Future[MadeShard | LoaderkitError]] = {pool.submit(_make, number) for number in numbers}
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    while running:
-        finished, running = wait(running, return_when=FIRST_COMPLETED)
-        for future in finished:
-            made = future.result()
-            if isinstance(made, LoaderkitError):
-                raise made
-            yield made
+        if is_handled:
+            signal.signal(signal.SIGINT, handler)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 # ---------------------------------------------------------------------------------------------------- in a process

@@ -86,15 +86,14 @@ def test_of_several_writers(
         False,
         True,
     ]  # the last one to begin is killed, and nobody has come since
-    pids = [
-        begun(write, tmp_path, (lambda: os.kill(os.getpid(), signal.SIGKILL)) if dies else lambda: os.read(goes_on, 1))
-        for dies in fates
-    ]
-    living = [pid for pid, dies in zip(pids, fates, strict=True) if not dies]
+    living: list[int] = []
     request.addfinalizer(lambda: kill(living))
-    for pid, dies in zip(pids, fates, strict=True):
+    for dies in fates:
         if dies:
+            pid = begun(write, tmp_path, lambda: os.kill(os.getpid(), signal.SIGKILL))
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        else:
+            living.append(begun(write, tmp_path, lambda: os.read(goes_on, 1)))
     assert len([*tmp_path.glob("*.tmp")]) == len(living) + 1
     write(tmp_path)
     assert len([*tmp_path.glob("*.tmp")]) == len(living)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import socket
 import tempfile
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ class Pool:
         self.jobs: list[bytes] = []
         self.named: list[Path] = []
         self.blocked: list[set[int]] = []
+        self.is_ended = False
         POOLS.append(self)
 
     def submit(self, function: Any, number: int) -> Future[Any]:
@@ -32,18 +36,20 @@ class Pool:
         return made
 
     def shutdown(self, *, cancel_futures: bool) -> None:
-        """There is nothing to end."""
+        self.is_ended = True
 
 
 POOLS: list[Pool] = []
 
 
-def test_the_job_has_no_name_and_processes_are_begun_without_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def _without_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(workers, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(workers, "pack_job", lambda job: job * 1000)
+
+
+def test_the_job_has_no_name_and_processes_are_begun_without_ctrl_c() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     job: Any = b"a job"
     made: set[Any] = {*workers.make_in_processes(job, range(3), 2)}
@@ -53,3 +59,41 @@ def test_the_job_has_no_name_and_processes_are_begun_without_ctrl_c(
     assert pool.named == [], "a killed run would leave it"
     assert all(signal.SIGINT in blocked for blocked in pool.blocked)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+def test_ctrl_c_while_processes_are_begun_comes_when_they_are(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool has locks of its own. Another thread, of BLAS say, takes the signal, and Python raises in the main thread."""
+    ends = threading.Event()
+    other = threading.Thread(target=ends.wait)
+    other.start()
+    num, submit = rng.randint(1, 9), Pool.submit
+    number_of_it = rng.randrange(num)
+    taken, told = socket.socketpair()
+    told.setblocking(False)
+    before_fd = signal.set_wakeup_fd(told.fileno())
+
+    def interrupted(pool: Pool, function: Any, number: int) -> Future[Any]:
+        if number == number_of_it:
+            assert other.ident is not None
+            signal.pthread_kill(other.ident, signal.SIGINT)
+            taken.recv(1)
+        return submit(pool, function, number)
+
+    monkeypatch.setattr(Pool, "submit", interrupted)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, []), signal.getsignal(signal.SIGINT)
+    job: Any = b"a job"
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            next(workers.make_in_processes(job, range(num), 2))
+    finally:
+        ends.set()
+        other.join()
+        signal.set_wakeup_fd(before_fd)
+        taken.close()
+        told.close()
+    pool = POOLS.pop()
+    assert len(pool.jobs) == num
+    assert pool.is_ended
+    assert (signal.pthread_sigmask(signal.SIG_BLOCK, []), signal.getsignal(signal.SIGINT)) == before

@@ -247,4 +247,4 @@ def test_no_footer_outlives_its_loader(rng: random.Random) -> None:
         with build(MemoryConnector(files), {"prefetch.executor": "inline"}) as loader:
             next(iter(loader))
         del loader
-        assert num_footers() == before
+        assert num_footers() <= before  # another test's may go meanwhile

@@ -303,7 +303,9 @@ def test_a_child_that_the_script_forks_says_nothing(tmp_path: Path) -> None:
 def test_a_script_that_does_not_compile_has_the_traceback_of_python(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # a process group puts another one in its place, for good
+    monkeypatch.setattr(
+        sys, "excepthook", sys.__excepthook__
+    )  # a process group puts another one in its place, for good
     assert run("train.py", more="x = (") == 1
     said = capsys.readouterr().err
     assert said.startswith(f'  File "{Path.cwd() / "train.py"}", line 11')

@@ -37,13 +37,13 @@ class _Request:
 
     connection: socket.socket
     deadline_s: float
+    is_asked: bool = False  # all that the client has to say is there
 
-    def end(self, how: int = socket.SHUT_RDWR) -> None:
+    def end(self) -> None:
         """Its thread, which waits for the client, goes on."""
         with suppress(OSError):  # it has ended by itself
-            self.connection.shutdown(how)
-        if how == socket.SHUT_RDWR:
-            self.deadline_s = math.inf
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.deadline_s = math.inf
 
 
 class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
@@ -125,6 +125,10 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         finally:
             self._leave(threading.current_thread())
 
+    def note_asked(self) -> None:
+        """What this thread's client asks for is known."""
+        self._requests[threading.current_thread()].is_asked = True
+
     def _leave(self, thread: threading.Thread) -> None:
         del self._requests[thread]
         self._places.release()
@@ -141,7 +145,8 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._thread.join()
         self.server_close()
         for request in self._open():
-            request.end(socket.SHUT_RD)  # nobody waits for what a client has yet to say
+            if not request.is_asked:
+                request.end()
         deadline_s = time.monotonic() + _CLOSE_S
         for thread, request in [*self._requests.items()]:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -161,10 +166,11 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
+        assert isinstance(self.server, MetricsServer)
+        self.server.note_asked()
         if self.path.partition("?")[0] not in _PATHS:
             self.send_error(404, explain="the metrics are at /metrics")
             return
-        assert isinstance(self.server, MetricsServer)
         body, content_type = self.server.write(self.headers.get("Accept", ""))
         self.send_response(200)
         self.send_header("Content-Type", content_type)

@@ -104,8 +104,7 @@ def test_the_end_waits_for_answers_and_for_no_client(
     is_asked.wait()
     closing = threading.Thread(target=server.close)
     closing.start()
-    for client in silent:
-        whole_answer(client)
+    assert [whole_answer(client) for client in silent] == [b""] * len(silent)
     goes_on.set()
     closing.join()
     assert whole_answer(asking).endswith(b"numbers")

@@ -54,11 +54,12 @@ def test_refused(overrides: dict[str, object], says: str) -> None:
 def test_settings_of_another_executor_do_not_matter(caplog: pytest.LogCaptureFixture) -> None:
     with loaderkit.build(numbers(), overrides={"prefetch.ray": {"num_cpus": 2}}) as loader:
         assert len(list(loader)) == len(loader)
-    assert "prefetch.ray is of no effect with prefetch.executor: thread" in caplog.text
+    assert "prefetch.ray is of no effect with prefetch.executor: auto" in caplog.text
 
 
 def test_a_function_that_cannot_be_sent_is_refused_by_name() -> None:
-    pipeline = numbers().call(lambda batch: None)
+    lock = threading.Lock()  # a lambda goes by value, and what it holds with it
+    pipeline = numbers().call(lambda batch: lock and None)
     with pytest.raises(ConfigError, match=r"stages\.call\.function.*cannot be sent.*prefetch\.executor: ray"):
         loaderkit.build(pipeline, overrides=RAY)
 

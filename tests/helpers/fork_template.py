@@ -48,7 +48,7 @@ def serve(parent: int, number: int) -> Callable[[], None]:
         pid = os.fork()
         if pid == 0:
             orders.detach()  # its number will be another's
-            _leave_a_fork(descriptors[0])
+            _leave_a_fork(descriptors[0], order)
             return _become(order, descriptors, path)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -66,11 +66,16 @@ def _import_once() -> None:
         gc.freeze()  # or each fork would copy all pages that hold objects
 
 
-def _leave_a_fork(answering: int) -> None:
-    """Go on in a fork of this one, which is an orphan when that ends, and so becomes a child of those who asked."""
+def _leave_a_fork(answering: int, order: dict[str, Any]) -> None:
+    """Go on in a fork of this one, which is an orphan when that ends, and so becomes a child of those who asked. They may send
+    signals to its group at once, so it has its own by then."""
     pid = os.fork()
     if pid:
         os._exit(0)
+    if order["session"]:
+        os.setsid()
+    if order["group"] >= 0:
+        os.setpgid(0, order["group"])
     with socket.socket(fileno=os.dup(answering)) as answers:
         answers.send(str(os.getpid()).encode())
         answers.recv(1)  # it is their child
@@ -86,10 +91,6 @@ def _become(order: dict[str, Any], descriptors: list[int], path: list[str]) -> C
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         setattr(sys, name, _stream(number, getattr(sys, name)))
         setattr(sys, f"__{name}__", getattr(sys, name))
-    if order["session"]:
-        os.setsid()
-    if order["group"] >= 0:
-        os.setpgid(0, order["group"])
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["environment"])

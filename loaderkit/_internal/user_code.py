@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -19,61 +18,64 @@ from weakref import WeakValueDictionary
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_LOOK_S = 0.1
+
+
+class _Place:
+    """In the queue for a lock. Its thread holds `lock` from before it queues until it is through."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.thread = threading.get_ident()
+        self.before: _Place | None = None  # that has to be through first
 
 
 class FairLock:
-    """A reentrant lock that those who wait get in the order in which they came.
+    """A reentrant lock that threads get in the order in which they ask.
 
     A thread that takes `threading.RLock` again right after it let go gets it before those that wait, chunk after chunk, and
-    the loop may wait for one of theirs. 0.4 us to take it and let it go where nobody waits, 0.1 for an RLock.
+    the loop may wait for one of theirs. So each waits for the one before it (the queue lock of Craig, and of Landin and
+    Hagersten). A place is held by `with` alone, which Ctrl-C cannot break: an interrupted thread leaves its place, and the one
+    behind it waits for the one before.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._holder = 0  # the thread that has it
-        self._depth = 0
         self._queueing = threading.Lock()
-        self._queue: deque[threading.Lock] = deque()  # of those that wait; the first waits for the lock itself
+        self._last: _Place | None = None
+        self._current: _Place | None = None
 
-    def acquire(self, timeout_s: float = -1) -> bool:
-        """True once it is taken; False after `timeout_s`, which may be 0; below 0: it is waited for."""
-        thread = threading.get_ident()
-        may_pass = not self._queue or self._holder == thread
-        if not (may_pass and self._lock.acquire(blocking=False)) and (
-            timeout_s == 0 or not self._wait_in_queue(timeout_s)
-        ):
-            return False
-        self._holder = thread
-        self._depth += 1
-        return True
+    def is_held(self) -> bool:
+        """Whether this thread has it."""
+        place = self._current
+        return place is not None and place.thread == threading.get_ident() and place.lock.locked()
 
-    def __enter__(self) -> None:
-        self.acquire()
+    def run(self, function: Callable[[], R], look: Callable[[], None] | None = None) -> R:
+        """What the function returns, which runs with the lock held. `look` is called where it must be waited for, and several
+        times a second except in the main thread; what it raises ends the wait."""
+        if self.is_held():
+            return function()
+        place = _Place()
+        with place.lock:
+            self._wait(place, look)
+            return function()
 
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
-    def _wait_in_queue(self, timeout_s: float) -> bool:
-        gate = threading.Lock()
+    def _wait(self, place: _Place, look: Callable[[], None] | None) -> None:
         with self._queueing:
-            if self._queue:
-                gate.acquire()
-            self._queue.append(gate)
-        # The first keeps its place until it has the lock, so that those who come meanwhile do not pass it.
-        is_taken = gate.acquire(timeout=timeout_s) and self._lock.acquire(timeout=timeout_s)
-        with self._queueing:
-            was_first = self._queue[0] is gate
-            self._queue.remove(gate)
-            if was_first and self._queue:
-                self._queue[0].release()
-        return is_taken
-
-    def release(self) -> None:
-        """Let go; of the thread that has taken it."""
-        self._depth -= 1
-        if not self._depth:
-            self._holder = 0
-        self._lock.release()
+            place.before, self._last = self._last, place
+        # Ctrl-C may come between `acquire` and what follows, so the main thread does not call it.
+        may_look = look is not None and threading.current_thread() is not threading.main_thread()
+        while (before := place.before) is not None:
+            if look is not None and before.lock.locked():
+                look()
+            if may_look and look is not None:
+                while not before.lock.acquire(timeout=_LOOK_S):
+                    look()
+                before.lock.release()
+            else:
+                with before.lock:
+                    pass
+            place.before = before.before  # none, unless it left without its turn
+        self._current = place
 
 
 class _ObjectLock(FairLock):
@@ -112,44 +114,24 @@ class UserLock:
 
     def __init__(self, of_loader: FairLock, owner: Any = None) -> None:
         """Without an `owner` only the loader's is held."""
-        self._locks = [of_loader]
-        self._thread = 0  # that holds it
+        self._of_loader = of_loader
+        self._of_object: FairLock = of_loader
         if owner is not None:
             with _finding:
                 of_object = _of_objects.get(id(owner))
                 if of_object is None:
                     of_object = _of_objects[id(owner)] = _ObjectLock(owner)
-            self._locks.append(of_object)
+            self._of_object = of_object
 
-    def acquire(self, timeout_s: float = -1) -> bool:
+    def run(self, function: Callable[[], R], look: Callable[[], None] | None = None) -> R:
         """See `FairLock`."""
-        first, *others = self._locks
-        if not first.acquire(timeout_s):
-            return False
-        for lock in others:
-            if not lock.acquire(timeout_s):
-                first.release()
-                return False
-        self._thread = threading.get_ident()
-        return True
-
-    def release(self) -> None:
-        """See `FairLock`."""
-        self._thread = 0
-        for lock in reversed(self._locks):
-            lock.release()
+        return self._of_loader.run(lambda: self._of_object.run(function, look), look)
 
     def held(self, function: Callable[P, R]) -> Callable[P, R]:
-        """The function, which runs with the locks held, and takes them unless its thread has them."""
+        """The function, which runs with the locks held."""
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            if self._thread == threading.get_ident():
-                return function(*args, **kwargs)
-            self.acquire()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.release()
+            return self.run(partial(function, *args, **kwargs))
 
         return run
 

@@ -27,8 +27,6 @@ from loaderkit.engine.turn import Turn
 from loaderkit.engine.work import Chunk, SourceCounts, Stage, WorkItem
 from loaderkit.errors import ClosedError, ConfigError
 
-_LOOK_S = 0.2  # between looks of a worker that waits for user code, whether the engine was closed
-
 
 class WorkerPool:
     """A running pool. The first takes its chunks from the scheduler, the others from a buffer."""
@@ -414,17 +412,20 @@ class Engine(ABC):
         if (lock := stage.lock) is None:
             plain: int | None = stage.run(*arguments)
             return plain
-        if not lock.acquire(0):
-            worker_clock.enter(self.states.starved)
-            while not lock.acquire(_LOOK_S):
-                if self._is_closed:
-                    raise ClosedError("the loader was closed while user code was waited for")
-            worker_clock.enter(number)
-        try:
+
+        def look() -> None:
+            if worker_clock.open_state != self.states.starved:
+                worker_clock.enter(self.states.starved)
+            if self._is_closed:
+                raise ClosedError("the loader was closed while user code was waited for")
+
+        def run() -> int | None:
+            if worker_clock.open_state != number:
+                worker_clock.enter(number)
             num_bytes: int | None = stage.run(*arguments)
             return num_bytes
-        finally:
-            lock.release()
+
+        return lock.run(run, look)
 
     def _run_batch_stages(self, pool: WorkerPool, worker_clock: WorkerClock, work_item: WorkItem) -> None:
         if worker_clock.trace is not None:

@@ -125,9 +125,8 @@ class ProcessMove:
         try:
             why = "the loop waited for user code that is not declared thread_safe"
             plan = replace(self._plan, config=in_processes(self._plan.config), moved_reason=why)
-            with self._plan.compiled.context.user_code:  # to be pickled is code of theirs, too
-                self._check_size(plan, num)
-                self.started = self._begun(plan, num, position)
+            # To be pickled is code of theirs, too.
+            self.started = self._plan.compiled.context.user_code.run(lambda: self._begun(plan, num, position))
         except (ConfigError, WorkerDiedError) as error:
             self.is_over = True
             logger.warning(
@@ -149,6 +148,7 @@ class ProcessMove:
             )
 
     def _begun(self, plan: ExecutionPlan, num: int, position: tuple[int, int]) -> Moved:
+        self._check_size(plan, num)
         tuning = describe_tuning(plan)
         settings = LiveSettings(tuning, make_tuner(plan.config, tuning))
         engine = make_remote_engine(plan)

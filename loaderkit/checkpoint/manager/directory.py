@@ -117,7 +117,7 @@ class RunDirectory:
                 continue
             url = url_below(self._url, name) if name else self._url
             if problem is not None and number is not None and not is_named_so:
-                broken.append(f"{printable(url)}: {problem}")
+                broken.append(str(problem))
             if problem is not None or (is_named_so and self._is_own(url)):
                 continue
             if number is None:

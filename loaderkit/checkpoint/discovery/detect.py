@@ -51,7 +51,7 @@ class NoCheckpointError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class CheckpointFiles:
     """The files of a checkpoint; `kind` "dcp" and "state" have one that names the others. `heads`: the first bytes by key.
 
     `beside` are files and folders with weights that are no part of it.
@@ -64,7 +64,7 @@ class Chosen:
     heads: dict[str, bytes] = field(default_factory=dict)
 
 
-def choose(location: CheckpointLocation, fetch: Fetch) -> tuple[Chosen, dict[str, ObjectInfo]]:
+def choose(location: CheckpointLocation, fetch: Fetch) -> tuple[CheckpointFiles, dict[str, ObjectInfo]]:
     """(the files of the checkpoint at a location, all files there by name).
 
     A description decides: `.metadata`, the state file, an index of shards. Without one, safetensors before torch.save if the
@@ -79,7 +79,7 @@ def choose(location: CheckpointLocation, fetch: Fetch) -> tuple[Chosen, dict[str
         own = () if description == METADATA else (".safetensors",)
         beside = [name for name in infos if name.endswith(SUFFIXES) and not name.endswith(own)]
         kind = "dcp" if description == METADATA else "state"
-        return Chosen(kind, [description], beside=[*beside, *folders]), infos
+        return CheckpointFiles(kind, [description], beside=[*beside, *folders]), infos
     if description:
         return _indexed(location, infos, folders, description, fetch), infos
     return _loose(location, infos, folders, fetch), infos
@@ -125,7 +125,7 @@ def _description(location: CheckpointLocation, infos: dict[str, ObjectInfo]) -> 
     return next(iter([*usual, *indexes]), None)
 
 
-def _single(location: CheckpointLocation, info: ObjectInfo, fetch: Fetch) -> Chosen:
+def _single(location: CheckpointLocation, info: ObjectInfo, fetch: Fetch) -> CheckpointFiles:
     heads = heads_of([info], fetch)
     kind = _kind_of(location, info, heads[info.key])
     if kind is None and heads[info.key].startswith(_GZIP):
@@ -134,12 +134,12 @@ def _single(location: CheckpointLocation, info: ObjectInfo, fetch: Fetch) -> Cho
         )
     if kind is None:
         raise _no_checkpoint(location, [info.key], [])
-    return Chosen(kind, [info.key], heads=heads)
+    return CheckpointFiles(kind, [info.key], heads=heads)
 
 
 def _indexed(
     location: CheckpointLocation, infos: dict[str, ObjectInfo], folders: list[str], index: str, fetch: Fetch
-) -> Chosen:
+) -> CheckpointFiles:
     match = INDEX_NAME.fullmatch(index)
     assert match is not None
     suffix = match[1]
@@ -150,10 +150,12 @@ def _indexed(
     kind = "safetensors" if suffix == ".safetensors" else "torch"
     files = [name for name in names if _kind_of(location, infos[name], heads[infos[name].key]) == kind]
     others = [name for name in infos if name.endswith(SUFFIXES) and not name.endswith(suffix)]
-    return Chosen(kind, files, index, [*others, *folders], heads)
+    return CheckpointFiles(kind, files, index, [*others, *folders], heads)
 
 
-def _loose(location: CheckpointLocation, infos: dict[str, ObjectInfo], folders: list[str], fetch: Fetch) -> Chosen:
+def _loose(
+    location: CheckpointLocation, infos: dict[str, ObjectInfo], folders: list[str], fetch: Fetch
+) -> CheckpointFiles:
     """The files of a checkpoint without a description."""
     names = _usual_files(infos)
     heads = heads_of([infos[name] for name in names], fetch)
@@ -177,7 +179,7 @@ def _loose(location: CheckpointLocation, infos: dict[str, ObjectInfo], folders: 
         )
     legacy = [name for name in own if found[name] == "legacy"]
     kind = "safetensors" if whole else "legacy" if legacy else "torch"
-    return Chosen(kind, legacy or own, None, [*beside, *folders], heads)
+    return CheckpointFiles(kind, legacy or own, None, [*beside, *folders], heads)
 
 
 def _usual_files(infos: dict[str, ObjectInfo]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
 from loaderkit.checkpoint.discovery.detect import NoCheckpointError
@@ -19,10 +20,13 @@ logger = logging.getLogger("loaderkit")
 _MAX_LISTED = 10  # times that a prefix is listed because a checkpoint was removed meanwhile
 
 
-class NewestUrl(str):
-    """The URL of the newest checkpoint below `prefix`: if it is removed before it is read, `restore` reads the next newest."""
+_given: deque[tuple[str, str]] = deque(maxlen=64)  # (URL, prefix) of what `latest` has returned last
 
-    prefix: str
+
+def prefix_of(url: str | os.PathLike[str]) -> str | None:
+    """The prefix whose newest checkpoint this very string names, as `latest` has returned it; None for any other URL, also of
+    the same text: who has written it means that checkpoint."""
+    return next((prefix for given, prefix in tuple(_given) if given is url), None)
 
 
 def latest(
@@ -49,8 +53,9 @@ def latest(
         skipped = []
         for name, problem in examined(prefix, names, verify, given):
             if problem is None:
-                newest = NewestUrl(url_below(prefix, name) if name else os.fspath(prefix))
-                newest.prefix = os.fspath(prefix)
+                newest = url_below(prefix, name) if name else os.fspath(prefix)
+                if name:
+                    _given.append((newest, os.fspath(prefix)))
                 return newest
             if isinstance(problem, NothingThereError):  # removed meanwhile, so that there may be a newer one
                 break

@@ -14,7 +14,7 @@ from typing import Any
 
 from loaderkit._internal.garbage import collector_off
 from loaderkit.checkpoint.contents import Checkpoint, TensorEntry, TensorShard, strides_of
-from loaderkit.checkpoint.discovery.detect import Chosen, Fetch, choose, heads_of
+from loaderkit.checkpoint.discovery.detect import CheckpointFiles, Fetch, choose, heads_of
 from loaderkit.checkpoint.discovery.kinds import METADATA, SHARD
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation
 from loaderkit.checkpoint.formats import dcp, safetensors, torch_zip
@@ -73,7 +73,7 @@ def _named(checkpoint: Checkpoint, info: ObjectInfo, error: Exception) -> Format
 # ------------------------------------------------------------------------------------------------------ safetensors
 
 
-def _open_safetensors(checkpoint: Checkpoint, chosen: Chosen, fetch: Fetch, *, is_single: bool) -> None:
+def _open_safetensors(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch, *, is_single: bool) -> None:
     indexed = _indexed(checkpoint, chosen, ".safetensors")
     names = chosen.files if indexed is None else [*indexed]
     infos = [checkpoint.objects[name] for name in names]
@@ -131,7 +131,7 @@ def _require_new(checkpoint: Checkpoint, name: str, info: ObjectInfo) -> None:
         )
 
 
-def _indexed(checkpoint: Checkpoint, chosen: Chosen, suffix: str) -> dict[str, set[str]] | None:
+def _indexed(checkpoint: Checkpoint, chosen: CheckpointFiles, suffix: str) -> dict[str, set[str]] | None:
     """File -> the names in it according to the index; None without an index. The other files of the kind lie beside."""
     if chosen.index is None:
         return None
@@ -145,6 +145,8 @@ def _indexed(checkpoint: Checkpoint, chosen: Chosen, suffix: str) -> dict[str, s
         names = json.loads(data)["weight_map"]
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
             raise TypeError("its weight_map is no table of file names")
+        if not names:
+            raise ValueError("its weight_map is empty, so none of the files here would count")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _named(checkpoint, info, FormatError(f"it is no index of a checkpoint: {error!r}")) from None
     indexed: dict[str, set[str]] = {}
@@ -248,7 +250,7 @@ def _whole(checkpoint: Checkpoint, info: ObjectInfo, most: int) -> bytes:
 # ------------------------------------------------------------------------------------------------------- torch.save
 
 
-def _open_torch(checkpoint: Checkpoint, chosen: Chosen, fetch: Fetch) -> None:
+def _open_torch(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch) -> None:
     files, indexed = chosen.files, _indexed(checkpoint, chosen, ".bin")
     if indexed is None and len(files) > 1:
         raise CheckpointError(
@@ -304,7 +306,7 @@ def _entry(view: torch_zip.View, starts: dict[str, int], key: str) -> TensorEntr
 # ------------------------------------------------------------------------------------- torch.distributed.checkpoint
 
 
-def _open_dcp(checkpoint: Checkpoint, chosen: Chosen, fetch: Fetch) -> None:
+def _open_dcp(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch) -> None:
     info = checkpoint.objects[METADATA]
     try:
         contents = dcp.read_metadata(_whole(checkpoint, info, _MAX_METADATA), checkpoint.prefix)

@@ -60,6 +60,7 @@ class RunDirectory:
         self._target: SaveTarget | None = None
         self._is_closed = False
         self._has_failed = False  # to remove, so that something of it may be left
+        self._has_warned = False
         self._foreign: set[str] = set()  # steps without a manifest that no manager has saved
 
     def __str__(self) -> str:
@@ -111,14 +112,16 @@ class RunDirectory:
         finally:
             location.close()
         broken: list[str] = []
+        unnumbered: list[str] = []
         for name, problem in examined(self._url, names, "auto", self._connectors):
             number, is_named_so = step_in(name), _step_in(name) is not None
             if step is not None and number != step:
                 continue
             url = url_below(self._url, name) if name else self._url
-            if problem is not None and number is not None and not is_named_so:
-                broken.append(f"{printable(url)}: {problem}")
-            if problem is not None or (is_named_so and self._is_own(url)):
+            is_own = self._is_own(name) if is_named_so else False
+            if problem is not None and is_own is False:
+                (unnumbered if number is None else broken).append(str(problem))
+            if problem is not None or is_own:
                 continue
             if number is None:
                 raise CheckpointError(
@@ -133,11 +136,24 @@ class RunDirectory:
                 f"none of the {len(broken)} checkpoints in {self} is whole, so nothing is restored; the newest: {broken[0]}. "
                 "To begin anew, remove them or save to another directory"
             )
+        if unnumbered and not self._has_warned:
+            self._has_warned = True
+            logger.warning("no checkpoint is in %s; of what may be one: %s", self, printable(unnumbered[0]))
 
-    def _is_own(self, url: str) -> bool:
-        """True for a checkpoint that a manager has saved: one that has lost its manifest is being removed, or copied."""
-        with OpenCheckpoint.open(url, self._connectors, "2GiB", "auto") as source:
-            return any(f"{OWN_KEY}.step" in names for names in (source.contents.values, source.contents.pickled))
+    def _is_own(self, name: str) -> bool | None:
+        """True for what a manager has saved: if it has lost its manifest, it is being removed, or copied.
+
+        None: nothing in it says by whom, as of a save that was cut off.
+        """
+        with self._opened() as target:
+            for description in (METADATA, STATE):
+                try:
+                    return _is_of_manager(target, name, description)
+                except ObjectNotFoundError:
+                    continue
+                except FormatError:
+                    return False
+        return None
 
     def note(self, step: int, metrics: Mapping[str, float], time_s: float) -> None:
         """Remember what was saved when, in seconds since 1970."""
@@ -270,9 +286,7 @@ class RunDirectory:
         for name in sorted(names):
             if _step_in(name) is None:
                 continue
-            data = read_object(target.connector, f"{target.parent}{name}/{described[name]}")
-            values = read_metadata(data).values if described[name] == METADATA else read_state(data).values
-            if f"{OWN_KEY}.step" in values:
+            if _is_of_manager(target, name, described[name]):
                 found.append(name)
             else:
                 self._foreign.add(name)
@@ -298,6 +312,13 @@ class RunDirectory:
         except (CheckpointError, FormatError) as error:
             logger.warning("the metrics of %s count as none: %s", printable(self.url_of(step)), error)
             return {}
+
+
+def _is_of_manager(target: SaveTarget, name: str, description: str) -> bool:
+    """Raises FormatError, ConnectorError."""
+    data = read_object(target.connector, f"{target.parent}{name}/{description}")
+    values = read_metadata(data).values if description == METADATA else read_state(data).values
+    return f"{OWN_KEY}.step" in values
 
 
 def _manifests(target: SaveTarget) -> dict[int, str]:

@@ -58,15 +58,15 @@ class Held(NamedTuple):
 
 
 def check_alike(held: Sequence[Held]) -> None:
-    """Raise CheckpointError if a tensor's shape or dtype differs by rank, or a table's and a value's names are the same: parts
-    of each would be saved."""
+    """Raise CheckpointError if a tensor's shape or dtype differs by rank, or if it is a plain value on another, or if a table's
+    and a value's names are the same: parts of each would be saved."""
     known: dict[str, tuple[int, str]] = {}
     for rank, one in enumerate(held):
         for number, item in enumerate(one.items):
-            if item.tensor_data is None or number in one.left_out:
+            if number in one.left_out:
                 continue
             name, data = item.index.fqn, item.tensor_data
-            is_here = f"{data.properties.dtype} of shape {list(data.size)}"
+            is_here = "a plain value" if data is None else f"{data.properties.dtype} of shape {list(data.size)}"
             first, is_there = known.setdefault(name, (rank, is_here))
             if is_here != is_there:
                 raise CheckpointError(

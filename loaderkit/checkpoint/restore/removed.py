@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from loaderkit.checkpoint.discovery.latest import NewestUrl, check_whole, is_there, latest
+from loaderkit.checkpoint.discovery.latest import check_whole, is_there, latest, prefix_of
 from loaderkit.checkpoint.discovery.locate import NothingThereError
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import STORE_FAILURES, CheckpointError, ConnectorError, FormatError, PeerError, printable
@@ -41,22 +41,24 @@ def past_removals(restore: F) -> F:
     return cast(F, run)
 
 
-def _next(url: Url, error: Exception, connectors: Mapping[str, Connector], *, is_last: bool) -> NewestUrl:
+def _next(url: Url, error: Exception, connectors: Mapping[str, Connector], *, is_last: bool) -> str:
     """The URL of the next newest checkpoint. Raises `error`, which restoring `url` met, unless that was removed."""
-    if not isinstance(url, NewestUrl):
+    prefix = prefix_of(url)
+    if prefix is None:
         if isinstance(error, NothingThereError) or is_there(url, connectors):
             raise error
         raise _removed(url, error) from error
     if _is_whole(url, connectors):
         raise error
     try:
-        newest = latest(url.prefix, connectors=connectors)
+        newest = latest(prefix, connectors=connectors)
     except CheckpointError:
         raise error from None
     if is_last or newest == url:
         raise _removed(url, error) from error
-    logger.warning("%s was removed before it was read; %s is restored in its place", printable(url), printable(newest))
-    assert isinstance(newest, NewestUrl)
+    logger.warning(
+        "%s was removed before it was read; %s is restored in its place", printable(os.fspath(url)), printable(newest)
+    )
     return newest
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,14 @@ import torch
 
 from loaderkit._internal.garbage import collector_off
 from loaderkit.checkpoint.contents import Checkpoint, TensorEntry, TensorShard
+from loaderkit.checkpoint.structure import OWN_KEY
 from loaderkit.checkpoint.transfer.layout import ReadLimits, tensor_spans
 from loaderkit.checkpoint.transfer.plan import PreparedRead, ReadRequest
-from loaderkit.errors import CheckpointError
+from loaderkit.errors import CheckpointError, printable
 
+logger = logging.getLogger("loaderkit")
+SAME_MEMORY = "is the same memory as {!r}, and they are two tensors in the checkpoint"
+GIVE_MEMORY = "Give it memory of its own (copy.deepcopy, clone)"
 _NUM_LISTED = 8
 _MAX_COMPARED = 2**26  # bytes of two tensors whose addresses are compared one by one
 _VIEW_ALIGNMENT = 64  # bytes; no dtype is larger
@@ -121,7 +126,7 @@ def given_tensors(
             + "\n  ".join(problems[:_NUM_LISTED])
             + more
         )
-    return [_given(name, checkpoint.tensors[name], targets[name]) for name in _distinct(targets)]
+    return [_given(name, checkpoint.tensors[name], targets[name]) for name in _distinct(checkpoint, targets)]
 
 
 def _given(name: str, entry: TensorEntry, tensor: torch.Tensor) -> ReadRequest:
@@ -172,12 +177,21 @@ def _same_device(one: torch.device, other: torch.device) -> bool:
     return one.type == other.type and (one.index is None or other.index is None or one.index == other.index)
 
 
-def _distinct(targets: Mapping[str, torch.Tensor]) -> list[str]:
+def _distinct(checkpoint: Checkpoint, targets: Mapping[str, torch.Tensor]) -> list[str]:
     """The names to read: of names for the same memory (tied weights) the last, as with load_state_dict.
 
-    Raises CheckpointError for two tensors that share a part of their memory.
+    Raises CheckpointError for two tensors that share a part of their memory, or all of it where they are known to be two.
     """
-    last = {identity(tensor): name for name, tensor in targets.items()}
+    last: dict[Any, str] = {}
+    for name, tensor in targets.items():
+        first = last.get(identity(tensor), name)
+        if checkpoint.tensors[first].shards != checkpoint.tensors[name].shards:
+            if stores_memory_once(checkpoint):
+                raise CheckpointError(
+                    f"{checkpoint.name}: {name!r} {SAME_MEMORY.format(first)}; nothing was written. {GIVE_MEMORY}"
+                )
+            warn_same_memory(checkpoint, first, name)
+        last[identity(tensor)] = name
     chosen = set(last.values())
     extents = []
     for name, tensor in targets.items():
@@ -206,6 +220,19 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     if not tensor.numel() or tensor.is_meta or tensor.layout != torch.strided:
         return (id(tensor),)
     return (str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def stores_memory_once(checkpoint: Checkpoint) -> bool:
+    """True if two tensors in it were not the same memory: a CheckpointManager has saved it."""
+    return any(f"{OWN_KEY}.step" in names for names in (checkpoint.values, checkpoint.pickled))
+
+
+def warn_same_memory(checkpoint: Checkpoint, first: str, name: str) -> None:
+    """Say that of two tensors of the checkpoint only the last is restored. They may well be equal, as of tied weights."""
+    logger.warning(
+        "%s: %r %s, of which %r is taken. If they are not tied weights, %s%s",
+        *(printable(checkpoint.name), name, SAME_MEMORY.format(first), name, GIVE_MEMORY[0].lower(), GIVE_MEMORY[1:]),
+    )
 
 
 def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

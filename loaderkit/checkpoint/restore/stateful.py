@@ -19,10 +19,16 @@ from loaderkit.checkpoint.restore.dcp_reader import StreamReader
 from loaderkit.checkpoint.restore.nested import structure_of
 from loaderkit.checkpoint.restore.objects import ModulePart, ObjectPart, difference, listed
 from loaderkit.checkpoint.restore.optimizers import OptimizerPart, SavedGroups, saved_groups
-from loaderkit.checkpoint.restore.requests import identity
+from loaderkit.checkpoint.restore.requests import (
+    GIVE_MEMORY,
+    SAME_MEMORY,
+    identity,
+    stores_memory_once,
+    warn_same_memory,
+)
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.state import is_stateful, leaves_of, modules_in, on_devices_of
-from loaderkit.checkpoint.structure import OWN_KEY, Structure, nest
+from loaderkit.checkpoint.structure import Structure, nest
 from loaderkit.checkpoint.wrappers import wrapper_hint
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError
@@ -199,7 +205,7 @@ class _Targets:
             tensor = self.flat.get(full)
             if isinstance(tensor, torch.Tensor) and tensor.numel() and type(tensor).__name__ != "DTensor":
                 by_memory.setdefault(identity(tensor), []).append(full)
-        was_apart = f"{OWN_KEY}.step" in self._names  # a CheckpointManager stores the same memory once
+        were_apart = stores_memory_once(self._contents)
         for first, *more in by_memory.values():
             kept = first
             for full in more:
@@ -211,12 +217,10 @@ class _Targets:
                 elif part is None and len(self._given[full].path) > 1:
                     self.flat[full] = torch.empty_like(self.flat[full])
                     self._plain.append((full, self._given[full]))
-                elif was_apart and part is not owners[first]:
-                    self._problems.append(
-                        f"{full!r} is the same memory as {first!r}, and they are two tensors in the checkpoint: give it "
-                        "memory of its own (copy.deepcopy, clone)"
-                    )
+                elif were_apart and part is not owners[first]:
+                    self._problems.append(f"{full!r} {SAME_MEMORY.format(first)}. {GIVE_MEMORY}")
                 else:
+                    warn_same_memory(self._contents, kept, full)
                     self._same[kept] = kept = full
         for full in self._same:
             del self.flat[full]

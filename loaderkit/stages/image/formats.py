@@ -18,7 +18,7 @@ from PIL import ImageFile, PngImagePlugin, TiffImagePlugin, UnidentifiedImageErr
 
 from loaderkit import native
 from loaderkit.stages.base import Image
-from loaderkit.stages.image.levels import Depth, Stored, labels, rgb
+from loaderkit.stages.image.levels import Depth, PixelFormat, labels, rgb
 
 Format = Literal["jpeg", "png", "webp", "gif", "bmp", "tiff", "ppm", "avif", "jpeg2000"]
 """A format that may be opened, by Pillow's name in lower case. "jpeg" includes MPO, of which the first picture is read."""
@@ -106,7 +106,7 @@ def decode_picture(
     with image:
         check_size(image.height, image.width, max_pixels)
         kind, size = image.format or "", f", {image.width} x {image.height}"
-        stored = Stored.of(image)
+        stored = PixelFormat.of(image)
         try:
             _check_tiles(data, image)
             image.load()
@@ -121,7 +121,7 @@ def converted(
     image: Pillow.Image, *, is_mask: bool = False, upright: bool = False, keeps_grey: bool = False, depth: Depth = 8
 ) -> Image:
     """A picture of any mode that was opened by Pillow, as RGB or as a mask. Raises ValueError."""
-    stored = Stored.of(image)
+    stored = PixelFormat.of(image)
     try:
         image.load()
     except Exception as error:
@@ -131,7 +131,7 @@ def converted(
     return _converted(image, stored, is_mask=is_mask, upright=upright, depth=depth)
 
 
-def _converted(image: Pillow.Image, stored: Stored, *, is_mask: bool, upright: bool, depth: Depth) -> Image:
+def _converted(image: Pillow.Image, stored: PixelFormat, *, is_mask: bool, upright: bool, depth: Depth) -> Image:
     kind = image.format or "picture"  # one made in memory has no format
     if upright:
         image = _upright(image)

@@ -24,7 +24,7 @@ _SIGNED = 2
 _SPREAD = {"2": 85, "4": 17}  # bits -> by how much Pillow multiplies
 
 
-class Stored(NamedTuple):
+class PixelFormat(NamedTuple):
     """How a file has a picture that Pillow has not loaded yet: Pillow's raw mode ("L;2", "RGB;16B"; "" if it was made in
     memory), and the largest level that a PPM names, else 0."""
 
@@ -32,7 +32,7 @@ class Stored(NamedTuple):
     most: int = 0
 
     @classmethod
-    def of(cls, image: Pillow.Image) -> Stored:
+    def of(cls, image: Pillow.Image) -> PixelFormat:
         """Of a picture that is opened. Raises ValueError for signed numbers, and for what Pillow would read wrongly."""
         if isinstance(image, TiffImagePlugin.TiffImageFile):
             _check_tiff(image)
@@ -60,7 +60,7 @@ def _check_tiff(image: TiffImagePlugin.TiffImageFile) -> None:
         raise ValueError(f"its colours of {max(bits)} bits are planes, which Pillow reads wrongly: {_STORE_AS_NPY}")
 
 
-def rgb(image: Pillow.Image, kind: str, stored: Stored, depth: Depth) -> NDArray[Any]:
+def rgb(image: Pillow.Image, kind: str, stored: PixelFormat, depth: Depth) -> NDArray[Any]:
     """[H, W, 3], uint8 or uint16. Raises ValueError for a picture without such levels."""
     if image.mode == "F":
         raise ValueError(f"a picture of floating-point numbers has no RGB: {_STORE_AS_NPY}")
@@ -95,7 +95,7 @@ def _say_scale() -> None:
     )
 
 
-def labels(image: Pillow.Image, stored: Stored, depth: Depth) -> NDArray[Any]:
+def labels(image: Pillow.Image, stored: PixelFormat, depth: Depth) -> NDArray[Any]:
     """[H, W, 1], uint8 or uint16: palette indices and grey values as they are stored. Raises ValueError."""
     is_deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
     if image.mode not in ("P", "L", "1") and not (is_deep and depth == 16):

@@ -124,6 +124,12 @@ class TestDirectories:
         with pytest.raises(FormatError, match="no such file beside it"):
             loaderkit.restore(tmp_path)
 
+    def test_an_index_that_names_nothing(self, tmp_path: Path) -> None:
+        safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "m.safetensors")
+        (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
+        with pytest.raises(FormatError, match=r"m\.safetensors\.index\.json: .*its weight_map is empty"):
+            loaderkit.restore(tmp_path)
+
     def test_an_index_without_its_files(self, tmp_path: Path) -> None:
         safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "m-1.safetensors")
         names = {"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}

@@ -130,6 +130,7 @@ def test_a_reader_takes_the_next_newest(tmp_path: Path, rng: random.Random, capl
                 assert into["w"].eq(step).all()
                 continue
             url = loaderkit.checkpoint.latest(f"given://{number}", connectors={"given": store})
+            assert type(url) is str  # which every YAML and JSON writer takes
             restored = loaderkit.restore(url, rng.choice([into, None]), keys="w", connectors={"given": store})
             step = checkpoints.latest_step() or 0
             assert restored["w"].eq(step).all() or (step == 2 and restored["w"].eq(1).all())
@@ -147,3 +148,16 @@ def test_of_another_url_the_error_says_that_it_was_removed(tmp_path: Path) -> No
             loaderkit.restore(url, connectors={"given": removed})
         with pytest.raises(CheckpointError, match="no such file"):
             loaderkit.restore(url, connectors={"given": removed})
+
+
+def test_who_writes_a_url_means_that_checkpoint(tmp_path: Path, rng: random.Random) -> None:
+    """Although `latest` has returned the same text before."""
+    with loaderkit.CheckpointManager(tmp_path, keep={"last": 1}) as checkpoints:
+        first, second = sorted(rng.sample(range(1000), 2))
+        checkpoints.save(first, {"w": torch.full((3,), float(first))}, wait=True)
+        url = loaderkit.checkpoint.latest(tmp_path)
+        checkpoints.save(second, {"w": torch.full((3,), float(second))}, wait=True)
+        checkpoints.wait_until_finished()
+    with pytest.raises(CheckpointError, match=f"{first:010d}: there is no such file"):
+        loaderkit.restore("".join([*url]))
+    assert loaderkit.restore(url)["w"].eq(second).all()

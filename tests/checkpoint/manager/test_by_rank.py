@@ -95,6 +95,15 @@ def test_a_table_in_the_place_of_a_value_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dcp", "safetensors"])
+def test_a_tensor_in_the_place_of_a_value_is_refused(kind: Format, rng: random.Random, tmp_path: Path) -> None:
+    values = rng.sample([torch.ones(2), rng.random()], 2)
+    with job(tmp_path, 2, kind=kind) as ranks:
+        errors = ranks.save([{"w": torch.ones(2), "v": value} for value in values])
+    said = ["torch.float32 of shape [2]" if isinstance(value, torch.Tensor) else "a plain value" for value in values]
+    assert any(f"'v' is {said[0]} on rank 0, and {said[1]} on rank 1, so nothing" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "safetensors"])
 def test_each_rank_gets_its_own_back(
     kind: Format, rng: random.Random, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

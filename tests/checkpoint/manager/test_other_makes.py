@@ -87,6 +87,29 @@ def test_if_none_is_whole_that_is_an_error(tmp_path: Path) -> None:
         restored(tmp_path)
 
 
+def test_a_damaged_one_that_is_called_as_a_manager_would(tmp_path: Path, rng: random.Random) -> None:
+    """Is an error all the same; what a manager's own removal has left is not."""
+    step = rng.randrange(1000)
+    folder = tmp_path / "foreign" / f"step-{step:010d}"
+    write(folder, {"model": torch.nn.Linear(3, 2).state_dict()})
+    next(folder.glob("*.distcp")).unlink()
+    with pytest.raises(CheckpointError, match=f"none of the 1 checkpoints .*step-{step:010d} is not whole"):
+        restored(folder.parent)
+    with loaderkit.CheckpointManager(tmp_path / "own") as checkpoints:
+        checkpoints.save(step, {"model": torch.nn.Linear(3, 2)})
+    for path in (tmp_path / "own").glob("step-*/*"):
+        if path.name != ".metadata":
+            path.unlink()
+    assert restored(tmp_path / "own")[0] is None
+
+
+def test_a_damaged_one_without_a_step_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "last.ckpt", {"model": torch.nn.Linear(3, 2).state_dict()})
+    (tmp_path / "last.ckpt").write_bytes((tmp_path / "last.ckpt").read_bytes()[:300])
+    assert restored(tmp_path)[0] is None
+    assert sum("last.ckpt" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_other_files_are_none(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("x")
     (tmp_path / "events.bin").write_bytes(bytes(100))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -123,13 +124,30 @@ def test_keys_may_come_from_an_iterator() -> None:
         loaderkit.restore("memory://x", keys=iter(()), **store(a=torch.ones(2)))
 
 
-def test_tied_weights_need_to_be_saved_only_once() -> None:
+def test_tied_weights_need_to_be_saved_only_once(caplog: pytest.LogCaptureFixture) -> None:
     weight = torch.zeros(2)
     loaderkit.restore("memory://x", {"embed": weight, "head": weight}, **store(embed=torch.ones(2)))
     assert weight.tolist() == [1, 1]
-    # Saved twice, the last one counts, as with load_state_dict.
+    # Saved twice, the last one counts, as with load_state_dict, and that is said.
+    caplog.clear()
     loaderkit.restore("memory://x", {"a": weight, "b": weight}, **store(a=torch.ones(2), b=torch.full((2,), 2.0)))
     assert weight.tolist() == [2, 2]
+    assert "'b' is the same memory as 'a', and they are two tensors in the checkpoint" in caplog.text
+
+
+def test_an_average_that_is_the_weights_themselves_is_refused(tmp_path: Path, rng: random.Random) -> None:
+    """Where it was none when a CheckpointManager saved it: filling it would give the model the average."""
+    weight, average = (torch.tensor([rng.random() for _ in range(3)]) for _ in range(2))
+    with loaderkit.CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"model": {"w": weight, "tied": weight}, "average": {"w": average}})
+    here, other = torch.zeros(3), torch.zeros(3)
+    model = {"w": here, "tied": here}
+    with pytest.raises(CheckpointError, match=r"'average\.w' is the same memory as 'model\.\w+', and they are two"):
+        loaderkit.restore(tmp_path / "step-0000000001", {"model": model, "average": {"w": here}}, strict=False)
+    assert not here.any()
+    loaderkit.restore(tmp_path / "step-0000000001", {"model": model, "average": {"w": other}}, strict=False)
+    assert torch.equal(here, weight)
+    assert torch.equal(other, average)
 
 
 def test_memory_shared_in_part_is_refused_and_interleaved_memory_is_not() -> None:

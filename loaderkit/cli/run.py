@@ -47,7 +47,7 @@ def run(
             exists=True,
             dir_okay=False,
             readable=True,
-            help="Instead: try the samples of this quarantine file again, each as in its epoch. Exit code 1 if one is bad, or could not be tried.",
+            help="Instead: try this quarantine file's samples again, as in their epochs. Exit code 1 if one is bad or untried.",
         ),
     ] = None,
     assignments: Assignments = None,

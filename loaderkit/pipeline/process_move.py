@@ -131,7 +131,9 @@ class ProcessMove:
             with self._plan.compiled.context.user_code:  # to be pickled is code of theirs, too
                 self._check_size(plan, num)
                 self.started = self._begun(plan, num, position)
-            self._finalizer = weakref.finalize(self, self.started.engine.abandon)  # a loader may be collected, not closed
+            self._finalizer = weakref.finalize(
+                self, self.started.engine.abandon
+            )  # a loader may be collected, not closed
         except (ConfigError, WorkerDiedError) as error:
             self.is_over = True
             logger.warning(

@@ -47,7 +47,7 @@ def run(
             exists=True,
             dir_okay=False,
             readable=True,
-            help="Instead: try the samples of this quarantine file again, each as in its epoch. Exit code 1 if one is bad.",
+            help="Instead: try this quarantine file's samples again, as in their epochs. Exit code 1 if one is bad or untried.",
         ),
     ] = None,
     assignments: Assignments = None,
@@ -110,30 +110,33 @@ def run(
 def _retry_quarantined(pipeline: Path, quarantine: Path, assignments: list[str] | None, as_json: bool) -> None:
     from loaderkit.pipeline.bad_samples import indices_of, read_quarantine, retry_quarantined
     from loaderkit.sources.iterable import IterableSource
+    from loaderkit.stages.time_limit import NotCalledError
 
     lines = read_quarantine(quarantine)
     plan = open_plan(pipeline, assignments, on_this_thread=True)
     if isinstance(plan.source, IterableSource):
         raise typer.BadParameter("an iterable gives no single samples", param_hint="--only-quarantined")
     places = indices_of(plan.source, lines)
-    tried: dict[str, list[dict[str, Any]]] = {"bad": [], "good": [], "gone": []}
+    tried: dict[str, list[dict[str, Any]]] = {"bad": [], "good": [], "gone": [], "untried": []}
     tried["gone"] = [line._asdict() for line in lines if line not in places]
     for line, error in retry_quarantined(plan, places):
         if error is None:
             tried["good"].append(line._asdict())
         else:
-            tried["bad"].append({**line._asdict(), "stage": error.stage, "error": str(error)})
+            state = "untried" if isinstance(error.__cause__, NotCalledError) else "bad"
+            tried[state].append({**line._asdict(), "stage": error.stage, "error": str(error)})
     if as_json:
         console.tell_json({"pipeline": plan.config.name, **tried})
     else:
-        for one in tried["bad"]:
-            console.tell(f"bad   {_said(one)} (epoch {one['epoch']}): {one['error']}")
+        for state in ("bad", "untried"):
+            for one in tried[state]:
+                console.tell(f"{state:<5} {_said(one)} (epoch {one['epoch']}): {one['error']}")
         for one in tried["good"]:
             console.tell(f"good  {_said(one)} (epoch {one['epoch']})")
         for one in tried["gone"]:
             console.tell(f"gone  {_said(one)}: the data set has it no more")
-        console.tell(", ".join(f"{len(some)} {state}" for state, some in tried.items()))
-    if tried["bad"]:
+        console.tell(", ".join(f"{len(some)} {state}" for state, some in tried.items() if some or state != "untried"))
+    if tried["bad"] or tried["untried"]:
         raise typer.Exit(1)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import Trace
 from loaderkit.engine.metrics.tuning import Tuning
-from loaderkit.engine.work import WorkItem
+from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.sampling.shard import Shard
 
 
@@ -36,6 +36,9 @@ class Plan(Protocol):
 
     def prepare(self) -> None:
         """Determine the fields of a work item. May run the user's code; called without the lock."""
+
+    def preparing(self) -> tuple[str, Chunk] | None:
+        """The stage that `prepare` is in, and the chunk that it acts on, for reports; from any thread."""
 
     def open(self, chunk_size: int) -> WorkItem | None:
         """The next work item with its memory and its chunks, or None after the last."""

@@ -168,6 +168,7 @@ class ThreadEngine(Engine):
         return watchdog.describe_wait(
             self.head(),
             self.clock(),
+            preparing=self.plan.preparing(),
             stage_names=[stage.name for stage in self.stages],
             key_of=self.plan.key,
             threads=[thread for pool in self.pools for thread in pool.threads],

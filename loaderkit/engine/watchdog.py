@@ -55,14 +55,21 @@ def describe_wait(
     work_item: WorkItem | None,
     now_s: float,
     *,
+    preparing: tuple[str, Chunk] | None = None,
     stage_names: Sequence[str],
     key_of: Callable[[int], str],
     threads: Iterable[threading.Thread],
 ) -> HangReport:
-    """A report on the awaited batch; its chunks may move meanwhile."""
+    """A report on the awaited batch, or on `preparing`, the stage and the chunk before the first; chunks may move meanwhile."""
     lines = []
     stage = key = None
-    if work_item is None:
+    if work_item is None and preparing is not None:
+        stage, chunk = preparing
+        keys_at = _keys_at(chunk, key_of)
+        key = keys_at[0] if len(keys_at) == 1 else None
+        at = " to ".join(map(repr, keys_at))
+        lines.append(f"the first samples are looked at for what a batch holds: in {stage}, at sample {at}")
+    elif work_item is None:
         lines.append("no batch has been opened yet")
     else:
         lines.append(f"awaited: {work_item}, {work_item.num_pending} chunks left")

@@ -22,7 +22,7 @@ from loaderkit.engine.process.shared_memory import Allocator
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.pipeline.batches.assembler import BatchAssembler, BatchShape
 from loaderkit.pipeline.batches.cursor import BatchCursor
-from loaderkit.pipeline.batches.first_samples import specs_of_all_parts, specs_of_first
+from loaderkit.pipeline.batches.first_samples import Look, specs_of_all_parts, specs_of_first
 from loaderkit.pipeline.batches.memory import BatchMemory
 from loaderkit.pipeline.batches.packing import document_chunk, packed_chunk
 from loaderkit.pipeline.batches.plan import BatchPlan, MakeChunk
@@ -145,6 +145,9 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
         filters=config.filters,
         skips_empty=config.skips_empty_batches,
     )
+    # A mixture's `read` is several stages; those behind the ones that run here act on batches.
+    runs = compiled.context.sample_runs
+    look = Look([(stage.name, run) for stage, run in zip(compiled.stages, runs, strict=False)])
     packing = plan.packing
     make_chunk: MakeChunk = SampleChunk
     make_single: MakeChunk = SampleChunk
@@ -177,7 +180,8 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
             lengths_of=plan.mixture.lengths_of if isinstance(plan.mixture, TokenMixture) else None,
         ),
         key=plan.source.key,
-        find_specs=_find_specs(plan, make_single),
+        find_specs=_find_specs(plan, make_single, look),
+        preparing=look.place,
         make_chunk=make_chunk,
         make_single=make_single,
         sources_of=plan.source.numbers_of if isinstance(plan.source, MixtureSource) and packing is None else None,
@@ -189,9 +193,11 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
     )
 
 
-def _find_specs(plan: ExecutionPlan, make_single: MakeChunk) -> Callable[[Pass | None], Mapping[str, FieldSpec]]:
+def _find_specs(
+    plan: ExecutionPlan, make_single: MakeChunk, run: Look
+) -> Callable[[Pass | None], Mapping[str, FieldSpec]]:
     """How the fields of a batch are found."""
-    run, specs_of = plan.compiled.context.run_before_batch, plan.compiled.specs_of
+    specs_of = plan.compiled.specs_of
     num_tries = 16 + plan.config.errors.max_bad_samples
     if isinstance(plan.source, MixtureSource):
         # With one worker the user's functions are called by one thread.

@@ -108,9 +108,14 @@ class ExecutorLifecycle:
             self._move, self._has_decided = None, True
         if moved is None:
             return executor
-        self.stop()
-        self.plan, self.settings = moved.plan, moved.settings
-        self._begin(moved.engine)
+        try:
+            self.stop()
+            self.check_open()  # `close` in another thread may have come meanwhile
+            self.plan, self.settings = moved.plan, moved.settings
+            self._begin(moved.engine)
+        except BaseException:  # Ctrl-C as well: nothing else would end the processes
+            moved.engine.close(1.0)
+            raise
         return moved.engine
 
     def check_open(self) -> None:

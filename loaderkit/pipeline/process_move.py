@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -33,7 +34,6 @@ _LOOK_S, _WINDOW_S = 0.25, 0.5
 # The start of a process takes 1 to 3 s of one CPU: by then as much was lost to threads as is paid for the move.
 _PRICE_S = 1.5
 _WAITED, _ALWAYS, _GAIN = 0.1, 0.7, 1.2  # shares of the time; times as fast, by the accounts
-_COMPUTES = 0.5  # share of its time on a CPU
 _MOST_AT_FIRST = 4  # processes; the tuner adds to them
 _JOIN_S = 1.0
 _MOST_BYTES = 2**30  # that each process is sent
@@ -61,6 +61,7 @@ class ProcessMove:
         self._begin: Stats | None = None
         self._lost_s = 0.0
         self.started: Moved | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None  # of what has started
         self._began_at = (0, 0)
         self._made_here: Any = None  # the batch there
         self.is_over = False  # nothing will move
@@ -98,7 +99,9 @@ class ProcessMove:
     def _are_the_limit(self, passed: Stats) -> bool:
         """True if one thread was in user code nearly all the time, and what several processes could do is plainly more."""
         mine = [row for row in passed.stages if row.name in self._names]
-        busy_s, all_s = sum(row.busy_s for row in mine), sum(row.busy_s for row in passed.stages)
+        busy_s = sum(row.busy_s for row in mine)
+        # Of other stages what they compute: where user code holds the GIL they are busy waiting for it.
+        all_s = busy_s + sum(row.cpu_s for row in passed.stages if row.name not in self._names)
         if busy_s < _ALWAYS * passed.wall_s:
             return False
         return self._num_processes * busy_s >= _GAIN * all_s
@@ -127,6 +130,8 @@ class ProcessMove:
             plan = replace(self._plan, config=in_processes(self._plan.config), moved_reason=why)
             # To be pickled is code of theirs, too.
             self.started = self._plan.compiled.context.user_code.run(lambda: self._begun(plan, num, position))
+            # A loader may be collected, not closed.
+            self._finalizer = weakref.finalize(self, self.started.engine.abandon)
         except (ConfigError, WorkerDiedError) as error:
             self.is_over = True
             logger.warning(
@@ -188,6 +193,7 @@ class ProcessMove:
             )
             return None
         self.is_over, self.started = True, None
+        self._let_go()
         return moved
 
     def _found_otherwise(self, engine: RemoteEngine, position: tuple[int, int]) -> str:
@@ -214,3 +220,8 @@ class ProcessMove:
         moved, self.started = self.started, None
         if moved is not None:
             moved.engine.close(_JOIN_S)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()

@@ -41,6 +41,7 @@ from loaderkit.shards.samples import CHUNK, MadeChunk, SampleMaker
 from loaderkit.shards.tar_shard import TarShard
 from loaderkit.sources.formats.tar_index import wds_index_key
 from loaderkit.sources.tar import UNFINISHED
+from loaderkit.stages.image.formats import pillow_limits, set_pillow_limits
 
 Format = Literal["tar", "array"]
 FOLDER = ".loaderkit-shards/"
@@ -142,7 +143,7 @@ def pack_job(job: ShardJob) -> bytes:
     if reopen is not None:
         plan = replace(plan, source=None)  # type: ignore[arg-type]
     try:
-        return pickle.dumps((tuple(identity()), pickle.dumps((replace(job, plan=plan), reopen), 5)), 5)
+        return pickle.dumps((tuple(identity()), pickle.dumps((replace(job, plan=plan), reopen, pillow_limits()), 5)), 5)
     except Exception as error:
         raise ConfigError(
             f"{config.name}: it cannot be sent to other processes ({error}): name functions and data sets as "
@@ -151,11 +152,13 @@ def pack_job(job: ShardJob) -> bytes:
 
 
 def unpack_job(data: bytes) -> ShardJob:
-    """The job that `pack_job` was given. Raises ConfigError if another loaderkit has packed it."""
+    """The job that `pack_job` was given; Pillow's limits become those of its process. Raises ConfigError if another loaderkit
+    has packed it."""
     job: ShardJob
     program, packed = pickle.loads(data)  # noqa: S301 - of our own process
     check_same(Identity(*program))
-    job, reopen = pickle.loads(packed)  # noqa: S301 - of our own process
+    job, reopen, limits = pickle.loads(packed)  # noqa: S301 - of our own process
+    set_pillow_limits(limits)
     return job if reopen is None else replace(job, plan=replace(job.plan, source=reopen()))
 
 

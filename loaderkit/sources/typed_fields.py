@@ -58,7 +58,11 @@ class FieldOrigin(NamedTuple):
         """Numbers, lists of them, arrays or a tensor in the declared type. Raises FormatError for what that cannot hold."""
         assert self.dtype is not None
         try:
-            array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+            if isinstance(value, torch.Tensor):
+                plain = value.detach().cpu()
+                array = (plain.float() if plain.dtype is torch.bfloat16 else plain).numpy()  # NumPy has no bfloat16
+            else:
+                array = np.asarray(value)
         except (TypeError, ValueError):  # lists that differ in length; a type that NumPy lacks
             array = np.empty(0, object)
         if array.dtype.kind not in "biuf":
@@ -85,7 +89,10 @@ def pick(values: Mapping[str, Any], key: str) -> Any:
 
 def _holds(dtype: np.dtype[Any], array: np.ndarray[Any, Any]) -> bool:
     """True if a dtype can hold the numbers of an array: as a float rounded, else as they are."""
-    if dtype.kind == "f" or not array.size:
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            return bool((np.isinf(array.astype(dtype)) == np.isinf(array)).all())
+    if not array.size:
         return True
     low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
     is_whole = array.dtype.kind != "f" or bool((array == np.trunc(array)).all())  # not of NaN

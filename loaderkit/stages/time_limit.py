@@ -23,6 +23,10 @@ from loaderkit.engine.torch_threads import ONE_AT_A_TIME, new_thread_default_kep
 logger = logging.getLogger("loaderkit")
 
 
+class NotCalledError(TimeoutError):
+    """The function was not called: an earlier call of it, abandoned, still runs. It says nothing of its sample."""
+
+
 class TimeLimit:
     """Calls functions of one stage, for `limit_s` seconds at most. Any number of threads at once."""
 
@@ -71,7 +75,7 @@ class TimeLimit:
             return
         call, has_ended = abandoned
         if call.is_abandoned and not has_ended.wait(self._limit_s):
-            raise TimeoutError(
+            raise NotCalledError(
                 f"an earlier call, abandoned after {format_seconds(self._limit_s)} (stages.{self._stage}.timeout), still "
                 "runs, and one call at a time may: set a timeout on what the function waits for, or declare `thread_safe: "
                 "true` if it stands several at once"

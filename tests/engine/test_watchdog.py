@@ -50,9 +50,10 @@ class TestPatience:
 
 
 class Stuck:
-    """Item 20 comes when it is let go."""
+    """One item comes when it is let go."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 20) -> None:
+        self.number = number
         self.is_in = threading.Event()
         self.is_free = threading.Event()
 
@@ -60,7 +61,7 @@ class Stuck:
         return 64
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 20:
+        if index == self.number:
             self.is_in.set()
             self.is_free.wait(60)
         return torch.tensor(index)
@@ -99,6 +100,22 @@ def test_a_sample_that_hangs_in_another_process_is_named() -> None:
         with pytest.raises(StallTimeout) as caught:
             list(loader)
         assert (caught.value.stage, caught.value.key) == ("call", "20")
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_sample_that_hangs_among_those_looked_at_first_is_named(is_mixed: bool) -> None:
+    stuck = Stuck(0)
+    made = Pipeline.dataset(stuck)
+    if is_mixed:
+        made = Pipeline.mix({"a": Pipeline.dataset(Stuck(-1)), "b": made}, {"a": 1, "b": 1})
+    overrides = {"prefetch.timeout": "400ms", "prefetch.on_timeout": "raise", "prefetch.executor": "thread"}
+    with loaderkit.build(made.read().batch(8), overrides=overrides) as loader:
+        loader.start()
+        assert stuck.is_in.wait(60)
+        with pytest.raises(StallTimeout, match=r"first samples are looked at.*in read") as caught:
+            next(iter(loader))
+        assert (caught.value.stage, caught.value.key) == ("read.b" if is_mixed else "read", "0")
+        stuck.is_free.set()
 
 
 def begin(loader: Loader) -> None:

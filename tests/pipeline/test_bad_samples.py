@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import random_failures
 from waiting import join_threads
 
 import loaderkit
@@ -212,3 +214,31 @@ def test_what_hangs_leaves_no_thread_behind_that_does_not(tmp_path: Path, capsys
     assert "did not return within 0.5s" in found["bad"][0]["error"]
     assert [one["key"] for one in found["good"]] == ["4"]
     join_threads("-limited")
+
+
+def test_what_follows_a_call_that_hangs_is_untried_not_bad(
+    tmp_path: Path, rng: random.Random, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hangs, follows = (str(number) for number in sorted(rng.sample(range(10, 40), 2)))
+    lines = [
+        {"key": key, "source": "numbers", "stage": "call", "error": "", "epoch": 0, "position": int(key)}
+        for key in (hangs, follows)
+    ]
+    quarantine = tmp_path / "bad.jsonl"
+    quarantine.write_text("\n".join(map(json.dumps, lines)))
+    made = Pipeline.dataset("random_failures:tensors", fields=["x"]).read()
+    (tmp_path / "pipeline.yaml").write_text(
+        made.call("random_failures:held", args={"key": hangs}, timeout="200ms").batch(4).to_yaml()
+    )
+    random_failures.IS_FREE.clear()
+    try:
+        code, found = again(capsys, tmp_path / "pipeline.yaml", "--only-quarantined", quarantine)
+        assert code == 1
+        assert {state: [one["key"] for one in found[state]] for state in ("bad", "good", "untried")} == {
+            "bad": [hangs],
+            "good": [],
+            "untried": [follows],
+        }
+    finally:
+        random_failures.IS_FREE.set()
+        join_threads("-limited-")

@@ -11,13 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
+from leftovers import children, nothing_left, resources  # noqa: F401 - a fixture for every test here
 from numbers_dataset import Numbers, pids_of
+from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stats import Stats
+from loaderkit.errors import ClosedError
 from loaderkit.pipeline import process_move
 from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.pipeline.process_move import ProcessMove
@@ -129,31 +131,63 @@ def test_what_stays_and_why(
     assert re.search(said, record.getMessage())
 
 
-def accounts(now_s: float, stage_s: dict[str, float], waited_s: float) -> Stats:
-    rows = [StageStats(name, 2, busy_s=seconds, kind=name) for name, seconds in stage_s.items()]
+def test_a_collected_loader_leaves_no_processes_that_start_beside_it(at_once: None) -> None:
+    """`nothing_left` of this module looks for them."""
+    loader = loaderkit.build(Pipeline.dataset(Numbers(10**6)).read().call(scaled).batch(8))
+    for _ in loader:
+        if loader._executors._move is None or loader._executors._move.started is not None:
+            break
+    assert children()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ClosedError])
+def test_processes_end_if_the_threads_end_otherwise(
+    error: type[BaseException], at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ctrl-C, or a `close` in another thread, just then."""
+    with loaderkit.build(Pipeline.dataset(Numbers(10**6)).read().call(scaled).batch(8)) as loader:
+        executors, stop, before = loader._executors, loader._executors.stop, children()
+
+        def interrupted(join_s: float = 10.0) -> None:
+            monkeypatch.setattr(executors, "stop", stop)
+            stop(join_s)
+            if error is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            executors.is_closed = True
+
+        monkeypatch.setattr(executors, "stop", interrupted)
+        with pytest.raises(error):
+            for _ in loader:
+                threading.Event().wait(1e-3)
+        wait_for(lambda: children() <= before)
+
+
+def accounts(now_s: float, stage_s: dict[str, tuple[float, float]], waited_s: float) -> Stats:
+    rows = [StageStats(name, 2, busy_s=busy_s, cpu_s=cpu_s, kind=name) for name, (busy_s, cpu_s) in stage_s.items()]
     empty = Stats.empty(rows, 0)
     return replace(empty, now_s=now_s, wall_s=now_s, num_batches=int(now_s), waits_s={"call": waited_s})
 
 
 @pytest.mark.parametrize(
-    ("call_s", "other_s", "waited", "pays"),
+    ("call_s", "other_s", "other_cpu_s", "waited", "pays"),
     [
-        (0.95, 0.1, 0.5, True),  # of a second: one thread is in user code all the time
-        (0.95, 0.1, 0.01, False),  # and the loop does not wait for it
-        (0.3, 1.6, 0.5, False),  # other stages fill the CPUs
-        (0.9, 1.0, 0.5, False),  # two processes could do no more
+        (0.95, 0.1, 0.1, 0.5, True),  # of a second: one thread is in user code all the time
+        (0.95, 0.1, 0.1, 0.01, False),  # and the loop does not wait for it
+        (0.3, 1.6, 1.6, 0.5, False),  # other stages fill the CPUs
+        (0.9, 1.0, 1.0, 0.5, False),  # two processes could do no more
+        (0.9, 1.0, 0.1, 0.5, True),  # the others wait for the GIL, which user code holds
     ],
 )
 def test_when_it_pays(
-    call_s: float, other_s: float, waited: float, pays: bool, monkeypatch: pytest.MonkeyPatch
+    call_s: float, other_s: float, other_cpu_s: float, waited: float, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_move, "num_cpus_of_rank", lambda: 2)
     plan = compile_pipeline(Pipeline.dataset(Numbers()).read().call(scaled).batch(8).config)
     move = ProcessMove(plan)
-    looks = [
-        move._pays(accounts(now, {"read": 0.0, "call": call_s * now, "batch": other_s * now}, waited * now))
-        for now in range(1, 12)
-    ]
+    looks = []
+    for now in range(1, 12):
+        stages = {"read": (0.0, 0.0), "call": (call_s * now,) * 2, "batch": (other_s * now, other_cpu_s * now)}
+        looks.append(move._pays(accounts(now, stages, waited * now)))
     assert any(looks) == pays
     assert not any(looks[:3]), "a start takes longer than has been lost by then"
 

@@ -147,3 +147,21 @@ def test_items_that_collate_takes(rng: random.Random) -> None:
         (batch,) = batches_of(pairs, NUM)
         assert torch.equal(batch["0"], pictures)
         assert batch["1"].tolist() == [*range(NUM)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_declared_float_is_never_infinite_unless_the_number_is(dtype: str, rng: random.Random) -> None:
+    most = float(np.finfo(dtype).max)
+    origin = FieldOrigin.parse("x", dtype)
+    values = [rng.uniform(-1, 1) * most for _ in range(9)] + [most, -most, float("inf")]
+    rng.shuffle(values)
+    assert origin.of({"x": values}).tolist() == np.array(values).astype(dtype).tolist()
+    if dtype != "float64":
+        values[rng.randrange(len(values))] = rng.choice([-1, 1]) * most * rng.uniform(1.01, 9)
+        with pytest.raises(FormatError, match=f"a number that {dtype}.* cannot hold"):
+            origin.of({"x": values})
+
+
+def test_a_declared_type_of_a_bfloat16_tensor(rng: random.Random) -> None:
+    value = torch.tensor([rng.randrange(99) / 8 for _ in range(5)]).bfloat16()
+    assert torch.equal(FieldOrigin.parse("x", "float32").of({"x": value}), value.float())

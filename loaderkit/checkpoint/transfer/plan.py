@@ -225,6 +225,9 @@ class TensorPlan:
     def key(self, index: int) -> str:
         return self._labels[index]
 
+    def preparing(self) -> None:
+        return None
+
     def memory_stats(self, num_open: int) -> dict[str, int]:
         return {
             "slab_bytes": self._limits.most_bytes,

@@ -3,8 +3,9 @@ those of every source, which must agree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,27 @@ _MOST_AT_ONCE = 32  # sources
 _NUM_FIRST, _NUM_ELSEWHERE = 1000, 9000  # the samples looked at for one that `filter` keeps
 # Besides the first: so many, half of them next to it, but of about this size together unless it leaves a type open.
 _NUM_EXAMPLES, _NUM_LEAST, _EXAMPLES_BYTES = 32, 8, 1 << 20
+
+
+class Look:
+    """Runs the stages before `batch`, (name, run) each, and knows where it is; in any number of threads."""
+
+    def __init__(self, runs: Sequence[tuple[str, Callable[[SampleChunk], object]]]) -> None:
+        self._runs = runs
+        self._places: dict[int, tuple[str, SampleChunk]] = {}  # by thread
+
+    def __call__(self, chunk: SampleChunk) -> None:
+        thread = get_ident()
+        try:
+            for name, run in self._runs:
+                self._places[thread] = name, chunk
+                run(chunk)
+        finally:
+            self._places.pop(thread, None)
+
+    def place(self) -> tuple[str, SampleChunk] | None:
+        """The stage that it is in, and the chunk; of several, the one that began first. From any thread."""
+        return next(iter(self._places.copy().values()), None)
 
 
 def specs_of_first(

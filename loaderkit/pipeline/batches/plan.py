@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loaderkit.engine.work import WorkItem
+from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.pipeline.batches.assembler import BatchAssembler
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.memory import BatchMemory
@@ -37,6 +37,7 @@ class BatchPlan:
         *,
         key: Callable[[int], str],
         find_specs: Callable[[Pass | None], Mapping[str, FieldSpec]],
+        preparing: Callable[[], tuple[str, Chunk] | None],
         whole_chunks: bool = False,
         begin_pass: Callable[[int, int, int], Pass] | None = None,
         make_chunk: MakeChunk = SampleChunk,
@@ -44,15 +45,16 @@ class BatchPlan:
         sources_of: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
         batch_size: int,
     ) -> None:
-        """`find_specs` gives the fields of a batch: see `specs_of_first`. `whole_chunks`: a batch is one chunk. `begin_pass`
-        begins to read, from (epoch, position, step) on, a source whose items come in order only. `make_single` makes the chunk
-        of one sample of the source. `sources_of` gives the mixed source of every sample: a chunk is to have few. `batch_size`:
-        the samples of a batch, about the mean of unequal ones."""
+        """`find_specs` gives the fields of a batch: see `specs_of_first`; `preparing` tells where that is. `whole_chunks`: a
+        batch is one chunk. `begin_pass` begins to read, from (epoch, position, step) on, a source whose items come in order
+        only. `make_single` makes the chunk of one sample of the source. `sources_of` gives the mixed source of every sample: a
+        chunk is to have few. `batch_size`: the samples of a batch, about the mean of unequal ones."""
         self._cursor = cursor
         self.memory = memory
         self._assembler = assembler
         self.key = key
         self._find_specs = find_specs
+        self.preparing = preparing
         self._whole_chunks = whole_chunks
         self._begin_pass = begin_pass
         self._make_chunk = make_chunk

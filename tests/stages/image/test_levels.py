@@ -18,6 +18,9 @@ from PIL import Image, ImageFile, PngImagePlugin
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError, StageError
+from loaderkit.pipeline.config.builder import to_config
+from loaderkit.shards.job import pack_job, unpack_job
+from loaderkit.shards.planning import Options, plan_shards
 from loaderkit.stages.image import levels
 from loaderkit.stages.image.formats import pillow_limits, set_pillow_limits
 
@@ -217,8 +220,14 @@ def test_large_metadata_is_a_limit_of_pillows_that_loading_processes_get(
         made = Pipeline.files(str(tmp_path)).read().decode().batch(1)
         with loaderkit.build(made, overrides={"prefetch.executor": "process"}) as loader:
             assert next(iter(loader))["image"].shape == (1, 3, 4, 4)
+        planned = plan_shards(to_config(made), Options(f"{tmp_path}-out"))
+        job = pack_job(planned.job)
+        planned.job.plan.close()
     before = pillow_limits()
     set_pillow_limits(limits)
     assert ImageFile.LOAD_TRUNCATED_IMAGES
     set_pillow_limits(before)
     assert pillow_limits() == before
+    unpack_job(job).plan.close()  # in a process that makes shards
+    assert pillow_limits() == limits
+    set_pillow_limits(before)

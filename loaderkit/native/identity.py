@@ -1,4 +1,4 @@
-"""Which loaderkit a process has: batches are the same whoever makes them only where all have the same."""
+"""Which loaderkit a process has. Processes make the same batches only if all have the same."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ logger = logging.getLogger("loaderkit")
 class SignalNotice:
     """Notes signals instead of letting them end the process, until `close`, which restores what was there.
 
-    A child of `os.fork` has the handlers that were there before: nobody in it asks for the notice, and its parent ends it by a
+    A child of `os.fork` has the handlers that were there before: its code does not ask for the notice, and its parent ends it by a
     signal (`Process.terminate`, `Pool.terminate`).
     """
 

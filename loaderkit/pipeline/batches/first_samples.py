@@ -22,7 +22,7 @@ from loaderkit.stages.runner import raise_store_failure
 
 _MOST_AT_ONCE = 32  # sources
 _NUM_FIRST, _NUM_ELSEWHERE = 1000, 9000  # the samples looked at for one that `filter` keeps
-# Besides the first: so many, half of them next to it, but of about this size together unless it leaves a type open.
+# Besides the first: so many, and of at most so many bytes together; at least the second number where it leaves a type open.
 _NUM_EXAMPLES, _NUM_LEAST, _EXAMPLES_BYTES = 32, 8, 1 << 20
 
 

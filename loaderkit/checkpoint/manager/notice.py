@@ -23,8 +23,8 @@ logger = logging.getLogger("loaderkit")
 class SignalNotice:
     """Notes signals instead of letting them end the process, until `close`, which restores what was there.
 
-    A child of `os.fork` has the handlers that were there before: its code does not ask for the notice, and its parent ends it by a
-    signal (`Process.terminate`, `Pool.terminate`).
+    A child of `os.fork` has the handlers that were there before: it does not ask for the notice, and its parent ends it
+    by a signal (`Process.terminate`, `Pool.terminate`).
     """
 
     def __init__(self, names: Sequence[str]) -> None:

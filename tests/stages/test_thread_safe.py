@@ -111,7 +111,7 @@ def test_what_is_declared_runs_side_by_side(kind: str) -> None:
         return True if kind == "filter" else None
 
     stages = [{"read": {}}, {kind: {"function": meet, "thread_safe": True, "workers": 2}}, {"batch": {"size": 1}}]
-    pipeline = {"source": {"kind": "dataset", "object": [*range(40)]}, "order": {"epochs": 1}, "stages": stages}
+    pipeline = {"source": {"kind": "dataset", "object": np.arange(40)}, "order": {"epochs": 1}, "stages": stages}
     with loaderkit.build(pipeline, overrides=THREADS) as loader:
         assert len(list(loader)) == 40
 
@@ -124,7 +124,7 @@ def test_a_close_waits_for_nobody_who_waits_for_user_code(rng: random.Random) ->
             inside.set()
             trap.wait(60)
 
-    pipeline = Pipeline.dataset([*range(64)]).shuffle(False).read().call(hang).batch(4)
+    pipeline = Pipeline.dataset(np.arange(64)).shuffle(False).read().call(hang).batch(4)
     loader = loaderkit.build(pipeline, overrides=THREADS)
     next(iter(loader))
     inside.wait(60)

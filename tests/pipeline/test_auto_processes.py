@@ -193,7 +193,9 @@ def test_a_loop_that_waits_for_python(monkeypatch: pytest.MonkeyPatch) -> None:
         keys: list[str] = []
         stream = iter(loader)
         while len(pids_of(loader)) < 2 or loader.stats().tuning.processes != 2:
-            for _ in range(16):  # to look takes as long as a batch, and a loop that does so at each has nothing to wait for
+            for _ in range(
+                16
+            ):  # to look takes as long as a batch, and a loop that does so at each has nothing to wait for
                 keys += next(stream)["__key__"]
         for _ in range(20):
             keys += next(stream)["__key__"]

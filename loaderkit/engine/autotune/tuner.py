@@ -317,6 +317,8 @@ class Tuner:
         setting = self._awaited(window)
         if setting is None or window.cpu_share >= CPUS_FULL or not self._may(setting, up=True):
             return None
+        if any(row.alone for row in now.stages if row.name == window.cause):
+            return None  # one at a time is all that the stage allows
         is_waiting = window.computing[setting.name] < _WAITING
         num_rungs = min(4 if is_waiting else 2, self._reach.get(setting.name, 4))
         return self._try(setting, setting.rung(num_rungs), window, now, waits, num_rungs=num_rungs)

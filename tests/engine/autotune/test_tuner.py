@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from num_examples import num_examples
-from workloads import BATCH, Simulation, Workload
+from workloads import BATCH, TICK_S, Simulation, Workload
 
 from loaderkit.engine.autotune.tuned_setting import LADDER
 
@@ -44,6 +44,23 @@ class TestFinding:
         """Functions that hold the GIL, say: two workers spend time handing it to and fro."""
         work = Workload(lambda workers, _: 800.0 / (0.8 + 0.2 * workers), computing=0.5, noise=0.01)
         assert Simulation(work, workers=4).run(60).workers.value == 1
+
+    @given(st.floats(0, 0.3), st.integers(1, 4))
+    @settings(max_examples=num_examples(20))
+    def test_a_stage_that_runs_one_item_at_a_time_gets_no_more(self, noise: float, first: int) -> None:
+        """Nor where other programs leave it so little time that it is not seen to run always."""
+        simulation = Simulation(Workload(lambda *_: 1000.0, noise=noise), workers=first)
+        passed = simulation.pass_time
+
+        def with_gaps() -> None:
+            busy_s = simulation.stats.stages[0].busy_s
+            passed()
+            row = simulation.stats.stages[0]
+            row.alone, row.busy_s = True, busy_s + 0.5 * TICK_S
+
+        simulation.pass_time = with_gaps  # type: ignore[method-assign]
+        for _ in range(60):
+            assert simulation.run(1).workers.value <= first
 
     def test_bursts_get_a_deeper_buffer(self) -> None:
         """The workers have no room while the loop waits: what is ready is used up during the next long sample."""

@@ -153,13 +153,13 @@ def _item_checks(plan: ExecutionPlan) -> dict[str, Any]:
         return {}
     if not isinstance(source, IterableSource):
         return {"seen_alike": seen_alike(source.dataset, args, is_iterable=False)}
-    differ = items_differ(source)
+    differ = items_differ(source.make_another)
     # Where items differ anyway, what follows a state says nothing of it.
     return {
         "seen_alike": differ or seen_alike(source.make_another(), args, is_iterable=True),
         "is_unseeded": source.is_unseeded,
         "items_differ": differ,
-        "state_is_inexact": not differ and state_is_inexact(source),
+        "state_is_inexact": not differ and source.has_state and state_is_inexact(source.make_another, source.origin(0)),
     }
 
 

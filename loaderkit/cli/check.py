@@ -185,9 +185,9 @@ def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
     """{"fields": [{name, dtype, shape}], ...} of the first batch: shapes are those of one sample. `draws_unseeded`: which
     stages drew from which of the process's generators. `changed_fields`: those that were others when it was made again."""
     from loaderkit._internal.compare import differ
+    from loaderkit.loader import Loader
     from loaderkit.pipeline.bad_samples import BadSamples
     from loaderkit.pipeline.config.registry import STAGES
-    from loaderkit.pipeline.loader import Loader
 
     BadSamples(plan.config.errors)  # raises for a quarantine file that cannot be written ...
     errors = plan.config.errors.model_copy(update={"quarantine": None})  # ... but looking is not to write to it

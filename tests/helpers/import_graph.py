@@ -1,19 +1,31 @@
-"""What each module of a package imports, wherever in it the import stands."""
+"""What each module of a package imports, wherever in it the import stands, and a circle among these imports."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 
 def import_graph(package: Path) -> dict[str, set[str]]:
-    """Of each module the modules of the package that it imports: at module level, in functions and under TYPE_CHECKING.
+    """The modules of the package that each module imports: at module level, in functions, under TYPE_CHECKING, and by a name
+    that stands there as text ("package.module" or "package.module:name").
 
-    A package that an import runs on the way to a module in it does not count, or every module would import `package`.
+    An import of a module also runs the packages around it. These do not count, or every module would import `package`.
     """
     files = {_name(file, package): file for file in package.rglob("*.py")}
-    return {name: set(_imported(file, name, files)) - {name} for name, file in files.items()}
+    return {name: set(_imported(file, name, files.keys())) - {name} for name, file in files.items()}
+
+
+def circle(graph: Mapping[str, Set[str]]) -> list[str]:
+    """Modules each of which imports the next one, and the last one the first; none if imports make no circle."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        modules: list[str] = error.args[1][:0:-1]  # it begins and ends with the same one, each imported by the next
+        return modules
+    return []
 
 
 def _name(file: Path, package: Path) -> str:
@@ -21,19 +33,23 @@ def _name(file: Path, package: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imported(file: Path, name: str, modules: dict[str, Path]) -> Iterator[str]:
+def _imported(file: Path, name: str, modules: Set[str]) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in modules)
+            yield from modules & {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             start = _start(node, name, file)
             for alias in node.names:
-                yield from [of for of in (f"{start}.{alias.name}", start) if of in modules][:1]
+                yield from [found for found in (f"{start}.{alias.name}", start) if found in modules][:1]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named = node.value.partition(":")[0]
+            if "." in named and named in modules:  # the package's name alone is that of its logger
+                yield named
 
 
 def _start(node: ast.ImportFrom, name: str, file: Path) -> str:
-    """The absolute name of what `from` names, which dots may count from the module's package."""
+    """The absolute name of what `from` names, whose dots count from the module's package."""
     if not node.level:
         return str(node.module)
-    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
-    return ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+    parts = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    return ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])

@@ -342,7 +342,7 @@ class Loader(DataLoaderParts):
     def as_node(self) -> LoaderNode:
         """A node of torchdata. `torchdata.nodes.Loader(node)` resumes exactly from its state. Raises MissingExtraError."""
         try:
-            from loaderkit.integrations.torchdata import LoaderNode  # only when asked: it is an extra
+            from loaderkit.integrations.torchdata import LoaderNode  # an extra
         except ModuleNotFoundError as error:
             raise MissingExtraError(f"as_node needs the package torchdata ({error}): pip install torchdata") from error
         return LoaderNode(self)
@@ -370,7 +370,7 @@ class Loader(DataLoaderParts):
         `import_s`: seconds that the program took for its imports, shown with the first batch.
         `trace`: record what every worker did with every chunk, for `report.save_trace(path)`.
         """
-        from loaderkit.profile.recording import Profile  # with the report's parts: only when asked
+        from loaderkit.profile.recording import Profile  # 0.07 s
 
         return Profile(self.as_subject(), import_s, trace=trace)
 

@@ -17,8 +17,8 @@ from loaderkit._internal.version import __version__
 if TYPE_CHECKING:
     from loaderkit.checkpoint.manager.manager import CheckpointManager
     from loaderkit.checkpoint.restore.api import restore
+    from loaderkit.loader import Loader, build
     from loaderkit.pipeline.config.builder import Pipeline
-    from loaderkit.pipeline.loader import Loader, build
     from loaderkit.profile.watched.watch import watch
 
 __all__ = [
@@ -38,9 +38,9 @@ __getattr__ = public_names(
     __name__,
     {
         "CheckpointManager": "loaderkit.checkpoint.manager.manager",
-        "Loader": "loaderkit.pipeline.loader",
+        "Loader": "loaderkit.loader",
         "Pipeline": "loaderkit.pipeline.config.builder",
-        "build": "loaderkit.pipeline.loader",
+        "build": "loaderkit.loader",
         "restore": "loaderkit.checkpoint.restore.api",
         "watch": "loaderkit.profile.watched.watch",
     },

@@ -14,7 +14,7 @@ from dlio_benchmark.common.enumerations import DataLoaderType
 from dlio_benchmark.data_loader.base_data_loader import BaseDataLoader
 
 import loaderkit
-from loaderkit.pipeline.loader import Loader
+from loaderkit.loader import Loader
 
 _loaders: list[Loader] = []  # DLIO makes a data loader for every epoch
 

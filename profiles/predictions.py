@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.loader import Loader
 from loaderkit.pipeline.config.builder import Pipeline, to_config
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.execution_plan import compile_pipeline
-from loaderkit.pipeline.loader import Loader
 from loaderkit.profile.experiments.causal import check_verdict
 from loaderkit.profile.experiments.interleave import Make, Variant, interleave, ratio_of
 from loaderkit.profile.experiments.loops import endless, run_steps, sleep_step

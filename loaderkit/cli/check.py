@@ -153,13 +153,13 @@ def _item_checks(plan: ExecutionPlan) -> dict[str, Any]:
         return {}
     if not isinstance(source, IterableSource):
         return {"seen_alike": seen_alike(source.dataset, args, is_iterable=False)}
-    differ = items_differ(source)
+    differ = items_differ(source.make_another)
     # Where items differ anyway, what follows a state says nothing of it.
     return {
         "seen_alike": differ or seen_alike(source.make_another(), args, is_iterable=True),
         "is_unseeded": source.is_unseeded,
         "items_differ": differ,
-        "state_is_inexact": not differ and state_is_inexact(source),
+        "state_is_inexact": not differ and source.has_state and state_is_inexact(source.make_another, source.origin(0)),
     }
 
 
@@ -185,9 +185,9 @@ def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
     """{"fields": [{name, dtype, shape}], ...} of the first batch: shapes are those of one sample. `draws_unseeded`: which
     stages drew from which of the process's generators. `changed_fields`: those that were others when it was made again."""
     from loaderkit._internal.compare import differ
+    from loaderkit.loader import Loader
     from loaderkit.pipeline.bad_samples import BadSamples
     from loaderkit.pipeline.config.registry import STAGES
-    from loaderkit.pipeline.loader import Loader
 
     BadSamples(plan.config.errors)  # raises for a quarantine file that cannot be written ...
     errors = plan.config.errors.model_copy(update={"quarantine": None})  # ... but looking is not to write to it

@@ -82,9 +82,9 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def maker(pipeline: Path, assignments: Sequence[str] | None, sizes: Mapping[str, Any] = MappingProxyType({})) -> Make:
     """Makes loaders of the pipeline with `sizes` and further overrides. They are endless and write no quarantine file."""
+    from loaderkit.loader import Loader
     from loaderkit.pipeline.config.builder import to_config
     from loaderkit.pipeline.execution_plan import compile_pipeline
-    from loaderkit.pipeline.loader import Loader
 
     given = {**parse_assignments(assignments or []), "order.epochs": None, "errors.quarantine": None, **sizes}
 

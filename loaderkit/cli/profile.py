@@ -17,9 +17,9 @@ from loaderkit.cli.terminal.options import Assignments, Debug, checkpoint_config
 from loaderkit.profile.experiments.loops import endless, run_steps, sleep_step
 
 if TYPE_CHECKING:
+    from loaderkit.loader import Loader
     from loaderkit.pipeline.config.model import PipelineConfig
     from loaderkit.pipeline.execution_plan import ExecutionPlan
-    from loaderkit.pipeline.loader import Loader
     from loaderkit.profile.experiments.interleave import Make
     from loaderkit.profile.experiments.loops import Step
     from loaderkit.profile.fail_if import Condition
@@ -142,7 +142,7 @@ def profile(
             )
         _profile_restore(restoring, outputs, cold=cold)
         return
-    from loaderkit.pipeline.loader import Loader  # torch, too
+    from loaderkit.loader import Loader  # torch, too
 
     import_s = _seconds_since_start()
     limits = Limits(steps, seconds) if steps is not None or seconds is not None else Limits(_NUM_STEPS, _MOST_S)

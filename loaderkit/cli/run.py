@@ -20,8 +20,8 @@ from loaderkit.errors import StateError
 from loaderkit.profile.render.summary import print_summary, reading
 
 if TYPE_CHECKING:
+    from loaderkit.loader import Loader
     from loaderkit.pipeline.execution_plan import ExecutionPlan
-    from loaderkit.pipeline.loader import Loader
     from loaderkit.profile.experiments.loops import Step
 
 _SECONDS_A_LINE = 5.0
@@ -66,7 +66,7 @@ def run(
     if save_state is not None and not save_state.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {save_state.absolute().parent}", param_hint="--save-state")
 
-    from loaderkit.pipeline.loader import Loader
+    from loaderkit.loader import Loader
 
     if (config := checkpoint_config(pipeline, assignments)) is not None:
         run_checkpoint(config, as_json)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from loaderkit.engine.metrics.stats import Stats
@@ -151,3 +151,22 @@ class Executor(Protocol):
 
     def abandon(self) -> None:
         """Close from any thread in which the garbage collector runs."""
+
+
+class LoopLog(Protocol):
+    """What a loader tells of the loop that takes its batches, while it is profiled; in the loop's thread."""
+
+    def reset(self) -> None:
+        """The executor's counters begin again, after an error."""
+
+    def on_epoch(self) -> None:
+        """The loop begins another pass over the data."""
+
+    def on_request(self) -> None:
+        """The loop requests a batch."""
+
+    def on_batch(self, batch: Iterable[Any] = ()) -> None:
+        """The batch is handed over."""
+
+    def on_end(self) -> None:
+        """No batch comes: the epoch is over, or an error was raised."""

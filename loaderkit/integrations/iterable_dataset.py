@@ -8,13 +8,13 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.loader import Loader
+from loaderkit.pipeline.batch_numbers import DataLoaderParts
 
 
 class BatchesDataset(IterableDataset[Any]):
     """Its items are whole batches: `DataLoader(dataset, batch_size=None, num_workers=0)`. Each iteration is an epoch."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: DataLoaderParts) -> None:
         self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:

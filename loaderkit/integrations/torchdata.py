@@ -10,7 +10,7 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from loaderkit.pipeline.loader import Loader
+from loaderkit.pipeline.batch_numbers import DataLoaderParts
 
 _LOADER = "loader"
 
@@ -18,7 +18,7 @@ _LOADER = "loader"
 class LoaderNode(BaseNode[Any]):  # type: ignore[misc]
     """Its items are the loader's batches. Each `reset` without a state begins the loader's next epoch."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: DataLoaderParts) -> None:
         super().__init__()
         self._loader = loader
         self._batches: Iterator[Any] = iter(())

@@ -21,8 +21,8 @@ import numpy as np
 from loaderkit.engine.contracts import Delivery
 from loaderkit.errors import ConfigError, ConnectorError, StageError, TooManyBadSamplesError, printable
 from loaderkit.pipeline.config.model import ErrorsArgs
-from loaderkit.pipeline.engine_factory import make_batch_plan
 from loaderkit.pipeline.execution_plan import ExecutionPlan
+from loaderkit.pipeline.thread_engine import make_batch_plan
 from loaderkit.sources.base import Source
 from loaderkit.stages.base import BatchWork
 

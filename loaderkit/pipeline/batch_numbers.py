@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Any, NoReturn
 
@@ -117,10 +117,19 @@ class DataLoaderParts(ABC):
     def num_samples(self) -> int: ...
 
     @abstractmethod
+    def __iter__(self) -> Iterator[Any]: ...
+
+    @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def set_epoch(self, epoch: int) -> None: ...
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     @abstractmethod
     def _rest_from(self, number: int) -> Iterator[Any]:

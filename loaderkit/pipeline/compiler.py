@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.dali_lowering import DaliLowering, lower
+from loaderkit.pipeline.opened import OpenedPipeline
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.base import RowSource, Source
 from loaderkit.sources.forecast import Chosen, Forecast
@@ -32,9 +33,6 @@ from loaderkit.stages.image.decode import DecodeArgs, decode_hint
 from loaderkit.stages.layout import Examples, specs_of
 from loaderkit.stages.parts import for_part
 from loaderkit.stages.slowed import slowed
-
-if TYPE_CHECKING:
-    from loaderkit.pipeline.execution_plan import ExecutionPlan
 
 _NUM_AHEAD, _NUM_LEAST, _ALL = 2048, 64, 1 << 62  # samples
 _MOST_BATCHES = 64  # the most that `batches: auto` is tuned to
@@ -123,7 +121,7 @@ class CompiledStages:
         )
 
 
-def compile_stages(plan: ExecutionPlan) -> CompiledStages:
+def compile_stages(plan: OpenedPipeline) -> CompiledStages:
     """The stages of a plan, bound to its source. Raises ConfigError."""
     config, shard = plan.config, plan.shard
     ahead = _read_ahead(plan)
@@ -192,7 +190,7 @@ def _seek_all(reading: Sequence[_ReadAhead], epoch: int, position: int, shard: S
 
 
 def _compile_parts(
-    plan: ExecutionPlan, connectors: Sequence[Connector | None], context: CompileContext, read: StageConfig
+    plan: OpenedPipeline, connectors: Sequence[Connector | None], context: CompileContext, read: StageConfig
 ) -> list[Stage]:
     """`read` of a mixture: for each source one that reads it, with the stages that it has of its own behind."""
     assert isinstance(plan.source, MixtureSource)
@@ -274,7 +272,7 @@ def _stage_in_slots(config: PipelineConfig, stream: Stream | None) -> StageConfi
     return None
 
 
-def _read_ahead(plan: ExecutionPlan) -> list[_ReadAhead | None]:
+def _read_ahead(plan: OpenedPipeline) -> list[_ReadAhead | None]:
     """How each source is read ahead from a remote store; None for local stores and inline."""
     config = plan.config
     if config.mixture is None:
@@ -289,7 +287,7 @@ def _read_ahead(plan: ExecutionPlan) -> list[_ReadAhead | None]:
 
 
 def _ahead_of(
-    plan: ExecutionPlan,
+    plan: OpenedPipeline,
     args: SourceArgs,
     source: Source,
     connector: Connector | None,
@@ -329,7 +327,7 @@ def _ahead_of(
     return _ReadAhead(reading, forecast, args.read_ahead)
 
 
-def _choice(plan: ExecutionPlan, part: Source) -> Chosen:
+def _choice(plan: OpenedPipeline, part: Source) -> Chosen:
     """What a forecast of one source reads of the mixture."""
     assert isinstance(part, SourcePart)
     assert plan.mixture is not None

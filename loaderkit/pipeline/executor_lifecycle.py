@@ -9,7 +9,7 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from loaderkit.engine.contracts import Executor
+from loaderkit.engine.contracts import Executor, LoopLog
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.trace import Trace
@@ -24,7 +24,6 @@ from loaderkit.pipeline.live_settings import LiveSettings, make_tuner
 if TYPE_CHECKING:
     from loaderkit.metrics.endpoint import Export
     from loaderkit.pipeline.process_move import ProcessMove
-    from loaderkit.profile.step_log import StepLog
 
 
 class ExecutorLifecycle:
@@ -39,7 +38,7 @@ class ExecutorLifecycle:
         self.is_closed = False  # True: no other executor is made
         self.executor: Executor | None = None
         self.monitor: Monitor | None = None
-        self.steps: StepLog | None = None  # of the running profile
+        self.steps: LoopLog | None = None  # of the running profile
         self.metrics: Export | None = None  # of the loader
         self._series = Series()
         self._next_position: tuple[int, int] | None = None  # (epoch, position) of the executor's next batch
@@ -182,7 +181,7 @@ class ExecutorLifecycle:
         """The time series of the counters."""
         return self._series.to_list()
 
-    def watch(self, steps: StepLog | None) -> None:
+    def watch(self, steps: LoopLog | None) -> None:
         """Log the loop's steps to `steps`; None: stop."""
         if steps is not None and self.steps is not None:
             raise RuntimeError("this loader is being profiled already: end that block first")

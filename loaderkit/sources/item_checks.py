@@ -8,11 +8,11 @@ import pickle
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from loaderkit._internal.system.cgroups import free_memory
 from loaderkit._internal.system.forks import ending_forks
 from loaderkit.errors import USER_ERRORS, SourceError
 from loaderkit.sources.dataset import DatasetArgs, open_object
-
-if TYPE_CHECKING:
-    from loaderkit.sources.iterable import IterableSource
 
 _NUM_ITEMS = 8  # to compare
 _ANSWER_S = 120.0  # for another process to import what it needs and to make them
@@ -72,19 +69,17 @@ def _seed_of(generator: np.random.Generator) -> Any:
     return getattr(getattr(generator.bit_generator, "seed_seq", None), "entropy", None)
 
 
-def items_differ(source: IterableSource) -> bool:
-    """True if two passes of one epoch give other first items: then two ranks or processes would as well. False also where
-    items cannot be compared."""
-    first, second = (_packed(_begun(source.make_another())) for _ in range(2))
+def items_differ(make: Callable[[], Any]) -> bool:
+    """True if two passes of one epoch, over what `make` returns, give other first items: then two ranks or processes would as
+    well. False also where items cannot be compared."""
+    first, second = (_packed(_begun(make())) for _ in range(2))
     return first is not None and second is not None and first != second
 
 
-def state_is_inexact(source: IterableSource) -> bool:
-    """True if a copy that has loaded the iterable's state gives other items than those that come next. Raises SourceError if
-    the state cannot be loaded."""
-    if not source.has_state:
-        return False
-    iterable, resumed = source.make_another(), source.make_another()
+def state_is_inexact(make: Callable[[], Any], name: str) -> bool:
+    """True if a second iterable from `make` that has loaded the first one's state gives other items than those that come next.
+    Raises SourceError, which names the iterable, if the state cannot be loaded."""
+    iterable, resumed = make(), make()
     iterator = _begun(iterable)
     _packed(iterator, _NUM_ITEMS // 2)
     if hasattr(resumed, "set_epoch"):
@@ -94,7 +89,7 @@ def state_is_inexact(source: IterableSource) -> bool:
         resumed.load_state_dict(state)
     except USER_ERRORS as error:
         raise SourceError(
-            f"the state of the iterable {source.origin(0)} cannot be taken and loaded ({type(error).__name__}: {error}): mend "
+            f"the state of the iterable {name} cannot be taken and loaded ({type(error).__name__}: {error}): mend "
             "its state_dict and load_state_dict, or set `resume: skip`"
         ) from error
     expected, found = _packed(iterator), _packed(ending_forks(iter)(resumed))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from loaderkit._internal.imports import public_names
 
 if TYPE_CHECKING:
-    from loaderkit.stages.base import StageArgs, StageConfig, StageKind
-    from loaderkit.stages.context import CompileContext
+    from loaderkit.stages.base import StageArgs, StageConfig
+    from loaderkit.stages.context import CompileContext, StageKind
 
 __all__ = ["CompileContext", "StageArgs", "StageConfig", "StageKind"]
 __getattr__ = public_names(
@@ -17,6 +17,6 @@ __getattr__ = public_names(
         "CompileContext": "loaderkit.stages.context",
         "StageArgs": "loaderkit.stages.base",
         "StageConfig": "loaderkit.stages.base",
-        "StageKind": "loaderkit.stages.base",
+        "StageKind": "loaderkit.stages.context",
     },
 )

@@ -1,8 +1,8 @@
-"""The contract of stages: common arguments, kinds, the values samples hold between stages, and the work on batches."""
+"""The contract of stages: common arguments, the values samples hold between stages, and the work on batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 
@@ -19,8 +19,6 @@ from loaderkit.stages.slots import Slots, TakeBytes
 
 if TYPE_CHECKING:
     from loaderkit.sources.iterable import Pass, Preview
-    from loaderkit.stages.context import CompileContext, Stream
-    from loaderkit.stages.image.ops import ImageOps
 
 
 class StageArgs(Model):
@@ -88,40 +86,6 @@ class AddError(Protocol):
 
 
 Scope = Literal["sample", "boundary", "batch", "either"]
-
-
-@dataclass(frozen=True)
-class StageKind:
-    """A kind of stage: its arguments, whether it comes before or after `batch`, and how it is compiled.
-
-    `make(args)` returns a function of one sample, its draws and memory to reuse, for `runner.each_sample`. Other kinds have
-    `compile`, which returns the stage.
-    """
-
-    args: type[StageArgs]
-    scope: Scope
-    make: Callable[[Any], Callable[..., Any]] | None = None
-    compile: Callable[[StageConfig, CompileContext], Stage] | None = None
-    check: Callable[[Sequence[StageConfig], int, Mapping[str, StageKind], AddError], None] | None = None
-    """(all stages, this one's index, the kinds, `add_error`): reports what does not fit the other stages."""
-    num_draws: int = 0  # uniform random numbers per sample
-    ops: Callable[[Any], ImageOps] | None = None  # its effect on an image as `ImageOp`s, for `decode` and boxes
-    runs_in_dali: bool = True  # if it has `ops`
-    needs_images: bool = False
-    is_single: bool = False  # at most one in a pipeline
-    packs: bool = False  # samples before it are those of its sequences
-    decodes: bool = False  # fields after it are no longer encoded bytes
-    takes_16_bits: bool = False  # images may be uint16
-    shrinks: bool = False  # images are cropped or resized, so seldom large after it
-    is_pointwise: bool = False  # acts on each pixel alone, so it commutes with a resize
-    runs_user_code: bool = False  # it may keep its input, and return anything
-    takes_tensors: bool = False  # it also acts on the tensors of a checkpoint
-    stream: Callable[[Any], Stream | None] | None = None  # its stream, if it copies batches to a GPU
-    keeps_values: Callable[[Any], bool] = lambda args: False  # it commutes with `normalize`
-    slot_dtype: Callable[[Any], str | None] = lambda args: None
-    """The dtype of the images that it can write into their slots directly after `batch`; None: it cannot."""
-    objects: Callable[[Any], Mapping[str, Any]] = lambda args: {}
-    """Key -> object that the user gave for it and that is pickled to loading processes."""
 
 
 class Encoded(NamedTuple):

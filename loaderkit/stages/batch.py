@@ -31,9 +31,8 @@ from loaderkit.stages.base import (
     SampleFailure,
     StageArgs,
     StageConfig,
-    StageKind,
 )
-from loaderkit.stages.context import CompileContext
+from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.image.alignment import check_masks
 from loaderkit.stages.layout import EXACT, is_untyped, ragged_tensor, widens
 from loaderkit.stages.runner import FailureNamer, raise_store_failure, replace_failed

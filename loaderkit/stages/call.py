@@ -28,8 +28,8 @@ from loaderkit.errors import USER_ERRORS, ConfigError
 from loaderkit.sampling.global_generators import seeded_by
 from loaderkit.sampling.random import generator
 from loaderkit.sources.base import Sample
-from loaderkit.stages.base import AddError, BatchContext, Encoded, Image, StageArgs, StageConfig, StageKind
-from loaderkit.stages.context import CompileContext, Stream
+from loaderkit.stages.base import AddError, BatchContext, Encoded, Image, StageArgs, StageConfig
+from loaderkit.stages.context import CompileContext, StageKind, Stream
 from loaderkit.stages.runner import StageKeys, each_call
 from loaderkit.stages.time_limit import TimeLimit
 from loaderkit.stages.values import as_image, to_tensor

@@ -1,8 +1,8 @@
-"""The context in which a stage is compiled: the pipeline, its random numbers, and the naming of its failures."""
+"""Kinds of stages, and the context in which one is compiled: the pipeline, its random numbers, the naming of its failures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -16,9 +16,9 @@ from loaderkit.errors import USER_ERRORS, LoaderkitError, StageError
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.token_batches import TokenBatches
 from loaderkit.sources.base import Source
-from loaderkit.stages.base import BatchContext, SampleChunk, StageConfig, StageKind
-from loaderkit.stages.image.boxes import Annotations, annotations_of, following
-from loaderkit.stages.image.ops import MOVES_PIXELS
+from loaderkit.stages.base import AddError, BatchContext, SampleChunk, Scope, StageArgs, StageConfig
+from loaderkit.stages.image.boxes import Annotations, following
+from loaderkit.stages.image.ops import MOVES_PIXELS, ImageOps
 from loaderkit.stages.runner import FailureNamer, StageKeys, each_sample
 
 
@@ -38,6 +38,40 @@ class Stream(Protocol):
     def counters(self) -> dict[str, float]: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """A kind of stage: its arguments, whether it comes before or after `batch`, and how it is compiled.
+
+    `make(args)` returns a function of one sample, its draws and memory to reuse, for `runner.each_sample`. Other kinds have
+    `compile`, which returns the stage.
+    """
+
+    args: type[StageArgs]
+    scope: Scope
+    make: Callable[[Any], Callable[..., Any]] | None = None
+    compile: Callable[[StageConfig, CompileContext], Stage] | None = None
+    check: Callable[[Sequence[StageConfig], int, Mapping[str, StageKind], AddError], None] | None = None
+    """(all stages, this one's index, the kinds, `add_error`): reports what does not fit the other stages."""
+    num_draws: int = 0  # uniform random numbers per sample
+    ops: Callable[[Any], ImageOps] | None = None  # its effect on an image as `ImageOp`s, for `decode` and boxes
+    runs_in_dali: bool = True  # if it has `ops`
+    needs_images: bool = False
+    is_single: bool = False  # at most one in a pipeline
+    packs: bool = False  # samples before it are those of its sequences
+    decodes: bool = False  # fields after it are no longer encoded bytes
+    takes_16_bits: bool = False  # images may be uint16
+    shrinks: bool = False  # images are cropped or resized, so seldom large after it
+    is_pointwise: bool = False  # acts on each pixel alone, so it commutes with a resize
+    runs_user_code: bool = False  # it may keep its input, and return anything
+    takes_tensors: bool = False  # it also acts on the tensors of a checkpoint
+    stream: Callable[[Any], Stream | None] | None = None  # its stream, if it copies batches to a GPU
+    keeps_values: Callable[[Any], bool] = lambda args: False  # it commutes with `normalize`
+    slot_dtype: Callable[[Any], str | None] = lambda args: None
+    """The dtype of the images that it can write into their slots directly after `batch`; None: it cannot."""
+    objects: Callable[[Any], Mapping[str, Any]] = lambda args: {}
+    """Key -> object that the user gave for it and that is pickled to loading processes."""
 
 
 @dataclass
@@ -139,6 +173,13 @@ class CompileContext:
         if self.is_seeded or compiled.owner is not None:
             return replace(compiled, run=lock.held(compiled.run), lock=lock)
         return replace(compiled, run=lock.first_held(compiled.run))
+
+
+def annotations_of(stages: Iterable[StageConfig], kinds: Mapping[str, StageKind]) -> Annotations:
+    """Those that the `decode` among the stages names."""
+    decoding = (stage.args for stage in stages if kinds[stage.kind].decodes)
+    found: Annotations = getattr(next(decoding, None), "annotations", Annotations({}, ()))
+    return found
 
 
 def _naming_batches(

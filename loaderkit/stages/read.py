@@ -39,8 +39,8 @@ from loaderkit.sources.base import (
     Source,
 )
 from loaderkit.sources.iterable import IterableSource, Pass, Preview
-from loaderkit.stages.base import Encoded, SampleChunk, StageArgs, StageConfig, StageKind
-from loaderkit.stages.context import CompileContext
+from loaderkit.stages.base import Encoded, SampleChunk, StageArgs, StageConfig
+from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.reading.arrays import DirectRead
 from loaderkit.stages.reading.records import read_records
 from loaderkit.stages.reading.rows import RowReader

@@ -162,7 +162,7 @@ def test_a_fork_while_it_runs(how: str, executor: str) -> None:
 PROGRAM = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-import loaderkit.pipeline.loader  # and torch: what Ctrl-C does to their import is theirs
+import loaderkit.loader  # and torch: what Ctrl-C does to their import is theirs
 from executors import EXECUTORS
 from numbers_dataset import numbers
 print("begins", flush=True)

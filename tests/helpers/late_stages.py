@@ -36,7 +36,7 @@ def engine_with(
     plan = compile_pipeline(made.config, rank=0, world_size=1)
     spec = WorkerSpec(
         worker_engine(plan),
-        preload="loaderkit.pipeline.engine_factory",
+        preload="loaderkit.pipeline.thread_engine",
         rows=replace(plan, shard=Shard(of=num_processes)).compiled.rows(),
         pools=[["read", "batch"]],
         num_batches=4,

@@ -22,7 +22,8 @@ from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config import registry
 from loaderkit.pipeline.config.kind_methods import source_method, stage_method
 from loaderkit.sources.base import FieldRange, ItemSource, Sample, SourceKind
-from loaderkit.stages.base import StageArgs, StageKind
+from loaderkit.stages.base import StageArgs
+from loaderkit.stages.context import StageKind
 
 # ------------------------------------------------------------------------------------------ what their modules hold
 

@@ -40,7 +40,8 @@ def index_lengths(path: Path, as_json: bool) -> None:
             with progress("samples", len(plan.source)) as show:
                 parts = []
                 num_measured = 0
-                for part, num_bad_here in measure_lengths(plan, stage):
+                raises = config.errors.on_bad_sample == "raise"
+                for part, num_bad_here in measure_lengths(plan.source, plan.compiled.stages, stage, raises=raises):
                     parts.append(part)
                     num_bad += num_bad_here
                     num_measured += len(part)

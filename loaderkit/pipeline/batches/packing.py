@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.system.user_cache import default_cache_dir
+from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.sampling.packing import PackedOrder, Pieces
@@ -27,9 +28,6 @@ from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.sequence.chunk import PackedChunk
 from loaderkit.stages.sequence.pack import PackArgs
 from loaderkit.stages.values import as_tensor
-
-if TYPE_CHECKING:
-    from loaderkit.pipeline.execution_plan import ExecutionPlan
 
 _CHUNK = 64
 logger = logging.getLogger("loaderkit")
@@ -231,40 +229,42 @@ def _name_of(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------------- measuring
 
 
-def measure_lengths(plan: ExecutionPlan, stage: StageConfig) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """Run all samples of a plan, whose stages are those before `stage` and `batch`, and yield their lengths in canonical order,
-    some at a time, and how many of those are bad: 0 is the length of these, which are warned about, and of those that are
-    dropped. Raises StageError, also for a bad one if `on_bad_sample` is raise."""
-    begins = range(0, len(plan.source), _CHUNK)
-    stages = [stage for stage in plan.compiled.stages if stage.scope == "sample" and stage.kind != "batch"]
+def measure_lengths(
+    source: Source, stages: Sequence[Stage], wanted: StageConfig, *, raises: bool
+) -> Iterator[tuple[NDArray[np.int64], int]]:
+    """Run all samples through the stages, which are those before `wanted` and `batch`, and yield their lengths in canonical
+    order, some at a time, and how many of those are bad: 0 is the length of these, which are warned about, and of those that
+    are dropped. Raises StageError, with `raises` also for a bad sample. Closes the stages."""
+    begins = range(0, len(source), _CHUNK)
+    run = [stage for stage in stages if stage.scope == "sample" and stage.kind != "batch"]
     try:
         with ThreadPoolExecutor(num_cpus(), thread_name_prefix="loaderkit-lengths") as pool:
             try:
-                yield from pool.map(partial(_lengths_from, plan, stages, stage), begins)
+                yield from pool.map(partial(_lengths_from, source, run, wanted, raises), begins)
             finally:
                 pool.shutdown(cancel_futures=True)  # an error is not to wait for all the others
     finally:
-        for one in plan.compiled.stages:
+        for one in stages:
             if one.close is not None:
                 one.close()
 
 
 def _lengths_from(
-    plan: ExecutionPlan, stages: list[Any], wanted: StageConfig, begin: int
+    source: Source, stages: Sequence[Stage], wanted: StageConfig, raises: bool, begin: int
 ) -> tuple[NDArray[np.int64], int]:
-    indices = np.arange(begin, min(begin + _CHUNK, len(plan.source)), dtype=np.int64)
+    indices = np.arange(begin, min(begin + _CHUNK, len(source)), dtype=np.int64)
     work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices)
     chunk = SampleChunk(work_item, 0, len(indices), indices)
     for stage in stages:
         stage.run(chunk)
-    if chunk.failures and plan.config.errors.on_bad_sample == "raise":
+    if chunk.failures and raises:
         raise chunk.failures[min(chunk.failures)]
     for error in chunk.failures.values():
         logger.warning("bad sample, of length 0 in the index: %s", error)
     lengths = np.zeros(len(indices), np.int64)
     for row, sample in enumerate(chunk.samples):
         if sample is not None:
-            lengths[row] = _length_of(sample, wanted, plan.source.key(int(indices[row])))
+            lengths[row] = _length_of(sample, wanted, source.key(int(indices[row])))
     return lengths, len(chunk.failures)
 
 

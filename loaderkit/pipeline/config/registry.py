@@ -16,12 +16,13 @@ from loaderkit.sources.sequences.tokens import TOKENS
 from loaderkit.sources.serial.lines import LINES
 from loaderkit.sources.serial.tfrecord import TFRECORD
 from loaderkit.sources.tar import TAR
-from loaderkit.stages.base import StageKind
 from loaderkit.stages.batch import BATCH
 from loaderkit.stages.call import CALL, FILTER
-from loaderkit.stages.image import boxes, color, geometry
+from loaderkit.stages.context import StageKind
+from loaderkit.stages.image import color, geometry
 from loaderkit.stages.image.decode import DECODE
 from loaderkit.stages.image.normalize import NORMALIZE
+from loaderkit.stages.image.sanitize_boxes import SANITIZE_BOXES
 from loaderkit.stages.read import READ
 from loaderkit.stages.sequence.pack import PACK
 from loaderkit.stages.transfer import TRANSFER
@@ -52,7 +53,7 @@ STAGES: Mapping[str, StageKind] = MappingProxyType(
         "random_horizontal_flip": geometry.RANDOM_HORIZONTAL_FLIP,
         "random_vertical_flip": geometry.RANDOM_VERTICAL_FLIP,
         "random_rotation": geometry.RANDOM_ROTATION,
-        "sanitize_boxes": boxes.SANITIZE_BOXES,
+        "sanitize_boxes": SANITIZE_BOXES,
         "color_jitter": color.COLOR_JITTER,
         "random_grayscale": color.RANDOM_GRAYSCALE,
         "gaussian_blur": color.GAUSSIAN_BLUR,

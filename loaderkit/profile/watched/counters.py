@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
+from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
+from loaderkit.profile.watched.dataloader import LoaderArguments
+
 DATASET = "dataset"  # a DataLoader's: with workers `collate_fn`, too
 COLLATE = "collate"
 HANDOVER = "handover"
@@ -64,3 +67,34 @@ class WatchedCounters:
 
 
 _NUMBERS = tuple(field.name for field in fields(WatchedCounters) if field.name != "gaps")
+
+
+@dataclass
+class WatchedSnapshot(Snapshot):
+    """The counters of a watched loop at one moment, or their rise between two. Its stages are what can be told apart from
+    outside."""
+
+    arguments: LoaderArguments | None = None  # of the DataLoader; None: it is none, or has not begun
+    watched: WatchedCounters = field(default_factory=WatchedCounters)
+    programs: tuple[tuple[str, float], ...] = ()  # other programs, and the CPU seconds that they used
+    shared_free_share: float | None = None  # of /dev/shm, at this moment
+    kind: str = ""  # the class of what is watched, with its package
+
+    def since(self, earlier: Snapshot) -> Self:
+        """The rise of the counters between `earlier` and this moment."""
+        if not isinstance(earlier, WatchedSnapshot):
+            raise TypeError("`since` is stats of another kind of loader")
+        before = {row.name: row for row in earlier.stages}
+        # Before the first batch it is not known what there is to see.
+        rows = [before.get(row.name, StageStats(row.name, row.workers)) for row in self.stages]
+        earlier = replace(earlier, stages=rows)
+        if earlier.arguments is None and self.arguments is not None and self.arguments.num_workers:
+            # The counters of the processes that load: there were none.
+            earlier = replace(earlier, host=replace(earlier.host, cpu_s=0.0, read_bytes=0, disk_bytes=0))
+        passed = super().since(earlier)
+        return replace(
+            passed,
+            watched=self.watched.minus(earlier.watched),
+            paused_s=self.paused_s - earlier.paused_s,
+            started_s=self.started_s - earlier.started_s,
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loaderkit._internal.system.cgroups import free_memory
 from loaderkit._internal.units import say_seconds, say_size
@@ -11,11 +11,8 @@ from loaderkit.engine.metrics import bottleneck_words as words
 from loaderkit.engine.metrics.bottleneck_words import Verdict
 from loaderkit.engine.metrics.interval import Interval
 from loaderkit.profile.report_parts import Setting
-from loaderkit.profile.watched.counters import WatchedCounters
+from loaderkit.profile.watched.counters import WatchedCounters, WatchedSnapshot
 from loaderkit.profile.watched.dataloader import LoaderArguments
-
-if TYPE_CHECKING:
-    from loaderkit.profile.watched.stats import WatchedStats
 
 SMALL_BYTES = 1e5  # of a batch: less takes no time to move
 _LARGE_BYTES = 1e6  # for more, new pages of memory take long
@@ -36,7 +33,7 @@ Diagnosis = tuple[Verdict, list[Setting]]
 class WatchedFacts:
     """An interval, and the row of what the loop waited for longest."""
 
-    def __init__(self, interval: Interval, stats: WatchedStats, cause: str) -> None:
+    def __init__(self, interval: Interval, stats: WatchedSnapshot, cause: str) -> None:
         self.interval, self.stats, self.cause = interval, stats, cause
         self.watched: WatchedCounters = stats.watched
         self.arguments = stats.arguments or LoaderArguments(0)
@@ -177,7 +174,7 @@ def is_in_kernel(facts: WatchedFacts) -> bool:
     return watched.kernel_s > _KERNEL * max(facts.row.cpu_s, 1e-9) and BatchSize(watched).size > _LARGE_BYTES
 
 
-def of_machine(interval: Interval, stats: WatchedStats) -> list[str]:
+def of_machine(interval: Interval, stats: WatchedSnapshot) -> list[str]:
     """What the machine withholds: CPUs, memory."""
     found, others, num_cpus = [], interval.others_cpus, interval.num_cpus
     if others is not None and num_cpus is not None and others > _OTHERS and not interval.has_idle_cpus:

@@ -19,7 +19,6 @@ No worker can be asked, and none is slowed down to find out: so latency, bandwid
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from loaderkit._internal.units import say_seconds, say_size
 from loaderkit.engine.metrics import bottleneck_words as words
@@ -32,6 +31,7 @@ from loaderkit.profile.watched.counters import (
     HANDOVER,
     ITERABLE,
     PIN_MEMORY,
+    WatchedSnapshot,
 )
 from loaderkit.profile.watched.facts import (
     SMALL_BYTES,
@@ -44,9 +44,6 @@ from loaderkit.profile.watched.facts import (
     seen_in_proc,
 )
 
-if TYPE_CHECKING:
-    from loaderkit.profile.watched.stats import WatchedStats
-
 _BUSY = 0.75  # share of their time; workers that are busy for more are the limit
 _ONE_BY_ONE = 0.6  # share of the workers that work while the loop waits; with fewer most wait for one
 _THREADS = 1.3  # CPUs that a worker uses; more is threads of libraries
@@ -58,7 +55,7 @@ _HINTS: Mapping[str, str] = {
 """By the package of what is watched."""
 
 
-def diagnose_watched(stats: WatchedStats) -> Diagnosis:
+def diagnose_watched(stats: WatchedSnapshot) -> Diagnosis:
     """The verdict, and its change as arguments of the DataLoader; in about 0.1 ms."""
     if stats.wall_s <= 0 or not (stats.num_batches or any(stats.waits_s.values())):
         evidence = "no batch was requested in this interval"
@@ -73,7 +70,7 @@ def diagnose_watched(stats: WatchedStats) -> Diagnosis:
 # ---------------------------------------------------------------------------------------------------------- the rules
 
 
-def _training(interval: Interval, stats: WatchedStats) -> Verdict:
+def _training(interval: Interval, stats: WatchedSnapshot) -> Verdict:
     evidence, change = words.waited(interval), "nothing in loading: make the training step faster"
     arguments = stats.arguments
     if arguments is not None and arguments.num_workers and stats.watched.slot_s > 0:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
-from loaderkit.pipeline.loader import Loader
+from loaderkit.pipeline.batch_numbers import DataLoaderParts
 from loaderkit.profile.recording import Profile
 from loaderkit.profile.watched.iterator import open_watched
 from loaderkit.profile.watched.recorder import Recorder
@@ -119,7 +119,7 @@ def watch(iterable: Iterable[Batch], *, name: str | None = None) -> Watched[Batc
     outside left out; everything else is that of `iterable`. `name`: of the reports. A `Loader`, which has all of this, is
     returned as it is.
     """
-    if isinstance(iterable, Loader) and type(iterable) is Loader:
+    if issubclass(type(iterable), DataLoaderParts):  # a `Loader`; `isinstance` takes what is watched for one, too
         return cast("Watched[Batch]", iterable)
     if not hasattr(type(iterable), "__iter__") and not hasattr(type(iterable), "__getitem__"):
         raise TypeError(

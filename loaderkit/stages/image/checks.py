@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from loaderkit.stages.base import AddError, StageConfig, StageKind
+from loaderkit.stages.base import AddError, StageConfig
+from loaderkit.stages.context import StageKind
 from loaderkit.stages.image.ops import Adjust
 
 

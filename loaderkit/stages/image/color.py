@@ -17,7 +17,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
 
 from loaderkit._internal.config.settings import PositiveRange, around_zero, as_tuple, ordered
 from loaderkit.sources.base import Sample
-from loaderkit.stages.base import FieldNames, StageArgs, StageKind
+from loaderkit.stages.base import FieldNames, StageArgs
+from loaderkit.stages.context import StageKind
 from loaderkit.stages.image.alignment import check_shapes
 from loaderkit.stages.image.ops import LUMA, Adjust, ImageOps
 from loaderkit.stages.values import image_fields, to_tensor

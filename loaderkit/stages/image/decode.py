@@ -38,9 +38,8 @@ from loaderkit.stages.base import (
     SampleChunk,
     StageArgs,
     StageConfig,
-    StageKind,
 )
-from loaderkit.stages.context import CompileContext
+from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.image.boxes import Annotations, BoxFields, refuse_unnamed
 from loaderkit.stages.image.checks import check_decode
 from loaderkit.stages.image.formats import (

@@ -19,7 +19,8 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from loaderkit._internal.config.settings import PositiveRange, Range, around_zero, as_tuple
 from loaderkit.sources.base import Sample
-from loaderkit.stages.base import FieldNames, Image, StageArgs, StageKind
+from loaderkit.stages.base import FieldNames, Image, StageArgs
+from loaderkit.stages.context import StageKind
 from loaderkit.stages.image.alignment import check_masks, check_shapes, check_sizes
 from loaderkit.stages.image.ops import Crop, Flip, ImageOps, Rotate, Scale, VerticalFlip
 from loaderkit.stages.image.resize import Interpolation, ResampleJob, cut, resized

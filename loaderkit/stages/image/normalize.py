@@ -18,8 +18,8 @@ from loaderkit import native
 from loaderkit._internal.config.settings import as_tuple
 from loaderkit.engine.work import Stage
 from loaderkit.native import fallback
-from loaderkit.stages.base import BatchContext, FieldNames, SampleChunk, StageArgs, StageConfig, StageKind, image_names
-from loaderkit.stages.context import CompileContext, batch_error
+from loaderkit.stages.base import BatchContext, FieldNames, SampleChunk, StageArgs, StageConfig, image_names
+from loaderkit.stages.context import CompileContext, StageKind, batch_error
 from loaderkit.stages.image.ops import Finalizer
 from loaderkit.stages.values import describe
 

@@ -22,8 +22,8 @@ from loaderkit.engine.work import Stage
 from loaderkit.errors import StageError
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.random import key_of, uniforms
-from loaderkit.stages.base import AddError, SampleChunk, SampleFailure, StageArgs, StageConfig, StageKind, Starts
-from loaderkit.stages.context import CompileContext
+from loaderkit.stages.base import AddError, SampleChunk, SampleFailure, StageArgs, StageConfig, Starts
+from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.runner import FailureNamer, raise_store_failure
 from loaderkit.stages.sequence.chunk import PackedChunk
 from loaderkit.stages.values import as_tensor

@@ -14,8 +14,8 @@ from loaderkit._internal.system.cgroups import oom_kills
 from loaderkit.engine.process.shared_memory import Allocator, SharedArena, check_room
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.batches.plan import BatchPlan
-from loaderkit.pipeline.engine_factory import make_batch_plan
 from loaderkit.pipeline.execution_plan import compile_pipeline
+from loaderkit.pipeline.thread_engine import make_batch_plan
 from loaderkit.sampling.shard import Shard
 
 MIB = 2**20

@@ -32,8 +32,8 @@ from loaderkit.engine.process.connection import WorkerConnection
 from loaderkit.engine.remote.remote_process import RemoteProcess
 from loaderkit.errors import ConfigError, StageError, WorkerDiedError
 from loaderkit.pipeline.batches.plan import BatchPlan
-from loaderkit.pipeline.engine_factory import make_batch_plan
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
+from loaderkit.pipeline.thread_engine import make_batch_plan
 from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.shard import WHOLE, Shard
 

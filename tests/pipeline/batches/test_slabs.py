@@ -294,7 +294,7 @@ class TestNothingGrows:
         pipeline = Pipeline.files(tmp_path, include="*.jpg").read().decode().resize([64, 64]).batch(8)
         (tmp_path / "p.yaml").write_text(pipeline.to_yaml())
         program = (
-            "import json, os, sys, torch, loaderkit.pipeline.loader\n"
+            "import json, os, sys, torch, loaderkit.loader\n"
             "def resident():\n"
             "    return int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\n"
             "before, most = resident(), 0\n"
@@ -317,7 +317,7 @@ class TestNothingGrows:
         pipeline = Pipeline.files(photos, label="parent").shuffle(seed=0).read().decode().random_resized_crop(224)
         (tmp_path / "p.yaml").write_text(pipeline.batch(64).normalize().to_yaml())
         program = (
-            "import os, sys, torch, loaderkit.pipeline.loader\n"
+            "import os, sys, torch, loaderkit.loader\n"
             "def resident():\n"
             "    return int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\n"
             "torch.ones(8).sum()\n"

@@ -1,0 +1,152 @@
+"""From an `ExecutionPlan` to an engine of threads, in this process or in a worker process, and to the batches that it makes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from loaderkit.connectors.base import traits_of
+from loaderkit.engine.metrics.worker_clock import Clock
+from loaderkit.engine.process.shared_memory import Allocator
+from loaderkit.engine.threaded import ThreadEngine
+from loaderkit.pipeline.batches.assembler import BatchAssembler, BatchShape
+from loaderkit.pipeline.batches.cursor import BatchCursor
+from loaderkit.pipeline.batches.first_samples import Look, specs_of_all_parts, specs_of_first
+from loaderkit.pipeline.batches.memory import BatchMemory
+from loaderkit.pipeline.batches.packing import document_chunk, packed_chunk
+from loaderkit.pipeline.batches.plan import BatchPlan, MakeChunk
+from loaderkit.pipeline.execution_plan import ExecutionPlan
+from loaderkit.sampling.shard import Shard
+from loaderkit.sampling.token_mixture import TokenMixture
+from loaderkit.sources.base import Source
+from loaderkit.sources.iterable import IterableSource, Pass
+from loaderkit.sources.mixture import MixtureSource
+from loaderkit.stages.base import FieldSpec, SampleChunk
+from loaderkit.stages.image.formats import set_pillow_limits
+
+
+def make_thread_engine(plan: ExecutionPlan, clock: Clock, allocator: Allocator | None = None) -> ThreadEngine:
+    """An engine of threads of this process; `allocator` gives shared memory."""
+    prefetch, compiled = plan.config.prefetch, plan.compiled
+    return ThreadEngine(
+        make_batch_plan(plan, allocator),
+        compiled.stages,
+        compiled.pools,
+        timeout_s=prefetch.timeout,
+        raises=prefetch.on_timeout == "raise",
+        clock=clock,
+        counters=compiled.counters,
+    )
+
+
+def make_worker_engine(
+    plan: ExecutionPlan, reopen: Callable[[], Source] | None, limits: list[Any], allocator: Allocator, shard: Shard
+) -> ThreadEngine:
+    """The engine of a worker process; `reopen` opens the source there, if it was not sent. `limits`: Pillow's, as they are in
+    the trainer's process."""
+    set_pillow_limits(limits)
+    source = plan.source if reopen is None else reopen()
+    return make_thread_engine(replace(plan, source=source, shard=shard), time.perf_counter, allocator)
+
+
+def with_main(
+    of_main: Mapping[str, Any],
+    make: Callable[[Allocator, Shard], ThreadEngine],
+    allocator: Allocator,
+    shard: Shard,
+) -> ThreadEngine:
+    """The engine of a worker process, whose main module is given what the pipeline names there: "__main__:name"."""
+    vars(sys.modules["__main__"]).update(of_main)
+    return make(allocator, shard)
+
+
+def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> BatchPlan:
+    """The batches of a plan; `allocator` gives shared memory."""
+    config, compiled, shard, schedule = plan.config, plan.compiled, plan.shard, plan.schedule
+    batch, early, batching = config.batch, compiled.context.early_stream, plan.batching
+    most_samples = mean_samples = schedule.batch_size
+    if batching is not None:
+        most_samples, mean_samples = batching.most_samples, batching.mean_samples
+    shape = BatchShape(
+        most_samples,
+        batch.pad_value,
+        config.errors.on_bad_sample,
+        has_keys=_names_samples(plan),
+        marks_wrapped=schedule.world_size > 1 and not schedule.drop_last,
+        filters=config.filters,
+        skips_empty=config.skips_empty_batches,
+    )
+    # A mixture's `read` is several stages; those behind the ones that run here act on batches.
+    runs = compiled.context.sample_runs
+    look = Look([(stage.name, run) for stage, run in zip(compiled.stages, runs, strict=False)])
+    packing = plan.packing
+    make_chunk: MakeChunk = SampleChunk
+    make_single: MakeChunk = SampleChunk
+    if packing is not None:
+        make_chunk, make_single = partial(packed_chunk, packing), partial(document_chunk, packing)
+    return BatchPlan(
+        BatchCursor(
+            plan.order(),
+            schedule,
+            num_epochs=config.order.epochs,
+            shard=shard,
+            on_seek=compiled.on_seek,
+            batching=batching,
+        ),
+        BatchMemory(
+            most_samples,
+            shard.num_batches(config.prefetch.first_batches),
+            shard.num_bytes(config.prefetch.memory),
+            shard=shard,
+            pinned_for=plan.pinned_for or compiled.device,
+            allocator=allocator,
+            mean_samples=mean_samples,
+            num_tokens=None if batching is None else batch.tokens,
+        ),
+        BatchAssembler(
+            plan.source,
+            shape,
+            None if early is None else early.run,
+            packing=packing,
+            lengths_of=plan.mixture.lengths_of if isinstance(plan.mixture, TokenMixture) else None,
+        ),
+        key=plan.source.key,
+        find_specs=_find_specs(plan, make_single, look),
+        preparing=look.place,
+        make_chunk=make_chunk,
+        make_single=make_single,
+        sources_of=plan.source.numbers_of if isinstance(plan.source, MixtureSource) and packing is None else None,
+        batch_size=mean_samples,
+        whole_chunks=compiled.lowering is not None,
+        begin_pass=partial(Pass, plan.source, schedule=schedule, shard=shard)
+        if isinstance(plan.source, IterableSource)
+        else None,
+    )
+
+
+def _find_specs(
+    plan: ExecutionPlan, make_single: MakeChunk, run: Look
+) -> Callable[[Pass | None], Mapping[str, FieldSpec]]:
+    """How the fields of a batch are found."""
+    specs_of = plan.compiled.specs_of
+    num_tries = 16 + plan.config.errors.max_bad_samples
+    if isinstance(plan.source, MixtureSource):
+        # With one worker the user's functions are called by one thread.
+        at_once = [
+            part.name
+            for part, connector in zip(plan.source.parts, plan.connectors, strict=True)
+            if plan.num_workers > 1 and connector is not None and traits_of(connector).is_remote
+        ]
+        find = partial(specs_of_all_parts, num_tries=num_tries, make_chunk=make_single, at_once=at_once)
+        return partial(find, plan.source, run, specs_of)
+    return partial(specs_of_first, plan.source, run, specs_of, num_tries=num_tries, make_chunk=make_single)
+
+
+def _names_samples(plan: ExecutionPlan) -> bool:
+    """True if the loop or a batch stage gets the keys of a batch."""
+    output = plan.config.output
+    return output is None or "__key__" in output or any(stage.scope == "batch" for stage in plan.compiled.stages)

@@ -1,0 +1,62 @@
+"""No module imports itself through others, also where an import is deferred or for types only."""
+
+import random
+from pathlib import Path
+
+from import_graph import circle, import_graph
+
+import loaderkit
+
+_FORMS = (
+    "import {module}",
+    "from {package} import {last}",
+    "from {module} import name",
+    "from {module} import (\n    other,\n    name as mine,\n)",
+    "from ..{last_package} import {last}",
+    "from ..{last_package}.{last} import name",
+    "def function():\n    import {module}",
+    "class Class:\n    def method(self):\n        from {module} import name",
+    "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from {module} import name",
+    "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from {package} import {last}",
+    "import importlib\nmodule = importlib.import_module('{module}')",
+    "name = imported('{module}:name')",
+)
+
+
+def test_no_circle_among_imports() -> None:
+    graph = import_graph(Path(loaderkit.__file__).parent)
+    assert len(graph) > 100
+    found = circle(graph)
+    assert not found, f"a circle of imports: {' -> '.join([*found, found[0]])}"
+
+
+def test_the_graph_has_all_forms_of_imports(tmp_path: Path, rng: random.Random) -> None:
+    names = [f"made.{room}.{module}" for room in ("low", "high") for module in ("a", "b", "c", "d")]
+    for room in ("", "low", "high"):
+        (tmp_path / "made" / room).mkdir()
+        (tmp_path / "made" / room / "__init__.py").touch()
+    drawn: dict[str, set[str]] = {"made": set(), "made.low": set(), "made.high": set()}
+    for name in names:
+        drawn[name] = {other for other in names if other != name and rng.random() < 0.4}
+        lines = ['"""Of made."""', "import os", "from numpy import random"]
+        for other in drawn[name]:
+            package, _, last = other.rpartition(".")
+            form = rng.choice(_FORMS)
+            lines.append(form.format(module=other, package=package, last=last, last_package=package.split(".")[1]))
+        (tmp_path / Path(*name.split("."))).with_suffix(".py").write_text("\n".join(lines))
+
+    assert import_graph(tmp_path / "made") == drawn
+
+
+def test_a_circle_is_given_as_the_way_around_it(rng: random.Random) -> None:
+    for _ in range(100):
+        order = [f"m{number}" for number in rng.sample(range(8), 8)]
+        graph = {name: {lower for lower in order[:place] if rng.random() < 0.4} for place, name in enumerate(order)}
+        assert circle(graph) == []
+
+        low, high = sorted(rng.sample(range(8), 2))
+        graph[order[high]].add(order[low])
+        graph[order[low]].add(order[high])
+        found = circle(graph)
+        assert len({*found}) == len(found) > 1
+        assert all(following in graph[name] for name, following in zip(found, [*found[1:], found[0]], strict=True))

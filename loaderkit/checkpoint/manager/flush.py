@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from loaderkit._internal.packing import pack
 from loaderkit._internal.system.program_end import ProgramEndsError
 from loaderkit.checkpoint.discovery.description import Format
 from loaderkit.checkpoint.discovery.listing import url_below
@@ -26,7 +27,6 @@ from loaderkit.checkpoint.save.safetensors.export import ExportRule
 from loaderkit.checkpoint.save.safetensors.export_writer import ExportWriter
 from loaderkit.checkpoint.save.staging import HostCopies
 from loaderkit.connectors.base import Connector, traits_of
-from loaderkit.engine.remote.packing import pack
 from loaderkit.errors import ConfigError, printable
 
 logger = logging.getLogger("loaderkit")

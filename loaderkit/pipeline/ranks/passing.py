@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from loaderkit._internal import packing
 from loaderkit.engine.base import Engine
 from loaderkit.engine.contracts import Delivery, Executor
-from loaderkit.engine.remote import error_transport, packing
+from loaderkit.engine.remote import error_transport
 from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.work import WorkItem
 from loaderkit.errors import StageError

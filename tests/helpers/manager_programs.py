@@ -20,10 +20,10 @@ from torch.distributed.fsdp import fully_shard
 
 import loaderkit
 from loaderkit.checkpoint import RngState
-from loaderkit.checkpoint.ranks.group import default_store
 from loaderkit.connectors.base import writes_of
 from loaderkit.connectors.file import FileConnector
 from loaderkit.errors import CheckpointError, ConfigError, ConnectorError
+from loaderkit.ranks.store import default_store
 
 
 def training_state(rank: int, num_ranks: int, *, sharded: bool) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from loaderkit.checkpoint.discovery.verify import verify_checkpoint
 from loaderkit.checkpoint.manager.tiers import Tiers, warn_damaged
-from loaderkit.checkpoint.ranks.board import Board
 from loaderkit.checkpoint.restore.stateful import StateMismatchError
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError, PeerError
+from loaderkit.ranks.board import Board
 
 _DOING = "a checkpoint is restored"
 

@@ -22,7 +22,7 @@ from loaderkit.engine.remote import error_transport
 from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.work import WorkItem
 from loaderkit.errors import StageError
-from loaderkit.pipeline.ranks.channel import PeerChannel
+from loaderkit.ranks.channel import PeerChannel
 
 _HEAD_BYTES = 4096
 _LENGTH = struct.Struct("<Q")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from loaderkit.checkpoint.ranks.pieces import PieceClient, PieceServer, RemoteElements
 from loaderkit.checkpoint.save.tensor_bytes import TensorBytes
 from loaderkit.errors import PeerError
+from loaderkit.ranks.pieces import PieceClient, PieceServer, RemoteElements
 
 
 @pytest.fixture

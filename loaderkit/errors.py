@@ -17,7 +17,7 @@
     │       └── ChecksumError          the bytes are not those whose checksum is known
     ├── FormatError            the bytes are not what their format promises (also a ValueError)
     ├── CheckpointError        a checkpoint cannot be restored: partial, damaged, or not what is to be filled
-    │   └── PeerError              another rank, from which this one receives data, failed or died
+    ├── PeerError              another rank, with which this one shares a checkpoint or batches, failed or died
     ├── SourceError            the data set cannot be used: empty, no match, inconsistent
     ├── StageError             a stage failed on a sample or a batch; the cause is chained
     │   └── TooManyBadSamplesError   `errors.max_bad_samples` was passed
@@ -164,13 +164,14 @@ class CheckpointError(LoaderkitError):
         self.unexpected = unexpected
 
 
-class PeerError(CheckpointError):
+class PeerError(LoaderkitError):
     """Another rank failed, died or hung while ranks shared a checkpoint, or batches (`ranks: {share: broadcast}`); `ranks` are
-    those to blame, where they are known."""
+    those to blame, where they are known. `touched` names the tensors of a restore that have been written to already."""
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = (), touched: tuple[str, ...] = ()) -> None:
-        super().__init__(message, touched=touched)
+        super().__init__(message)
         self.ranks = ranks
+        self.touched = touched
 
 
 class SourceError(LoaderkitError):

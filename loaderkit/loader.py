@@ -23,8 +23,8 @@ from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.empty_batches import EmptyBatches
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
 from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle, open_metrics
-from loaderkit.pipeline.ranks.place import given_place, other_ranks, ranks_now
 from loaderkit.pipeline.source_accounts import SourceAccounts
+from loaderkit.ranks.place import given_place, other_ranks, ranks_now
 from loaderkit.sampling.mix_rules import with_later_changes
 from loaderkit.sampling.state import State
 from loaderkit.sources.iterable import IterableSource

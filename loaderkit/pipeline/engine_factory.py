@@ -44,9 +44,9 @@ def make_executor(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Exec
 def _make_shared_executor(plan: ExecutionPlan, clock: Clock) -> Executor:
     """An executor of which one rank has the workers."""
     # Late: only these need the connections of ranks.
-    from loaderkit.pipeline.ranks.channel import PeerChannel
     from loaderkit.pipeline.ranks.share_stages import ShareStages
     from loaderkit.pipeline.ranks.shared_executor import SharedExecutor
+    from loaderkit.ranks.channel import PeerChannel
 
     prefetch, place, later = plan.config.prefetch, plan.place, plan.trainer_stages
     raises = prefetch.on_timeout == "raise"

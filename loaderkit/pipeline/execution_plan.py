@@ -29,7 +29,8 @@ from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.executor_rule import with_executor
 from loaderkit.pipeline.inline_rule import why_inline
 from loaderkit.pipeline.opened import OpenedPipeline, order_of, orders_of
-from loaderkit.pipeline.ranks.place import Place, check_shared, given_place, is_shared, ranks_now
+from loaderkit.pipeline.ranks.share_check import check_shared, is_shared
+from loaderkit.ranks.place import Place, given_place, ranks_now
 from loaderkit.sampling.mix_rules import MixedSource
 from loaderkit.sampling.mixture import Mixture
 from loaderkit.sampling.schedule import (

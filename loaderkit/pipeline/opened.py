@@ -12,7 +12,8 @@ import torch
 
 from loaderkit.connectors.base import Connector
 from loaderkit.pipeline.config.model import ErrorsArgs, PipelineConfig
-from loaderkit.pipeline.ranks.place import Place, is_shared
+from loaderkit.pipeline.ranks.share_check import is_shared
+from loaderkit.ranks.place import Place
 from loaderkit.sampling.mixture import MixedOrder, Mixture
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.random import key_of

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from loaderkit._internal import packing
 from loaderkit._internal.dtypes import Bytes
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.tuning import PoolTuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.process.worker_process import WorkerProcess
-from loaderkit.engine.remote import packing
 from loaderkit.engine.remote.contracts import MakeProcess, WorkerSpec
 from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.engine.restarts import Restarts

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from loaderkit._internal.imports import import_named
+from loaderkit._internal.packing import pack
 from loaderkit.connectors.base import Connector
-from loaderkit.engine.remote.packing import pack
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES

@@ -11,9 +11,9 @@ import pytest
 
 from loaderkit._internal.system import program_end
 from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
-from loaderkit.checkpoint.ranks.pieces import PieceServer
 from loaderkit.checkpoint.save.owner import Heartbeat
 from loaderkit.connectors.call_pool import Call, CallPool
+from loaderkit.ranks.pieces import PieceServer
 
 
 @pytest.fixture

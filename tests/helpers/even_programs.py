@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import loaderkit
 from loaderkit.checkpoint import StreamWriter
-from loaderkit.checkpoint.ranks.board import Board
+from loaderkit.ranks.board import Board
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embedding": (2_001, 130), "wide": (2, 70_001), "long": (200_003,), "conv": (70, 33, 3, 3), "small": (1_000,),

@@ -20,10 +20,10 @@ from torch.distributed.fsdp import fully_shard
 
 import loaderkit
 from loaderkit.checkpoint import RngState
-from loaderkit.checkpoint.ranks.group import default_store
 from loaderkit.connectors.base import writes_of
 from loaderkit.connectors.file import FileConnector
-from loaderkit.errors import CheckpointError, ConfigError, ConnectorError
+from loaderkit.errors import CheckpointError, ConfigError, ConnectorError, PeerError
+from loaderkit.ranks.store import default_store
 
 
 def training_state(rank: int, num_ranks: int, *, sharded: bool) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def message_of(call: Callable[[], object]) -> str:
     """The type and text of the error that a call raises; "" for none."""
     try:
         call()
-    except (ConnectorError, CheckpointError, ConfigError) as error:
+    except (ConnectorError, CheckpointError, ConfigError, PeerError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -299,7 +299,7 @@ def leave_before_a_restore(rank: int, num_ranks: int, folder: Path, victim: int)
             if rank == victim:
                 raise ZeroDivisionError("the loss is nan")
             checkpoints.restore(state)
-    except (CheckpointError, ZeroDivisionError) as error:
+    except (CheckpointError, PeerError, ZeroDivisionError) as error:
         message = f"{type(error).__name__}: {error}"
     (folder / f"left-{rank}.json").write_text(json.dumps(message))
     if rank == victim:
@@ -324,7 +324,7 @@ def leave_by_an_error(rank: int, num_ranks: int, folder: Path, victim: int, flus
             if rank == victim:
                 raise ZeroDivisionError("the loss is nan")
             checkpoints.save(2, state)
-    except (CheckpointError, ZeroDivisionError) as error:
+    except (CheckpointError, PeerError, ZeroDivisionError) as error:
         message = f"{type(error).__name__}: {error}"
     said = [message, sorted(path.name for path in (run / "to").glob("step-*"))]
     (folder / f"left-{rank}.json").write_text(json.dumps(said))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from manager_programs import train_step, training_state
 
 import loaderkit
-from loaderkit.checkpoint.ranks.group import default_store
+from loaderkit.ranks.store import default_store
 
 
 def held() -> dict[str, int]:

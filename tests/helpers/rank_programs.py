@@ -307,7 +307,7 @@ def refuse_values(rank: int, num_ranks: int, folder: Path, kind: str) -> None:
             load(into, storage_reader=StreamReader(folder / "dcp"))
     except CheckpointException as error:
         caught = error.failures[rank][0] if rank in error.failures else None
-    except loaderkit.errors.CheckpointError as error:
+    except (loaderkit.errors.CheckpointError, loaderkit.errors.PeerError) as error:
         caught = error
     told = [type(caught).__name__, str(caught), getattr(caught, "touched", None), bool(into["w"].any())]
     (folder / f"refused-{kind}-{rank}").write_text(json.dumps(told))

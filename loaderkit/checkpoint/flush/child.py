@@ -65,9 +65,9 @@ def _received(connection: Connection[Any, Any]) -> bytes:
 
 def _serve(connection: Connection[Any, Any], send: Any) -> None:
     make, level = pickle.loads(_received(connection))  # noqa: S301 - of our own process
+    from loaderkit._internal.packing import unpack
     from loaderkit.checkpoint.flush.shared_pages import MappedPages
     from loaderkit.engine.remote.error_transport import pack_error
-    from loaderkit.engine.remote.packing import unpack
 
     _forward_logs(send, level)
     memory = MappedPages()

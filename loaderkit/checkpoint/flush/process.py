@@ -18,13 +18,13 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from loaderkit._internal.packing import pack
 from loaderkit._internal.system.child_process import ChildProcess, how_it_ended
 from loaderkit._internal.system.descriptors import FIRST_FREE, memory_file
 from loaderkit.checkpoint.flush import child
 from loaderkit.checkpoint.flush.shared_pages import SharedPages
 from loaderkit.checkpoint.flush.transport import pack_state
 from loaderkit.engine.remote.error_transport import unpack_error
-from loaderkit.engine.remote.packing import pack
 from loaderkit.errors import CheckpointError, ConfigError
 
 _POLL_S = 1.0

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from loaderkit._internal.packing import pack
 from loaderkit._internal.system.program_end import ProgramEndsError
 from loaderkit.checkpoint.discovery.description import Format
 from loaderkit.checkpoint.discovery.listing import url_below
@@ -20,14 +21,13 @@ from loaderkit.checkpoint.flush.transport import ReceivedCopies
 from loaderkit.checkpoint.manager.directory import step_name
 from loaderkit.checkpoint.manager.saving import KeptPlan, messages_of, write_checkpoint
 from loaderkit.checkpoint.manager.settings import CopyArgs
-from loaderkit.checkpoint.ranks.board import Board, BoardAddress
 from loaderkit.checkpoint.save.dcp_writer import StreamWriter
 from loaderkit.checkpoint.save.safetensors.export import ExportRule
 from loaderkit.checkpoint.save.safetensors.export_writer import ExportWriter
 from loaderkit.checkpoint.save.staging import HostCopies
 from loaderkit.connectors.base import Connector, traits_of
-from loaderkit.engine.remote.packing import pack
 from loaderkit.errors import ConfigError, printable
+from loaderkit.ranks.board import Board, BoardAddress
 
 logger = logging.getLogger("loaderkit")
 

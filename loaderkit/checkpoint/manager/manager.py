@@ -23,14 +23,14 @@ from loaderkit.checkpoint.manager.restoring import restore_newest
 from loaderkit.checkpoint.manager.saving import Saving, messages_of, wait_for_others
 from loaderkit.checkpoint.manager.settings import save_settings
 from loaderkit.checkpoint.manager.tiers import Tiers
-from loaderkit.checkpoint.ranks.board import Board, board_with_address, open_board
-from loaderkit.checkpoint.ranks.group import default_store
 from loaderkit.checkpoint.restore.stateful import restore_state
 from loaderkit.checkpoint.save.safetensors.writer import check_plain_state, model_config_of
 from loaderkit.checkpoint.state import leaves_of, resolve
 from loaderkit.checkpoint.structure import OWN_KEY, saved_objects, saved_structure
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, ClosedError, ConfigError
+from loaderkit.ranks.board import Board, board_with_address, open_board
+from loaderkit.ranks.store import default_store
 
 logger = logging.getLogger("loaderkit")
 _SECONDS = ("waiting_s", "staging_s", "flush_s", "hashing_s", "writing_s", "syncing_s", "commit_s")

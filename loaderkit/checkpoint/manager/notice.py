@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from loaderkit.checkpoint.ranks.board import Board
 from loaderkit.errors import ConfigError
+from loaderkit.ranks.board import Board
 
 logger = logging.getLogger("loaderkit")
 

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from loaderkit.checkpoint.discovery.verify import verify_checkpoint
 from loaderkit.checkpoint.manager.tiers import Tiers, warn_damaged
-from loaderkit.checkpoint.ranks.board import Board
 from loaderkit.checkpoint.restore.stateful import StateMismatchError
 from loaderkit.connectors.base import Connector
-from loaderkit.errors import CheckpointError, ConnectorError, FormatError, PeerError
+from loaderkit.errors import CheckpointError, ConnectorError, FormatError
+from loaderkit.ranks.board import Board
 
 _DOING = "a checkpoint is restored"
 
@@ -98,8 +98,8 @@ def _says_damaged(error: BaseException) -> bool:
     """True for an error that a damaged checkpoint gives."""
     if isinstance(error, CheckpointException):
         return any(_says_damaged(inner) for inner, _ in error.failures.values())
-    others = (PeerError, StateMismatchError)
-    return isinstance(error, (CheckpointError, FormatError, ConnectorError)) and not isinstance(error, others)
+    is_checked = isinstance(error, (CheckpointError, FormatError, ConnectorError))
+    return is_checked and not isinstance(error, StateMismatchError)
 
 
 def _has_failed(board: Board | None, about: str, error: BaseException | None) -> bool:

@@ -31,9 +31,9 @@ from loaderkit._internal.system.program_end import ProgramEndsError, start_threa
 from loaderkit.checkpoint.manager.layout import LayoutPlanner
 from loaderkit.checkpoint.planning.division import Ranks
 from loaderkit.checkpoint.planning.held import Held, Unlike, check_alike, shared, without_unlike
-from loaderkit.checkpoint.ranks.board import Board
 from loaderkit.checkpoint.save.dcp_writer import Local, Share, StreamWriter
 from loaderkit.errors import CheckpointError
+from loaderkit.ranks.board import Board
 
 logger = logging.getLogger("loaderkit")
 _FAREWELL_S = 5.0

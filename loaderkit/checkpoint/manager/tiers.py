@@ -19,7 +19,6 @@ from loaderkit.checkpoint.discovery.latest import is_there
 from loaderkit.checkpoint.manager.directory import RunDirectory, step_name
 from loaderkit.checkpoint.manager.settings import SaveSettings
 from loaderkit.checkpoint.manager.uploads import Uploads
-from loaderkit.checkpoint.ranks.board import Board
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import (
     AccessDeniedError,
@@ -30,6 +29,7 @@ from loaderkit.errors import (
     ObjectNotFoundError,
     printable,
 )
+from loaderkit.ranks.board import Board
 
 logger = logging.getLogger("loaderkit")
 _CLAIM = "loaderkit-local.json"  # in the local directory: whose it is

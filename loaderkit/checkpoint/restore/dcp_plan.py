@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
+from loaderkit._internal.system.machine import machine
 from loaderkit.checkpoint.contents import SMALL_ARCHIVE, Checkpoint, ShardId, TensorShard, strides_of
-from loaderkit.checkpoint.ranks.group import machine
-from loaderkit.checkpoint.ranks.ranges import NeededRange, Ranks, overlap
 from loaderkit.checkpoint.transfer.layout import ReadLimits, box_spans
+from loaderkit.checkpoint.transfer.shared_ranges import NeededRange, Ranks, overlap
 
 Shape = tuple[int, ...]
 

@@ -27,7 +27,6 @@ from torch.futures import Future
 from loaderkit._internal.garbage import collector_off
 from loaderkit.checkpoint.contents import Checkpoint, ShardId, TensorShard
 from loaderkit.checkpoint.discovery.manifest import Verify
-from loaderkit.checkpoint.ranks.group import RankGroup, default_store
 from loaderkit.checkpoint.restore.dcp_plan import SharePlan, shared_ranges, with_machine, with_share_plans
 from loaderkit.checkpoint.restore.multi_rank import TIMEOUT_S, RestoreSession
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
@@ -38,6 +37,8 @@ from loaderkit.checkpoint.transfer.stages import wait_for_queued
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.metrics import Stats
 from loaderkit.errors import CheckpointError, ConfigError, PeerError
+from loaderkit.ranks.group import RankGroup
+from loaderkit.ranks.store import default_store
 
 logger = logging.getLogger("loaderkit")
 

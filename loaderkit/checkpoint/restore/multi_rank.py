@@ -18,19 +18,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from loaderkit._internal.system.machine import machine
 from loaderkit.checkpoint.contents import Checkpoint, TensorShard
 from loaderkit.checkpoint.discovery.manifest import needed_objects
-from loaderkit.checkpoint.ranks.exchange import RankExchange, common_limits, run_in_thread
-from loaderkit.checkpoint.ranks.group import RankGroup, check_same, default_store, machine
-from loaderkit.checkpoint.ranks.ranges import NeededRange, Ranks
 from loaderkit.checkpoint.restore.requests import new_tensors
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.restore.task import Progress, Restored, RestoreTask, slowest_object
+from loaderkit.checkpoint.transfer.exchange import RankExchange, common_limits, run_in_thread
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
 from loaderkit.checkpoint.transfer.plan import limits_of
 from loaderkit.checkpoint.transfer.session import num_workers_of
+from loaderkit.checkpoint.transfer.shared_ranges import NeededRange, Ranks
 from loaderkit.engine.metrics import Stats
-from loaderkit.errors import ConfigError
+from loaderkit.errors import CheckpointError, ConfigError
+from loaderkit.ranks.group import RankGroup
+from loaderkit.ranks.store import default_store
 
 TIMEOUT_S = 300.0  # for which a rank waits for another
 _HALVES = 2  # of a rank's memory: one for reading, one for what is received
@@ -110,8 +112,8 @@ class RestoreSession:
             "layouts": [[name, s.offsets, s.start, s.length, s.strides] for (name, _), s in mine.items()],
         }
         received = [json.loads(data) for data in group.exchange(json.dumps(sent).encode())]
-        check_same(group, "the checkpoint", [item["checkpoint"] for item in received])
-        check_same(group, "what to restore", [item["about"] for item in received])
+        _check_same(group, "the checkpoint", [item["checkpoint"] for item in received])
+        _check_same(group, "what to restore", [item["about"] for item in received])
         archives = {(name, shard.offsets): shard for name, shard in shards}
         plain = {}
         for item in received:
@@ -255,3 +257,13 @@ def _digest(source: OpenCheckpoint) -> str:
     contents = source.contents
     sizes = sorted((info.key[len(contents.prefix) :], info.size) for info in needed_objects(contents))
     return hashlib.sha256(json.dumps([contents.format, sizes, bool(source.checksums)]).encode()).hexdigest()
+
+
+def _check_same(group: RankGroup, what: str, received: Sequence[Any]) -> None:
+    """Raise CheckpointError unless all ranks sent the same."""
+    different = [group.global_ranks[n] for n, item in enumerate(received) if item != received[0]]
+    if different:
+        raise CheckpointError(
+            f"the ranks do not agree on {what}: rank {different[0]} differs from rank {group.global_ranks[0]}; nothing was "
+            "written. All ranks must pass the same arguments and the same checkpoint"
+        )

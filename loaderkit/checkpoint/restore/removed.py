@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from loaderkit.checkpoint.discovery.latest import check_whole, is_there, latest, prefix_of
 from loaderkit.checkpoint.discovery.locate import NothingThereError
 from loaderkit.connectors.base import Connector
-from loaderkit.errors import STORE_FAILURES, CheckpointError, ConnectorError, FormatError, PeerError, printable
+from loaderkit.errors import STORE_FAILURES, CheckpointError, ConnectorError, FormatError, printable
 
 logger = logging.getLogger("loaderkit")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -31,7 +31,7 @@ def past_removals(restore: F) -> F:
         for number in range(_MAX_REMOVED):
             try:
                 return restore(url, *args, **kwargs)
-            except (PeerError, *STORE_FAILURES):
+            except STORE_FAILURES:
                 raise
             except (CheckpointError, FormatError, ConnectorError) as error:
                 is_last = number == _MAX_REMOVED - 1 or kwargs.get("world_size") not in (None, 1)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from loaderkit._internal.system.machine import machine
 from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
-from loaderkit.checkpoint.ranks.group import machine
 from loaderkit.errors import ConnectorError
 
 MAX_SILENCE_S = 900.0

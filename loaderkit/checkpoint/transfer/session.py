@@ -26,7 +26,7 @@ from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.pools import plan_pools
 from loaderkit.engine.threaded import ThreadEngine
-from loaderkit.errors import CheckpointError, ConfigError
+from loaderkit.errors import CheckpointError, ConfigError, PeerError
 
 _REMOTE_WORKERS = 16
 _SPLITTING_WORKERS = 8  # each has several requests in flight
@@ -205,7 +205,7 @@ class TransferSession:
 def name_touched(error: BaseException, names: set[str]) -> None:
     """Add to an error the names of the caller's tensors that were written to before it."""
     touched = tuple(sorted(names.copy()))  # a worker that hangs may still add to the set
-    if isinstance(error, CheckpointError):
+    if isinstance(error, (CheckpointError, PeerError)):
         error.touched = touched
     if touched:
         listed = ", ".join(touched[:5]) + (f" and {len(touched) - 5} more" if len(touched) > 5 else "")

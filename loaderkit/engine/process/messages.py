@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loaderkit._internal.dtypes import Bytes
+from loaderkit._internal.packing import pack, unpack
 from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
 from loaderkit.engine.remote import error_transport
-from loaderkit.engine.remote.packing import pack, unpack
 
 _INLINE_BODY = 8192  # a longer body is sent through the arena: a socket holds only about 200 kB
 _ALIGNMENT = 64

@@ -20,6 +20,7 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
+from loaderkit._internal.packing import unpack
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.stalls import NETWORK, WaitSegment
 from loaderkit.engine.ray.actor import MOST_CALLS
@@ -33,7 +34,6 @@ from loaderkit.engine.ray.surroundings import boot_id
 from loaderkit.engine.remote.contracts import ReceivedBatch
 from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.remote.error_transport import PackedError, unpack_error
-from loaderkit.engine.remote.packing import unpack
 from loaderkit.engine.watchdog import HangReport
 from loaderkit.errors import ClosedError, ConfigError
 

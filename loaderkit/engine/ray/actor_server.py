@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from loaderkit._internal.packing import pack, unpack
 from loaderkit.engine.ray.messages import ActorSpec, PackedBatch, PackedEngine
 from loaderkit.engine.remote.batch_server import BatchServer, unsendable, without_result
-from loaderkit.engine.remote.packing import pack, unpack
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.errors import ConfigError
 from loaderkit.sampling.shard import Shard

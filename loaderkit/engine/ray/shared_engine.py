@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import ray
 
+from loaderkit._internal.packing import pack
 from loaderkit.engine.ray.connection import Connection
 from loaderkit.engine.ray.messages import PackedEngine
-from loaderkit.engine.remote.packing import pack
 from loaderkit.errors import ClosedError
 
 _MOST_BYTES = 100 * 1024  # Ray would put a larger argument into the object store for each call anew

@@ -12,11 +12,11 @@ from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
+from loaderkit._internal.packing import pack
 from loaderkit.engine.metrics import stalls, trace
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.remote.delivery import Delivered
-from loaderkit.engine.remote.packing import pack
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.engine.watchdog import HangReport
 from loaderkit.engine.work import WorkItem

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from loaderkit._internal import packing
 from loaderkit.engine.base import Engine
 from loaderkit.engine.contracts import Delivery, Executor
-from loaderkit.engine.remote import error_transport, packing
+from loaderkit.engine.remote import error_transport
 from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.work import WorkItem
 from loaderkit.errors import StageError
-from loaderkit.pipeline.ranks.channel import PeerChannel
+from loaderkit.ranks.channel import PeerChannel
 
 _HEAD_BYTES = 4096
 _LENGTH = struct.Struct("<Q")

@@ -33,9 +33,9 @@ from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.work import SourceCounts
 from loaderkit.errors import ClosedError, PeerError, StallTimeout
 from loaderkit.pipeline.ranks import passing
-from loaderkit.pipeline.ranks.channel import PeerChannel
 from loaderkit.pipeline.ranks.passing import Passed
 from loaderkit.pipeline.ranks.share_stages import ShareStages, cut_wait
+from loaderkit.ranks.channel import PeerChannel
 from loaderkit.sampling.schedule import BatchSampler
 
 _NUM_READY = 2  # batches that wait for the loop: while it uses one, another may come late

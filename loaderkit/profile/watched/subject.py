@@ -7,13 +7,13 @@ from typing import Any
 
 from loaderkit.engine.metrics import Stats
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.ranks.place import ranks_now
 from loaderkit.profile.build import ReportSubject
 from loaderkit.profile.recording import ProfiledLoader
 from loaderkit.profile.report_parts import VerdictPart
 from loaderkit.profile.watched.recorder import Recorder
 from loaderkit.profile.watched.rules import diagnose_watched
 from loaderkit.profile.watched.stats import WatchedStats
+from loaderkit.ranks.place import ranks_now
 
 
 def watched_subject(recorder: Recorder, name: str) -> ProfiledLoader:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from loaderkit.checkpoint.manager.notice import SignalNotice, StepAgreement
-from loaderkit.checkpoint.ranks.board import Board
 from loaderkit.errors import ConfigError
+from loaderkit.ranks.board import Board
 
 
 def forked(work: Callable[[], None]) -> int:

@@ -16,6 +16,7 @@ import torch
 from numbers_dataset import numbers
 
 import loaderkit
+from loaderkit._internal.packing import pack
 from loaderkit.engine.metrics.stalls import WaitSegment
 from loaderkit.engine.ray import cluster, surroundings
 from loaderkit.engine.ray.actor_server import ActorServer
@@ -24,7 +25,6 @@ from loaderkit.engine.ray.cluster import RaySettings
 from loaderkit.engine.ray.messages import ActorSpec, PackedEngine
 from loaderkit.engine.ray.object_memory import ObjectMemory
 from loaderkit.engine.remote.delivery import Delivered
-from loaderkit.engine.remote.packing import pack
 from loaderkit.errors import ConfigError
 from loaderkit.native.identity import identity
 from loaderkit.sampling.shard import Shard

@@ -22,7 +22,6 @@ from loaderkit.checkpoint.formats.state_file import MODEL_CONFIG, STATE, StateFi
 from loaderkit.checkpoint.names import flatten
 from loaderkit.checkpoint.planning.boxes import Box
 from loaderkit.checkpoint.planning.held import DescribedPlan
-from loaderkit.checkpoint.ranks.pieces import Address, PieceClient, PieceServer, RemoteElements
 from loaderkit.checkpoint.save.engine import SavedFile
 from loaderkit.checkpoint.save.file_plan import BytesItem, ElementsItem, ElementSource, FilePlan
 from loaderkit.checkpoint.save.safetensors.assembled import AssembledElements
@@ -47,6 +46,7 @@ from loaderkit.checkpoint.save.safetensors.layout import (
 from loaderkit.checkpoint.save.tensor_bytes import TensorBytes, plain_tensor
 from loaderkit.checkpoint.transfer.stages import wait_for_queued
 from loaderkit.errors import CheckpointError, ConfigError
+from loaderkit.ranks.pieces import Address, PieceClient, PieceServer, RemoteElements
 
 _ALIGNMENT = 64  # of the first tensor, so that no element lies in two parts of a file
 _MAX_LEAVES = 100_000_000

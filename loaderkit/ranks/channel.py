@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loaderkit.checkpoint.ranks.group import default_store
 from loaderkit.errors import ClosedError, ConfigError, PeerError
+from loaderkit.ranks.store import default_store, listed, own_connection
 
 if dist.is_available():  # not in every build of torch
     from torch.distributed import distributed_c10d as c10d
@@ -75,10 +75,8 @@ class PeerChannel:
     def begin(self) -> None:
         """Agree with the others which connections are meant: on every rank the n-th of these ranks and this name, as they take
         the same steps. Raises ConfigError without torch.distributed."""
-        default = default_store()
-        clone = getattr(default, "clone", None)  # from torch 2.8 on; calls of one client exclude one another
         digest = blake2b(repr((self.peers, self._name)).encode(), digest_size=12).hexdigest()
-        root = c10d.PrefixStore(f"loaderkit/share/{digest}", default if clone is None else clone())
+        root = own_connection(default_store(), f"loaderkit/share/{digest}")
         self._store = c10d.PrefixStore(str(root.add(f"times/{self.number}", 1)), root)
         self._store.set(f"beat/{self.number}", "0")
         watcher = threading.Thread(target=self._watch, name="loaderkit-share-watch", daemon=True)
@@ -99,7 +97,7 @@ class PeerChannel:
             gloo = dist.ProcessGroupGloo(store, self.number, len(self.peers), timedelta(seconds=_CONNECT_S))
         except RuntimeError as error:
             raise self.failure or PeerError(
-                f"the ranks {_listed(self.peers)} could not be connected to pass on batches: {error}. GLOO_SOCKET_IFNAME "
+                f"the ranks {listed(self.peers)} could not be connected to pass on batches: {error}. GLOO_SOCKET_IFNAME "
                 "names the network to use; with `ranks: {share: read}` each rank reads for itself"
             ) from error
         with self._lock:
@@ -121,13 +119,13 @@ class PeerChannel:
             waited_s, absent = time.monotonic() - begin_s, [self.peers[n] for n in missing]
             if waited_s > self._begin_s:
                 raise PeerError(
-                    f"rank {_listed(absent)} did not begin to iterate within {self._begin_s:g} s, and needs the same batches "
+                    f"rank {listed(absent)} did not begin to iterate within {self._begin_s:g} s, and needs the same batches "
                     f"as rank {self.peers[self.number]} (ranks.share: broadcast): have all ranks of a group iterate",
                     ranks=tuple(absent),
                 )
             if waited_s > warn_s:
                 warn_s += self._warn_s
-                logger.warning("no batch for %.0f s: rank %s has not begun to iterate", waited_s, _listed(absent))
+                logger.warning("no batch for %.0f s: rank %s has not begun to iterate", waited_s, listed(absent))
             if may_leave and self._has_left.is_set():
                 raise _closed()
             self._has_left.wait(poll_s) if may_leave else time.sleep(poll_s)
@@ -292,14 +290,10 @@ class PeerChannel:
     def _blame(self, peer: int, reason: str) -> PeerError:
         rank, what, own = self.peers[peer], "reads" if peer == 0 else "gets", self.peers[self.number]
         needed = "" if peer == self.number else f"it {what} the batches that rank {own} needs, "
-        text = f"rank {rank} {reason} ({needed}ranks.share: broadcast among {_listed(self.peers)})"
+        text = f"rank {rank} {reason} ({needed}ranks.share: broadcast among {listed(self.peers)})"
         self._reasons[text] = (peer, reason)
         return PeerError(text, ranks=(rank,))
 
 
 def _closed() -> ClosedError:
     return ClosedError("the loader was closed while a batch was awaited")
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

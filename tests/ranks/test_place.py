@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.ranks.place import Place, place_in_mesh
+from loaderkit.ranks.place import Place, place_in_mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ("pp", "dp_replicate", "dp_shard", "tp")

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
-from loaderkit.checkpoint.ranks.group import default_store
 from loaderkit.errors import ConfigError, PeerError
+from loaderkit.ranks.store import default_store, listed, own_connection
 
 if dist.is_available():
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -188,8 +188,7 @@ class Board:
 
     def _blame(self, numbers: Sequence[int], reason: str, doing: str) -> PeerError:
         ranks = tuple(self.global_ranks[number] for number in numbers)
-        listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-        return PeerError(f"rank{'s' if len(ranks) > 1 else ''} {listed} {reason} (while {doing})", ranks=ranks)
+        return PeerError(f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} {reason} (while {doing})", ranks=ranks)
 
 
 def _reason(error: BaseException) -> str:
@@ -244,7 +243,6 @@ def board_with_address(board: Board) -> Board:
 def open_board(name: str, process_group: Any = None, *, timeout_s: float) -> Board:
     """The board `name`, which every rank of the group names alike. Raises ConfigError without torch.distributed."""
     store = default_store()
-    clone = getattr(store, "clone", None)  # from torch 2.8 on
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    own = c10d.PrefixStore(f"loaderkit/{name}", store if clone is None else clone())
+    own = own_connection(store, f"loaderkit/{name}")
     return Board(own, dist.get_rank(process_group), ranks, timeout_s=timeout_s, server=store)

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loaderkit._internal.system.machine import machine
 from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
-from loaderkit.checkpoint.ranks.group import machine
 from loaderkit.errors import PeerError
 
 logger = logging.getLogger("loaderkit")

@@ -14,8 +14,8 @@ from checkpoint_states import save_dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loaderkit.checkpoint.ranks.ranges import NeededRange, assign_owners, overlap
 from loaderkit.checkpoint.transfer.layout import ReadLimits
+from loaderkit.checkpoint.transfer.shared_ranges import NeededRange, assign_owners, overlap
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.matrix(1)]
 

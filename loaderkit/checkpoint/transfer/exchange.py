@@ -22,14 +22,14 @@ import torch
 from loaderkit._internal.cuda_streams import DeviceStreams
 from loaderkit._internal.host_pages import HostPins
 from loaderkit.checkpoint.contents import Checksums
-from loaderkit.checkpoint.ranks.group import RankGroup
-from loaderkit.checkpoint.ranks.ranges import NeededRange, OwnedRange, assign_owners
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
 from loaderkit.checkpoint.transfer.plan import PreparedRead, ReadRequest, ReadTotals
 from loaderkit.checkpoint.transfer.session import TransferSession
+from loaderkit.checkpoint.transfer.shared_ranges import NeededRange, OwnedRange, assign_owners
 from loaderkit.checkpoint.transfer.stages import place_span
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.engine.metrics import Stats
+from loaderkit.ranks.group import RankGroup
 
 _JOIN_S = 15.0  # more than the engine waits for workers that hang
 

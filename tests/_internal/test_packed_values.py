@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from loaderkit.engine.remote.packing import pack, unpack
+from loaderkit._internal.packing import pack, unpack
 
 PLAIN = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,

@@ -17,8 +17,6 @@ from loaderkit.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from loaderkit.pipeline.config.model import PipelineConfig
-
 DATA_DIMS = ("dp_replicate", "dp_shard")
 """The dimensions of a mesh that share out the samples, if none are named."""
 
@@ -87,28 +85,6 @@ def place_in_mesh(mesh: DeviceMesh, data_dims: str | Sequence[str]) -> Place:
         index.append(own if name in chosen else slice(None))
     peers = tuple(mesh.mesh[tuple(index)].flatten().tolist())
     return Place(rank, world_size, peers, peers.index(dist.get_rank()))
-
-
-def is_shared(config: PipelineConfig, place: Place) -> bool:
-    """True if one rank reads for several."""
-    return config.ranks.share == "broadcast" and len(place.peers) > 1
-
-
-def check_shared(config: PipelineConfig, place: Place) -> None:
-    """Raise ConfigError where one rank is to read for several, and the stages cannot."""
-    if not is_shared(config, place):
-        return
-    if config.prefetch.executor == "inline":
-        raise ConfigError(
-            "ranks.share: broadcast passes batches on by a thread, and prefetch.executor: inline has none: use thread or "
-            "process, or share: read"
-        )
-    for stage in config.all_stages:
-        if stage.kind == "decode" and getattr(stage.args, "device", None) == "gpu":
-            raise ConfigError(
-                f"stages.{stage.name}.device: tensors on a GPU are not passed on to other ranks: use `device: cpu`, or "
-                "ranks: {share: read}"
-            )
 
 
 def _listed(ranks: Sequence[int]) -> str:

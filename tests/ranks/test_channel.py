@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.ranks import channel
-from loaderkit.pipeline.ranks.channel import PeerChannel
+from loaderkit.ranks import channel
+from loaderkit.ranks.channel import PeerChannel
 
 
 class MeanwhileStore:

@@ -8,7 +8,6 @@ theirs. A rank that died writes nothing: it is the one that does not answer the 
 from __future__ import annotations
 
 import hashlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,24 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loaderkit.errors import CheckpointError, ConfigError, PeerError
+from loaderkit.errors import PeerError
+from loaderkit.ranks.store import listed
 
 if dist.is_available():  # not in every build of torch
     from torch.distributed import distributed_c10d as c10d
 
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _POLL_S = 0.5  # between looks into the store
 _ANSWER_S = 5.0  # for the others to answer a liveness check
 _FAREWELL_S = 2.0
-
-
-def machine() -> str:
-    """An identity of this machine, the same in all of its containers, which share its memory."""
-    try:
-        with open(_BOOT_ID, encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 class RankGroup:
@@ -200,9 +190,8 @@ class RankGroup:
 
     def _blame(self, blamed: Sequence[int], reason: str) -> PeerError:
         ranks = tuple(self.global_ranks[n] for n in blamed)
-        listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
         return PeerError(
-            f"rank{'s' if len(ranks) > 1 else ''} {listed} {reason}. This rank has not received all its bytes",
+            f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} {reason}. This rank has not received all its bytes",
             ranks=ranks,
         )
 
@@ -210,22 +199,3 @@ class RankGroup:
 def _short(error: BaseException) -> str:
     """The first sentence of a message of gloo, without the source line."""
     return str(error).rpartition("] ")[2].partition(". ")[0][:200] or type(error).__name__
-
-
-def default_store() -> Any:
-    """The store of torch.distributed. Raises ConfigError without one."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise ConfigError(
-            "ranks are given, and torch.distributed is not initialised: call torch.distributed.init_process_group('gloo') first"
-        )
-    return c10d._get_default_store()  # there is no public name for it; torch's own packages use this one
-
-
-def check_same(group: RankGroup, what: str, received: Sequence[Any]) -> None:
-    """Raise CheckpointError unless all ranks sent the same."""
-    different = [group.global_ranks[n] for n, item in enumerate(received) if item != received[0]]
-    if different:
-        raise CheckpointError(
-            f"the ranks do not agree on {what}: rank {different[0]} differs from rank {group.global_ranks[0]}; nothing was "
-            "written. All ranks must pass the same arguments and the same checkpoint"
-        )

@@ -1,1 +1,0 @@
-"""Several ranks: their connections, which of them reads which byte range, and how they exchange the bytes."""

@@ -139,7 +139,8 @@ def _program_of(words: list[str]) -> dict[str, Any] | None:
 def _read_early(variables: Any) -> dict[bytes, bytes]:
     """What a fork could not change of an environment any more."""
     early = tuple(map(os.fsencode, _READ_EARLY))
-    others = (b"PYTHONPATH", b"KMP_DUPLICATE_LIB_OK")  # threadpoolctl sets the latter where it is imported, here and there
+    # The latter is set by importing threadpoolctl, here and there.
+    others = (b"PYTHONPATH", b"KMP_DUPLICATE_LIB_OK")
     return {name: variables[name] for name in variables if name.startswith(early) and name not in others}
 
 

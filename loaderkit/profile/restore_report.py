@@ -13,7 +13,7 @@ from typing import Any, Literal
 from loaderkit.checkpoint.transfer.session import TransferSession
 from loaderkit.connectors.base import BulkConnector, Connector, counters_of
 from loaderkit.connectors.page_cache import cached_share, evict, parts_of
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.tensor_loader import TensorLoader

@@ -17,8 +17,8 @@ from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.snapshot import StageStats
-from loaderkit.engine.metrics.stats import Stats
 from loaderkit.errors import ClosedError
 from loaderkit.pipeline import process_move
 from loaderkit.pipeline.execution_plan import compile_pipeline

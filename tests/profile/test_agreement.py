@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from num_examples import num_examples
 
 from loaderkit import Pipeline
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.interval import Interval
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
-from loaderkit.engine.metrics.interval import Interval
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from loaderkit.profile.build import ReportFacts, make_report, pipeline_subject

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from loaderkit._internal.version import __version__
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.ray.actor import GROUPS, ORDERS, LoadingActor
 from loaderkit.engine.ray.actor_death import actor_death
 from loaderkit.engine.ray.actor_inbox import ActorInbox, say_place
@@ -174,7 +174,7 @@ class ActorProcess:
             arguments = tuple(at_s if at_s is None else at_s + offset_s for at_s in arguments)
         with self._asking:
             answer = self._ask(question, arguments)
-        if isinstance(answer, Stats):
+        if isinstance(answer, Snapshot):
             return stats_here(answer, offset_s)
         if question == "recorded" and answer is not None and answer[1] is not None:
             return answer[0], lane_here(answer[1], offset_s)

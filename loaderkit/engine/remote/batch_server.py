@@ -14,7 +14,7 @@ from typing import Any
 
 from loaderkit._internal.packing import pack
 from loaderkit.engine.metrics import stalls, trace
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.threaded import ThreadEngine
@@ -154,7 +154,7 @@ class BatchServer:
         num_bytes = None if memory_bytes is None else self._shard.num_bytes(memory_bytes)
         return _refusal(lambda: self._engine.set_depth(batches, num_bytes))
 
-    def stats(self, waiting_since_s: float | None, at_s: float | None) -> Stats:
+    def stats(self, waiting_since_s: float | None, at_s: float | None) -> Snapshot:
         """The engine's counters up to `at_s`; `waits_s` is the trainer's open wait, if any."""
         self._engine.waits.begin(waiting_since_s)
         stats = self._engine.stats(Tuning(), 0, at_s)

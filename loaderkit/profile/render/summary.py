@@ -146,7 +146,7 @@ def tuning_table(stats: Mapping[str, Any]) -> Table:
 
 def reading(stats: Mapping[str, Any]) -> str:
     """The verdict in one line: what is the limit, how sure that is, what says so, and what to change."""
-    from loaderkit.engine.metrics.bottleneck_words import headline  # late: `--help` imports this module
+    from loaderkit.diagnosis.verdict import headline  # late: `--help` imports this module
 
     if not stats["num_batches"]:
         return "No batch was delivered, so there is nothing to read from the accounts."

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from loaderkit._internal.units import say_seconds
-from loaderkit.engine.metrics.bottleneck_words import headline
+from loaderkit.diagnosis.verdict import headline
 from loaderkit.profile.render.restore import restore_sections
 from loaderkit.profile.render.saves import saves_table, saving_advice
 from loaderkit.profile.render.summary import (

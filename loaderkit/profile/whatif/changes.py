@@ -10,14 +10,14 @@ from statistics import median
 from loaderkit._internal.config.diagnostics import Problems
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.units import format_bytes
+from loaderkit.diagnosis.changes import num_processes
+from loaderkit.diagnosis.verdict import Setting
 from loaderkit.engine.metrics.stalls import NETWORK
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.validation import check_neighbours
 from loaderkit.profile.report import Report
-from loaderkit.profile.report_parts import Setting
 from loaderkit.profile.settings_patch import (
     is_accepted,
-    num_processes,
     value_of,
     workers_settings,
 )
@@ -105,7 +105,7 @@ def _executors(model: PipelineModel, config: PipelineConfig, batch_bytes: int) -
     now = Setting(key="prefetch.executor", before=executor, value=executor)
     if not config.prefetch.is_remote and not model.is_inline:
         yield Change("executor: process", model, (now.model_copy(update={"value": "process"}),))
-        processes = num_processes(config, batch_bytes)
+        processes = num_processes(config.prefetch.memory, batch_bytes)
         if model.gil_s > 0 and config.prefetch.first_batches >= processes:
             settings = (
                 now.model_copy(update={"value": "process"}),

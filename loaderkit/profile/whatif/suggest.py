@@ -11,12 +11,12 @@ from dataclasses import replace
 from math import log2
 
 from loaderkit._internal.units import format_bytes
-from loaderkit.engine.metrics.bottleneck_words import FASTER
-from loaderkit.engine.metrics.interval import has_memory_for
+from loaderkit.diagnosis.changes import FASTER
+from loaderkit.diagnosis.interval import has_memory_for
+from loaderkit.diagnosis.verdict import Setting, say
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.report import Report
-from loaderkit.profile.report_parts import Setting
-from loaderkit.profile.settings_patch import is_accepted, say_settings, settings_yaml, value_of, workers_settings
+from loaderkit.profile.settings_patch import is_accepted, settings_yaml, value_of, workers_settings
 from loaderkit.profile.whatif.bounds import bounds
 from loaderkit.profile.whatif.changes import Change
 from loaderkit.profile.whatif.demands import PipelineModel, model_of
@@ -48,7 +48,7 @@ def with_suggestion(report: Report, config: PipelineConfig) -> Report:
         otherwise = "find out why some items are slow"
         change = f"{otherwise}: by simulation, neither more batches ahead nor more workers would help"
     if settings:
-        change = f"{say_settings(settings)}: {speedup:.2g} times as fast by simulation; or {otherwise}"
+        change = f"{say(settings)}: {speedup:.2g} times as fast by simulation; or {otherwise}"
     changed = verdict.model_copy(update={"settings": settings, "change": change})
     return report.model_copy(update={"verdict": changed, "patch": settings_yaml(settings)})
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loaderkit import Pipeline
-from loaderkit.engine.metrics import Stats
-from loaderkit.engine.metrics.bottleneck_words import headline
+from loaderkit.diagnosis.stats import Stats
+from loaderkit.diagnosis.verdict import headline
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.nodes.counts import Nodes
 from loaderkit.engine.metrics.nodes.ledger import Cover, NodeLedger

@@ -14,8 +14,8 @@ from watched_accounts import FOLDER, from_json, read, to_json
 from watched_loops import CASES, Case, make, run
 
 import loaderkit
+from loaderkit.diagnosis.watched.rules import diagnose_watched
 from loaderkit.profile.report import Report
-from loaderkit.profile.watched.rules import diagnose_watched
 
 _OTHERS = 0.3  # CPUs: where other programs use more, some limits are those of the machine
 

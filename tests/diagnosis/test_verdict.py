@@ -16,7 +16,7 @@ from numbers_dataset import Numbers
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.metrics import Verdict
+from loaderkit.diagnosis.verdict import Verdict
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.slow_samples import Slow
 from loaderkit.engine.metrics.snapshot import StageStats
@@ -427,7 +427,7 @@ def test_there_is_always_a_verdict(
     found = seen.verdict()
     assert 0 <= found.confidence <= 1
     assert found.change
-    json.dumps(found._asdict(), allow_nan=False)
+    json.dumps(found.to_dict(), allow_nan=False)
     assert not contradictions(seen.to_dict())
     assert executor == "inline" or f"executor: {executor}" not in found.change, "that it is already"
     assert executor != "inline" or "prefetch.batches" not in found.change
@@ -448,7 +448,7 @@ def test_on_recorded_accounts(machine: Path) -> None:
     """What eighty pipelines with one bottleneck each said of themselves on some machine: see profiles/accounts.py. Who waits
     for the GIL is always told; of the rest one in twenty may be wrong."""
     found = [(interval, recorded.verdict()) for interval, recorded in read(machine)]
-    wrong = {interval.name: verdict for interval, verdict in found if not is_right(interval, verdict._asdict())}
+    wrong = {interval.name: verdict for interval, verdict in found if not is_right(interval, verdict.to_dict())}
     assert len(found) >= 50
     assert not [problem for _, recorded in read(machine) for problem in contradictions(recorded.to_dict())]
     assert len(wrong) <= len(found) / 20, wrong

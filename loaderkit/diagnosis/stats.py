@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Self
 
 from loaderkit._internal.units import say_seconds
-from loaderkit.engine.metrics.bottleneck import Verdict, diagnose
-from loaderkit.engine.metrics.interval import HARMLESS, Interval
+from loaderkit.diagnosis.diagnose import diagnose
+from loaderkit.diagnosis.interval import HARMLESS, Interval
+from loaderkit.diagnosis.verdict import Verdict
 from loaderkit.engine.metrics.snapshot import Snapshot, SourceState, StageStats
 from loaderkit.engine.metrics.stalls import START
 
@@ -53,11 +54,19 @@ class SourceStats:
         return self.read_s + self.stages_s
 
 
+_FIELDS = tuple(field.name for field in fields(Snapshot))
+
+
 class Stats(Snapshot):
     """A snapshot with a verdict: see `Snapshot` for the counters."""
 
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Self:
+        """The same counters."""
+        return cls(**{name: getattr(snapshot, name) for name in _FIELDS})
+
     def verdict(self) -> Verdict:
-        """The bottleneck, the confidence, the evidence and what to change; see `bottleneck.py`."""
+        """The bottleneck, the confidence, the evidence and what to change; see `diagnose.py`."""
         verdict = diagnose(self)
         return verdict._replace(source=_limiting_source(self, verdict)) if self.sources else verdict
 
@@ -116,7 +125,7 @@ class Stats(Snapshot):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; the layout is described in docs/reference.md."""
-        values = {**super().to_dict(), "verdict": self.verdict()._asdict()}
+        values = {**super().to_dict(), "verdict": self.verdict().to_dict()}
         return {**values, "sources": [asdict(row) for row in self.source_rows()]} if self.sources else values
 
 

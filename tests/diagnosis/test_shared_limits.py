@@ -9,7 +9,7 @@ from made_accounts import row, services, stats
 from numbers_dataset import Numbers
 
 from loaderkit import Pipeline
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.profile.settings_patch import settings_for
 from profiles.bottlenecks import contradictions

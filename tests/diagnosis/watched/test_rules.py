@@ -7,14 +7,21 @@ from dataclasses import replace
 
 import pytest
 
+from loaderkit.diagnosis.watched.counters import (
+    COLLATE,
+    DATASET,
+    HANDOVER,
+    ITERABLE,
+    PIN_MEMORY,
+    LoaderArguments,
+    WatchedCounters,
+)
+from loaderkit.diagnosis.watched.rules import diagnose_watched
+from loaderkit.diagnosis.watched.stats import WatchedStats
 from loaderkit.engine.metrics.host import host_stats
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stalls import EPOCH, RELEASE, START, WAKEUP
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
-from loaderkit.profile.watched.counters import COLLATE, DATASET, HANDOVER, ITERABLE, PIN_MEMORY, WatchedCounters
-from loaderkit.profile.watched.dataloader import LoaderArguments
-from loaderkit.profile.watched.rules import diagnose_watched
-from loaderkit.profile.watched.stats import WatchedStats
 
 ARGUMENTS = {"num_workers", "prefetch_factor", "persistent_workers", "pin_memory"}
 

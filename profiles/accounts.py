@@ -23,6 +23,7 @@ from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
+from loaderkit.stages.base import WAITING
 from profiles.bottlenecks import CASES, Case, run
 
 FOLDER = Path(__file__).parent.parent / "tests" / "diagnosis" / "recorded"
@@ -48,7 +49,10 @@ def to_json(stats: Stats) -> dict[str, Any]:
 
 def from_json(values: Mapping[str, Any]) -> Stats:
     """The accounts that `to_json` wrote."""
-    rows = [StageStats(**{**row, "services": Histogram.of(dict(row["services"]))}) for row in values["stages"]]
+    rows = [
+        StageStats(**{**row, "services": Histogram.of(dict(row["services"])), "waits": row.get("kind") in WAITING})
+        for row in values["stages"]
+    ]
     return replace(
         Stats.empty(rows, values["memory"].get("budget_bytes", 0)),
         **{name: values[name] for name in _PLAIN},

@@ -11,7 +11,7 @@ from loaderkit._internal.units import say_seconds, say_size
 from loaderkit.diagnosis import changes, words
 from loaderkit.diagnosis.conclusion import without_stage
 from loaderkit.diagnosis.interval import HARMLESS, SPARE, Interval
-from loaderkit.diagnosis.verdict import Change, Verdict
+from loaderkit.diagnosis.verdict import Change, Setting, Verdict
 from loaderkit.engine.metrics.nodes.counts import NodeStats
 from loaderkit.engine.metrics.stalls import MEMORY, NETWORK, RELEASE, RESTART, START, WAKEUP
 
@@ -59,18 +59,14 @@ def wakeup(interval: Interval) -> Verdict:
         )
     change = "fewer workers; for batches of less than a millisecond, larger batches or executor: inline"
     process = changes.in_a_process(interval, "so that loading does not hold the GIL")
-    is_remote, found = interval.stats.tuning.is_remote, Change(change)
-    if (
-        interval.is_short_of_cpus
-    ):  # beside programs that took most of them, another executor helped in none of five trials
-        found = Change(
-            f"{words.more_cpus(interval)}; or {change}{'' if is_remote else f'; or {process}, {process.why}'}"
-        )
+    is_remote, settings = interval.stats.tuning.is_remote, tuple[Setting, ...]()
+    if interval.is_short_of_cpus:
+        # Beside programs that took most of them, another executor helped in none of five trials.
+        change = f"{words.more_cpus(interval)}; or {change}{'' if is_remote else f'; or {process}, {process.why}'}"
     elif not is_remote:
-        found = Change(
-            f"{process}, {process.why} when the loop needs it; or {change}", () if interval.is_inline else (process,)
-        )
-    return without_stage(interval, WAKEUP, evidence, found, sure=0.8)
+        change = f"{process}, {process.why} when the loop needs it; or {change}"
+        settings = () if interval.is_inline else (process,)
+    return without_stage(interval, WAKEUP, evidence, Change(change, settings), sure=0.8)
 
 
 def restart(interval: Interval) -> Verdict:

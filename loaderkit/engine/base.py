@@ -241,6 +241,7 @@ class Engine(ABC):
                 stage.name,
                 0,
                 kind=stage.kind,
+                waits=stage.waits,
                 in_turn=stage.in_turn,
                 source=stage.source,
                 alone=stage.lock is not None,

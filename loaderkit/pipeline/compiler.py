@@ -106,6 +106,7 @@ class CompiledStages:
                 stage.name,
                 workers[number],
                 kind=stage.kind,
+                waits=stage.waits,
                 in_turn=stage.in_turn,
                 source=stage.source,
                 alone=stage.lock is not None,

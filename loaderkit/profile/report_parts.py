@@ -393,11 +393,3 @@ class StageTime(Part):
     cpu_s: float = Field(description="of busy, on a CPU")
     starved_s: float = Field(description="no range was left, or there was no memory for one")
     num_bytes: int
-
-
-class RestoreVerdict(Part):
-    """What the restore waited for most, and the one change to make."""
-
-    limit: Literal["store", "read", "verify", "place", "memory", "start", "loop"]
-    evidence: str
-    change: str

@@ -11,10 +11,11 @@ from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.slow_samples import Slow
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
+from loaderkit.stages.base import WAITING
 
 
 def row(name: str, busy_s: float, cpu_s: float = 0.0, *, workers: int = 2, **more: Any) -> StageStats:
-    return StageStats(name, workers, busy_s=busy_s, cpu_s=cpu_s, kind=name, **more)
+    return StageStats(name, workers, busy_s=busy_s, cpu_s=cpu_s, kind=name, waits=name in WAITING, **more)
 
 
 def services(*items: tuple[float, int]) -> Histogram:

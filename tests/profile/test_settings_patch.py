@@ -18,6 +18,7 @@ from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from loaderkit.profile.report_parts import VerdictPart
 from loaderkit.profile.settings_patch import verdict_part
+from loaderkit.stages.base import WAITING
 from profiles.bottlenecks import settings_contradictions
 
 STAGES = ("read", "call", "batch", "transfer")
@@ -74,7 +75,7 @@ def made_up(drawn: dict[str, Any]) -> tuple[Stats, VerdictPart]:
         row = StageStats(
             name, workers, num_items=1000, num_bytes=0, busy_s=busy_s, cpu_s=busy_s * cpu * (1 - late),
             delayed_s=busy_s * late, blocked_s=(slot_s - busy_s) * blocked, idle_s=slot_s * drawn["idle_share"],
-            kind=name, services=Histogram(),
+            kind=name, waits=name in WAITING, services=Histogram(),
         )  # fmt: skip
         for seconds, count in drawn["services"].items():
             row.services.add(seconds, count)

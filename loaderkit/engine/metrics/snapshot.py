@@ -46,6 +46,7 @@ class StageStats:
     num_queued: int = 0  # chunks that wait for its workers, at this moment
     services: Histogram = field(default_factory=Histogram)
     kind: str = ""
+    waits: bool = False  # it may wait for something other than a CPU or the GIL
     source: str = ""  # the mixed source that it is for alone
     in_turn: bool = False  # one worker at a time runs it, in each process
     alone: bool = (
@@ -84,7 +85,7 @@ class StageStats:
 _COUNTERS = tuple(
     field.name
     for field in fields(StageStats)
-    if field.name not in ("name", "workers", "services", "kind", "source", "in_turn", "alone", "num_queued")
+    if field.name not in ("name", "workers", "services", "kind", "waits", "source", "in_turn", "alone", "num_queued")
 )
 
 

@@ -11,9 +11,10 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-import torch
 from ray.exceptions import RayError
 
+from loaderkit._internal import torch_threads
+from loaderkit._internal.config import keys
 from loaderkit._internal.version import __version__
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.snapshot import Snapshot
@@ -95,7 +96,7 @@ class ActorProcess:
                     Surroundings.here(),
                     self._spec.preload,
                     (self._shard.number, self._shard.of),
-                    torch.get_num_threads(),
+                    torch_threads.get_num_threads(),
                     next_position,
                     generation,
                     logger.getEffectiveLevel(),
@@ -108,7 +109,7 @@ class ActorProcess:
         except RayError as error:
             raise WorkerDiedError(f"an actor could not be started: {error}") from error
         except ValueError as error:
-            raise ConfigError(f"prefetch.ray: Ray refuses what each actor needs: {error}") from error
+            raise ConfigError(f"{keys.RAY}: Ray refuses what each actor needs: {error}") from error
 
     def _end(self, _: Any) -> None:
         """Note the actor's end; in a thread of Ray's."""

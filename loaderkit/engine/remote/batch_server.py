@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
+from loaderkit._internal.config import keys
 from loaderkit._internal.packing import pack
 from loaderkit.engine.metrics import stalls, trace
 from loaderkit.engine.metrics.snapshot import Snapshot
@@ -194,7 +195,7 @@ def unsendable(work_item: WorkItem, error: Exception) -> StageError:
     what = "it" if name is None else f"its field {name!r}, a {type(work_item.result[name]).__name__},"
     failed = StageError(
         f"{work_item} cannot leave the process that made it: {what} cannot be "
-        f"sent ({type(error).__name__}: {error}); let batches hold plain data, or use prefetch.executor: thread",
+        f"sent ({type(error).__name__}: {error}); let batches hold plain data, or use {keys.EXECUTOR}: thread",
         stage="batch",
         epoch=work_item.epoch,
     )

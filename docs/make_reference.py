@@ -277,7 +277,14 @@ def families() -> str:
 def report_tables() -> str:
     """The report's JSON: a table for every object in it."""
     parts_by_name = {name: model for name, model in vars(report_parts).items() if name != "Part"}
-    known = [report.Report, *parts_by_name.values(), ranks.RankRow, ranks.Merged, report.RestoreReport, restores.RestoreVerdict]
+    known = [
+        report.Report,
+        *parts_by_name.values(),
+        ranks.RankRow,
+        ranks.Merged,
+        report.RestoreReport,
+        restores.RestoreVerdict,
+    ]
     models = [model for model in known if isinstance(model, type) and issubclass(model, verdict.Part)]
     parts = [
         "What `loaderkit profile --json` writes and `report.to_dict()` of `with loader.profile() as report` returns. The whole is "

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loaderkit.engine.metrics.stats import SourceStats
 from mixtures import counted, numbers
 from token_files import random_documents, write_megatron
 
 import loaderkit
 from loaderkit.cli import main
+from loaderkit.diagnosis.stats import SourceStats
 from loaderkit.errors import StageError, TooManyBadSamplesError
 
 EXECUTORS = ["inline", "thread", "process"]

@@ -8,7 +8,7 @@ from loaderkit._internal.system.cgroups import num_cpus_of_rank
 from loaderkit._internal.units import format_bytes
 from loaderkit.diagnosis.interval import Interval
 from loaderkit.diagnosis.stage_facts import StageFacts, more_of
-from loaderkit.diagnosis.verdict import Change, Setting, say
+from loaderkit.diagnosis.verdict import Remedy, Setting, say
 from loaderkit.diagnosis.words import more_cpus, would_take_from_others
 
 FASTER = "a faster iterable, or its data in files, which workers read side by side"
@@ -46,13 +46,13 @@ def several_processes(interval: Interval) -> tuple[Setting, ...]:
     return in_a_process(interval), Setting(key="prefetch.processes", before=num, value=processes)
 
 
-def own_gil(interval: Interval, facts: StageFacts, change: str, otherwise: str) -> Change:
+def own_gil(interval: Interval, facts: StageFacts, change: str, otherwise: str) -> Remedy:
     """One process where it is the loop that holds the GIL, else several: `change` names them; `otherwise` where other processes
     load already."""
     text = otherwise if interval.stats.tuning.is_remote else change
     if facts.loop_holds_gil:
-        return Change(text, (in_a_process(interval),))
-    return Change(text, several_processes(interval), is_exact=False)
+        return Remedy(text, (in_a_process(interval),))
+    return Remedy(text, several_processes(interval), is_exact=False)
 
 
 def say_more_processes(interval: Interval) -> str:
@@ -64,7 +64,7 @@ def say_more_processes(interval: Interval) -> str:
     )
 
 
-def workers_instead(interval: Interval, how: str, *, helps: bool = True) -> Change:
+def workers_instead(interval: Interval, how: str, *, helps: bool = True) -> Remedy:
     """Where the loop's own thread makes the batches: another executor, or the workers that a rule left out."""
     tuning = interval.stats.tuning
     if interval.is_inline_by_rule:
@@ -73,7 +73,7 @@ def workers_instead(interval: Interval, how: str, *, helps: bool = True) -> Chan
     else:
         setting = Setting(key="prefetch.executor", before=tuning.executor, value=tuning.executor_with_workers, why=how)
         text = f"{setting}, {how}"
-    return Change(text, (setting,) if helps else ())
+    return Remedy(text, (setting,) if helps else ())
 
 
 def _of_workers(facts: StageFacts, workers: int) -> tuple[str, Setting]:
@@ -83,16 +83,16 @@ def _of_workers(facts: StageFacts, workers: int) -> tuple[str, Setting]:
     return f'more workers: loader.resize("{stage.name}", workers={workers})', setting
 
 
-def more_workers(interval: Interval, facts: StageFacts, *, computing: bool = False) -> Change:
+def more_workers(interval: Interval, facts: StageFacts, *, computing: bool = False) -> Remedy:
     """The change for a stage that more workers make faster."""
     if more_of(interval, facts, computing=computing) is None:
-        return Change(_no_workers(interval, facts))
+        return Remedy(_no_workers(interval, facts))
     wanted = interval.suggested_workers(facts.stage.workers, computing=computing)
     text, workers = _of_workers(facts, wanted)
     if not (num := interval.batches_for(wanted)):
-        return Change(text, (workers,))
+        return Remedy(text, (workers,))
     batches = Setting(key="prefetch.batches", before=interval.num_wanted, value=num, why="so that all have work")
-    return Change(f"{text} and {batches}, {batches.why}", (batches, workers))
+    return Remedy(f"{text} and {batches}, {batches.why}", (batches, workers))
 
 
 def _no_workers(interval: Interval, facts: StageFacts) -> str:
@@ -103,7 +103,7 @@ def _no_workers(interval: Interval, facts: StageFacts) -> str:
     return f"what {facts.stage.name} waits for should answer more at a time: more workers would hardly help"
 
 
-def less_work(interval: Interval, facts: StageFacts) -> Change:
+def less_work(interval: Interval, facts: StageFacts) -> Remedy:
     """The change for a stage that computes."""
     cheaper = _CHEAPER.get(facts.stage.kind, f"a cheaper {facts.stage.name}")
     match more_of(interval, facts, computing=True):
@@ -114,11 +114,11 @@ def less_work(interval: Interval, facts: StageFacts) -> Change:
         case "processes":
             more = _more_processes(interval, facts)
         case None:
-            return Change(f"{cheaper}; {_why_not_more(interval, facts)}")
+            return Remedy(f"{cheaper}; {_why_not_more(interval, facts)}")
     return more.then(f"; or {cheaper}")
 
 
-def _more_processes(interval: Interval, facts: StageFacts) -> Change:
+def _more_processes(interval: Interval, facts: StageFacts) -> Remedy:
     """More workers, each with a GIL of its own, since it is not known that more threads would do."""
     change = own_gil(
         interval,
@@ -143,7 +143,7 @@ def _why_not_more(interval: Interval, facts: StageFacts) -> str:
     return _no_workers(interval, facts)
 
 
-def faster_iterable(interval: Interval, facts: StageFacts, *, computing: bool) -> Change:
+def faster_iterable(interval: Interval, facts: StageFacts, *, computing: bool) -> Remedy:
     """The change for an iterable, which one thread at a time iterates over."""
     if more_of(interval, facts, computing=computing) == "executor":
         return workers_instead(interval, "so that it runs in parallel with training").then(f"; or {FASTER}")
@@ -152,22 +152,22 @@ def faster_iterable(interval: Interval, facts: StageFacts, *, computing: bool) -
         change = f"{FASTER}; more workers would not help, nor more processes, as each iterates over all of it"
     if computing and not interval.stats.tuning.is_remote:
         change += f"; if the loop computes in Python, {in_a_process(interval)}"
-    return Change(change)
+    return Remedy(change)
 
 
-def more_memory(interval: Interval) -> Change:
+def more_memory(interval: Interval) -> Remedy:
     """A budget of memory for all batches that are to be read ahead."""
     memory = _of_memory(interval, interval.memory_wanted)
-    return Change(_SMALLER) if memory is None else Change(f"{memory} or more; or smaller batches", (memory,))
+    return Remedy(_SMALLER) if memory is None else Remedy(f"{memory} or more; or smaller batches", (memory,))
 
 
-def deeper(interval: Interval) -> Change:
+def deeper(interval: Interval) -> Remedy:
     """More batches ahead, as far as memory holds them."""
     batches = Setting(key="prefetch.batches", before=interval.num_wanted, value=2 * interval.num_wanted)
     if not (wanted := interval.memory_to_double):
-        return Change(str(batches), (batches,))
+        return Remedy(str(batches), (batches,))
     memory = _of_memory(interval, wanted)
-    return Change(_SMALLER) if memory is None else Change(say((batches, memory), " and "), (batches, memory))
+    return Remedy(_SMALLER) if memory is None else Remedy(say((batches, memory), " and "), (batches, memory))
 
 
 def _of_memory(interval: Interval, wanted: int) -> Setting | None:
@@ -178,7 +178,7 @@ def _of_memory(interval: Interval, wanted: int) -> Setting | None:
     return Setting(key="prefetch.memory", before=before, value=format_bytes(wanted))
 
 
-def wider(interval: Interval, facts: StageFacts) -> Change:
+def wider(interval: Interval, facts: StageFacts) -> Remedy:
     """More batches ahead and more workers, where times vary."""
     more = more_of(interval, facts)
     if interval.is_inline:
@@ -187,4 +187,4 @@ def wider(interval: Interval, facts: StageFacts) -> Change:
     if more != "workers":
         return change
     text, workers = _of_workers(facts, 2 * facts.stage.workers)
-    return Change(f"{change.text}; and {text}", (*change.settings, workers))
+    return Remedy(f"{change.text}; and {text}", (*change.settings, workers))

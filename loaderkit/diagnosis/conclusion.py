@@ -5,13 +5,13 @@ from __future__ import annotations
 from loaderkit.diagnosis import words
 from loaderkit.diagnosis.interval import Interval
 from loaderkit.diagnosis.stage_facts import StageFacts
-from loaderkit.diagnosis.verdict import Change, Verdict
+from loaderkit.diagnosis.verdict import Remedy, Verdict
 
 BUSY = 0.75  # share of their time; workers that are busy for more are the limit
 
 
 def without_stage(
-    interval: Interval, cause: str, evidence: str, change: Change, *, sure: float = 1.0, kind: str | None = None
+    interval: Interval, cause: str, evidence: str, change: Remedy, *, sure: float = 1.0, kind: str | None = None
 ) -> Verdict:
     """The verdict where the loop waited longest for something other than a stage."""
     return Verdict(
@@ -31,7 +31,7 @@ def of_stage(
     facts: StageFacts,
     kind: str,
     evidence: str,
-    change: Change,
+    change: Remedy,
     *,
     sure: float = 1.0,
     agrees: bool = False,

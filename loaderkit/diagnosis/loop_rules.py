@@ -11,7 +11,7 @@ from loaderkit._internal.units import say_seconds, say_size
 from loaderkit.diagnosis import changes, words
 from loaderkit.diagnosis.conclusion import without_stage
 from loaderkit.diagnosis.interval import HARMLESS, SPARE, Interval
-from loaderkit.diagnosis.verdict import Change, Setting, Verdict
+from loaderkit.diagnosis.verdict import Remedy, Setting, Verdict
 from loaderkit.engine.metrics.nodes.counts import NodeStats
 from loaderkit.engine.metrics.stalls import MEMORY, NETWORK, RELEASE, RESTART, START, WAKEUP
 
@@ -38,7 +38,7 @@ def start(interval: Interval) -> Verdict:
     change = (
         "call loader.start() before the model is built; for the steady state, take stats(since=...) from a later moment"
     )
-    return without_stage(interval, START, f"; {words.after_start(interval)}", Change(change))
+    return without_stage(interval, START, f"; {words.after_start(interval)}", Remedy(change))
 
 
 def memory(interval: Interval) -> Verdict:
@@ -55,7 +55,7 @@ def wakeup(interval: Interval) -> Verdict:
     if interval.is_held_back:
         change = "a larger CPU quota; or less work for the CPUs: fewer workers, and library threads as few as the quota"
         return without_stage(
-            interval, WAKEUP, f"{evidence}; {words.quota(interval)}", Change(change), sure=0.9, kind="quota"
+            interval, WAKEUP, f"{evidence}; {words.quota(interval)}", Remedy(change), sure=0.9, kind="quota"
         )
     change = "fewer workers; for batches of less than a millisecond, larger batches or executor: inline"
     process = changes.in_a_process(interval, "so that loading does not hold the GIL")
@@ -66,7 +66,7 @@ def wakeup(interval: Interval) -> Verdict:
     elif not is_remote:
         change = f"{process}, {process.why} when the loop needs it; or {change}"
         settings = () if interval.is_inline else (process,)
-    return without_stage(interval, WAKEUP, evidence, Change(change, settings), sure=0.8)
+    return without_stage(interval, WAKEUP, evidence, Remedy(change, settings), sure=0.8)
 
 
 def restart(interval: Interval) -> Verdict:
@@ -77,7 +77,7 @@ def restart(interval: Interval) -> Verdict:
         "end the deaths: the log says how each process ended (out of memory: a smaller prefetch.memory, fewer workers); more "
         "prefetch.batches hide the time that a restart takes"
     )
-    return without_stage(interval, RESTART, f"; {times}", Change(change), sure=0.95, kind="restart")
+    return without_stage(interval, RESTART, f"; {times}", Remedy(change), sure=0.95, kind="restart")
 
 
 def release(interval: Interval) -> Verdict:
@@ -90,7 +90,7 @@ def release(interval: Interval) -> Verdict:
         "batches lie in memory that is used again. Else set THP_MEM_ALLOC_ENABLE=1 in the environment: torch then gives "
         "memory back faster"
     )
-    return without_stage(interval, RELEASE, evidence, Change(change), sure=0.95, kind="memory")
+    return without_stage(interval, RELEASE, evidence, Remedy(change), sure=0.95, kind="memory")
 
 
 def network(interval: Interval) -> Verdict:
@@ -115,7 +115,7 @@ def network(interval: Interval) -> Verdict:
             "fewer bytes: uint8 until `normalize` after `transfer`, smaller images, fewer fields; or more of the workers on "
             "the trainer's node; or a faster network; more nodes would not help"
         )
-        return without_stage(interval, NETWORK, evidence, Change(fewer), sure=0.9)
+        return without_stage(interval, NETWORK, evidence, Remedy(fewer), sure=0.9)
     change = changes.deeper(interval).then(", so that more batches are on the way at a time")
     return without_stage(interval, NETWORK, evidence, change, sure=0.8, kind="depth")
 

@@ -9,7 +9,7 @@ from loaderkit.diagnosis import changes, words
 from loaderkit.diagnosis.conclusion import BUSY, confidence_of_comparison, of_stage
 from loaderkit.diagnosis.interval import WAITING, Interval
 from loaderkit.diagnosis.stage_facts import COMPUTING, LITTLE_CPU, Facts, StageFacts, is_of_user
-from loaderkit.diagnosis.verdict import Change, Verdict
+from loaderkit.diagnosis.verdict import Remedy, Verdict
 from loaderkit.engine.metrics.host import thread_variables
 from loaderkit.engine.metrics.snapshot import ALWAYS
 
@@ -41,7 +41,7 @@ def oversubscription(facts: Facts) -> Verdict | None:
         f"{variables} in the environment, so that each worker computes in its own thread; or "
         "threadpoolctl.threadpool_limits(1) around what the function computes"
     )
-    return of_stage(interval, facts.awaited, "oversubscription", evidence, Change(change), sure=0.9)
+    return of_stage(interval, facts.awaited, "oversubscription", evidence, Remedy(change), sure=0.9)
 
 
 def user_code(facts: Facts) -> Verdict | None:
@@ -118,7 +118,7 @@ def gil_of_loop(facts: Facts) -> Verdict | None:
         f"{taken:.0f} % of the times a worker asked for it; the workers use {interval.cpus_used:.1f} CPUs"
     )
     process = changes.in_a_process(interval, "gives loading a GIL of its own")
-    change = Change(f"{process} {process.why}", (process,)).then(
+    change = Remedy(f"{process} {process.why}", (process,)).then(
         "; or do the loop's work in NumPy or torch, which release the GIL; more workers would not help"
     )
     return of_stage(interval, awaited, "gil", evidence, change, sure=0.8)
@@ -153,7 +153,7 @@ def lock_or_bandwidth(facts: Facts) -> Verdict | None:
         if stage.kind == "transfer":
             change = MOVE_LESS
         sure = confidence_of_comparison(awaited)
-        return of_stage(interval, awaited, "bandwidth", evidence, Change(change), sure=sure)
+        return of_stage(interval, awaited, "bandwidth", evidence, Remedy(change), sure=sure)
     on_cpu = f"on a CPU for {100 * awaited.cpu_share:.0f} % of the time"
     evidence = f"{words.compared(awaited)}, {on_cpu}: workers wait for one another"
     change = (
@@ -161,5 +161,5 @@ def lock_or_bandwidth(facts: Facts) -> Verdict | None:
         "for a shorter time; of a server, one that answers more at a time; more workers would not help"
     )
     settings = changes.own_gil(interval, awaited, "", "").settings if stage.alone else ()
-    found = Change(change, settings, is_exact=not settings)
+    found = Remedy(change, settings, is_exact=not settings)
     return of_stage(interval, awaited, "lock", evidence, found, sure=confidence_of_comparison(awaited))

@@ -10,7 +10,7 @@ from loaderkit.diagnosis.conclusion import BUSY, confidence_of_comparison, of_st
 from loaderkit.diagnosis.interval import WAITING
 from loaderkit.diagnosis.sharing_rules import MOVE_LESS
 from loaderkit.diagnosis.stage_facts import ALL_ALONE, COMPUTING, PLAINLY, Facts, are_slow_together
-from loaderkit.diagnosis.verdict import Change, Verdict
+from loaderkit.diagnosis.verdict import Remedy, Verdict
 
 _CROWDED = 0.25  # share of the busy time ready to run while no CPU was free
 _TAIL = 4.0  # times the usual service time; a longer item is a straggler
@@ -35,7 +35,7 @@ def shared(facts: Facts) -> Verdict | None:
     else:
         evidence = f"rank {tuning.reader} reads for this rank, and its batches came late: {each}"
         change = f"what the report of rank {tuning.reader} says"
-    return of_stage(interval, facts.awaited, "waiting", evidence, Change(change), sure=0.9)
+    return of_stage(interval, facts.awaited, "waiting", evidence, Remedy(change), sure=0.9)
 
 
 def no_cpu_free(facts: Facts) -> Verdict | None:
@@ -62,7 +62,7 @@ def read_ahead(facts: Facts) -> Verdict | None:
         "more source.read_ahead.requests, if the store can answer more at a time; else a faster store, source.cache or a local "
         "copy, or smaller (compressed) samples; more workers would not help"
     )
-    return of_stage(interval, awaited, "bandwidth", evidence, Change(change), sure=0.95)
+    return of_stage(interval, awaited, "bandwidth", evidence, Remedy(change), sure=0.95)
 
 
 def stragglers(facts: Facts) -> Verdict | None:
@@ -165,7 +165,7 @@ def waiting(facts: Facts) -> Verdict:
     if stage.kind == "read":
         change = change.then("; or fewer, larger requests: tar shards, order.shuffle: block")
     elif stage.kind == "transfer":
-        kind, change = "waiting", Change(MOVE_LESS, change.settings, is_exact=not change.settings)
+        kind, change = "waiting", Remedy(MOVE_LESS, change.settings, is_exact=not change.settings)
     elif not interval.is_inline and not interval.stats.tuning.is_remote:
         change = change.then(f"; if the loop computes in Python, {changes.in_a_process(interval)}")
     return of_stage(interval, awaited, kind, evidence, change, sure=sure)

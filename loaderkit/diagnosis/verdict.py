@@ -28,14 +28,14 @@ class Setting(Part):
         return f"{self.key}: {self.value}"
 
 
-class Change(NamedTuple):
+class Remedy(NamedTuple):
     """What to change: the words for a reader, and the settings that they come to."""
 
     text: str
     settings: tuple[Setting, ...] = ()
     is_exact: bool = True  # the words give the value of each setting
 
-    def then(self, text: str) -> Change:
+    def then(self, text: str) -> Remedy:
         """With words behind it."""
         return self._replace(text=f"{self.text}{text}")
 

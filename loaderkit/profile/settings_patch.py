@@ -81,20 +81,21 @@ def workers_settings(
     bases = [name.partition(".")[0] for name in names]  # of a mixture there is `read.web`
     own = [one for one in config.stages if one.name in bases and one.args.workers != "auto"]
     if own:
-        return [_set(config, f"stages.{one.name}.workers", workers) for one in own]
+        return [file_setting(config, f"stages.{one.name}.workers", workers) for one in own]
     concurrency = sum(int(pool["workers"]) for pool in pools) or before
-    return [_set(config, "prefetch.concurrency", concurrency + workers - before)]
+    return [file_setting(config, "prefetch.concurrency", concurrency + workers - before)]
 
 
 def _processes(config: PipelineConfig, processes: int) -> list[Setting]:
     """So many loading processes, and two batches ahead for each."""
-    settings = [_set(config, "prefetch.processes", processes)]
+    settings = [file_setting(config, "prefetch.processes", processes)]
     if config.prefetch.first_batches < 2 * processes:
-        settings.append(_set(config, "prefetch.batches", 2 * processes))
+        settings.append(file_setting(config, "prefetch.batches", 2 * processes))
     return settings
 
 
-def _set(config: PipelineConfig, key: str, value: Any) -> Setting:
+def file_setting(config: PipelineConfig, key: str, value: Any) -> Setting:
+    """A setting of the file, with the value that it has there."""
     return Setting(key=key, before=value_of(config, key), value=value)
 
 

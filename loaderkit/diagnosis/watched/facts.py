@@ -9,7 +9,7 @@ from loaderkit._internal.system.cgroups import free_memory
 from loaderkit._internal.units import say_seconds, say_size
 from loaderkit.diagnosis import words
 from loaderkit.diagnosis.interval import Interval
-from loaderkit.diagnosis.verdict import Change, Setting, Verdict
+from loaderkit.diagnosis.verdict import Remedy, Setting, Verdict
 from loaderkit.diagnosis.watched.counters import LoaderArguments, WatchedCounters, WatchedSnapshot
 
 SMALL_BYTES = 1e5  # of a batch: less takes no time to move
@@ -57,7 +57,7 @@ class WatchedFacts:
         share = min(1.0, self.row.delayed_s / max(self.row.busy_s, 1e-9))
         return f"{100 * share:.0f} % ready to run while no CPU was free" if share > _NOTABLE else ""
 
-    def verdict(self, kind: str, evidence: list[str], change: Change, *, sure: float = 1.0) -> Verdict:
+    def verdict(self, kind: str, evidence: list[str], change: Remedy, *, sure: float = 1.0) -> Verdict:
         """The verdict of that kind. It is less sure where several causes share the waiting."""
         interval, cause = self.interval, self.cause
         clear = 0.6 + 0.4 * interval.stats.stall_s[cause] / max(interval.waited_s, 1e-9)
@@ -74,7 +74,7 @@ class WatchedFacts:
 
     # ------------------------------------------------------------------------------------------------- what to change
 
-    def more_workers(self, *, computing: bool) -> Change | None:
+    def more_workers(self, *, computing: bool) -> Remedy | None:
         """`num_workers` that would be enough if throughput grew with them; None where there is no CPU for more."""
         interval, now = self.interval, self.arguments.num_workers
         share = min(0.95, interval.share_after_start)
@@ -93,7 +93,7 @@ class WatchedFacts:
             )
         return change
 
-    def deeper(self, ahead: int) -> Change:
+    def deeper(self, ahead: int) -> Remedy:
         """`prefetch_factor` for as many batches as the loop takes while a late one is waited for, where memory has room."""
         watched, interval = self.watched, self.interval
         late_s = watched.late_s / max(1, sum(watched.gaps.values()))
@@ -103,13 +103,13 @@ class WatchedFacts:
         more_bytes = (wanted - ahead) * self.arguments.num_workers * BatchSize(watched).size
         free_bytes, _ = free_memory()
         if free_bytes is not None and more_bytes > free_bytes / 4:
-            return Change("smaller batches, and a larger prefetch_factor: this machine has no memory for more of these")
+            return Remedy("smaller batches, and a larger prefetch_factor: this machine has no memory for more of these")
         return self.set("prefetch_factor", wanted, ahead).then(", so that more batches are ready when one is late")
 
     @staticmethod
-    def set(name: str, value: Any, before: Any) -> Change:
+    def set(name: str, value: Any, before: Any) -> Remedy:
         """An argument of the DataLoader."""
-        return Change(f"{name}={value}", (Setting(key=name, before=before, value=value),))
+        return Remedy(f"{name}={value}", (Setting(key=name, before=before, value=value),))
 
 
 class BatchSize:

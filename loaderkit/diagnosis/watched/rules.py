@@ -25,7 +25,7 @@ from loaderkit.diagnosis import words
 from loaderkit.diagnosis.conclusion import BUSY
 from loaderkit.diagnosis.interval import HARMLESS, SPARE, WAITING, Interval
 from loaderkit.diagnosis.stage_facts import COMPUTING
-from loaderkit.diagnosis.verdict import Change, Verdict
+from loaderkit.diagnosis.verdict import Remedy, Verdict
 from loaderkit.diagnosis.watched.counters import (
     COLLATE,
     DATASET,
@@ -86,7 +86,7 @@ def _start(facts: WatchedFacts) -> Verdict:
     change = "a longer run tells more: this comes once"
     if facts.arguments.num_workers:
         change += "; workers begin while the model is built if iter() is called before that"
-    return facts.verdict("start", [words.after_start(facts.interval)], Change(change))
+    return facts.verdict("start", [words.after_start(facts.interval)], Remedy(change))
 
 
 def _epoch_change(facts: WatchedFacts) -> Verdict:
@@ -98,7 +98,7 @@ def _epoch_change(facts: WatchedFacts) -> Verdict:
     ]
     if not arguments.num_workers:
         return facts.verdict(
-            "start", evidence, Change("longer epochs, or an iterable that is faster to begin"), sure=0.8
+            "start", evidence, Remedy("longer epochs, or an iterable that is faster to begin"), sure=0.8
         )
     longer = (
         "longer epochs (a sampler that goes over the data several times), as a DataLoader reads nothing ahead of one"
@@ -107,7 +107,7 @@ def _epoch_change(facts: WatchedFacts) -> Verdict:
         evidence.append(f"its {arguments.num_workers} workers are ended and started again each time")
         change = facts.set("persistent_workers", True, False).then(f"; or {longer}")
         return facts.verdict("start", evidence, change)
-    return facts.verdict("start", [*evidence, "its workers stay"], Change(longer), sure=0.9)
+    return facts.verdict("start", [*evidence, "its workers stay"], Remedy(longer), sure=0.9)
 
 
 _FEWER_BYTES = "fewer bytes: uint8 until they are on the GPU, fewer fields"
@@ -122,7 +122,7 @@ def _release(facts: WatchedFacts) -> Verdict:
     change = f"{_FEWER_BYTES}; or smaller batches"
     if not facts.arguments.num_workers:
         change += "; or THP_MEM_ALLOC_ENABLE=1 in the environment: torch then gives memory back faster"
-    return facts.verdict("memory", evidence, Change(change), sure=0.95)
+    return facts.verdict("memory", evidence, Remedy(change), sure=0.95)
 
 
 def _handover(facts: WatchedFacts) -> Verdict:
@@ -138,7 +138,7 @@ def _handover(facts: WatchedFacts) -> Verdict:
         change = moving[1]
     elif batch.size < SMALL_BYTES:
         change = "larger batches: to hand one over takes this long, however little it holds"
-    return facts.verdict("computing" if facts.on_cpu > COMPUTING else "waiting", evidence, Change(change), sure=0.85)
+    return facts.verdict("computing" if facts.on_cpu > COMPUTING else "waiting", evidence, Remedy(change), sure=0.85)
 
 
 def _pin_memory(facts: WatchedFacts) -> Verdict:
@@ -151,9 +151,9 @@ def _pin_memory(facts: WatchedFacts) -> Verdict:
     if share < 0.5:
         evidence.append("it waits for the GIL or for the driver")
         change = "less Python in the loop, which holds the GIL while batches are to be pinned; or pin_memory=False"
-        return facts.verdict("waiting", evidence, Change(change), sure=0.6)
+        return facts.verdict("waiting", evidence, Remedy(change), sure=0.6)
     change = f"{_FEWER_BYTES}; or pin_memory=False, if copies need not overlap"
-    return facts.verdict("computing", evidence, Change(change), sure=0.8)
+    return facts.verdict("computing", evidence, Remedy(change), sure=0.8)
 
 
 def _wakeup(facts: WatchedFacts) -> Verdict:
@@ -161,10 +161,10 @@ def _wakeup(facts: WatchedFacts) -> Verdict:
     evidence = [f"{facts.per_batch(seconds)} a batch: batches were there, and the loop's thread got no CPU"]
     if facts.interval.is_held_back:
         change = "a larger CPU quota; or fewer num_workers"
-        return facts.verdict("quota", [*evidence, words.quota(facts.interval)], Change(change), sure=0.9)
+        return facts.verdict("quota", [*evidence, words.quota(facts.interval)], Remedy(change), sure=0.9)
     more = words.more_cpus(facts.interval)
     return facts.verdict(
-        "wakeup", evidence, Change(f"{more}; or fewer num_workers, if they are what uses them"), sure=0.8
+        "wakeup", evidence, Remedy(f"{more}; or fewer num_workers, if they are what uses them"), sure=0.8
     )
 
 
@@ -179,7 +179,7 @@ def _inline(facts: WatchedFacts) -> Verdict:
     ]
     change = facts.more_workers(computing=computing)
     if change is None:
-        return facts.verdict("computing", evidence, Change(f"less work for each sample: there is {no_cpu(facts)}"))
+        return facts.verdict("computing", evidence, Remedy(f"less work for each sample: there is {no_cpu(facts)}"))
     change = change.then(": other processes make batches while the loop computes")
     return facts.verdict("computing" if computing else "waiting", evidence, change, sure=0.95)
 
@@ -197,7 +197,7 @@ def _workers(facts: WatchedFacts) -> Verdict:
         variables = "OMP_NUM_THREADS=1 in the environment (of OpenCV: cv2.setNumThreads(0) in worker_init_fn)"
         evidence.append(f"each uses {row.cpu_s / watched.busy_s:.1f} CPUs: libraries compute in threads of their own")
         return facts.verdict(
-            "oversubscription", evidence, Change(f"{variables}, so that each worker computes in its own thread")
+            "oversubscription", evidence, Remedy(f"{variables}, so that each worker computes in its own thread")
         )
     if watched.slot_s > 0 and (use < BUSY or (num > 1 and facts.use_in_waits < _ONE_BY_ONE)):
         return _idle(facts, evidence)
@@ -211,7 +211,7 @@ def _workers(facts: WatchedFacts) -> Verdict:
         change = facts.more_workers(computing=True)
         if change is None:
             return facts.verdict(
-                "computing", evidence, Change(f"{cheaper}; more workers would not help: there is {no_cpu(facts)}")
+                "computing", evidence, Remedy(f"{cheaper}; more workers would not help: there is {no_cpu(facts)}")
             )
         return facts.verdict("computing", evidence, change.then(f"; or {cheaper}"), sure=0.95)
     evidence.insert(2, f"{100 * (1 - facts.needs_cpu):.0f} % waiting for something other than a CPU")
@@ -254,10 +254,10 @@ def _iterable(facts: WatchedFacts) -> Verdict:
             hint
             or "make batches in other processes while the loop computes: a DataLoader with num_workers=2 around it, say"
         )
-        return facts.verdict("computing", evidence, Change(change), sure=0.8)
+        return facts.verdict("computing", evidence, Remedy(change), sure=0.8)
     evidence.append("what it waits for cannot be seen from here")
     return facts.verdict(
-        "waiting", evidence, Change(hint or "find out what it waits for; read ahead of the loop"), sure=0.4
+        "waiting", evidence, Remedy(hint or "find out what it waits for; read ahead of the loop"), sure=0.4
     )
 
 

@@ -28,6 +28,7 @@ from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Make, Varian
 from loaderkit.profile.experiments.loops import Step, endless, run_steps
 from loaderkit.profile.report_parts import Rate
 from loaderkit.profile.settings_patch import (
+    file_setting,
     is_accepted,
     value_of,
     verdict_part,
@@ -110,7 +111,7 @@ def tune(
     left_s = left_s if best else trial_s
     old, new = search.interleaved({}, best, left_s, _NUM_WINDOWS, MOST_WRONG)
     comparison = PairedGains.of(new.windows, old.windows)
-    settings = [Setting(key=key, before=value_of(config, key), value=value) for key, value in best.items()]
+    settings = [file_setting(config, key, value) for key, value in best.items()]
     settings = [one for one in settings if one.before != one.value]
     outcome = comparison.outcome() if settings else "no better"
     speedup, interval = ratio_of(new, old)

@@ -95,7 +95,7 @@ def sources_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
             _passes(row),
         )
         seconds = (row[name] for name in ("read_s", "stages_s", "cpu_s", "waiting_s", "delayed_s"))
-        times.add_row(row["name"], *(_s(value) for value in seconds), _waited(row))
+        times.add_row(row["name"], *(short(value or None) for value in seconds), _waited(row))
     return given, times
 
 
@@ -112,7 +112,7 @@ def nodes_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             str(row["num_batches"]),
             f"{row['network_bytes_per_s'] / 1e6:.3g}" if is_away else "",
             f"{100 * row['carrying_share']:.0f} %" if is_away else "",
-            _s(each_s) if is_away else "",
+            short(each_s or None) if is_away else "",
             str(row["num_restarts"] or ""),
         )
     return table
@@ -127,8 +127,9 @@ def _waited(row: Mapping[str, Any]) -> str:
     return f"{say_seconds(row['stall_s'])}, {row['stall_percent']:.1f} %" if row["stall_s"] else ""
 
 
-def _s(seconds: float) -> str:
-    return say_seconds(seconds).replace(" ", "") if seconds else ""
+def short(seconds: float | None) -> str:
+    """A time for a table's cell; empty where it is not known."""
+    return "" if seconds is None else say_seconds(seconds).replace(" ", "")
 
 
 def tuning_table(stats: Mapping[str, Any]) -> Table:

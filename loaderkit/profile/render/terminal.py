@@ -16,6 +16,7 @@ from loaderkit.profile.render.summary import (
     as_text,
     facts_table,
     nodes_table,
+    short,
     sources_tables,
     table_of,
     titled,
@@ -110,8 +111,8 @@ def _loop(report: Report) -> RenderableType:
     dropped = f", {report.num_dropped} more dropped by filter" if report.num_dropped else ""
     rows.add_row("speed", f"{report.num_samples} samples in {report.num_batches} batches{dropped}, {speed}")
     if steps.p50_s is not None and steps.p99_s is not None:
-        computing = f", of it computing {_s(steps.compute_p50_s)} and {_s(steps.compute_p99_s)}"
-        rows.add_row("a step", f"{_s(steps.p50_s)} (p50), {_s(steps.p99_s)} (p99){computing}")
+        computing = f", of it computing {short(steps.compute_p50_s)} and {short(steps.compute_p99_s)}"
+        rows.add_row("a step", f"{short(steps.p50_s)} (p50), {short(steps.p99_s)} (p99){computing}")
     if report.utilisation is not None:
         marks = ", ".join(
             f"{'passes' if mark.passes else 'below'} {mark.at_least_percent:.0f} %" for mark in report.utilisation.marks
@@ -149,8 +150,8 @@ def _stages(stages: Sequence[StageRow]) -> RenderableType:
         times.add_row(row.name, str(row.workers), *(f"{100 * s / whole_s:.0f}" if s else "" for s in spent))
         speeds.add_row(
             row.name,
-            _s(row.p50_s),
-            _s(row.p99_s),
+            short(row.p50_s),
+            short(row.p99_s),
             f"{row.items_per_s:.0f}",
             f"{row.bytes_per_s / 1e6:.3g}" if row.num_bytes else "",
             f"{row.queued_mean:.0f}" if row.queued_mean else "",
@@ -166,8 +167,8 @@ def _slowest(items: Sequence[SlowItem]) -> RenderableType:
         table.add_row(
             f"{'' if item.source is None else f'{item.source}: '}{item.key}{more}",
             item.stage,
-            _s(item.seconds),
-            _s(item.usual_s),
+            short(item.seconds),
+            short(item.usual_s),
         )
     return table
 
@@ -224,10 +225,6 @@ def _what_if(rows: Sequence[WhatIf]) -> RenderableType:
         table.add_row(*cells)
     notes = [f"{row.name}: {row.note}" for row in rows if row.note]
     return Group(table, *(Text(note, style="dim") for note in notes))
-
-
-def _s(seconds: float | None) -> str:
-    return "" if seconds is None else say_seconds(seconds).replace(" ", "")
 
 
 def _rate(bytes_per_s: float) -> str:

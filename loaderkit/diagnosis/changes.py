@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from loaderkit._internal.system.cgroups import num_cpus_of_rank
 from loaderkit._internal.units import format_bytes
-from loaderkit.diagnosis.interval import Interval
+from loaderkit.diagnosis.interval import Interval, has_memory_for
 from loaderkit.diagnosis.stage_facts import StageFacts, more_of
 from loaderkit.diagnosis.verdict import Remedy, Setting, say
 from loaderkit.diagnosis.words import more_cpus, would_take_from_others
@@ -172,7 +172,7 @@ def deeper(interval: Interval) -> Remedy:
 
 def _of_memory(interval: Interval, wanted: int) -> Setting | None:
     """A budget of `wanted` bytes; None if the machine has no memory for it."""
-    if not interval.has_memory_for(wanted):
+    if not has_memory_for(interval.stats.memory, wanted):
         return None
     before = format_bytes(interval.stats.memory["budget_bytes"])
     return Setting(key="prefetch.memory", before=before, value=format_bytes(wanted))

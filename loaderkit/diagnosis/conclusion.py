@@ -10,20 +10,19 @@ from loaderkit.diagnosis.verdict import Remedy, Verdict
 BUSY = 0.75  # share of their time; workers that are busy for more are the limit
 
 
+def conclude(interval: Interval, cause: str, kind: str, evidence: str, remedy: Remedy, *, sure: float = 1.0) -> Verdict:
+    """The verdict where the loop waited longest for `cause`; it is less sure where several causes share the waiting."""
+    seconds = interval.stats.stall_s[cause]
+    confidence = interval.confidence(0.6 + 0.4 * seconds / max(interval.waited_s, 1e-9), sure)
+    percent, text = interval.percent(seconds), remedy.text
+    return Verdict(cause, percent, confidence, evidence, text, kind, None, remedy.settings, remedy.is_exact)
+
+
 def without_stage(
-    interval: Interval, cause: str, evidence: str, change: Remedy, *, sure: float = 1.0, kind: str | None = None
+    interval: Interval, cause: str, evidence: str, remedy: Remedy, *, sure: float = 1.0, kind: str | None = None
 ) -> Verdict:
     """The verdict where the loop waited longest for something other than a stage."""
-    return Verdict(
-        stage=cause,
-        percent=interval.percent(interval.stats.stall_s[cause]),
-        confidence=interval.confidence(sure, _clear(interval, cause)),
-        evidence=f"{words.waited(interval, cause)}{evidence}",
-        change=change.text,
-        kind=kind or cause,
-        settings=change.settings,
-        is_exact=change.is_exact,
-    )
+    return conclude(interval, cause, kind or cause, f"{words.waited(interval, cause)}{evidence}", remedy, sure=sure)
 
 
 def of_stage(
@@ -31,7 +30,7 @@ def of_stage(
     facts: StageFacts,
     kind: str,
     evidence: str,
-    change: Remedy,
+    remedy: Remedy,
     *,
     sure: float = 1.0,
     agrees: bool = False,
@@ -43,21 +42,7 @@ def of_stage(
     parts += words.host_facts(interval, facts)
     # Workers are as busy as a limit's are, or idle for a reason.
     agrees = agrees or use >= BUSY or interval.is_inline or kind in ("depth", "memory", "stragglers")
-    return Verdict(
-        stage=name,
-        percent=interval.percent(interval.stats.stall_s[name]),
-        confidence=interval.confidence(_clear(interval, name), 1.0 if agrees else 0.7, sure),
-        evidence="; ".join(parts),
-        change=change.text,
-        kind=kind,
-        settings=change.settings,
-        is_exact=change.is_exact,
-    )
-
-
-def _clear(interval: Interval, cause: str) -> float:
-    """A factor for the confidence: 1 where all of the waiting is charged to one cause, less where it is shared."""
-    return 0.6 + 0.4 * interval.stats.stall_s[cause] / max(interval.waited_s, 1e-9)
+    return conclude(interval, name, kind, "; ".join(parts), remedy, sure=sure if agrees else 0.7 * sure)
 
 
 def confidence_of_comparison(facts: StageFacts) -> float:

@@ -95,10 +95,6 @@ class Interval:
         """True if the memory budget holds fewer batches than `prefetch.batches` asks for."""
         return self.num_in_memory < self.num_wanted
 
-    def has_memory_for(self, budget_bytes: int) -> bool:
-        """True if the machine has room for a larger budget, as far as it tells."""
-        return has_memory_for(self.stats.memory, budget_bytes)
-
     def memory_for(self, num_batches: int) -> int:
         """The budget that holds so many batches, in whole MiB."""
         return -(-num_batches * int(self.stats.memory.get("batch_bytes", 0)) // _MIB) * _MIB

@@ -236,18 +236,7 @@ class Engine(ABC):
         now = now if at_s is None else min(now, at_s)
         for cause, seconds in self.open_wait(waiting_since_s, now).items():
             waits_s[cause] = waits_s.get(cause, 0.0) + seconds
-        rows = [
-            StageStats(
-                stage.name,
-                0,
-                kind=stage.kind,
-                waits=stage.waits,
-                in_turn=stage.in_turn,
-                source=stage.source,
-                alone=stage.lock is not None,
-            )
-            for stage in self.stages
-        ]
+        rows = [StageStats.of(stage, 0) for stage in self.stages]
         for pool in self.pools:
             numbers = pool.plan.stages
             first, last = rows[numbers[0]], rows[numbers[-1]]

@@ -140,17 +140,7 @@ def _report(  # noqa: PLR0917
         percent_of_bare=percent,
         note=note,
         waited=waited,
-        stages=[
-            StageTime(
-                name=row.name,
-                workers=row.workers,
-                busy_s=row.busy_s,
-                cpu_s=row.cpu_s,
-                starved_s=row.starved_s,
-                num_bytes=row.num_bytes,
-            )
-            for row in stats.stages
-        ],
+        stages=[StageTime(**{name: getattr(row, name) for name in StageTime.model_fields}) for row in stats.stages],
         objects=sorted(rows, key=lambda row: -(row.read_s + row.verify_s + row.copy_s + row.cast_s))[:_MOST_ROWS],
         num_objects=len(rows),
         **values,
@@ -166,14 +156,10 @@ def _rows(session: TransferSession, connector: Connector) -> list[ObjectRow]:
         rows.append(
             ObjectRow(
                 object=name,
-                num_bytes=totals.num_bytes,
-                num_reads=totals.num_reads,
                 read_s=totals.seconds,
                 first_byte_s=first_byte_s,
                 body_s=body_s,
-                verify_s=totals.verify_s,
-                copy_s=totals.copy_s,
-                cast_s=totals.cast_s,
+                **{name: getattr(totals, name) for name in ("num_bytes", "num_reads", "verify_s", "copy_s", "cast_s")},
                 bytes_per_s=totals.num_bytes / max(totals.seconds, 1e-9),
             )
         )

@@ -8,6 +8,7 @@ from typing import Any
 from loaderkit._internal.system.cgroups import free_memory
 from loaderkit._internal.units import say_seconds, say_size
 from loaderkit.diagnosis import words
+from loaderkit.diagnosis.conclusion import conclude
 from loaderkit.diagnosis.interval import Interval
 from loaderkit.diagnosis.verdict import Remedy, Setting, Verdict
 from loaderkit.diagnosis.watched.counters import LoaderArguments, WatchedCounters, WatchedSnapshot
@@ -58,19 +59,9 @@ class WatchedFacts:
         return f"{100 * share:.0f} % ready to run while no CPU was free" if share > _NOTABLE else ""
 
     def verdict(self, kind: str, evidence: list[str], change: Remedy, *, sure: float = 1.0) -> Verdict:
-        """The verdict of that kind. It is less sure where several causes share the waiting."""
-        interval, cause = self.interval, self.cause
-        clear = 0.6 + 0.4 * interval.stats.stall_s[cause] / max(interval.waited_s, 1e-9)
-        parts = [words.waited(interval, cause), *evidence, *of_machine(interval, self.stats)]
-        return Verdict(
-            stage=cause,
-            percent=interval.percent(interval.stats.stall_s[cause]),
-            confidence=interval.confidence(clear, sure),
-            evidence="; ".join(filter(None, parts)),
-            change=change.text,
-            kind=kind,
-            settings=change.settings,
-        )
+        """The verdict of that kind."""
+        parts = [words.waited(self.interval, self.cause), *evidence, *of_machine(self.interval, self.stats)]
+        return conclude(self.interval, self.cause, kind, "; ".join(filter(None, parts)), change, sure=sure)
 
     # ------------------------------------------------------------------------------------------------- what to change
 

@@ -20,7 +20,7 @@ from loaderkit.engine.metrics.slow_samples import Slow, slowest
 from loaderkit.engine.metrics.stalls import NETWORK, RESTART, START, WAKEUP
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
-from loaderkit.engine.work import SourceCounts
+from loaderkit.engine.work import SourceCounts, Stage
 
 AnySnapshot = TypeVar("AnySnapshot", bound="Snapshot")
 
@@ -52,6 +52,12 @@ class StageStats:
     alone: bool = (
         False  # in each process one thread at a time runs it, or other rows that are `alone`: undeclared user code
     )
+
+    @classmethod
+    def of(cls, stage: Stage, workers: int) -> Self:
+        """A row of zeros."""
+        facts = {name: getattr(stage, name) for name in ("kind", "waits", "source", "in_turn")}
+        return cls(stage.name, workers, **facts, alone=stage.lock is not None)
 
     @property
     def slot_s(self) -> float:

@@ -177,12 +177,24 @@ def titled(title: str, body: RenderableType) -> Iterator[RenderableType]:
     yield body
 
 
-def facts_table() -> Table:
-    """Two columns: names, and their facts over as many lines as needed."""
+def facts_table(facts: Iterable[tuple[str, str | None]] = ()) -> Table:
+    """Two columns: names, and their facts over as many lines as needed; None is left out."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
+    for name, fact in facts:
+        if fact is not None:
+            table.add_row(name, fact)
     return table
+
+
+def verdict_section(
+    head: str, limit: str, facts: Iterable[tuple[str, str | None]], *, is_good: bool
+) -> Iterator[RenderableType]:
+    """What a report begins with."""
+    yield Text(head, style="bold")
+    yield Text(limit, style="green" if is_good else "yellow")
+    yield facts_table(facts)
 
 
 def table_of(first: str, *numbers: str, folds: bool = False) -> Table:

@@ -43,7 +43,8 @@ def several_processes(interval: Interval) -> tuple[Setting, ...]:
     is_enough = tuning.executor == "process" and ("processes" in (tuning.auto or ()) or num >= processes)
     if tuning.executor == "ray" or is_enough or 2 * processes * batch_bytes > memory["budget_bytes"]:
         return ()
-    return in_a_process(interval), Setting(key="prefetch.processes", before=num, value=processes)
+    more = Setting(key="prefetch.processes", before=num, value=processes)
+    return (more,) if tuning.is_remote else (in_a_process(interval), more)
 
 
 def own_gil(interval: Interval, facts: StageFacts, change: str, otherwise: str) -> Remedy:

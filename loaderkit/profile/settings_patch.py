@@ -38,9 +38,9 @@ def settings_for(verdict: Verdict, stats: Stats, config: PipelineConfig) -> list
     if stats.wall_s <= 0 or not stats.num_batches:
         return []
     tuning = stats.tuning.to_dict()
-    settings = [one for given in verdict.settings for one in _in_file(given, config, tuning)]
-    # Where a loader was resized, or has chosen its executor, the file may have it already.
-    settings = [one for one in settings if one.before != one.value]
+    in_file = {one.key: one for given in verdict.settings for one in _in_file(given, config, tuning)}
+    # Where a loader was resized, the file may have it already.
+    settings = [one for one in in_file.values() if one.before != one.value]
     return settings if settings and is_accepted(config, {one.key: one.value for one in settings}) else []
 
 
@@ -88,7 +88,8 @@ def workers_settings(
 
 def _processes(config: PipelineConfig, processes: int) -> list[Setting]:
     """So many loading processes, and two batches ahead for each."""
-    settings = [file_setting(config, "prefetch.processes", processes)]
+    settings = [file_setting(config, "prefetch.executor", "process")]  # a loader may have chosen that itself
+    settings.append(file_setting(config, "prefetch.processes", processes))
     if config.prefetch.first_batches < 2 * processes:
         settings.append(file_setting(config, "prefetch.batches", 2 * processes))
     return settings

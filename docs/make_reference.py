@@ -34,6 +34,7 @@ from loaderkit.checkpoint.manager.settings import (
 )
 from loaderkit.cli.app import app
 from loaderkit.connectors.config import CacheArgs, ReadAheadArgs, RetryArgs, S3Args
+from loaderkit.diagnosis import restores, verdict
 from loaderkit.metrics.families import CHECKPOINT_FAMILIES, FAMILIES, PREFIX
 from loaderkit.pipeline.config.mixture import ChangeArgs, MixArgs, MixedArgs
 from loaderkit.pipeline.config.model import (
@@ -276,8 +277,15 @@ def families() -> str:
 def report_tables() -> str:
     """The report's JSON: a table for every object in it."""
     parts_by_name = {name: model for name, model in vars(report_parts).items() if name != "Part"}
-    known = [report.Report, *parts_by_name.values(), ranks.RankRow, ranks.Merged, report.RestoreReport]
-    models = [model for model in known if isinstance(model, type) and issubclass(model, report_parts.Part)]
+    known = [
+        report.Report,
+        *parts_by_name.values(),
+        ranks.RankRow,
+        ranks.Merged,
+        report.RestoreReport,
+        restores.RestoreVerdict,
+    ]
+    models = [model for model in known if isinstance(model, type) and issubclass(model, verdict.Part)]
     parts = [
         "What `loaderkit profile --json` writes and `report.to_dict()` of `with loader.profile() as report` returns. The whole is "
         f"`Report`, `schema_version` {report.SCHEMA_VERSION}; new keys may come without a new version. `profile --merge --json` writes "

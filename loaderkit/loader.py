@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from loaderkit.connectors.base import Connector
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.errors import ClosedError, ConfigError, MissingExtraError, StallTimeout, WorkerDiedError
 from loaderkit.integrations.iterable_dataset import BatchesDataset
@@ -351,7 +351,7 @@ class Loader(DataLoaderParts):
 
     def stats(self, since: Stats | None = None) -> Stats:
         """The counters up to now, with open intervals; with `since`, their rise after that moment."""
-        now = self._sources.added_to(self._executors.stats(), self._epoch, self._position)
+        now = Stats.of(self._sources.added_to(self._executors.stats(), self._epoch, self._position))
         return now if since is None else now.since(since)
 
     def series(self) -> list[dict[str, Any]]:

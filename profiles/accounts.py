@@ -1,7 +1,7 @@
 """Accounts as files, so that rules are tested on what machines said: python -m profiles.accounts NAME [--only WORDS]
 
 Runs the pipelines of bottlenecks.py, and writes what the verdict reads of their accounts to
-tests/engine/metrics/recorded/NAME.json, a line for each. With --one-cpu all threads of a pipeline run on one CPU while
+tests/diagnosis/recorded/NAME.json, a line for each. With --one-cpu all threads of a pipeline run on one CPU while
 the others are idle: then a thread that gets the GIL is ready to run, and waits behind the one that gave it away,
 as it does on some virtual machines. (Where a pipeline computes side by side that is another bottleneck: those are left
 out then.)
@@ -17,15 +17,16 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
+from loaderkit.stages.base import WAITING
 from profiles.bottlenecks import CASES, Case, run
 
-FOLDER = Path(__file__).parent.parent / "tests" / "engine" / "metrics" / "recorded"
+FOLDER = Path(__file__).parent.parent / "tests" / "diagnosis" / "recorded"
 _SIDE_BY_SIDE = ("CPU-bound decode", "batch assembly")
 _PLAIN = ("wall_s", "num_batches", "num_samples", "waits_s", "memory")
 
@@ -48,7 +49,10 @@ def to_json(stats: Stats) -> dict[str, Any]:
 
 def from_json(values: Mapping[str, Any]) -> Stats:
     """The accounts that `to_json` wrote."""
-    rows = [StageStats(**{**row, "services": Histogram.of(dict(row["services"]))}) for row in values["stages"]]
+    rows = [
+        StageStats(**{**row, "services": Histogram.of(dict(row["services"])), "waits": row.get("kind") in WAITING})
+        for row in values["stages"]
+    ]
     return replace(
         Stats.empty(rows, values["memory"].get("budget_bytes", 0)),
         **{name: values[name] for name in _PLAIN},

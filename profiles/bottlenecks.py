@@ -26,8 +26,8 @@ from PIL import Image
 from loaderkit import Loader, Pipeline
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.engine.metrics import Stats
-from loaderkit.engine.metrics.bottleneck_words import headline
+from loaderkit.diagnosis.stats import Stats
+from loaderkit.diagnosis.verdict import headline
 from loaderkit.pipeline.config.builder import to_config
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
 from loaderkit.profile.render.html import to_html

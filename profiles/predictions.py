@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.diagnosis.verdict import Setting
 from loaderkit.loader import Loader
 from loaderkit.pipeline.config.builder import Pipeline, to_config
 from loaderkit.pipeline.config.model import PipelineConfig
@@ -31,7 +32,6 @@ from loaderkit.profile.experiments.causal import check_verdict
 from loaderkit.profile.experiments.interleave import Make, Variant, interleave, ratio_of
 from loaderkit.profile.experiments.loops import endless, run_steps, sleep_step
 from loaderkit.profile.report import Report
-from loaderkit.profile.report_parts import Setting
 from loaderkit.profile.whatif.table import verify, what_if
 from loaderkit.stages.slowed import Slowdown
 from profiles.bottlenecks import BATCH, CASES, DOZEN, Case, build, cpu_seconds, is_right, photographs

@@ -9,6 +9,7 @@ import torch
 from loaderkit._internal.system.local_rank import local_rank
 from loaderkit.errors import DeviceError
 
+Device = torch.device
 logger = logging.getLogger("loaderkit")
 
 KERNEL_FAILURES = {

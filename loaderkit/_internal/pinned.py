@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 import torch
 
-from loaderkit._internal.device import raise_kernel_failure
+from loaderkit._internal.device import KERNEL_FAILURES, raise_kernel_failure
 from loaderkit._internal.dtypes import Bytes
 
 NOT_PINNED = "memory of batches cannot be pinned (%s): copies to the GPU are slower, and block a worker"
@@ -41,3 +42,41 @@ class PinnedMemory:
             self._is_refused = True
             logger.warning(NOT_PINNED, str(error).partition("\n")[0])
             return None
+
+
+class RegisteredMemory:
+    """Parts of memory that CUDA has pinned where they are. Each is registered once, at first use."""
+
+    def __init__(self, memory: Bytes, device: torch.device) -> None:
+        """`device`: the CUDA device that the memory is copied to."""
+        self._device = device
+        self._address = memory.__array_interface__["data"][0]
+        self._pinned: set[tuple[int, int]] = set()
+        self._is_refused = False
+        self._cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+    def add(self, start: int, size: int) -> None:
+        """Pin `size` bytes from `start` on, if the system still does."""
+        if self._is_refused or (start, size) in self._pinned:
+            return
+        with torch.cuda.device(self._device):  # the current device of this thread may be another
+            code = int(self._cudart.cudaHostRegister(self._address + start, size, 0))
+        if code == 0:
+            self._pinned.add((start, size))
+            return
+        if code in KERNEL_FAILURES:
+            return  # not that of pinning: `transfer` meets it next, and raises it
+        self._is_refused = True  # the limit of locked memory is reached: the next part would be refused as well
+        logger.warning(
+            "shared memory cannot be pinned (CUDA error %d): copies to the GPU are slower and block a worker", code
+        )
+        with suppress(RuntimeError):  # CUDA reports the error again at this thread's next kernel: start one here
+            torch.ones(1, device=self._device)
+
+    def clear(self) -> None:
+        """Pin none of it any more."""
+        # After a kernel has failed every call does; what is pinned then ends with the process.
+        with suppress(RuntimeError), torch.cuda.device(self._device):
+            for start, _ in self._pinned:
+                self._cudart.cudaHostUnregister(self._address + start)
+        self._pinned.clear()

@@ -17,8 +17,7 @@ from loaderkit.engine.contracts import Plan
 from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.host import CpuWatch, host_stats
 from loaderkit.engine.metrics.slow_samples import SlowItems
-from loaderkit.engine.metrics.snapshot import StageStats, add_worker_time
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot, StageStats, add_worker_time
 from loaderkit.engine.metrics.trace import WHOLE, Handoff, Trace, finished_lane, new_entries, num_entries
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
@@ -230,24 +229,14 @@ class Engine(ABC):
             path = stalls.ChunkPath(head.opened_s, list(last.marks) if last is not None else [], now)
         return self.attribute(begin, now, path)
 
-    def stats(self, tuning: Tuning, run: int, at_s: float | None = None) -> Stats:
+    def stats(self, tuning: Tuning, run: int, at_s: float | None = None) -> Snapshot:
         """The counters up to now, or to `at_s`, a moment ago; for any thread. About 0.2 ms with two workers, 1 ms with 64 and
         eight stages."""
         waits_s, waiting_since_s, now = self.waits.read(self.clock)
         now = now if at_s is None else min(now, at_s)
         for cause, seconds in self.open_wait(waiting_since_s, now).items():
             waits_s[cause] = waits_s.get(cause, 0.0) + seconds
-        rows = [
-            StageStats(
-                stage.name,
-                0,
-                kind=stage.kind,
-                in_turn=stage.in_turn,
-                source=stage.source,
-                alone=stage.lock is not None,
-            )
-            for stage in self.stages
-        ]
+        rows = [StageStats.of(stage, 0) for stage in self.stages]
         for pool in self.pools:
             numbers = pool.plan.stages
             first, last = rows[numbers[0]], rows[numbers[-1]]
@@ -257,7 +246,7 @@ class Engine(ABC):
             # Inline, one worker clock serves all pools; threads only enter the stages of their own pool.
             add_worker_time(rows, (first, last), list(pool.worker_clocks), self.states, now)
         host = self._cpu_watch.added_to(host_stats())
-        return Stats(
+        return Snapshot(
             run=run,
             now_s=now,
             wall_s=0.0 if self.first_wait_s is None else now - self.first_wait_s,

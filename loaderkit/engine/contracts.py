@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.trace import Trace
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.work import Chunk, WorkItem
@@ -75,7 +75,7 @@ class Plan(Protocol):
         """The name of the item at `index`, for messages."""
 
     def memory_stats(self, num_open: int) -> dict[str, int]:
-        """The bytes of slabs and batches for `Stats.memory`, with `num_open` open work items; for any thread."""
+        """The bytes of slabs and batches for `Snapshot.memory`, with `num_open` open work items; for any thread."""
 
 
 class Delivery(Protocol):
@@ -137,7 +137,7 @@ class Executor(Protocol):
         """Let another number of processes make the batches, as soon as those that are to come are ready; nothing is dropped.
         `refused` is called with the reason if that turns out to be impossible later. Raises ConfigError, WorkerDiedError."""
 
-    def stats(self, tuning: Tuning, run: int) -> Stats:
+    def stats(self, tuning: Tuning, run: int) -> Snapshot:
         """The counters up to now."""
 
     def record(self) -> None:

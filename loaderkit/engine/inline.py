@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import torch
-
+from loaderkit._internal import torch_threads
+from loaderkit._internal.config import keys
 from loaderkit.engine.autotune.chunk_sizer import ChunkSizer, trim
 from loaderkit.engine.base import Engine
 from loaderkit.engine.contracts import Plan
@@ -46,9 +46,7 @@ class InlineEngine(Engine):
 
     def resize(self, stage: str, num_workers: int) -> NoReturn:
         self._check_usable()
-        raise ConfigError(
-            f"stage {stage!r} has no workers to resize: prefetch.executor is inline; use thread or process"
-        )
+        raise ConfigError(f"stage {stage!r} has no workers to resize: {keys.EXECUTOR} is inline; use thread or process")
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         self._check_usable()
@@ -101,16 +99,16 @@ class InlineEngine(Engine):
     def _carry(self, chunk: Chunk, worker_clock: WorkerClock) -> Chunk | WorkItem | None:
         """Take a chunk through every pool; its work item, if that is complete."""
         item: Chunk | WorkItem | None = chunk
-        num_torch_threads = torch.get_num_threads()
+        num_torch_threads = torch_threads.get_num_threads()
         try:
             if num_torch_threads > 1:
-                torch.set_num_threads(1)  # as in worker threads: on small tensors a second thread only spins
+                torch_threads.set_num_threads(1)  # as in worker threads: on small tensors a second thread only spins
             for pool in self.pools:
                 if item is not None:
                     item = self._run(pool, worker_clock, item)
         finally:
             if num_torch_threads > 1:
-                torch.set_num_threads(num_torch_threads)
+                torch_threads.set_num_threads(num_torch_threads)
         return item
 
     def _land(self, chunk: Chunk) -> WorkItem | None:

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from loaderkit.engine.metrics.histogram import Histogram
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.errors import ClosedError
 
 TICK_S = 0.25
@@ -35,9 +35,9 @@ class Series:
         self._num_points = num_points
         self._every = 1  # one snapshot in `_every` is kept
         self._num_looks = 0
-        self._points: list[Stats] = []
+        self._points: list[Snapshot] = []
 
-    def add(self, stats: Stats) -> None:
+    def add(self, stats: Snapshot) -> None:
         """Add a snapshot, if it is one of those to keep."""
         if self._points and self._points[-1].run != stats.run:
             self._points = []
@@ -61,7 +61,7 @@ class Series:
 class Monitor:
     """The thread. `read` gives a snapshot; `act` passes it to the tuner."""
 
-    def __init__(self, read: Callable[[], Stats], series: Series, act: Callable[[Stats], None]) -> None:
+    def __init__(self, read: Callable[[], Snapshot], series: Series, act: Callable[[Snapshot], None]) -> None:
         self._read = read
         self._series = series
         self._act = act

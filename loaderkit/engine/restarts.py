@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from loaderkit._internal.config import keys
 from loaderkit.errors import WorkerDiedError
 from loaderkit.sampling.dealing import Place
 
@@ -65,7 +66,7 @@ class Restarts:
             if self.num >= self.limit:
                 making += _listed(samples)
         if self.num >= self.limit:
-            note = f"All {self.limit} restarts of this run (prefetch.restarts) are used up. "
+            note = f"All {self.limit} restarts of this run ({keys.RESTARTS}) are used up. "
             return death.error(making, note, () if death.is_early else samples)
         self.num += 1
         return None
@@ -76,7 +77,7 @@ class Restarts:
         its_batches = f"its batches, from {_say(place)} on" if death.is_early else "its batches again from there on"
         return (
             f"{death.who} {death.what}{making}: {death.fix}. {successor} makes {its_batches}; {self.limit - self.num} of "
-            f"{self.limit} restarts (prefetch.restarts) are left in this run"
+            f"{self.limit} restarts ({keys.RESTARTS}) are left in this run"
         )
 
     def _samples(self, place: Place) -> tuple[str, ...]:

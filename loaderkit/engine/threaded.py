@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from loaderkit._internal.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 from loaderkit.engine import watchdog
 from loaderkit.engine.base import Engine, WorkerPool
 from loaderkit.engine.contracts import Plan
@@ -18,7 +19,6 @@ from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock
 from loaderkit.engine.pools import PoolPlan
 from loaderkit.engine.scheduler import Scheduler
-from loaderkit.engine.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 from loaderkit.engine.work import Chunk, Stage, WorkItem
 from loaderkit.errors import ConfigError
 from loaderkit.sampling.shard import Shard

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from loaderkit._internal.config import keys
 from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.errors import StallTimeout
 
@@ -43,7 +44,7 @@ class Patience:
         hang = report()
         where = f", it is in {hang.stage}" if hang.stage is not None else ""
         where += f", at sample {hang.key!r}" if hang.key is not None else ""
-        text = f"no batch for {self._waited_s:g} s{where} (prefetch.timeout is {self._limit_s:g} s)\n{hang.text}"
+        text = f"no batch for {self._waited_s:g} s{where} ({keys.TIMEOUT} is {self._limit_s:g} s)\n{hang.text}"
         is_over = self._waited_s >= self._limit_s
         if is_over and self._raises:
             raise StallTimeout(text, waited_s=self._waited_s, stage=hang.stage, key=hang.key)

@@ -160,6 +160,7 @@ class Stage:
     interrupt: Callable[[], None] | None = None  # ends its waits, before its workers are joined
     waits_for: Callable[[int], str | None] = lambda thread_id: None
     """What that thread waits for in code that nothing can end, so that a close does not wait for it long; for messages."""
+    waits: bool = False  # it may wait for something other than a CPU or the GIL
     finishes: bool = False  # `Plan.finish` completes its work, and counts as its time
     source: str = ""  # the mixed source that it is for alone
     in_turn: bool = False

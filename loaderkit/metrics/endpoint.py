@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from loaderkit._internal.system.listeners import listener_of
 from loaderkit._internal.system.local_rank import local_rank
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.errors import ConfigError, MissingExtraError
 from loaderkit.metrics.address import ListenAddress, parse_address
 from loaderkit.metrics.exported import ExportedLoader, ScrapedLoader

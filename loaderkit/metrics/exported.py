@@ -6,7 +6,7 @@ import logging
 import weakref
 from typing import Protocol
 
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.metrics.families import Point, gauges
 from loaderkit.metrics.totals import Totals
 

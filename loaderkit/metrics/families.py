@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from loaderkit._internal.save_log import SaveTotals
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stalls import MEMORY, START, WAKEUP
-from loaderkit.engine.metrics.stats import Stats
 
 PREFIX = "loaderkit_"
 STORE = "store_"

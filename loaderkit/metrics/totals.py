@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.metrics.families import Point, causes, counters, outlives_runs
 
 _Key = tuple[str, tuple[str, ...]]

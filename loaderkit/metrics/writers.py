@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, ref
 
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.metrics.families import causes
 
 

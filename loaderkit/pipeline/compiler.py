@@ -101,17 +101,7 @@ class CompiledStages:
     def rows(self) -> list[StageStats]:
         """A row of zeros for every stage."""
         workers = {n: pool.num_workers for pool in self.pools for n in pool.stages}
-        return [
-            StageStats(
-                stage.name,
-                workers[number],
-                kind=stage.kind,
-                in_turn=stage.in_turn,
-                source=stage.source,
-                alone=stage.lock is not None,
-            )
-            for number, stage in enumerate(self.stages)
-        ]
+        return [StageStats.of(stage, workers[number]) for number, stage in enumerate(self.stages)]
 
     def described_pools(self, num_processes: int) -> tuple[PoolTuning, ...]:
         """The stages of each pool and its workers, of all processes together."""

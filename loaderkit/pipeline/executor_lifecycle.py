@@ -10,9 +10,9 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.contracts import Executor, LoopLog
-from loaderkit.engine.metrics import Stats
-from loaderkit.engine.metrics.snapshot import StageStats
+from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
 from loaderkit.engine.metrics.trace import Trace
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
@@ -46,7 +46,7 @@ class ExecutorLifecycle:
         self._series = Series()
         self._next_position: tuple[int, int] | None = None  # (epoch, position) of the executor's next batch
         self.run = 0  # executors that have ended
-        self._last_stats: Stats | None = None
+        self._last_stats: Snapshot | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._stopping = threading.Lock()
         self._has_to_end = False  # the executor: `stop` was called, and has not returned if Ctrl-C came then
@@ -173,7 +173,7 @@ class ExecutorLifecycle:
             finalizer.detach()
             self._finalizer = None
 
-    def stats(self) -> Stats:
+    def stats(self) -> Snapshot:
         """The counters up to now, of the running executor or of the last one."""
         executor, monitor = self.executor, self.monitor
         tuning, stream = self.settings.tuning, self.plan.compiled.context.stream

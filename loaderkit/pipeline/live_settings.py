@@ -16,7 +16,7 @@ from loaderkit._internal.units import parse_bytes
 from loaderkit.engine.autotune.tuned_setting import Move, TunedSetting
 from loaderkit.engine.autotune.tuner import BATCHES_EACH, Tuner
 from loaderkit.engine.contracts import Executor
-from loaderkit.engine.metrics import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from loaderkit.errors import ClosedError, ConfigError, WorkerDiedError
 from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
@@ -100,7 +100,7 @@ class LiveSettings:
                 if batches is not None and self._tuner is not None:
                     self._tuner.forget(())
 
-    def tune(self, stats: Stats) -> None:
+    def tune(self, stats: Snapshot) -> None:
         """Show the tuner a snapshot and make the change that it decides on."""
         if self._tuner is None:
             return

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from loaderkit._internal.compare import differ
 from loaderkit._internal.system.cgroups import free_memory, num_cpus_of_rank
 from loaderkit._internal.units import say_bytes
-from loaderkit.engine.metrics import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.stalls import START
 from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.errors import ConfigError, WorkerDiedError
@@ -87,7 +87,7 @@ class ProcessMove:
             stage.name for stage in plan.compiled.stages if stage.lock is not None and stage.name not in kept
         ]
         self._look_s = 0.0
-        self._begin: Stats | None = None
+        self._begin: Snapshot | None = None
         self._lost_s = 0.0
         self.started: Moved | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None  # of what has started
@@ -96,7 +96,7 @@ class ProcessMove:
         self._num_starts = 0
         self.is_over = False  # nothing will move
 
-    def look(self, settings: LiveSettings, read: Callable[[], Stats], position: tuple[int, int]) -> Moved | None:
+    def look(self, settings: LiveSettings, read: Callable[[], Snapshot], position: tuple[int, int]) -> Moved | None:
         """What is to go on at `position`, once it is ready. `read` gives the counters of the threads, with `settings`."""
         if self.started is not None:
             return self._when_awake(self.started, position)
@@ -110,7 +110,7 @@ class ProcessMove:
             self._start(position)
         return None
 
-    def _pays(self, now: Stats) -> bool:
+    def _pays(self, now: Snapshot) -> bool:
         begin = self._begin
         if begin is None or begin.run != now.run or now.num_batches == 0:
             self._begin = now
@@ -126,7 +126,7 @@ class ProcessMove:
         self._lost_s += waited_s
         return self._lost_s >= _PRICE_S
 
-    def _are_the_limit(self, passed: Stats) -> bool:
+    def _are_the_limit(self, passed: Snapshot) -> bool:
         """True if one thread was in user code nearly all the time, and what several processes could do is plainly more."""
         mine = [row for row in passed.stages if row.name in self._names]
         busy_s = sum(row.busy_s for row in mine)

@@ -6,8 +6,7 @@ import threading
 from copy import copy
 from dataclasses import dataclass, replace
 
-from loaderkit.engine.metrics.snapshot import SourceState
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot, SourceState
 from loaderkit.pipeline.bad_samples import BadSamples
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.sampling.mixture import Mixture
@@ -53,7 +52,7 @@ class SourceAccounts:
             due = self._due(self._mixture, course)
         self._course = _Course(run, epoch, begin, end, due)
 
-    def added_to(self, stats: Stats, epoch: int, position: int) -> Stats:
+    def added_to(self, stats: Snapshot, epoch: int, position: int) -> Snapshot:
         """The statistics with the sources as they are before `position` of an epoch."""
         if self._mixture is None:
             return stats

@@ -15,7 +15,8 @@ from loaderkit.checkpoint.restore.source import OpenCheckpoint, parse_device
 from loaderkit.checkpoint.transfer.session import TransferSession
 from loaderkit.checkpoint.transfer.stages import hand_over
 from loaderkit.connectors.base import Connector
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.errors import ClosedError, ConfigError
@@ -45,7 +46,7 @@ class TensorLoader:
         self._args = args
         self._clock = clock
         self._session: TransferSession | None = None
-        self._last: Stats | None = None
+        self._last: Snapshot | None = None
         self._run = 0
         moves = [stage.args for stage in config.stages if isinstance(stage.args, TransferArgs)]
         self._device = (parse_device(moves[0].device) if moves else None) or torch.device("cpu")
@@ -105,9 +106,8 @@ class TensorLoader:
     def stats(self, since: Stats | None = None) -> Stats:
         """The counters up to now; with `since`, their rise after that moment."""
         session = self._session
-        now = session.engine.stats(Tuning(), self._run) if session is not None else self._last
-        if now is None:
-            now = Stats.empty([], self.config.prefetch.memory)
+        counted = session.engine.stats(Tuning(), self._run) if session is not None else self._last
+        now = Stats.of(counted) if counted is not None else Stats.empty([], self.config.prefetch.memory)
         return now if since is None else now.since(since)
 
     def _stop(self) -> None:

@@ -21,9 +21,10 @@ from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.system.numa import numa_conflict
 from loaderkit._internal.units import say_seconds
 from loaderkit._internal.version import __version__
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.interval import Interval
+from loaderkit.diagnosis.stage_facts import measure
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
-from loaderkit.engine.metrics.interval import Interval, measure
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stalls import RELEASE, START
 from loaderkit.errors import ConfigError

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from loaderkit._internal.units import say_seconds
+from loaderkit.diagnosis.verdict import Part
 from loaderkit.profile.report import SCHEMA_VERSION, Report
-from loaderkit.profile.report_parts import Part, Step, VerdictPart
+from loaderkit.profile.report_parts import Step, VerdictPart
 from loaderkit.profile.statistics import LEAST_STEPS, NUM_WINDOWS, paired, windows
 
 _LEAST_SHARE = 0.02  # of a step: what is less is not worth a word

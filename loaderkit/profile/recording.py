@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from loaderkit._internal.atomic_file import write_atomically
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.trace import Trace
 from loaderkit.profile.build import ReportFacts, ReportSubject, make_report
 from loaderkit.profile.render.trace_file import to_json

@@ -10,6 +10,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError
 
+from loaderkit.diagnosis.restores import RestoreVerdict
+from loaderkit.diagnosis.verdict import Part
 from loaderkit.profile.report_parts import (
     Comparison,
     FirstBatch,
@@ -17,8 +19,6 @@ from loaderkit.profile.report_parts import (
     Machine,
     NodeRow,
     ObjectRow,
-    Part,
-    RestoreVerdict,
     SaveRow,
     SlowItem,
     SourceRow,

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class Part(BaseModel):
-    """A part of the report. Fields that a newer version has added are passed over when it is read."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-
-
-class Setting(Part):
-    """One value of the pipeline's description, as `--set` and `overrides` take it."""
-
-    key: str = Field(description='dotted, as in "prefetch.concurrency"')
-    before: Any = Field(None, description="as it was; null: not set")
-    value: Any = Field(description="as it should be")
+from loaderkit.diagnosis.verdict import Part, Setting
 
 
 class CausalCheck(Part):
@@ -405,11 +393,3 @@ class StageTime(Part):
     cpu_s: float = Field(description="of busy, on a CPU")
     starved_s: float = Field(description="no range was left, or there was no memory for one")
     num_bytes: int
-
-
-class RestoreVerdict(Part):
-    """What the restore waited for most, and the one change to make."""
-
-    limit: Literal["store", "read", "verify", "place", "memory", "start", "loop"]
-    evidence: str
-    change: str

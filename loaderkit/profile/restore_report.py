@@ -6,26 +6,24 @@ open, list ──> restore, with the engine's stats ──> raw read of the same
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 from loaderkit.checkpoint.transfer.session import TransferSession
 from loaderkit.connectors.base import BulkConnector, Connector, counters_of
 from loaderkit.connectors.page_cache import cached_share, evict, parts_of
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.restores import diagnose_restore
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.tensor_loader import TensorLoader
 from loaderkit.profile.build import machine
 from loaderkit.profile.raw_read_baseline import RawRead, read_raw
 from loaderkit.profile.report import RestoreReport
-from loaderkit.profile.report_parts import ObjectRow, RestoreVerdict, StageTime
+from loaderkit.profile.report_parts import ObjectRow, StageTime
 
 _MOST_BARE_S = 10.0
 _MOST_ROWS = 20
-_MUCH = 0.2  # of the time of `read`
-_NEAR = 80.0  # percent of a raw read: little is left to gain
 _FROM_MEMORY = 0.5
 _ALL = 0.02  # tolerance of "all" and "none"
 
@@ -128,7 +126,7 @@ def _report(  # noqa: PLR0917
         machine=machine(),
         url=loader.source.contents.name,
         format=loader.source.contents.format,
-        verdict=judge(
+        verdict=diagnose_restore(
             waited, wall_s, percent, session.engine.pools[0].num_workers, verify_s / max(read_s + verify_s, 1e-9)
         ),
         num_bytes=totals.needed_bytes,
@@ -142,54 +140,11 @@ def _report(  # noqa: PLR0917
         percent_of_bare=percent,
         note=note,
         waited=waited,
-        stages=[
-            StageTime(
-                name=row.name,
-                workers=row.workers,
-                busy_s=row.busy_s,
-                cpu_s=row.cpu_s,
-                starved_s=row.starved_s,
-                num_bytes=row.num_bytes,
-            )
-            for row in stats.stages
-        ],
+        stages=[StageTime(**{name: getattr(row, name) for name in StageTime.model_fields}) for row in stats.stages],
         objects=sorted(rows, key=lambda row: -(row.read_s + row.verify_s + row.copy_s + row.cast_s))[:_MOST_ROWS],
         num_objects=len(rows),
         **values,
     )
-
-
-def judge(
-    waited: Mapping[str, float], wall_s: float, percent_of_bare: float | None, threads: int, verify_share: float = 0.0
-) -> RestoreVerdict:
-    """What to change. `waited`: the loop's waits in s by cause; `percent_of_bare`: of the store's own speed, if known;
-    `verify_share`: of the time of `read`, spent on checksums."""
-    cause = max(waited, key=lambda name: waited[name], default="start")
-    share = 100.0 * sum(waited.values()) / max(wall_s, 1e-9)
-    part = 100.0 * waited.get(cause, 0.0) / max(wall_s, 1e-9)
-    evidence = f"{part:.0f} % of the time the loop waited for {cause}"
-    if percent_of_bare is not None:
-        evidence = f"{percent_of_bare:.0f} % of the speed of a bare read; {evidence}"
-    if percent_of_bare is not None and percent_of_bare >= _NEAR:
-        return RestoreVerdict(limit="store", evidence=evidence, change="nothing here: a faster store, or fewer bytes")
-    if share < 100 - _NEAR:
-        change = "the loop takes tensors more slowly than they come: what it does with them is the limit"
-        return RestoreVerdict(limit="loop", evidence=f"the loop waited {share:.0f} % of the time", change=change)
-    changes: dict[str, tuple[Literal["read", "verify", "place", "memory", "start"], str]] = {
-        "read": ("read", f"prefetch.concurrency: {2 * threads}, so that more requests are under way"),
-        "checksums": ("verify", "more CPUs; or source.verify: false, where the store keeps checksums of its own"),
-        "place": (
-            "place",
-            "save the types that are wanted, contiguous, as safetensors: then bytes are read to where they stay",
-        ),
-        "memory": ("memory", "more prefetch.memory, or a loop that lets go of tensors sooner"),
-        "wakeup": ("start", "tensors are small: fewer and larger ones, or loaderkit.restore(url, into=...)"),
-        "start": ("start", "the checkpoint is small: to open it takes longer than to read it"),
-    }
-    limit, change = changes.get("checksums" if cause == "read" and verify_share > _MUCH else cause, changes["start"])
-    if limit == "verify":
-        evidence += f"; checksums took {100 * verify_share:.0f} % of the time of its threads"
-    return RestoreVerdict(limit=limit, evidence=evidence, change=change)
 
 
 def _rows(session: TransferSession, connector: Connector) -> list[ObjectRow]:
@@ -201,14 +156,10 @@ def _rows(session: TransferSession, connector: Connector) -> list[ObjectRow]:
         rows.append(
             ObjectRow(
                 object=name,
-                num_bytes=totals.num_bytes,
-                num_reads=totals.num_reads,
                 read_s=totals.seconds,
                 first_byte_s=first_byte_s,
                 body_s=body_s,
-                verify_s=totals.verify_s,
-                copy_s=totals.copy_s,
-                cast_s=totals.cast_s,
+                **{name: getattr(totals, name) for name in ("num_bytes", "num_reads", "verify_s", "copy_s", "cast_s")},
                 bytes_per_s=totals.num_bytes / max(totals.seconds, 1e-9),
             )
         )

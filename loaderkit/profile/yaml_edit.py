@@ -15,10 +15,10 @@ from typing import Any
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from loaderkit._internal.config.yaml_text import YAML_ERRORS, compose, from_yaml, to_yaml
+from loaderkit.diagnosis.verdict import Setting
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.parsing import parse
 from loaderkit.pipeline.config.stage_parsing import stage_names
-from loaderkit.profile.report_parts import Setting
 
 
 def edited(text: str, settings: Sequence[Setting]) -> str:

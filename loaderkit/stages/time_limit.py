@@ -16,9 +16,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from loaderkit._internal.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 from loaderkit._internal.units import format_seconds
 from loaderkit.connectors.call_pool import Call, CallPool
-from loaderkit.engine.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 
 logger = logging.getLogger("loaderkit")
 

@@ -12,7 +12,7 @@ from executors import executor_of
 
 import loaderkit
 from loaderkit import Loader, Pipeline
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.errors import ClosedError, StageError
 
 INLINE = {"prefetch.executor": "inline"}

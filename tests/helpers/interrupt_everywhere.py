@@ -46,7 +46,7 @@ from numbers_dataset import numbers
 from waiting import wait_for
 
 import loaderkit
-from loaderkit.engine.torch_threads import ONE_AT_A_TIME
+from loaderkit._internal.torch_threads import ONE_AT_A_TIME
 
 _LOOKING = ("CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")  # and what begins so
 _FILES = (str(Path(loaderkit.__file__).parent), contextmanager.__code__.co_filename)

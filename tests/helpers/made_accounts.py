@@ -5,16 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
+from loaderkit.diagnosis.verdict import Verdict
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.slow_samples import Slow
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
+from loaderkit.stages.base import WAITING
+
+
+def settings_of(verdict: Verdict) -> dict[str, Any]:
+    """What a verdict sets, by key."""
+    return {one.key: one.value for one in verdict.settings}
 
 
 def row(name: str, busy_s: float, cpu_s: float = 0.0, *, workers: int = 2, **more: Any) -> StageStats:
-    return StageStats(name, workers, busy_s=busy_s, cpu_s=cpu_s, kind=name, **more)
+    return StageStats(name, workers, busy_s=busy_s, cpu_s=cpu_s, kind=name, waits=name in WAITING, **more)
 
 
 def services(*items: tuple[float, int]) -> Histogram:

@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests/helpers python tests/helpers/watched_accounts.py NAME
 
-runs the loops of watched_loops.py, and writes what the verdict reads of each to tests/profile/watched/recorded/NAME.json.
+runs the loops of watched_loops.py, and writes what the verdict reads of each to tests/diagnosis/watched/recorded/NAME.json.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from unittest.mock import patch
 
 from watched_loops import CASES, Case, make, run
 
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
+from loaderkit.diagnosis.watched.counters import LoaderArguments, WatchedCounters
+from loaderkit.diagnosis.watched.rules import diagnose_watched
+from loaderkit.diagnosis.watched.stats import WatchedStats
 from loaderkit.profile.watched import subject
-from loaderkit.profile.watched.counters import WatchedCounters
-from loaderkit.profile.watched.dataloader import LoaderArguments
-from loaderkit.profile.watched.rules import diagnose_watched
-from loaderkit.profile.watched.stats import WatchedStats
 from profiles import accounts
 
-FOLDER = Path(__file__).parents[1] / "profile" / "watched" / "recorded"
+FOLDER = Path(__file__).parents[1] / "diagnosis" / "watched" / "recorded"
 
 
 def to_json(stats: WatchedStats) -> dict[str, Any]:

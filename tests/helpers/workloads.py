@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.autotune.tuned_setting import Move, TunedSetting
 from loaderkit.engine.autotune.tuner import Tuner
-from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.host import HostStats
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import Tuning

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.nodes.counts import Nodes, NodeStats
 from loaderkit.engine.metrics.snapshot import StageStats
-from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.metrics.families import PREFIX, store_name
 from loaderkit.metrics.totals import Totals

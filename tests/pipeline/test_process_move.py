@@ -19,8 +19,8 @@ from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.snapshot import StageStats
-from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.errors import ClosedError
 from loaderkit.pipeline import process_move

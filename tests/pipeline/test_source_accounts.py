@@ -17,7 +17,7 @@ from token_files import random_documents, write_megatron
 
 import loaderkit
 from loaderkit.cli import main
-from loaderkit.engine.metrics.stats import SourceStats
+from loaderkit.diagnosis.stats import SourceStats
 from loaderkit.errors import StageError, TooManyBadSamplesError
 
 EXECUTORS = ["inline", "thread", "process"]

@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 from num_examples import num_examples
 
 from loaderkit import Pipeline
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.interval import Interval
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
-from loaderkit.engine.metrics.interval import Interval
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from loaderkit.profile.build import ReportFacts, make_report, pipeline_subject
 from loaderkit.profile.recording import FirstBatchLog
 from loaderkit.profile.render.html import why_no_html
 from loaderkit.profile.report import Report
+from loaderkit.stages.base import WAITING
 from profiles.bottlenecks import contradictions, text_contradictions
 from profiles.reports import FOLDER
 
@@ -79,6 +80,7 @@ class Loop:
             StageStats(
                 name, 2, num_items=self._num_batches, busy_s=2 * wall_s * cpu / 3, cpu_s=wall_s * cpu / 2, kind=name,
                 blocked_s=2 * wall_s * (1 - cpu / 3), services=self._services(), num_bytes=100 * (name == "read"),
+                waits=name in WAITING,
             )
             for name, cpu in zip(STAGES, self._drawn["cpu"], strict=True)
         ]  # fmt: skip

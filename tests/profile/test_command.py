@@ -18,9 +18,10 @@ from conftest import HELPERS
 from loaderkit._internal.config.yaml_text import from_yaml, to_yaml
 from loaderkit.cli import main
 from loaderkit.cli.experiments import parse_step_time
+from loaderkit.diagnosis.verdict import Setting
 from loaderkit.profile.experiments.search import Tuned
 from loaderkit.profile.report import Report
-from loaderkit.profile.report_parts import Rate, Setting
+from loaderkit.profile.report_parts import Rate
 
 
 @pytest.fixture(autouse=True)

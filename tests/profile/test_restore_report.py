@@ -26,7 +26,7 @@ from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.builder import Pipeline
 from loaderkit.profile.render.terminal import to_text
 from loaderkit.profile.report import RestoreReport
-from loaderkit.profile.restore_report import judge, profile_restore
+from loaderkit.profile.restore_report import profile_restore
 
 PIPELINE = Path(__file__).parents[2] / "pipelines" / "restore.yaml"
 CPU = "stages.transfer.device=cpu"
@@ -141,25 +141,6 @@ def test_in_a_bucket_first_bytes_are_told_from_the_rest(
     assert report.note == ""
     with pytest.raises(ConfigError, match=r"--cold: s3://.* lies in no files of this machine"):
         profile_restore(config, cold=True)
-
-
-@pytest.mark.parametrize(
-    ("waited", "percent", "share", "limit", "said"),
-    [
-        ({"read": 0.9}, 95.0, 0.5, "store", "nothing here"),
-        ({"read": 0.9}, 30.0, 0.1, "read", "prefetch.concurrency: 8"),
-        ({"read": 0.9}, 30.0, 0.5, "verify", "source.verify: false"),
-        ({"place": 0.9}, 30.0, 0.5, "place", "save the types that are wanted"),
-        ({"memory": 0.9}, 30.0, 0.0, "memory", "prefetch.memory"),
-        ({"read": 0.1}, 30.0, 0.5, "loop", "more slowly than they come"),
-        ({"start": 0.9}, 30.0, 0.0, "start", "small"),
-        ({}, 0.0, 0.0, "loop", "more slowly"),
-    ],
-)
-def test_verdicts(waited: dict[str, float], percent: float, share: float, limit: str, said: str) -> None:
-    verdict = judge(waited, 1.0, percent, 4, share)
-    assert verdict.limit == limit
-    assert said in verdict.change
 
 
 def test_what_is_wrong_with_a_checkpoint_is_told_as_that(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

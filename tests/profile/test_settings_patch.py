@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from drawn_accounts import contention_results, services
@@ -11,13 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loaderkit import Pipeline
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
+from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.report_parts import VerdictPart
 from loaderkit.profile.settings_patch import verdict_part
+from loaderkit.stages.base import WAITING
 from profiles.bottlenecks import settings_contradictions
 
 STAGES = ("read", "call", "batch", "transfer")
@@ -65,6 +68,12 @@ accounts = st.fixed_dictionaries(
 
 def made_up(drawn: dict[str, Any]) -> tuple[Stats, VerdictPart]:
     """The accounts of ten seconds, and what is said of them."""
+    stats, config = with_config(drawn)
+    return stats, verdict_part(stats, config)
+
+
+def with_config(drawn: dict[str, Any]) -> tuple[Stats, PipelineConfig]:
+    """The accounts of ten seconds of a pipeline."""
     executor = drawn["executor"].replace("by rule", "inline")
     workers = 1 if executor == "inline" else drawn["workers"]
     rows = []
@@ -74,7 +83,7 @@ def made_up(drawn: dict[str, Any]) -> tuple[Stats, VerdictPart]:
         row = StageStats(
             name, workers, num_items=1000, num_bytes=0, busy_s=busy_s, cpu_s=busy_s * cpu * (1 - late),
             delayed_s=busy_s * late, blocked_s=(slot_s - busy_s) * blocked, idle_s=slot_s * drawn["idle_share"],
-            kind=name, services=Histogram(),
+            kind=name, waits=name in WAITING, services=Histogram(),
         )  # fmt: skip
         for seconds, count in drawn["services"].items():
             row.services.add(seconds, count)
@@ -115,7 +124,19 @@ def made_up(drawn: dict[str, Any]) -> tuple[Stats, VerdictPart]:
             pools=pools,
         ),
     )
-    return stats, verdict_part(stats, config)
+    return stats, config
+
+
+@given(accounts)
+def test_the_words_are_not_read(drawn: dict[str, Any]) -> None:
+    """In another language, a verdict comes to the same settings, and says their values where its own words did not."""
+    stats, config = with_config(drawn)
+    verdict = stats.verdict()
+    with patch.object(Stats, "verdict", lambda _: verdict._replace(evidence="Es wartet.", change="Mach es schneller")):
+        found = verdict_part(stats, config)
+    own = verdict_part(stats, config)
+    assert found.settings == own.settings
+    assert found.change.removeprefix("Mach es schneller") == own.change.removeprefix(verdict.change)
 
 
 @given(accounts)

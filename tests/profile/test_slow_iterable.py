@@ -12,7 +12,7 @@ from workloads import Simulation, Workload
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.snapshot import StageStats

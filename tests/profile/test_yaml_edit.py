@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from loaderkit import Pipeline
 from loaderkit._internal.config.yaml_text import from_yaml
+from loaderkit.diagnosis.verdict import Setting
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.parsing import parse
-from loaderkit.profile.report_parts import Setting
 from loaderkit.profile.settings_patch import value_of
 from loaderkit.profile.yaml_edit import diff_of, edited
 

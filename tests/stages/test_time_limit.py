@@ -16,7 +16,7 @@ from waiting import join_threads
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.torch_threads import ONE_AT_A_TIME
+from loaderkit._internal.torch_threads import ONE_AT_A_TIME
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.stages.time_limit import TimeLimit
 

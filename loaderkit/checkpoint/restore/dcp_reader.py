@@ -35,7 +35,8 @@ from loaderkit.checkpoint.transfer.plan import PreparedRead, ReadRequest
 from loaderkit.checkpoint.transfer.session import name_touched, num_workers_of
 from loaderkit.checkpoint.transfer.stages import wait_for_queued
 from loaderkit.connectors.base import Connector
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.errors import CheckpointError, ConfigError, PeerError
 from loaderkit.ranks.group import RankGroup
 from loaderkit.ranks.store import default_store
@@ -75,8 +76,10 @@ class StreamReader(StorageReader):
         self._connectors = connectors
         self._source: OpenCheckpoint | None = None
         self._load_id = uuid.uuid4().hex
-        self._stats: Stats | None = None
-        self._shared: tuple[dict[str, Any], Stats | None] | None = None  # totals, and stats of reading for other ranks
+        self._stats: Snapshot | None = None
+        self._shared: tuple[dict[str, Any], Snapshot | None] | None = (
+            None  # totals, and stats of reading for other ranks
+        )
 
     @property
     def stats(self) -> dict[str, Any] | None:
@@ -86,8 +89,8 @@ class StreamReader(StorageReader):
         shared = None
         if self._shared is not None:
             totals, reading = self._shared
-            shared = totals | {"reading": None if reading is None else reading.to_dict()}
-        return self._stats.to_dict() | {"shared": shared}
+            shared = totals | {"reading": None if reading is None else Stats.of(reading).to_dict()}
+        return Stats.of(self._stats).to_dict() | {"shared": shared}
 
     # ------------------------------------------------------------------------------------ what dcp.load asks, in order
 

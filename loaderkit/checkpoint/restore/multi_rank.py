@@ -29,7 +29,7 @@ from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
 from loaderkit.checkpoint.transfer.plan import limits_of
 from loaderkit.checkpoint.transfer.session import num_workers_of
 from loaderkit.checkpoint.transfer.shared_ranges import NeededRange, Ranks
-from loaderkit.engine.metrics import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.errors import CheckpointError, ConfigError
 from loaderkit.ranks.group import RankGroup
 from loaderkit.ranks.store import default_store
@@ -204,7 +204,7 @@ class RestoreSession:
         return {key: sum(one[key] for one in totals) for key in totals[0]}
 
     @property
-    def reading(self) -> Stats | None:
+    def reading(self) -> Snapshot | None:
         """The engine's stats of reading tensors for this rank and others, once that is done."""
         return self._exchanges[-1].stats
 

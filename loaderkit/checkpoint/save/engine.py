@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from loaderkit import native
 from loaderkit._internal.cuda_streams import DeviceStreams
 from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
+from loaderkit._internal.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES
 from loaderkit.checkpoint.save.file_plan import (
     BytesItem,
@@ -42,7 +43,6 @@ from loaderkit.checkpoint.save.memory import PartBuffers
 from loaderkit.checkpoint.save.tensor_bytes import TensorBytes
 from loaderkit.checkpoint.transfer.stages import wait_for_queued
 from loaderkit.connectors.base import ObjectWriter, Writes
-from loaderkit.engine.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 from loaderkit.errors import CheckpointError, LoaderkitError
 
 _COPIED_AT_ONCE = 2**20  # bytes of elements that have to be made

@@ -28,7 +28,7 @@ from loaderkit.checkpoint.transfer.session import TransferSession
 from loaderkit.checkpoint.transfer.shared_ranges import NeededRange, OwnedRange, assign_owners
 from loaderkit.checkpoint.transfer.stages import place_span
 from loaderkit.connectors.base import Connector, ObjectInfo
-from loaderkit.engine.metrics import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.ranks.group import RankGroup
 
 _JOIN_S = 15.0  # more than the engine waits for workers that hang
@@ -93,7 +93,7 @@ class RankExchange:
         self._partial: dict[int, tuple[bytearray, int]] = {}  # spans in several ranges: bytes so far, number missing
         self._touched = touched
         self.totals = ExchangeTotals(num_segments=len(self._ranges))
-        self.stats: Stats | None = None
+        self.stats: Snapshot | None = None
         self._session: TransferSession | None = None
 
     @property

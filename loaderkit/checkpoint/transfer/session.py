@@ -21,7 +21,7 @@ from loaderkit.connectors.base import Connector, ObjectInfo, bulk_of, counters_o
 from loaderkit.connectors.page_cache import cached_share, parts_of
 from loaderkit.engine.base import Engine
 from loaderkit.engine.inline import InlineEngine
-from loaderkit.engine.metrics import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.pools import plan_pools
@@ -183,7 +183,7 @@ class TransferSession:
             self.engine.close(join_s=10.0 if isinstance(error, Exception) else 2.0)
             raise
 
-    def stats(self) -> Stats:
+    def stats(self) -> Snapshot:
         """The engine's counters so far."""
         return self.engine.stats(Tuning(), 0)
 

@@ -109,7 +109,7 @@ class TransferStages:
 
     def stages(self) -> list[Stage]:
         """In order."""
-        return [Stage("read", "read", "sample", self.read), Stage("place", "place", "sample", self.place)]
+        return [Stage("read", "read", "sample", self.read, waits=True), Stage("place", "place", "sample", self.place)]
 
     # ------------------------------------------------------------------------------------------------------- read
 

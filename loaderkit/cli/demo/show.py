@@ -20,7 +20,7 @@ from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.cli.demo.child import SAVED_BATCHES
 from loaderkit.cli.demo.photos import demo_data
 from loaderkit.cli.demo.training import ANSWER_S, SLOW, SmallNet, train_on, training_pipeline
-from loaderkit.engine.metrics.bottleneck_words import headline
+from loaderkit.diagnosis.verdict import headline
 from loaderkit.errors import LoaderkitError
 from loaderkit.profile.compare import compare_reports
 from loaderkit.profile.render.summary import facts_table

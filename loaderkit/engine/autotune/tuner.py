@@ -23,8 +23,8 @@ from statistics import median
 
 from loaderkit.engine.autotune.tuned_setting import Decision, Move, TunedSetting
 from loaderkit.engine.autotune.tuner_window import CPUS_FULL, TunerWindow
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.stalls import MEMORY, RESTART
-from loaderkit.engine.metrics.stats import Stats
 
 _STALLED = 0.03  # share of the time waiting above which a change is worth a trial
 _CALM = 0.01  # share of the time waiting below which training is the limit
@@ -86,10 +86,10 @@ class Tuner:
     def __post_init__(self) -> None:
         self.is_settled = False  # no change is on trial, and none was worth a trial at the last look
         self._is_second = False  # the window has begun anew, as the rate had changed: it does so once
-        self._begin: Stats | None = None
-        self._before: Stats | None = None
+        self._begin: Snapshot | None = None
+        self._before: Snapshot | None = None
         self._rates: list[float] = []
-        self._left: Stats | None = None  # the last look that saw the loop, if the latest one did not
+        self._left: Snapshot | None = None  # the last look that saw the loop, if the latest one did not
         self._num_rates_then = 0
         self._steps: deque[float] = deque(maxlen=_NUM_STEPS)  # s between two batches, lately
         self._settles_until_s = 0.0
@@ -136,7 +136,7 @@ class Tuner:
             elif setting.kind == "batches" and batches is not None:
                 setting.unit, setting.value = num_processes, batches
 
-    def look(self, now: Stats) -> Move | None:
+    def look(self, now: Snapshot) -> Move | None:
         """Read the accounts, several times a second. Returns the change to be made now, if any; the tuner takes it as made."""
         before = self._before
         if before is None or self._says_nothing(before, now):
@@ -166,7 +166,7 @@ class Tuner:
         self.is_settled = move is None
         return move
 
-    def _says_nothing(self, before: Stats, now: Stats) -> bool:
+    def _says_nothing(self, before: Snapshot, now: Snapshot) -> bool:
         """True if the time since `before` cannot be judged: an error, no batch yet, a change just now, or a death."""
         # After an error the engine gets the same sizes again, those on trial included.
         if before.run != now.run or now.num_batches == 0 or now.now_s < self._settles_until_s:
@@ -196,13 +196,13 @@ class Tuner:
                 return True
         return False
 
-    def _restart(self, now: Stats) -> None:
+    def _restart(self, now: Snapshot) -> None:
         self._is_second = False
         self._begin = self._before = now
         self._left = None
         self._rates = []
 
-    def _is_there(self, before: Stats, now: Stats) -> bool:
+    def _is_there(self, before: Snapshot, now: Snapshot) -> bool:
         """True if the loop came for a batch, or waited for one, since `before`. The time it stayed away counts as its step. A
         pause (a validation, a checkpoint) is cut out of the window instead: the workers are blocked in it.
         """
@@ -224,7 +224,7 @@ class Tuner:
         self._left = None
         return True
 
-    def _is_enough(self, window: TunerWindow, passed: Stats) -> bool:
+    def _is_enough(self, window: TunerWindow, passed: Snapshot) -> bool:
         wall_s = passed.wall_s
         if window.stalled > _CALM:
             num_workers = sum(setting.value for setting in self.settings if setting.stages)
@@ -243,7 +243,7 @@ class Tuner:
 
     # ----------------------------------------------------------------------------------------------------- a trial
 
-    def _choose(self, window: TunerWindow, now: Stats) -> Move | None:
+    def _choose(self, window: TunerWindow, now: Snapshot) -> Move | None:
         if self._is_another_workload(window):
             self._rests.clear()
             self._reach.clear()
@@ -257,7 +257,7 @@ class Tuner:
             return self._give_workers_back(window, now) or self._give_processes_back(window, now)
         return None
 
-    def _bound(self, processes: TunedSetting, now: Stats) -> None:
+    def _bound(self, processes: TunedSetting, now: Snapshot) -> None:
         """Set how many processes there may be: as many as there is room for, and memory and batches to share out."""
         most = self.most_processes(processes.value)
         if batch_bytes := now.memory.get("batch_bytes", 0):
@@ -276,7 +276,7 @@ class Tuner:
         self._usual = window.rate if is_odd or usual is None else 0.8 * usual + 0.2 * window.rate
         return is_odd
 
-    def _speed_up(self, window: TunerWindow, now: Stats) -> Move | None:
+    def _speed_up(self, window: TunerWindow, now: Snapshot) -> Move | None:
         waits = f"{window.stalled:.0%} of the time waiting, most of it for {window.cause}"
         processes = self._processes if window.is_in_turn or window.cause in {row.name for row in now.stages} else None
         if processes is not None and not (window.has_room and self._may(processes, up=True)):
@@ -297,7 +297,7 @@ class Tuner:
             or self._take_workers(window, now, waits)
         )
 
-    def _deepen(self, window: TunerWindow, now: Stats) -> Move | None:
+    def _deepen(self, window: TunerWindow, now: Snapshot) -> Move | None:
         depth, slab_bytes = self._depth, now.memory["slab_bytes"]
         if depth is None or window.cause == MEMORY:
             return None
@@ -313,7 +313,7 @@ class Tuner:
         """The workers that the loop waits for, if they are tuned."""
         return next((setting for setting in self.settings if window.cause in setting.stages), None)
 
-    def _add_workers(self, window: TunerWindow, now: Stats, waits: str) -> Move | None:
+    def _add_workers(self, window: TunerWindow, now: Snapshot, waits: str) -> Move | None:
         setting = self._awaited(window)
         if setting is None or window.cpu_share >= CPUS_FULL or not self._may(setting, up=True):
             return None
@@ -324,13 +324,15 @@ class Tuner:
         num_rungs = min(4 if is_waiting else 2, self._reach.get(setting.name, 4))
         return self._try(setting, setting.rung(num_rungs), window, now, waits, num_rungs=num_rungs)
 
-    def _add_process(self, processes: TunedSetting | None, window: TunerWindow, now: Stats, waits: str) -> Move | None:
+    def _add_process(
+        self, processes: TunedSetting | None, window: TunerWindow, now: Snapshot, waits: str
+    ) -> Move | None:
         """One more, as there are other locks than the GIL."""
         if processes is None:
             return None
         return self._try(processes, processes.rung(1), window, now, f"{waits}; more workers did not help")
 
-    def _take_workers(self, window: TunerWindow, now: Stats, waits: str) -> Move | None:
+    def _take_workers(self, window: TunerWindow, now: Snapshot, waits: str) -> Move | None:
         """Fewer; but where every worker has a CPU and computes, fewer compute less."""
         setting = self._awaited(window)
         if setting is None or not self._may(setting, up=False):
@@ -339,7 +341,7 @@ class Tuner:
             return None
         return self._try(setting, setting.rung(-1), window, now, f"{waits}; fewer may hinder one another less")
 
-    def _give_workers_back(self, window: TunerWindow, now: Stats) -> Move | None:
+    def _give_workers_back(self, window: TunerWindow, now: Snapshot) -> Move | None:
         for setting in self.settings:
             rest = self._rests.get((setting.name, False))
             if not setting.stages or not self._may(setting, up=False):
@@ -350,7 +352,7 @@ class Tuner:
                 return self._try(setting, target, window, now, reason, gives_back=True)
         return None
 
-    def _give_processes_back(self, window: TunerWindow, now: Stats) -> Move | None:
+    def _give_processes_back(self, window: TunerWindow, now: Snapshot) -> Move | None:
         """Fewer processes, where the CPUs that they use do not need as many."""
         processes = self._processes
         if processes is None or not self._may(processes, up=False):
@@ -370,7 +372,7 @@ class Tuner:
         setting: TunedSetting,
         value: int,
         window: TunerWindow,
-        now: Stats,
+        now: Snapshot,
         reason: str,
         *,
         num_rungs: int = 1,
@@ -417,7 +419,7 @@ class Tuner:
         rest.until = self._number + rest.length
         rest.length = min(2 * rest.length, _MOST_PATIENCE)
 
-    def _landed(self, stats: Stats) -> int:
+    def _landed(self, stats: Snapshot) -> int:
         return next(row.num_items for row in stats.stages if row.name == self.landing)
 
 

@@ -8,9 +8,8 @@ from statistics import mean, stdev
 from typing import NamedTuple
 
 from loaderkit.engine.autotune.tuned_setting import TunedSetting
-from loaderkit.engine.metrics.snapshot import ALWAYS
+from loaderkit.engine.metrics.snapshot import ALWAYS, Snapshot
 from loaderkit.engine.metrics.stalls import WAKEUP
-from loaderkit.engine.metrics.stats import Stats
 
 CPUS_FULL = 0.9
 
@@ -35,7 +34,7 @@ class TunerWindow(NamedTuple):
     @classmethod
     def of(
         cls,
-        passed: Stats,
+        passed: Snapshot,
         rates: Sequence[float],
         settings: Sequence[TunedSetting],
         num_cpus: int,

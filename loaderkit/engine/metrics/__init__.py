@@ -1,6 +1,1 @@
-"""Measurements of a running pipeline, and the verdict that is read from them."""
-
-from loaderkit.engine.metrics.bottleneck import Verdict, diagnose
-from loaderkit.engine.metrics.stats import Stats
-
-__all__ = ["Stats", "Verdict", "diagnose"]
+"""Facts of a running pipeline: its counters, waits and workers, and what the machine gives."""

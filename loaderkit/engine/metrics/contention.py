@@ -32,15 +32,12 @@ class ContentionResult(NamedTuple):
         return None if self.gil_taken is None else self.gil_taken > _HELD
 
 
-_MAY_WAIT = frozenset({"read", "transfer", "call", "filter"})
-"""Stages that may wait for something else than the GIL while another worker holds it."""
-
-
 class StageLoad(Protocol):
-    """Of one stage's workers, in s: `delayed_s` of `busy_s` ready to run, and no CPU was free."""
+    """Of one stage's workers, in s: `delayed_s` of `busy_s` ready to run, and no CPU was free. `waits`: they may wait for
+    something other than the GIL while another worker holds it."""
 
     name: str
-    kind: str
+    waits: bool
     busy_s: float
     cpu_s: float
     delayed_s: float
@@ -64,7 +61,7 @@ def charged_to_holders(
         if not charged.get(row.name) or row.busy_s <= 0:
             continue
         held_up_s = row.delayed_s
-        if is_gil_held and row.kind not in _MAY_WAIT:
+        if is_gil_held and not row.waits:
             held_up_s = row.busy_s - row.cpu_s
         part_s = charged[row.name] * min(1.0, max(0.0, held_up_s / row.busy_s))
         charged[row.name] -= part_s

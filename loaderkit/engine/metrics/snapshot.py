@@ -20,7 +20,7 @@ from loaderkit.engine.metrics.slow_samples import Slow, slowest
 from loaderkit.engine.metrics.stalls import NETWORK, RESTART, START, WAKEUP
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
-from loaderkit.engine.work import SourceCounts
+from loaderkit.engine.work import SourceCounts, Stage
 
 AnySnapshot = TypeVar("AnySnapshot", bound="Snapshot")
 
@@ -46,11 +46,18 @@ class StageStats:
     num_queued: int = 0  # chunks that wait for its workers, at this moment
     services: Histogram = field(default_factory=Histogram)
     kind: str = ""
+    waits: bool = False  # it may wait for something other than a CPU or the GIL
     source: str = ""  # the mixed source that it is for alone
     in_turn: bool = False  # one worker at a time runs it, in each process
     alone: bool = (
         False  # in each process one thread at a time runs it, or other rows that are `alone`: undeclared user code
     )
+
+    @classmethod
+    def of(cls, stage: Stage, workers: int) -> Self:
+        """A row of zeros."""
+        facts = {name: getattr(stage, name) for name in ("kind", "waits", "source", "in_turn")}
+        return cls(stage.name, workers, **facts, alone=stage.lock is not None)
 
     @property
     def slot_s(self) -> float:
@@ -84,7 +91,7 @@ class StageStats:
 _COUNTERS = tuple(
     field.name
     for field in fields(StageStats)
-    if field.name not in ("name", "workers", "services", "kind", "source", "in_turn", "alone", "num_queued")
+    if field.name not in ("name", "workers", "services", "kind", "waits", "source", "in_turn", "alone", "num_queued")
 )
 
 

@@ -11,8 +11,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from loaderkit._internal import torch_threads
+from loaderkit._internal.config import keys
 from loaderkit.engine.process import messages
 from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
 from loaderkit.engine.remote.batch_server import BatchServer, unsendable, without_result
@@ -47,7 +47,7 @@ class BatchSender(BatchServer):
         self._arena = SharedArena(io.FileIO(descriptor, "r+"))
         self._allocator = Allocator(self._arena, begin=begin, keep_pages=keep_pages)
         make_engine, shard, num_torch_threads = _open_spec(spec, self._arena)
-        torch.set_num_threads(num_torch_threads)
+        torch_threads.set_num_threads(num_torch_threads)
         engine = make_engine(self._allocator, shard)
         super().__init__(engine, shard, generation=generation)
         self._held: dict[int, tuple[Any, list[Block]]] = {}  # the memory of batches that the trainer has not released
@@ -93,7 +93,7 @@ def _open_spec(spec: messages.PackedValue, arena: SharedArena) -> tuple[MakeEngi
         opened: tuple[MakeEngine, Shard, int] = spec.open(arena.memory)
     except Exception as error:
         raise ConfigError(
-            f"prefetch.executor: process: what the pipeline was given cannot be made again in the process that loads "
+            f"{keys.EXECUTOR}: process: what the pipeline was given cannot be made again in the process that loads "
             f"({type(error).__name__}: {error}): put functions and classes into a module that can be imported, or use "
             "executor: thread"
         ) from error

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from loaderkit._internal.config import keys
 from loaderkit._internal.system.cgroups import oom_kills
 from loaderkit._internal.system.child_process import ChildProcess
 from loaderkit._internal.system.descriptors import FIRST_FREE
@@ -42,7 +43,7 @@ class WorkerConnection:
         """Start the process; it imports the module `preload` and then waits for its spec. Raises ConfigError, OSError."""
         if not sys.executable:
             raise ConfigError(
-                "prefetch.executor: process needs a Python interpreter of its own, and sys.executable is empty"
+                f"{keys.EXECUTOR}: process needs a Python interpreter of its own, and sys.executable is empty"
             )
         self._asking = threading.Lock()
         # Held while a socket is polled: a descriptor closed meanwhile could be reused by another file.

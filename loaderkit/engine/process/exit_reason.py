@@ -5,13 +5,11 @@ from __future__ import annotations
 import signal
 import sys
 
+from loaderkit._internal.config import keys
 from loaderkit._internal.system.child_process import how_it_ended
 from loaderkit.engine.restarts import Death
 
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP}
-
-
-_LESS_MEMORY = "make prefetch.memory, prefetch.concurrency or the data set's own memory smaller"
 
 
 def exit_reason(
@@ -40,7 +38,7 @@ def exit_reason(
         if is_early:
             fix = (
                 f"see its stderr; {sys.executable} must be able to import there what it imports here, or "
-                "use prefetch.executor: thread"
+                f"use {keys.EXECUTOR}: thread"
             )
         else:
             fix = "a stage or a data set ended it (os._exit, or a library that exits); see its output"
@@ -55,7 +53,7 @@ def exit_reason(
     else:
         fix = (
             "a C library crashed, probably on one sample; its stack is on stderr: reproduce it with "
-            "prefetch.concurrency: 1, or leave that sample out"
+            f"{keys.CONCURRENCY}: 1, or leave that sample out"
         )
     if is_early:
         what = f"could not start: it {what} before it was ready" + (f" ({reason})" if reason else "")
@@ -66,9 +64,9 @@ def exit_reason(
 
 def _cause_of_kill(num_oom_kills: int | None) -> str:
     if num_oom_kills is None:
-        return f"unless another program did, the system was out of memory (see dmesg): {_LESS_MEMORY}"
+        return f"unless another program did, the system was out of memory (see dmesg): {keys.LESS_MEMORY}"
     if num_oom_kills:
-        return f"the system was out of memory (the kernel counts a kill for that): {_LESS_MEMORY}"
+        return f"the system was out of memory (the kernel counts a kill for that): {keys.LESS_MEMORY}"
     return (
         "another program did, or a watcher of memory such as systemd-oomd: the kernel counts no kill for lack of memory"
     )

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import ref
 
 import numpy as np
-import torch
 
-from loaderkit._internal.device import KERNEL_FAILURES
+from loaderkit._internal.device import Device
 from loaderkit._internal.dtypes import Bytes
+from loaderkit._internal.pinned import RegisteredMemory
 from loaderkit.engine.process.shared_memory import Block, SharedArena
-
-logger = logging.getLogger("loaderkit")
 
 
 class Lease:
@@ -44,11 +40,11 @@ class LeaseTable:
     as it ends.
     """
 
-    def __init__(self, arena: SharedArena, *, pinned_for: torch.device | None = None) -> None:
+    def __init__(self, arena: SharedArena, *, pinned_for: Device | None = None) -> None:
         """`pinned_for`: the CUDA device that batches are copied to."""
         self._arena = arena
         self._interface = arena.memory.__array_interface__
-        self._pins = None if pinned_for is None else _Pins(arena, pinned_for)
+        self._pins = None if pinned_for is None else RegisteredMemory(arena.memory, pinned_for)
         self._ended: SimpleQueue[int] = SimpleQueue()
         self._live: dict[int, tuple[Block, ...]] = {}
         self._leases: dict[int, ref[Lease]] = {}
@@ -58,7 +54,8 @@ class LeaseTable:
         """The arena's memory for one batch, which lies in `blocks`; every array over it keeps the batch alive."""
         self._live[number] = blocks
         if self._pins is not None:
-            self._pins.add(blocks)
+            for block in blocks:
+                self._pins.add(block.start, block.size)
         lease = Lease(number, self._ended, self._interface)
         self._leases[number] = ref(lease)
         lent: Bytes = np.asarray(lease)
@@ -96,39 +93,3 @@ class LeaseTable:
         if self._pins is not None:
             self._pins.clear()
         self._arena.discard_all_but([block for blocks in list(self._live.values()) for block in blocks])
-
-
-class _Pins:
-    """Blocks registered with CUDA, so that copies from them run asynchronously. Each is registered once, at first use."""
-
-    def __init__(self, arena: SharedArena, device: torch.device) -> None:
-        self._device = device
-        self._address = arena.memory.__array_interface__["data"][0]
-        self._pinned: set[Block] = set()
-        self._is_refused = False
-        self._cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-    def add(self, blocks: tuple[Block, ...]) -> None:
-        for block in blocks:
-            if self._is_refused or block in self._pinned:
-                continue
-            with torch.cuda.device(self._device):  # the current device of this thread may be another
-                code = int(self._cudart.cudaHostRegister(self._address + block.start, block.size, 0))
-            if code == 0:
-                self._pinned.add(block)
-                continue
-            if code in KERNEL_FAILURES:
-                return  # not that of pinning: `transfer` meets it next, and raises it
-            self._is_refused = True  # the limit of locked memory is reached: the next block would be refused as well
-            logger.warning(
-                "shared memory cannot be pinned (CUDA error %d): copies to the GPU are slower and block a worker", code
-            )
-            with suppress(RuntimeError):  # CUDA reports the error again at this thread's next kernel: start one here
-                torch.ones(1, device=self._device)
-
-    def clear(self) -> None:
-        # After a kernel has failed every call does; what is pinned then ends with the process.
-        with suppress(RuntimeError), torch.cuda.device(self._device):
-            for block in self._pinned:
-                self._cudart.cudaHostUnregister(self._address + block.start)
-        self._pinned.clear()

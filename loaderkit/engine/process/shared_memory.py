@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from loaderkit._internal.config import keys
 from loaderkit._internal.dtypes import Bytes
 from loaderkit._internal.system.cgroups import free_memory
 from loaderkit._internal.system.descriptors import mapped, memory_file
@@ -38,7 +39,7 @@ def check_room(num_batches: int, batch_bytes: int, *, root: Path = _ROOT) -> Non
     if free is not None and needed > free:
         raise ConfigError(
             f"{num_batches} batches ahead take {say_bytes(needed)} of shared memory, and {whose} has {say_bytes(free)} left, "
-            f"so that the system would kill a process: make prefetch.batches, prefetch.memory or stages.batch.size smaller"
+            f"so that the system would kill a process: make {keys.BATCHES}, {keys.MEMORY} or {keys.BATCH_SIZE} smaller"
         )
 
 
@@ -118,8 +119,8 @@ class SharedArena:
         except (OSError, MemoryError) as error:
             raise OSError(
                 getattr(error, "errno", None) or errno.ENOMEM,
-                f"there are no {say_bytes(end - start)} of shared memory for another batch: make prefetch.memory or "
-                "prefetch.batches smaller, and keep fewer batches alive",
+                f"there are no {say_bytes(end - start)} of shared memory for another batch: make {keys.MEMORY} or "
+                f"{keys.BATCHES} smaller, and keep fewer batches alive",
             ) from error
 
     def discard(self, start: int, end: int) -> None:

@@ -12,8 +12,8 @@ import resource
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from loaderkit._internal import torch_threads
+from loaderkit._internal.config import keys
 from loaderkit.engine.process import messages
 from loaderkit.engine.process.connection import WorkerConnection
 from loaderkit.engine.process.leases import LeaseTable
@@ -64,7 +64,7 @@ class WorkerProcess:
         next_position: tuple[int, int],
         generation: int,
     ) -> None:
-        spec = (self._spec.make_engine, self._shard, torch.get_num_threads())
+        spec = (self._spec.make_engine, self._shard, torch_threads.get_num_threads())
         packed, _ = messages.post(spec, arena, allocator)
         epoch, position = next_position
         settings = {
@@ -149,5 +149,5 @@ def _not_started(error: OSError | RuntimeError) -> WorkerDiedError:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         reason += f": this process may have {limit} descriptors (`ulimit -n`): raise that, or keep fewer files open"
     return WorkerDiedError(
-        f"the process that loads could not be started: {reason}; or use prefetch.executor: thread, which needs no process"
+        f"the process that loads could not be started: {reason}; or use {keys.EXECUTOR}: thread, which needs no process"
     )

@@ -6,9 +6,9 @@ import re
 
 from ray import exceptions
 
+from loaderkit._internal.config import keys
 from loaderkit.engine.restarts import Death
 
-_LESS_MEMORY = "make prefetch.memory, prefetch.concurrency or the data set's own memory smaller"
 _DETAIL = "Worker exit detail: "
 _NOT_MADE = "error raised in its creation task"
 _CODE_OF_LOSS = "connection error code 2"  # the process was there, and is not any more
@@ -21,7 +21,7 @@ def actor_death(who: str, error: BaseException | None, *, is_early: bool) -> Dea
     text = str(error)
     if isinstance(error, exceptions.OutOfMemoryError) or "memory" in _first_line(text).lower():
         what = "was killed by Ray, as the memory of its node was short"
-        fix = f"{_LESS_MEMORY}, or place fewer actors on a node (prefetch.ray.num_cpus)"
+        fix = f"{keys.LESS_MEMORY}, or place fewer actors on a node ({keys.RAY}.num_cpus)"
     elif isinstance(error, exceptions.RuntimeEnvSetupError):
         what, may_pass = f"could not start: {_first_line(text)}", False
         fix = "see the runtime environment that ray.init was given"
@@ -32,7 +32,7 @@ def actor_death(who: str, error: BaseException | None, *, is_early: bool) -> Dea
         fix = "install the same loaderkit, and what your code imports, on all nodes"
     elif isinstance(error, exceptions.ActorUnschedulableError):
         what, may_pass = f"could not be placed: {_first_line(text)}", False
-        fix = "ask for less in prefetch.ray"
+        fix = f"ask for less in {keys.RAY}"
     elif isinstance(error, exceptions.ObjectLostError):
         what, fix = (
             "was lost with batches that it had finished",

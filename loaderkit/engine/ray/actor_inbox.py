@@ -20,6 +20,7 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
+from loaderkit._internal.config import keys
 from loaderkit._internal.packing import unpack
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.stalls import NETWORK, WaitSegment
@@ -232,7 +233,7 @@ class ActorInbox:
             self._get(begun)
         except RayTaskError as error:
             return ConfigError(
-                f"prefetch.executor: ray: {self.where} cannot read what it was sent ({type(error).__name__}: {error}): install "
+                f"{keys.EXECUTOR}: ray: {self.where} cannot read what it was sent ({type(error).__name__}: {error}): install "
                 "the same versions of Python, Ray and loaderkit on all nodes"
             )
         self.has_begun = True

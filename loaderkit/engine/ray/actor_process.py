@@ -11,12 +11,13 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-import torch
 from ray.exceptions import RayError
 
+from loaderkit._internal import torch_threads
+from loaderkit._internal.config import keys
 from loaderkit._internal.version import __version__
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.ray.actor import GROUPS, ORDERS, LoadingActor
 from loaderkit.engine.ray.actor_death import actor_death
 from loaderkit.engine.ray.actor_inbox import ActorInbox, say_place
@@ -95,7 +96,7 @@ class ActorProcess:
                     Surroundings.here(),
                     self._spec.preload,
                     (self._shard.number, self._shard.of),
-                    torch.get_num_threads(),
+                    torch_threads.get_num_threads(),
                     next_position,
                     generation,
                     logger.getEffectiveLevel(),
@@ -108,7 +109,7 @@ class ActorProcess:
         except RayError as error:
             raise WorkerDiedError(f"an actor could not be started: {error}") from error
         except ValueError as error:
-            raise ConfigError(f"prefetch.ray: Ray refuses what each actor needs: {error}") from error
+            raise ConfigError(f"{keys.RAY}: Ray refuses what each actor needs: {error}") from error
 
     def _end(self, _: Any) -> None:
         """Note the actor's end; in a thread of Ray's."""
@@ -174,7 +175,7 @@ class ActorProcess:
             arguments = tuple(at_s if at_s is None else at_s + offset_s for at_s in arguments)
         with self._asking:
             answer = self._ask(question, arguments)
-        if isinstance(answer, Stats):
+        if isinstance(answer, Snapshot):
             return stats_here(answer, offset_s)
         if question == "recorded" and answer is not None and answer[1] is not None:
             return answer[0], lane_here(answer[1], offset_s)

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
+from loaderkit._internal import torch_threads
+from loaderkit._internal.config import keys
 from loaderkit._internal.packing import pack, unpack
 from loaderkit.engine.ray.messages import ActorSpec, PackedBatch, PackedEngine
 from loaderkit.engine.remote.batch_server import BatchServer, unsendable, without_result
@@ -23,7 +24,7 @@ class ActorServer(BatchServer):
 
     def __init__(self, packed: PackedEngine, spec: ActorSpec) -> None:
         make_engine, shard = _opened(packed), Shard(*spec.shard)
-        torch.set_num_threads(spec.num_torch_threads)
+        torch_threads.set_num_threads(spec.num_torch_threads)
         engine = make_engine(None, shard)
         super().__init__(engine, shard, generation=spec.generation)
         engine.seek(*spec.next_position)
@@ -91,7 +92,7 @@ def _opened(packed: PackedEngine) -> MakeEngine:
         opened: MakeEngine = unpack(packed.stream.data, buffers)
     except Exception as error:
         raise ConfigError(
-            f"prefetch.executor: ray: what the pipeline was given cannot be made again in an actor "
+            f"{keys.EXECUTOR}: ray: what the pipeline was given cannot be made again in an actor "
             f"({type(error).__name__}: {error}): put functions and classes into a module that can be imported on all nodes, or "
             "use executor: thread"
         ) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.trace import Lane
 from loaderkit.engine.remote.delivery import Delivered
 
@@ -42,7 +42,7 @@ def batch_here(batch: Delivered, offset_s: float) -> Delivered:
     return replace(batch, done_s=batch.done_s - offset_s, segments=segments)
 
 
-def stats_here(stats: Stats, offset_s: float) -> Stats:
+def stats_here(stats: Snapshot, offset_s: float) -> Snapshot:
     """The same for counters."""
     if not offset_s:
         return stats

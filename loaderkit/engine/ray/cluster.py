@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from loaderkit._internal.config import keys
 from loaderkit.errors import ConfigError
 
 _CONNECT_S = 10.0
@@ -58,7 +59,7 @@ def connect(address: str) -> None:
             _begin(address)
         elif ray.util.client.ray.is_connected():
             raise ConfigError(
-                f"prefetch.executor: ray: this program has called ray.init with a ray:// address: {NO_CLIENT}"
+                f"{keys.EXECUTOR}: ray: this program has called ray.init with a ray:// address: {NO_CLIENT}"
             )
         else:
             _check_address(address)
@@ -68,7 +69,7 @@ _CONNECTING = threading.Lock()  # a process has one connection, whichever of its
 
 
 def _begin(address: str) -> None:
-    key = "prefetch.ray.address"
+    key = f"{keys.RAY}.address"
     if address == "auto" and (given := os.environ.get("RAY_ADDRESS")):
         key, address = "RAY_ADDRESS", given
     scheme, separator, _ = address.partition("://")
@@ -141,7 +142,7 @@ def _check_address(address: str) -> None:
     connected = ray.get_runtime_context().gcs_address
     if address not in ("auto", "local") and not _is_same(address, connected):
         raise ConfigError(
-            f"prefetch.ray.address: {address}: this program is connected to the cluster at {connected}, and a process has one "
+            f"{keys.RAY}.address: {address}: this program is connected to the cluster at {connected}, and a process has one "
             "connection: use address: auto, or call ray.shutdown() first"
         )
 
@@ -213,7 +214,7 @@ def describe_wait(settings: RaySettings) -> str:
     is_spread = fits and all(free.get(name, 0.0) >= amount for name, amount in wanted.items())
     lacking = "; no node has as many free" if is_spread else ""
     if not fits:
-        lacking = "; no node has as many: make prefetch.ray.num_cpus or resources smaller, or add a node"
+        lacking = f"; no node has as many: make {keys.RAY}.num_cpus or resources smaller, or add a node"
     return f"ray: waits for {', and for '.join(parts)}{lacking}"
 
 

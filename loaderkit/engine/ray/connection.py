@@ -24,7 +24,7 @@ class Connection:
     """The connection that a loader has found or begun. Methods are for any thread."""
 
     def __init__(self, address: str) -> None:
-        """`address` as in `prefetch.ray`."""
+        """`address` as Ray takes it, or `auto`."""
         self._address = address
         self._opening = threading.Lock()
         self._context: Any = None

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from loaderkit._internal.device import Device
 from loaderkit._internal.dtypes import Bytes
 from loaderkit._internal.pinned import PinnedMemory
 
@@ -34,7 +34,7 @@ class _View:
 class ObjectMemory:
     """Opens the memory of objects; for one thread."""
 
-    def __init__(self, pinned_for: torch.device | None = None) -> None:
+    def __init__(self, pinned_for: Device | None = None) -> None:
         """`pinned_for`: the CUDA device that batches are copied to; they are brought into pinned memory then, if there is
         some."""
         self._pinned = None if pinned_for is None else PinnedMemory(pinned_for)

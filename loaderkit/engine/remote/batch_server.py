@@ -12,9 +12,10 @@ from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
+from loaderkit._internal.config import keys
 from loaderkit._internal.packing import pack
 from loaderkit.engine.metrics import stalls, trace
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.remote.delivery import Delivered
 from loaderkit.engine.threaded import ThreadEngine
@@ -154,7 +155,7 @@ class BatchServer:
         num_bytes = None if memory_bytes is None else self._shard.num_bytes(memory_bytes)
         return _refusal(lambda: self._engine.set_depth(batches, num_bytes))
 
-    def stats(self, waiting_since_s: float | None, at_s: float | None) -> Stats:
+    def stats(self, waiting_since_s: float | None, at_s: float | None) -> Snapshot:
         """The engine's counters up to `at_s`; `waits_s` is the trainer's open wait, if any."""
         self._engine.waits.begin(waiting_since_s)
         stats = self._engine.stats(Tuning(), 0, at_s)
@@ -194,7 +195,7 @@ def unsendable(work_item: WorkItem, error: Exception) -> StageError:
     what = "it" if name is None else f"its field {name!r}, a {type(work_item.result[name]).__name__},"
     failed = StageError(
         f"{work_item} cannot leave the process that made it: {what} cannot be "
-        f"sent ({type(error).__name__}: {error}); let batches hold plain data, or use prefetch.executor: thread",
+        f"sent ({type(error).__name__}: {error}); let batches hold plain data, or use {keys.EXECUTOR}: thread",
         stage="batch",
         epoch=work_item.epoch,
     )

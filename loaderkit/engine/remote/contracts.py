@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
+from loaderkit._internal.device import Device
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.remote.delivery import Delivered
@@ -31,7 +30,7 @@ class WorkerSpec:
     memory_bytes: int  # of all processes
     scaled_stages: Collection[str] = ()  # of which each process has as many workers, however many there are
     trainer_stages: Sequence[Stage] = ()
-    pinned_for: torch.device | None = None  # to which the trainer's stages copy
+    pinned_for: Device | None = None  # to which the trainer's stages copy
     ledger: NodeLedger | None = None  # counts what comes from which node, where processes may be on several
     free: Callable[[], None] | None = None  # frees what all processes share, once they have ended
 

@@ -27,7 +27,7 @@ from typing import Any
 from loaderkit._internal.garbage import close_collected
 from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.host import CpuWatch, host_stats
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.trace import Handoff, Trace, num_entries
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.remote.contracts import MakeProcess, ReceivedBatch, WorkerSpec
@@ -384,7 +384,7 @@ class RemoteEngine:
         """Those with turns, by number; while a border is ahead, those that have some on either side of it."""
         return self._table.seated
 
-    def stats(self, tuning: Tuning, run: int) -> Stats:
+    def stats(self, tuning: Tuning, run: int) -> Snapshot:
         """The counters of all processes together up to now; a process that does not answer counts with its last ones."""
         # One moment for all: each process answers once it has its GIL, at another time.
         awaited, num_batches, num_samples = self._awaited, self._num_delivered, self._num_samples

@@ -12,8 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from loaderkit.engine.metrics.snapshot import as_past, merged
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot, as_past, merged
 from loaderkit.engine.metrics.trace import Lane
 from loaderkit.engine.remote.contracts import MakeProcess, WorkerSpec
 from loaderkit.engine.remote.remote_process import RemoteProcess
@@ -34,7 +33,7 @@ class ProcessTable:
         self._spec = spec
         self._make = make
         # Those with turns, and the counters of those that had some: one value, for readers in other threads.
-        self._account: tuple[tuple[RemoteProcess, ...], Stats | None] = ((), None)
+        self._account: tuple[tuple[RemoteProcess, ...], Snapshot | None] = ((), None)
         self.seat([self._new(Shard(number, num_processes)) for number in range(num_processes)])
         self.warming: tuple[RemoteProcess, ...] = ()
         self.held: tuple[RemoteProcess, ...] = ()  # that have turns behind a border, and may not begin yet
@@ -137,7 +136,7 @@ class ProcessTable:
 
     def stats(
         self, awaited: RemoteProcess | None, waiting_since_s: float | None, at_s: float, *, may_ask: bool
-    ) -> Stats:
+    ) -> Snapshot:
         """The counters of all of them up to `at_s`. If the consumer waits, it does for `awaited`."""
         seated, past = self._account
         parts = [

@@ -18,8 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from loaderkit.engine.metrics.snapshot import as_past, merged
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.metrics.snapshot import Snapshot, as_past, merged
 from loaderkit.engine.metrics.trace import Lane, joined
 from loaderkit.engine.remote.contracts import Inbox, MakeProcess, ReceivedBatch, RunningProcess, WorkerSpec
 from loaderkit.engine.remote.trainer_stages import TrainerStages
@@ -35,11 +34,11 @@ logger = logging.getLogger("loaderkit")
 class _Counters:
     """The last answer of a process, and the counters of those whose place it has taken."""
 
-    def __init__(self, latest: Stats, past: Stats | None = None) -> None:
+    def __init__(self, latest: Snapshot, past: Snapshot | None = None) -> None:
         self.latest = latest
         self._past = past
 
-    def total(self) -> Stats:
+    def total(self) -> Snapshot:
         return self.latest if self._past is None else merged([self.latest, self._past])
 
 
@@ -67,8 +66,8 @@ class RemoteProcess:
         self._has_told_early = False
         self._counters = _Counters(self._no_counters())
 
-    def _no_counters(self) -> Stats:
-        return Stats.empty(self._spec.rows, self.shard.num_bytes(self._spec.memory_bytes))
+    def _no_counters(self) -> Snapshot:
+        return Snapshot.empty(self._spec.rows, self.shard.num_bytes(self._spec.memory_bytes))
 
     @property
     def number(self) -> int:
@@ -256,10 +255,10 @@ class RemoteProcess:
         report: HangReport | None = (inbox.report() if inbox is not None else None) or self._ask("report")
         return report or silent
 
-    def stats(self, waiting_since_s: float | None, at_s: float, *, may_ask: bool) -> Stats:
+    def stats(self, waiting_since_s: float | None, at_s: float, *, may_ask: bool) -> Snapshot:
         """Its counters up to `at_s`, or its last ones if it does not answer. `waits_s` is the consumer's open wait for it."""
         counters = self._counters
-        answer: Stats | None = self._ask("stats", waiting_since_s, at_s) if may_ask else None
+        answer: Snapshot | None = self._ask("stats", waiting_since_s, at_s) if may_ask else None
         counters.latest = answer or replace(counters.latest, waits_s={})
         stats = counters.total()
         trainer_rows = [] if self._trainer_stages is None else self._trainer_stages.rows(time.perf_counter())

@@ -63,7 +63,7 @@ class TrainerStages:
 
     def rows(self, now: float) -> list[StageStats]:
         """The thread's time by stage, with that of threads before it."""
-        rows = [StageStats(stage.name, 1, kind=stage.kind) for stage in self._stages]
+        rows = [StageStats(stage.name, 1, kind=stage.kind, waits=stage.waits) for stage in self._stages]
         worker_clock, past = self._account
         if worker_clock is not None:
             add_worker_time(rows, (rows[0], rows[-1]), [worker_clock], self._states, now)

@@ -85,8 +85,8 @@ class ShareStages:
 
     def rows(self, now: float) -> list[StageStats]:
         """The thread's time by stage."""
-        kinds = ("share", *(stage.kind for stage in self._later))
-        rows = [StageStats(name, 1, kind=kind) for name, kind in zip(self._names, kinds, strict=True)]
+        rows = [StageStats(self._names[0], 1, kind="share")]
+        rows += [StageStats(stage.name, 1, kind=stage.kind, waits=stage.waits) for stage in self._later]
         if self._worker_clock is not None:
             add_worker_time(rows, (rows[0], rows[-1]), [self._worker_clock], self._states, now)
         return rows

@@ -24,8 +24,9 @@ from loaderkit._internal.garbage import close_collected
 from loaderkit._internal.pinned import PinnedMemory
 from loaderkit.engine import watchdog
 from loaderkit.engine.contracts import Executor
-from loaderkit.engine.metrics import Stats, stalls
+from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.host import CpuWatch, host_stats
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.trace import Handoff, Trace, num_entries
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
@@ -353,14 +354,14 @@ class SharedExecutor:
         if self._inner is not None:
             self._inner.set_processes(num, refused)
 
-    def stats(self, tuning: Tuning, run: int) -> Stats:
+    def stats(self, tuning: Tuning, run: int) -> Snapshot:
         """The counters up to now: of the executor, if this rank has it, and of what is passed on."""
         waits_s, since_s, now = self._waits.read(self._clock)
         reads_since_s = self._reads_since_s
         if self._inner is not None:
             stats = self._inner.stats(tuning, run)
         else:
-            stats = Stats.empty([], self._memory_bytes)
+            stats = Snapshot.empty([], self._memory_bytes)
             memory = {"open_bytes": self._batch_bytes * len(self._ready), "batch_bytes": self._batch_bytes}
             host = self._cpu_watch.added_to(host_stats())
             memory["rss_peak_bytes"] = host.rss_peak_bytes
@@ -383,7 +384,7 @@ class SharedExecutor:
             tuning=tuning if stats.tuning.pids is None else replace(tuning, pids=stats.tuning.pids),
         )
 
-    def _open_wait(self, stats: Stats, since_s: float, now: float, reads_since_s: float | None) -> dict[str, float]:
+    def _open_wait(self, stats: Snapshot, since_s: float, now: float, reads_since_s: float | None) -> dict[str, float]:
         """Seconds by cause of the loop's wait since `since_s`."""
         before = self._stages.name if self._num_delivered else stalls.START
         if reads_since_s is None:

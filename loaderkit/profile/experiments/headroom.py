@@ -17,7 +17,7 @@ import torch
 
 from loaderkit.connectors.base import Connector, traits_of
 from loaderkit.connectors.page_cache import evict
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.profile.experiments.interleave import ExperimentLoader, Make, RateWindow, rate_of
 from loaderkit.profile.experiments.loops import Step, endless
 from loaderkit.profile.report_parts import Headroom, Rate

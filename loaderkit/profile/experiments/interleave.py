@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.profile.experiments.loops import Batches, Step, endless
 from loaderkit.profile.report_parts import Rate
 from loaderkit.profile.statistics import median_of, paired

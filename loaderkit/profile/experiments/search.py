@@ -16,18 +16,20 @@ from typing import Any
 from pydantic import Field
 
 from loaderkit._internal.system.cgroups import num_cpus
+from loaderkit.diagnosis.changes import num_processes
+from loaderkit.diagnosis.stats import Stats
+from loaderkit.diagnosis.verdict import Part, Setting
 from loaderkit.engine.autotune.tuned_setting import LADDER
-from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.stalls import START
 from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.experiments.decide import MOST_WRONG, Outcome, PairedGains, num_won
 from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Make, Variant, interleave, ratio_of
 from loaderkit.profile.experiments.loops import Step, endless, run_steps
-from loaderkit.profile.report_parts import Part, Rate, Setting
+from loaderkit.profile.report_parts import Rate
 from loaderkit.profile.settings_patch import (
+    file_setting,
     is_accepted,
-    num_processes,
     value_of,
     verdict_part,
 )
@@ -95,7 +97,7 @@ def tune(
     until_s = max(begin_s + seconds * _SEARCH, time.perf_counter()) + min(
         seconds * _REFINE, seconds * (1 - _SEARCH) - least_s
     )
-    processes = num_processes(config, int(stats.memory.get("batch_bytes", 0)))
+    processes = num_processes(config.prefetch.memory, int(stats.memory.get("batch_bytes", 0)))
     trials: list[TuneTrial] = []
     while time.perf_counter() + max(trial_s, least_s) <= until_s and (change := search.next_change(processes)):
         trials.append(search.try_change(change, trial_s))
@@ -109,7 +111,7 @@ def tune(
     left_s = left_s if best else trial_s
     old, new = search.interleaved({}, best, left_s, _NUM_WINDOWS, MOST_WRONG)
     comparison = PairedGains.of(new.windows, old.windows)
-    settings = [Setting(key=key, before=value_of(config, key), value=value) for key, value in best.items()]
+    settings = [file_setting(config, key, value) for key, value in best.items()]
     settings = [one for one in settings if one.before != one.value]
     outcome = comparison.outcome() if settings else "no better"
     speedup, interval = ratio_of(new, old)

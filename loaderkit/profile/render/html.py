@@ -11,7 +11,7 @@ from types import ModuleType
 
 from loaderkit._internal.config.yaml_text import to_yaml
 from loaderkit._internal.units import say_seconds
-from loaderkit.engine.metrics.bottleneck_words import headline
+from loaderkit.diagnosis.verdict import headline
 from loaderkit.errors import ConfigError
 from loaderkit.profile.compare import say
 from loaderkit.profile.ranks import Merged

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from loaderkit._internal.units import say_seconds, say_size
-from loaderkit.profile.render.summary import facts_table, table_of, titled
+from loaderkit.profile.render.summary import table_of, titled, verdict_section
 from loaderkit.profile.report import RestoreReport
 
 
@@ -18,20 +17,21 @@ def restore_sections(report: RestoreReport) -> Iterator[RenderableType]:
     verdict = report.verdict
     size, rate = say_size(report.num_bytes), f"{say_size(report.bytes_per_s)}/s"
     partial = f" (partial: {report.partial})" if report.partial else ""
-    yield Text(f"{report.name}: {size} in {say_seconds(report.wall_s)}, {rate}{partial}", style="bold")
-    limit = "The store is the limit" if verdict.limit == "store" else f"{verdict.limit} is the limit"
-    yield Text(limit, style="green" if verdict.limit == "store" else "yellow")
-    facts = facts_table()
-    facts.add_row("evidence", verdict.evidence)
-    facts.add_row("change", verdict.change)
+    head = f"{report.name}: {size} in {say_seconds(report.wall_s)}, {rate}{partial}"
+    is_good, bare, note = verdict.limit == "store", None, f", {report.note}" if report.note else ""
     if report.bare_bytes_per_s is not None:
-        bare = f"{say_size(report.bare_bytes_per_s)}/s by {report.threads} threads"
-        facts.add_row("bare read", f"{bare}, {report.note}" if report.note else bare)
+        bare = f"{say_size(report.bare_bytes_per_s)}/s by {report.threads} threads{note}"
     checked = "every block compared with the manifest" if report.verified else "no manifest: nothing was compared"
     more = report.fetched_bytes / max(report.num_bytes, 1)
-    facts.add_row("reads", f"{report.num_reads}, {more:.3f} bytes for each one needed; {checked}")
-    facts.add_row("opening", f"{say_seconds(report.open_s)} to list it and to read its description")
-    yield facts
+    facts = [
+        ("evidence", verdict.evidence),
+        ("change", verdict.change),
+        ("bare read", bare),
+        ("reads", f"{report.num_reads}, {more:.3f} bytes for each one needed; {checked}"),
+        ("opening", f"{say_seconds(report.open_s)} to list it and to read its description"),
+    ]
+    limit = "The store is the limit" if is_good else f"{verdict.limit} is the limit"
+    yield from verdict_section(head, limit, facts, is_good=is_good)
     yield from titled("What the loop waited for", _waits(report))
     yield from titled("What the threads did, in seconds of all together", _stages(report))
     yield from titled("Objects that took longest, in seconds of all threads together", _objects(report))

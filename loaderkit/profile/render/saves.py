@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from loaderkit._internal.units import say_seconds
-from loaderkit.profile.render.summary import table_of
+from loaderkit.profile.render.summary import short, table_of
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import SaveRow
 
@@ -36,10 +36,6 @@ def saves_table(saves: Sequence[SaveRow]) -> RenderableType:
     for row in saves[-_MOST_SAVES:]:
         parts = [sum(getattr(item, name) for item in row.objects) for name in ("hashing_s", "writing_s", "syncing_s")]
         times = [row.waiting_s, row.staging_s, row.flush_s, *parts, row.commit_s]
-        table.add_row(str(row.step), f"{row.num_bytes / 1e6:.3g}", *(_said(seconds) for seconds in times))
+        table.add_row(str(row.step), f"{row.num_bytes / 1e6:.3g}", *(short(seconds) for seconds in times))
     failed = [Text(f"step {row.step} is not saved: {row.error}") for row in saves if row.error is not None]
     return Group(table, *failed)
-
-
-def _said(seconds: float | None) -> str:
-    return "" if seconds is None else say_seconds(seconds).replace(" ", "")

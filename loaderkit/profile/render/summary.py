@@ -95,7 +95,7 @@ def sources_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
             _passes(row),
         )
         seconds = (row[name] for name in ("read_s", "stages_s", "cpu_s", "waiting_s", "delayed_s"))
-        times.add_row(row["name"], *(_s(value) for value in seconds), _waited(row))
+        times.add_row(row["name"], *(short(value or None) for value in seconds), _waited(row))
     return given, times
 
 
@@ -112,7 +112,7 @@ def nodes_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             str(row["num_batches"]),
             f"{row['network_bytes_per_s'] / 1e6:.3g}" if is_away else "",
             f"{100 * row['carrying_share']:.0f} %" if is_away else "",
-            _s(each_s) if is_away else "",
+            short(each_s or None) if is_away else "",
             str(row["num_restarts"] or ""),
         )
     return table
@@ -127,8 +127,9 @@ def _waited(row: Mapping[str, Any]) -> str:
     return f"{say_seconds(row['stall_s'])}, {row['stall_percent']:.1f} %" if row["stall_s"] else ""
 
 
-def _s(seconds: float) -> str:
-    return say_seconds(seconds).replace(" ", "") if seconds else ""
+def short(seconds: float | None) -> str:
+    """A time for a table's cell; empty where it is not known."""
+    return "" if seconds is None else say_seconds(seconds).replace(" ", "")
 
 
 def tuning_table(stats: Mapping[str, Any]) -> Table:
@@ -146,7 +147,7 @@ def tuning_table(stats: Mapping[str, Any]) -> Table:
 
 def reading(stats: Mapping[str, Any]) -> str:
     """The verdict in one line: what is the limit, how sure that is, what says so, and what to change."""
-    from loaderkit.engine.metrics.bottleneck_words import headline  # late: `--help` imports this module
+    from loaderkit.diagnosis.verdict import headline  # late: `--help` imports this module
 
     if not stats["num_batches"]:
         return "No batch was delivered, so there is nothing to read from the accounts."
@@ -176,12 +177,24 @@ def titled(title: str, body: RenderableType) -> Iterator[RenderableType]:
     yield body
 
 
-def facts_table() -> Table:
-    """Two columns: names, and their facts over as many lines as needed."""
+def facts_table(facts: Iterable[tuple[str, str | None]] = ()) -> Table:
+    """Two columns: names, and their facts over as many lines as needed; None is left out."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
+    for name, fact in facts:
+        if fact is not None:
+            table.add_row(name, fact)
     return table
+
+
+def verdict_section(
+    head: str, limit: str, facts: Iterable[tuple[str, str | None]], *, is_good: bool
+) -> Iterator[RenderableType]:
+    """What a report begins with."""
+    yield Text(head, style="bold")
+    yield Text(limit, style="green" if is_good else "yellow")
+    yield facts_table(facts)
 
 
 def table_of(first: str, *numbers: str, folds: bool = False) -> Table:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from loaderkit._internal.units import say_seconds
 from loaderkit.profile.compare import say
 from loaderkit.profile.ranks import Merged
-from loaderkit.profile.render.summary import table_of
+from loaderkit.profile.render.summary import short, table_of
 from loaderkit.profile.report_parts import Comparison
 
 
@@ -49,7 +48,7 @@ def merged(job: Merged) -> RenderableType:
             f"{row.rank} {'<<' if row.is_straggler else ''}",
             f"{row.samples_per_s:.0f}",
             f"{row.stall_percent:.1f} %",
-            say_seconds(row.stall_s).replace(" ", ""),
+            short(row.stall_s),
             f"{1e3 * row.extra_s:+.1f}",
             interval,
             f"{row.last_percent:.0f} %",

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from loaderkit._internal.units import say_seconds
-from loaderkit.engine.metrics.bottleneck_words import headline
+from loaderkit.diagnosis.verdict import headline
 from loaderkit.profile.render.restore import restore_sections
 from loaderkit.profile.render.saves import saves_table, saving_advice
 from loaderkit.profile.render.summary import (
@@ -16,10 +16,12 @@ from loaderkit.profile.render.summary import (
     as_text,
     facts_table,
     nodes_table,
+    short,
     sources_tables,
     table_of,
     titled,
     tuning_table,
+    verdict_section,
 )
 from loaderkit.profile.render.tables import comparison
 from loaderkit.profile.report import Report, RestoreReport
@@ -79,21 +81,16 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
     later = report.stall.after_start_percent
     if later is not None and report.stall.percent - later >= _WORTH_TELLING:
         head += f", {later:.1f} % after the start"
-    yield Text(head, style="bold")
-    sure = f"{100 * verdict.confidence:.0f} % sure"
-    yield Text(f"{headline(verdict.stage, verdict.kind)} ({sure})", "green" if verdict.stage is None else "yellow")
-    rows = facts_table()
-    rows.add_row("evidence", verdict.evidence)
-    if verdict.source is not None:
-        rows.add_row("source", verdict.source)
-    if verdict.check is not None:
-        rows.add_row("checked", verdict.check.evidence)
-    if report.host.get("numa"):
-        rows.add_row("machine", report.host["numa"])
-    rows.add_row("change", verdict.change)
-    if (saving := saving_advice(report)) is not None:
-        rows.add_row("saving", saving)
-    yield rows
+    limit = f"{headline(verdict.stage, verdict.kind)} ({100 * verdict.confidence:.0f} % sure)"
+    facts = [
+        ("evidence", verdict.evidence),
+        ("source", verdict.source),
+        ("checked", None if verdict.check is None else verdict.check.evidence),
+        ("machine", report.host.get("numa") or None),
+        ("change", verdict.change),
+        ("saving", saving_advice(report)),
+    ]
+    yield from verdict_section(head, limit, facts, is_good=verdict.stage is None)
     if report.patch:
         yield Text("")
         yield Text("To set:", style="bold")
@@ -102,16 +99,14 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
 
 def _loop(report: Report) -> RenderableType:
     steps = report.steps
-    rows = facts_table()
-    for name, _, seconds, percent in steps.parts():
-        rows.add_row(name, _share(seconds, percent))
-    rows.add_row("before, after, between", f"{steps.outside_s:8.2f} s")
+    rows = [(name, _share(seconds, percent)) for name, _, seconds, percent in steps.parts()]
+    rows.append(("before, after, between", f"{steps.outside_s:8.2f} s"))
     speed = f"{report.throughput['samples_per_s']:.0f} samples/s, {_rate(report.throughput['bytes_per_s'])}"
     dropped = f", {report.num_dropped} more dropped by filter" if report.num_dropped else ""
-    rows.add_row("speed", f"{report.num_samples} samples in {report.num_batches} batches{dropped}, {speed}")
+    rows.append(("speed", f"{report.num_samples} samples in {report.num_batches} batches{dropped}, {speed}"))
     if steps.p50_s is not None and steps.p99_s is not None:
-        computing = f", of it computing {_s(steps.compute_p50_s)} and {_s(steps.compute_p99_s)}"
-        rows.add_row("a step", f"{_s(steps.p50_s)} (p50), {_s(steps.p99_s)} (p99){computing}")
+        computing = f", of it computing {short(steps.compute_p50_s)} and {short(steps.compute_p99_s)}"
+        rows.append(("a step", f"{short(steps.p50_s)} (p50), {short(steps.p99_s)} (p99){computing}"))
     if report.utilisation is not None:
         marks = ", ".join(
             f"{'passes' if mark.passes else 'below'} {mark.at_least_percent:.0f} %" for mark in report.utilisation.marks
@@ -119,17 +114,13 @@ def _loop(report: Report) -> RenderableType:
         used = f"{report.utilisation.percent:.1f} % (MLPerf Storage's: {marks})"
         if (whole := report.utilisation.whole_run_percent) is not None:
             used += f"; {whole:.1f} % with the first steps of epochs"
-        rows.add_row("utilisation", used)
-    return rows
+        rows.append(("utilisation", used))
+    return facts_table(rows)
 
 
 def _stalls(report: Report) -> RenderableType:
-    rows = facts_table()
-    for cause, seconds in report.stall.by_stage.items():
-        percent = 100 * seconds / report.wall_s
-        if percent >= 0.05:
-            rows.add_row(cause, _share(seconds, percent))
-    return rows
+    waits = ((cause, s, 100 * s / report.wall_s) for cause, s in report.stall.by_stage.items())
+    return facts_table((cause, _share(s, percent)) for cause, s, percent in waits if percent >= 0.05)
 
 
 def _share(seconds: float, percent: float) -> str:
@@ -149,8 +140,8 @@ def _stages(stages: Sequence[StageRow]) -> RenderableType:
         times.add_row(row.name, str(row.workers), *(f"{100 * s / whole_s:.0f}" if s else "" for s in spent))
         speeds.add_row(
             row.name,
-            _s(row.p50_s),
-            _s(row.p99_s),
+            short(row.p50_s),
+            short(row.p99_s),
             f"{row.items_per_s:.0f}",
             f"{row.bytes_per_s / 1e6:.3g}" if row.num_bytes else "",
             f"{row.queued_mean:.0f}" if row.queued_mean else "",
@@ -166,8 +157,8 @@ def _slowest(items: Sequence[SlowItem]) -> RenderableType:
         table.add_row(
             f"{'' if item.source is None else f'{item.source}: '}{item.key}{more}",
             item.stage,
-            _s(item.seconds),
-            _s(item.usual_s),
+            short(item.seconds),
+            short(item.usual_s),
         )
     return table
 
@@ -176,27 +167,14 @@ def _first_batch(report: Report) -> RenderableType:
     first = report.first_batch
     assert first is not None
     parts = [("import", first.import_s), ("list", first.list_s), ("index", first.index_s), ("workers", first.workers_s)]
-    rows = facts_table()
-    for name, seconds in [*parts, *first.by_stage.items()]:
-        if seconds:
-            rows.add_row(name, f"{seconds:8.3f} s")
-    rows.add_row("in all", f"{first.total_s:8.3f} s")
-    return rows
+    parts += [*first.by_stage.items(), ("in all", first.total_s)]
+    return facts_table((name, f"{seconds:8.3f} s") for name, seconds in parts if seconds or name == "in all")
 
 
 def _headroom(headroom: Headroom) -> RenderableType:
-    rows = facts_table()
-    for name, rate in (
-        ("training alone", headroom.consumer),
-        ("data warm", headroom.warm),
-        ("data cold", headroom.cold),
-    ):
-        if rate is not None:
-            rows.add_row(name, say_rate(rate))
-    if headroom.cold_note:
-        rows.add_row("", headroom.cold_note)
-    rows.add_row("", headroom.summary)
-    return rows
+    rates = {"training alone": headroom.consumer, "data warm": headroom.warm, "data cold": headroom.cold}
+    said = [(name, None if rate is None else say_rate(rate)) for name, rate in rates.items()]
+    return facts_table([*said, ("", headroom.cold_note or None), ("", headroom.summary)])
 
 
 def say_rate(rate: Rate) -> str:
@@ -224,10 +202,6 @@ def _what_if(rows: Sequence[WhatIf]) -> RenderableType:
         table.add_row(*cells)
     notes = [f"{row.name}: {row.note}" for row in rows if row.note]
     return Group(table, *(Text(note, style="dim") for note in notes))
-
-
-def _s(seconds: float | None) -> str:
-    return "" if seconds is None else say_seconds(seconds).replace(" ", "")
 
 
 def _rate(bytes_per_s: float) -> str:

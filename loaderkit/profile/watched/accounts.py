@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from loaderkit.engine.metrics.stalls import EPOCH, START, WAKEUP
-from loaderkit.profile.watched.batches import num_samples_of, size_of
-from loaderkit.profile.watched.counters import (
+from loaderkit.diagnosis.watched.counters import (
     DATASET,
     HANDOVER,
     ITERABLE,
     PIN_MEMORY,
+    LoaderArguments,
     WatchedCounters,
 )
-from loaderkit.profile.watched.dataloader import A_WAIT_S, LoaderArguments
+from loaderkit.engine.metrics.stalls import EPOCH, START, WAKEUP
+from loaderkit.profile.watched.batches import num_samples_of, size_of
+from loaderkit.profile.watched.dataloader import A_WAIT_S
 
 _NUM_MEASURED = 32  # batches whose bytes are counted; of later ones each 16th
 _LATE = 1.5  # times the mean wait

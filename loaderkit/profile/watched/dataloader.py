@@ -9,34 +9,16 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset
 from torch.utils.data import dataloader as torch_dataloader
 
+from loaderkit.diagnosis.watched.counters import LoaderArguments
+
 A_WAIT_S = 1e-3  # a shorter one is not looked at more closely
 _MOST_OBJECTS = 400
-
-
-@dataclass(frozen=True)
-class LoaderArguments:
-    """The arguments of a DataLoader that matter for its speed; None: not known."""
-
-    num_workers: int
-    batch_size: int | None = None
-    prefetch_factor: int | None = None
-    pin_memory: bool = False
-    persistent_workers: bool = False
-    in_order: bool = True
-    dataset: str = ""  # its class
-    is_iterable: bool = False  # an IterableDataset, which splits its samples by worker, or does not
-
-    @property
-    def num_ahead(self) -> int:
-        """How many batches workers are asked for ahead of the loop."""
-        return self.num_workers * (self.prefetch_factor or 1)
 
 
 class LoaderAccount(Protocol):

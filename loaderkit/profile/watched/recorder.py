@@ -19,6 +19,8 @@ from typing import Any
 
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.system.processes import ProcessCounters, Program, busiest, programs
+from loaderkit.diagnosis.watched.counters import LoaderArguments
+from loaderkit.diagnosis.watched.stats import WatchedStats
 from loaderkit.engine.metrics.host import CpuWatch, HostStats, host_stats
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stalls import START
@@ -26,9 +28,8 @@ from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from loaderkit.engine.monitor import TICK_S, Series
 from loaderkit.profile.step_log import StepLog
 from loaderkit.profile.watched.accounts import Accounts
-from loaderkit.profile.watched.dataloader import LoaderArguments, LoaderView, WorkersView
+from loaderkit.profile.watched.dataloader import LoaderView, WorkersView
 from loaderkit.profile.watched.rows import rows_of
-from loaderkit.profile.watched.stats import WatchedStats
 from loaderkit.profile.watched.worker_processes import WorkerProcesses
 
 _LOOKING = 0.005  # share of the time

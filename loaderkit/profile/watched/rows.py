@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from loaderkit._internal.system.processes import ProcessCounters
+from loaderkit.diagnosis.watched.counters import (
+    COLLATE,
+    DATASET,
+    HANDOVER,
+    ITERABLE,
+    PIN_MEMORY,
+    LoaderArguments,
+    WatchedCounters,
+)
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stalls import EPOCH
 from loaderkit.profile.watched.accounts import Accounts
-from loaderkit.profile.watched.counters import COLLATE, DATASET, HANDOVER, ITERABLE, PIN_MEMORY, WatchedCounters
-from loaderkit.profile.watched.dataloader import LoaderArguments
 
 _COARSE_S = 0.02  # ticks in which the kernel counts a process's CPU time
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
+from loaderkit.diagnosis.watched.rules import diagnose_watched
+from loaderkit.diagnosis.watched.stats import WatchedStats
 from loaderkit.errors import ConfigError
 from loaderkit.profile.build import ReportSubject
 from loaderkit.profile.recording import ProfiledLoader
 from loaderkit.profile.report_parts import VerdictPart
 from loaderkit.profile.watched.recorder import Recorder
-from loaderkit.profile.watched.rules import diagnose_watched
-from loaderkit.profile.watched.stats import WatchedStats
 from loaderkit.ranks.place import ranks_now
 
 
@@ -48,8 +48,8 @@ def _subject(recorder: Recorder, name: str) -> ReportSubject:
 
 def _verdict(recorder: Recorder, passed: Stats) -> VerdictPart:
     assert isinstance(passed, WatchedStats)
-    verdict, settings = diagnose_watched(recorder.with_programs(passed))
-    return VerdictPart(**verdict._asdict(), settings=settings)
+    verdict = diagnose_watched(recorder.with_programs(passed))
+    return VerdictPart(**verdict.to_dict(), settings=[*verdict.settings])
 
 
 def _described(recorder: Recorder, name: str) -> dict[str, Any]:

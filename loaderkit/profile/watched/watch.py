@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
+from loaderkit.diagnosis.watched.stats import WatchedStats
 from loaderkit.pipeline.batch_numbers import DataLoaderParts
 from loaderkit.profile.recording import Profile
 from loaderkit.profile.watched.iterator import open_watched
 from loaderkit.profile.watched.recorder import Recorder
-from loaderkit.profile.watched.stats import WatchedStats
 from loaderkit.profile.watched.subject import watched_subject
 
 Batch = TypeVar("Batch")

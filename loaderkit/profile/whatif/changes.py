@@ -10,15 +10,15 @@ from statistics import median
 from loaderkit._internal.config.diagnostics import Problems
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.units import format_bytes
+from loaderkit.diagnosis.changes import num_processes
+from loaderkit.diagnosis.verdict import Setting
 from loaderkit.engine.metrics.stalls import NETWORK
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.validation import check_neighbours
 from loaderkit.profile.report import Report
-from loaderkit.profile.report_parts import Setting
 from loaderkit.profile.settings_patch import (
+    file_setting,
     is_accepted,
-    num_processes,
-    value_of,
     workers_settings,
 )
 from loaderkit.profile.whatif.bounds import bounds
@@ -87,37 +87,37 @@ def _depth(model: PipelineModel, report: Report, config: PipelineConfig) -> Iter
     for wanted in (2 * batches, batches // 2):
         if wanted >= max(1, model.processes):
             changed = replace(model, batches_ahead=float(wanted))
-            setting = Setting(key="prefetch.batches", before=value_of(config, "prefetch.batches"), value=wanted)
             yield Change(
                 f"{wanted} {'batch' if wanted == 1 else 'batches'} ahead instead of {batches}",
                 changed,
-                (setting,),
+                (file_setting(config, "prefetch.batches", wanted),),
                 note,
             )
     if model.batches_in_memory < batches:
         memory = format_bytes(-(-batches * int(report.memory["batch_bytes"]) // 2**20) * 2**20)
-        setting = Setting(key="prefetch.memory", before=value_of(config, "prefetch.memory"), value=memory)
-        yield Change("memory for all batches ahead", replace(model, batches_in_memory=float(batches)), (setting,))
+        changed = replace(model, batches_in_memory=float(batches))
+        yield Change("memory for all batches ahead", changed, (file_setting(config, "prefetch.memory", memory),))
 
 
 def _executors(model: PipelineModel, config: PipelineConfig, batch_bytes: int) -> Iterator[Change]:
     executor = config.prefetch.executor
-    now = Setting(key="prefetch.executor", before=executor, value=executor)
     if not config.prefetch.is_remote and not model.is_inline:
-        yield Change("executor: process", model, (now.model_copy(update={"value": "process"}),))
-        processes = num_processes(config, batch_bytes)
+        yield Change("executor: process", model, (file_setting(config, "prefetch.executor", "process"),))
+        processes = num_processes(config.prefetch.memory, batch_bytes)
         if model.gil_s > 0 and config.prefetch.first_batches >= processes:
             settings = (
-                now.model_copy(update={"value": "process"}),
-                Setting(key="prefetch.processes", before=config.prefetch.processes, value=processes),
+                file_setting(config, "prefetch.executor", "process"),
+                file_setting(config, "prefetch.processes", processes),
             )
             yield Change(f"{processes} processes", replace(model, processes=processes), settings)
     if executor != "inline":
-        yield Change("executor: inline", replace(model, is_inline=True), (now.model_copy(update={"value": "inline"}),))
+        yield Change(
+            "executor: inline", replace(model, is_inline=True), (file_setting(config, "prefetch.executor", "inline"),)
+        )
     if executor == "inline":
         pool, wanted = PoolModel(num_cpus(), model.stages), config.executor_with_workers
         changed = replace(model, is_inline=False, pools=(pool,))
-        yield Change(f"executor: {wanted}", changed, (now.model_copy(update={"value": wanted}),))
+        yield Change(f"executor: {wanted}", changed, (file_setting(config, "prefetch.executor", wanted),))
 
 
 def _machine(model: PipelineModel) -> Iterator[Change]:

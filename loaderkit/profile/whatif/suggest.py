@@ -11,12 +11,12 @@ from dataclasses import replace
 from math import log2
 
 from loaderkit._internal.units import format_bytes
-from loaderkit.engine.metrics.bottleneck_words import FASTER
-from loaderkit.engine.metrics.interval import has_memory_for
+from loaderkit.diagnosis.changes import FASTER
+from loaderkit.diagnosis.interval import has_memory_for
+from loaderkit.diagnosis.verdict import Setting, say
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.report import Report
-from loaderkit.profile.report_parts import Setting
-from loaderkit.profile.settings_patch import is_accepted, say_settings, settings_yaml, value_of, workers_settings
+from loaderkit.profile.settings_patch import file_setting, is_accepted, settings_yaml, workers_settings
 from loaderkit.profile.whatif.bounds import bounds
 from loaderkit.profile.whatif.changes import Change
 from loaderkit.profile.whatif.demands import PipelineModel, model_of
@@ -48,7 +48,7 @@ def with_suggestion(report: Report, config: PipelineConfig) -> Report:
         otherwise = "find out why some items are slow"
         change = f"{otherwise}: by simulation, neither more batches ahead nor more workers would help"
     if settings:
-        change = f"{say_settings(settings)}: {speedup:.2g} times as fast by simulation; or {otherwise}"
+        change = f"{say(settings)}: {speedup:.2g} times as fast by simulation; or {otherwise}"
     changed = verdict.model_copy(update={"settings": settings, "change": change})
     return report.model_copy(update={"verdict": changed, "patch": settings_yaml(settings)})
 
@@ -110,7 +110,7 @@ def _with_depth(
     batches = factor * int(report.tuning.get("batches") or 1)
     if factor > 1 and batches > most_ahead(model.batch):
         return None
-    settings = [] if factor == 1 else [_setting(config, "prefetch.batches", batches)]
+    settings = [] if factor == 1 else [file_setting(config, "prefetch.batches", batches)]
     needed = batches * int(report.memory.get("batch_bytes") or 0)
     changed = replace(model, batches_ahead=float(batches))
     if needed <= report.memory["budget_bytes"]:
@@ -120,9 +120,5 @@ def _with_depth(
     budget = -(-needed // _MIB) * _MIB
     if not has_memory_for(report.memory, budget):
         return None
-    memory = _setting(config, "prefetch.memory", format_bytes(budget))
+    memory = file_setting(config, "prefetch.memory", format_bytes(budget))
     return replace(changed, batches_in_memory=float(batches)), [*settings, memory]
-
-
-def _setting(config: PipelineConfig, key: str, value: int | str) -> Setting:
-    return Setting(key=key, before=value_of(config, key), value=value)

@@ -20,7 +20,7 @@ from loaderkit.connectors.base import ConnectorTraits
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.ranges import RangeRequest, RangeSlice, coalesce
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.errors import ObjectChangedError, TemporaryError
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
 from loaderkit.sampling.shard import Shard

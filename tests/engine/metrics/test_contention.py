@@ -19,7 +19,11 @@ def rows(draw: st.DrawFn) -> list[StageStats]:
     for number, kind in enumerate(draw(st.lists(st.sampled_from(["read", "decode", "call", "batch"]), max_size=5))):
         cpu_s, delayed_s, waiting_s = draw(st.tuples(seconds, seconds, seconds))
         busy_s = cpu_s + delayed_s + waiting_s
-        made.append(StageStats(f"{kind}-{number}", 2, busy_s=busy_s, cpu_s=cpu_s, delayed_s=delayed_s, kind=kind))
+        made.append(
+            StageStats(
+                f"{kind}-{number}", 2, busy_s=busy_s, cpu_s=cpu_s, delayed_s=delayed_s, waits=kind in ("read", "call")
+            )
+        )
     return made
 
 
@@ -46,8 +50,8 @@ def test_what_waits_for_neither_stays_where_it_is(stages: list[StageStats], data
 
 
 def test_a_cheap_stage_behind_the_gil_is_not_to_blame() -> None:
-    decode = StageStats("decode", 2, busy_s=10.0, cpu_s=0.1, kind="decode")
-    call = StageStats("call", 2, busy_s=10.0, cpu_s=9.9, kind="call")
+    decode = StageStats("decode", 2, busy_s=10.0, cpu_s=0.1)
+    call = StageStats("call", 2, busy_s=10.0, cpu_s=9.9, waits=True)
     charged = charged_to_holders({"decode": 6.0, "call": 3.0}, [decode, call], [HELD])
     assert charged["call"] == pytest.approx(3.0 + 6.0 * 0.99 * 0.99)
     assert charged_to_holders({"decode": 6.0, "call": 3.0}, [decode, call], [FREE]) == {"decode": 6.0, "call": 3.0}
@@ -55,6 +59,6 @@ def test_a_cheap_stage_behind_the_gil_is_not_to_blame() -> None:
 
 def test_a_function_that_waits_is_not_behind_the_gil() -> None:
     """It may wait for a server, say."""
-    asks = StageStats("call", 2, busy_s=10.0, cpu_s=0.1, kind="call")
-    computes = StageStats("call-2", 2, busy_s=10.0, cpu_s=9.9, kind="call")
+    asks = StageStats("call", 2, busy_s=10.0, cpu_s=0.1, waits=True)
+    computes = StageStats("call-2", 2, busy_s=10.0, cpu_s=9.9, waits=True)
     assert charged_to_holders({"call": 6.0}, [asks, computes], [HELD]) == {"call": 6.0}

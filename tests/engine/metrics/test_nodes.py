@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_accounts import settings_of
 
 from loaderkit import Pipeline
-from loaderkit.engine.metrics import Stats
-from loaderkit.engine.metrics.bottleneck_words import headline
+from loaderkit.diagnosis.stats import Stats
+from loaderkit.diagnosis.verdict import headline
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.nodes.counts import Nodes
 from loaderkit.engine.metrics.nodes.ledger import Cover, NodeLedger
@@ -105,7 +106,7 @@ def test_a_way_of_messages_is_not_full(latency_s: float, ahead: int, num_nodes: 
     job = Job(latency_s / 50, latency_s / 100, latency_s, latency_s / 50, ahead, num_nodes)
     found = job.run().verdict()
     assert (found.stage, found.kind) == ("network", "depth")
-    assert f"prefetch.batches: {2 * ahead}" in found.change
+    assert settings_of(found)["prefetch.batches"] == 2 * ahead
     deeper = replace(job, ahead=200).run().verdict()
     assert deeper.percent < found.percent
 

@@ -22,7 +22,7 @@ from worker_clocks import PythonWorkerClock, both, cpu_s, state_s
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.stalls import Waits
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates

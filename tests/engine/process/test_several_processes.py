@@ -23,7 +23,7 @@ from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats

@@ -12,17 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_accounts import row
+from made_accounts import stats as made_stats
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.metrics import Stats
+from loaderkit.diagnosis.changes import num_processes
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.errors import ConfigError
 from loaderkit.profile.experiments.headroom import Subset, conclude, measure_headroom
 from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Variant, interleave
 from loaderkit.profile.experiments.loops import sleep_step
 from loaderkit.profile.experiments.search import tune
 from loaderkit.profile.report_parts import Rate
-from loaderkit.profile.settings_patch import num_processes, process_settings, value_of
+from loaderkit.profile.settings_patch import settings_for, value_of
 
 
 class Slow:
@@ -194,10 +197,6 @@ def test_what_rates_say(warm: Rate, cold: Rate | None, said: str) -> None:
 
 
 class TestProcesses:
-    def config(self, memory: str, **prefetch: Any) -> Any:
-        overrides = {"prefetch.memory": memory, **{f"prefetch.{name}": value for name, value in prefetch.items()}}
-        return Pipeline.dataset(Slow()).read().batch(4).with_overrides(overrides).config
-
     @pytest.mark.parametrize(
         ("cpus", "ranks", "expected"), [(2, "1", 2), (64, "1", 8), (64, "16", 4), (1, "1", 2), (6, "x", 6)]
     )
@@ -206,12 +205,22 @@ class TestProcesses:
     ) -> None:
         monkeypatch.setattr("loaderkit._internal.system.cgroups.num_cpus", lambda: cpus)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert num_processes(self.config("2GiB"), 2**20) == expected
+        assert num_processes(2**31, 2**20) == expected
 
     def test_the_memory_they_share_holds_two_batches_of_each(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("loaderkit._internal.system.cgroups.num_cpus", lambda: 64)
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-        config = self.config("512MiB")
-        found = {one.key: one.value for one in process_settings(config, 64 * 2**20)}
-        assert found == {"prefetch.executor": "process", "prefetch.processes": 4, "prefetch.batches": 8}
-        assert process_settings(config, 256 * 2**20) == []
+        seen = made_stats({"call": 9.0}, [row("call", 19, 9.2)], memory=(512 * 2**20, 64 * 2**20))
+        verdict, config = seen.verdict(), Pipeline.dataset(Slow()).read().batch(4).config
+        assert verdict.kind == "gil"
+        assert {one.key: one.value for one in verdict.settings} == {
+            "prefetch.executor": "process",
+            "prefetch.processes": 4,
+        }
+        assert {one.key: one.value for one in settings_for(verdict, seen, config)} == {
+            "prefetch.executor": "process",
+            "prefetch.processes": 4,
+            "prefetch.batches": 8,
+        }
+        little = made_stats({"call": 9.0}, [row("call", 19, 9.2)], memory=(512 * 2**20, 256 * 2**20))
+        assert little.verdict().settings == ()

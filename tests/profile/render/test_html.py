@@ -14,7 +14,7 @@ from browser import Page, chromium
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.metrics.bottleneck_words import headline
+from loaderkit.diagnosis.verdict import headline
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.errors import ConfigError
 from loaderkit.profile.render.charts import charts

@@ -14,8 +14,8 @@ from watched_accounts import FOLDER, from_json, read, to_json
 from watched_loops import CASES, Case, make, run
 
 import loaderkit
+from loaderkit.diagnosis.watched.rules import diagnose_watched
 from loaderkit.profile.report import Report
-from loaderkit.profile.watched.rules import diagnose_watched
 
 _OTHERS = 0.3  # CPUs: where other programs use more, some limits are those of the machine
 
@@ -41,9 +41,9 @@ def test_the_limit_is_named_on_recorded_accounts(machine: Path) -> None:
     recorded = list(read(machine))
     assert {name for name, _, _ in recorded} == CASES.keys()
     for name, case, stats in recorded:
-        verdict, settings = diagnose_watched(stats)
+        verdict = diagnose_watched(stats)
         assert (verdict.stage, verdict.kind) in case.expected, (name, verdict)
-        assert {setting.key for setting in settings} <= case.changes, name
+        assert {setting.key for setting in verdict.settings} <= case.changes, name
         assert case.says in verdict.evidence + verdict.change, (name, verdict)
 
 

@@ -173,7 +173,7 @@ def test_more_batches_come_with_the_memory_for_them(monkeypatch: pytest.MonkeyPa
     config = config_of(report, memory="2MiB")
     found = suggested(report, config)
     assert found["prefetch.memory"] == f"{found['prefetch.batches']}MiB"
-    monkeypatch.setattr("loaderkit.engine.metrics.interval.free_memory", lambda: (0, 0))
+    monkeypatch.setattr("loaderkit.diagnosis.interval.free_memory", lambda: (0, 0))
     assert not {"prefetch.memory", "prefetch.batches"} & set(suggested(report, config))
 
 

@@ -57,7 +57,7 @@ class Unpinned:
 
     def __init__(self, *args: Any) -> None: ...
 
-    def add(self, blocks: tuple[Any, ...]) -> None: ...
+    def add(self, start: int, size: int) -> None: ...
 
     def clear(self) -> None: ...
 
@@ -73,7 +73,7 @@ def test_what_stands_behind_a_transfer_is_done_in_the_process_that_trains(
         expected = list(loader)
     monkeypatch.setattr("loaderkit.stages.transfer.resolve_device", lambda wanted: torch.device("cuda", 0))
     monkeypatch.setattr("loaderkit.stages.transfer.TransferStream", OnTheCpu)
-    monkeypatch.setattr("loaderkit.engine.process.leases._Pins", Unpinned)
+    monkeypatch.setattr("loaderkit.engine.process.leases.RegisteredMemory", Unpinned)
     with loaderkit.build(pipeline, overrides={"prefetch.executor": "process", "prefetch.concurrency": 2}) as loader:
         found = list(loader)
         assert loader.stats().to_dict()["transfer"]["num_bytes"] >= len(expected)

@@ -15,7 +15,7 @@ from num_examples import num_examples
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.metrics.stats import Stats
+from loaderkit.diagnosis.stats import Stats
 from loaderkit.profile.render.html import to_html
 from loaderkit.profile.render.terminal import to_text
 from loaderkit.profile.report import Report

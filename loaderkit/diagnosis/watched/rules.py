@@ -21,11 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from loaderkit._internal.units import say_seconds, say_size
-from loaderkit.engine.metrics import bottleneck_words as words
-from loaderkit.engine.metrics.bottleneck_words import Verdict
-from loaderkit.engine.metrics.interval import COMPUTING, HARMLESS, SPARE, WAITING, Interval
-from loaderkit.engine.metrics.stalls import EPOCH, RELEASE, START, WAKEUP
-from loaderkit.profile.watched.counters import (
+from loaderkit.diagnosis import words
+from loaderkit.diagnosis.conclusion import BUSY
+from loaderkit.diagnosis.interval import HARMLESS, SPARE, WAITING, Interval
+from loaderkit.diagnosis.stage_facts import COMPUTING
+from loaderkit.diagnosis.verdict import Remedy, Verdict
+from loaderkit.diagnosis.watched.counters import (
     COLLATE,
     DATASET,
     HANDOVER,
@@ -33,18 +34,17 @@ from loaderkit.profile.watched.counters import (
     PIN_MEMORY,
     WatchedSnapshot,
 )
-from loaderkit.profile.watched.facts import (
+from loaderkit.diagnosis.watched.facts import (
     SMALL_BYTES,
     BatchSize,
-    Diagnosis,
     WatchedFacts,
     bursts,
     is_in_kernel,
     no_cpu,
     seen_in_proc,
 )
+from loaderkit.engine.metrics.stalls import EPOCH, RELEASE, START, WAKEUP
 
-_BUSY = 0.75  # share of their time; workers that are busy for more are the limit
 _ONE_BY_ONE = 0.6  # share of the workers that work while the loop waits; with fewer most wait for one
 _THREADS = 1.3  # CPUs that a worker uses; more is threads of libraries
 
@@ -55,15 +55,15 @@ _HINTS: Mapping[str, str] = {
 """By the package of what is watched."""
 
 
-def diagnose_watched(stats: WatchedSnapshot) -> Diagnosis:
+def diagnose_watched(stats: WatchedSnapshot) -> Verdict:
     """The verdict, and its change as arguments of the DataLoader; in about 0.1 ms."""
     if stats.wall_s <= 0 or not (stats.num_batches or any(stats.waits_s.values())):
         evidence = "no batch was requested in this interval"
-        return Verdict(None, 0.0, 0.0, evidence, "iterate over what `watch` has returned", "unknown"), []
+        return Verdict(None, 0.0, 0.0, evidence, "iterate over what `watch` has returned", "unknown")
     interval = Interval.of(stats)
     cause = interval.cause
     if cause is None or interval.share < HARMLESS:
-        return _training(interval, stats), []
+        return _training(interval, stats)
     return _RULES.get(cause, _iterable)(WatchedFacts(interval, stats, cause))
 
 
@@ -82,14 +82,14 @@ def _training(interval: Interval, stats: WatchedSnapshot) -> Verdict:
     return Verdict(None, round(100.0 - interval.percent(interval.waited_s), 1), sure, evidence, change, "training")
 
 
-def _start(facts: WatchedFacts) -> Diagnosis:
+def _start(facts: WatchedFacts) -> Verdict:
     change = "a longer run tells more: this comes once"
     if facts.arguments.num_workers:
         change += "; workers begin while the model is built if iter() is called before that"
-    return facts.verdict("start", [words.after_start(facts.interval)], (change, []))
+    return facts.verdict("start", [words.after_start(facts.interval)], Remedy(change))
 
 
-def _epoch_change(facts: WatchedFacts) -> Diagnosis:
+def _epoch_change(facts: WatchedFacts) -> Verdict:
     watched, arguments = facts.watched, facts.arguments
     num, total_s = max(1, watched.num_epochs), facts.interval.stats.stall_s[EPOCH]
     evidence = [
@@ -97,21 +97,23 @@ def _epoch_change(facts: WatchedFacts) -> Diagnosis:
         f"{say_seconds(watched.open_s / num)} to begin the next one, and the rest until that gave a batch"
     ]
     if not arguments.num_workers:
-        return facts.verdict("start", evidence, ("longer epochs, or an iterable that is faster to begin", []), sure=0.8)
+        return facts.verdict(
+            "start", evidence, Remedy("longer epochs, or an iterable that is faster to begin"), sure=0.8
+        )
     longer = (
         "longer epochs (a sampler that goes over the data several times), as a DataLoader reads nothing ahead of one"
     )
     if not arguments.persistent_workers:
         evidence.append(f"its {arguments.num_workers} workers are ended and started again each time")
-        text, settings = facts.set("persistent_workers", True, False)
-        return facts.verdict("start", evidence, (f"{text}; or {longer}", settings))
-    return facts.verdict("start", [*evidence, "its workers stay"], (longer, []), sure=0.9)
+        change = facts.set("persistent_workers", True, False).then(f"; or {longer}")
+        return facts.verdict("start", evidence, change)
+    return facts.verdict("start", [*evidence, "its workers stay"], Remedy(longer), sure=0.9)
 
 
 _FEWER_BYTES = "fewer bytes: uint8 until they are on the GPU, fewer fields"
 
 
-def _release(facts: WatchedFacts) -> Diagnosis:
+def _release(facts: WatchedFacts) -> Verdict:
     batch = BatchSize(facts.watched)
     seconds = facts.interval.stats.stall_s[RELEASE]
     evidence = [
@@ -120,10 +122,10 @@ def _release(facts: WatchedFacts) -> Diagnosis:
     change = f"{_FEWER_BYTES}; or smaller batches"
     if not facts.arguments.num_workers:
         change += "; or THP_MEM_ALLOC_ENABLE=1 in the environment: torch then gives memory back faster"
-    return facts.verdict("memory", evidence, (change, []), sure=0.95)
+    return facts.verdict("memory", evidence, Remedy(change), sure=0.95)
 
 
-def _handover(facts: WatchedFacts) -> Diagnosis:
+def _handover(facts: WatchedFacts) -> Verdict:
     watched, batch = facts.watched, BatchSize(facts.watched)
     evidence = [
         f"the loop's own process takes {facts.per_batch(facts.interval.stats.stall_s[HANDOVER])} to take over a batch of "
@@ -136,10 +138,10 @@ def _handover(facts: WatchedFacts) -> Diagnosis:
         change = moving[1]
     elif batch.size < SMALL_BYTES:
         change = "larger batches: to hand one over takes this long, however little it holds"
-    return facts.verdict("computing" if facts.on_cpu > COMPUTING else "waiting", evidence, (change, []), sure=0.85)
+    return facts.verdict("computing" if facts.on_cpu > COMPUTING else "waiting", evidence, Remedy(change), sure=0.85)
 
 
-def _pin_memory(facts: WatchedFacts) -> Diagnosis:
+def _pin_memory(facts: WatchedFacts) -> Verdict:
     row, wall_s = facts.row, max(facts.interval.wall_s, 1e-9)
     share = row.cpu_s / wall_s
     evidence = [
@@ -149,24 +151,24 @@ def _pin_memory(facts: WatchedFacts) -> Diagnosis:
     if share < 0.5:
         evidence.append("it waits for the GIL or for the driver")
         change = "less Python in the loop, which holds the GIL while batches are to be pinned; or pin_memory=False"
-        return facts.verdict("waiting", evidence, (change, []), sure=0.6)
+        return facts.verdict("waiting", evidence, Remedy(change), sure=0.6)
     change = f"{_FEWER_BYTES}; or pin_memory=False, if copies need not overlap"
-    return facts.verdict("computing", evidence, (change, []), sure=0.8)
+    return facts.verdict("computing", evidence, Remedy(change), sure=0.8)
 
 
-def _wakeup(facts: WatchedFacts) -> Diagnosis:
+def _wakeup(facts: WatchedFacts) -> Verdict:
     seconds = facts.interval.stats.stall_s[WAKEUP]
     evidence = [f"{facts.per_batch(seconds)} a batch: batches were there, and the loop's thread got no CPU"]
     if facts.interval.is_held_back:
         change = "a larger CPU quota; or fewer num_workers"
-        return facts.verdict("quota", [*evidence, words.quota(facts.interval)], (change, []), sure=0.9)
+        return facts.verdict("quota", [*evidence, words.quota(facts.interval)], Remedy(change), sure=0.9)
     more = words.more_cpus(facts.interval)
     return facts.verdict(
-        "wakeup", evidence, (f"{more}; or fewer num_workers, if they are what uses them", []), sure=0.8
+        "wakeup", evidence, Remedy(f"{more}; or fewer num_workers, if they are what uses them"), sure=0.8
     )
 
 
-def _inline(facts: WatchedFacts) -> Diagnosis:
+def _inline(facts: WatchedFacts) -> Verdict:
     """Without workers the loop's own thread makes the batches."""
     row, what = facts.row, "collate_fn takes" if facts.cause == COLLATE else "the data set takes"
     computing = facts.needs_cpu > COMPUTING
@@ -177,13 +179,12 @@ def _inline(facts: WatchedFacts) -> Diagnosis:
     ]
     change = facts.more_workers(computing=computing)
     if change is None:
-        return facts.verdict("computing", evidence, (f"less work for each sample: there is {no_cpu(facts)}", []))
-    text, settings = change
-    text += ": other processes make batches while the loop computes"
-    return facts.verdict("computing" if computing else "waiting", evidence, (text, settings), sure=0.95)
+        return facts.verdict("computing", evidence, Remedy(f"less work for each sample: there is {no_cpu(facts)}"))
+    change = change.then(": other processes make batches while the loop computes")
+    return facts.verdict("computing" if computing else "waiting", evidence, change, sure=0.95)
 
 
-def _workers(facts: WatchedFacts) -> Diagnosis:
+def _workers(facts: WatchedFacts) -> Verdict:
     watched, row, arguments, interval = facts.watched, facts.row, facts.arguments, facts.interval
     use, num = watched.worker_use, arguments.num_workers
     evidence = [
@@ -196,9 +197,9 @@ def _workers(facts: WatchedFacts) -> Diagnosis:
         variables = "OMP_NUM_THREADS=1 in the environment (of OpenCV: cv2.setNumThreads(0) in worker_init_fn)"
         evidence.append(f"each uses {row.cpu_s / watched.busy_s:.1f} CPUs: libraries compute in threads of their own")
         return facts.verdict(
-            "oversubscription", evidence, (f"{variables}, so that each worker computes in its own thread", [])
+            "oversubscription", evidence, Remedy(f"{variables}, so that each worker computes in its own thread")
         )
-    if watched.slot_s > 0 and (use < _BUSY or (num > 1 and facts.use_in_waits < _ONE_BY_ONE)):
+    if watched.slot_s > 0 and (use < BUSY or (num > 1 and facts.use_in_waits < _ONE_BY_ONE)):
         return _idle(facts, evidence)
     if facts.needs_cpu > COMPUTING:
         cheaper = "less work for each sample (smaller images, a faster decoder, work done once in advance)"
@@ -210,37 +211,36 @@ def _workers(facts: WatchedFacts) -> Diagnosis:
         change = facts.more_workers(computing=True)
         if change is None:
             return facts.verdict(
-                "computing", evidence, (f"{cheaper}; more workers would not help: there is {no_cpu(facts)}", [])
+                "computing", evidence, Remedy(f"{cheaper}; more workers would not help: there is {no_cpu(facts)}")
             )
-        return facts.verdict("computing", evidence, (f"{change[0]}; or {cheaper}", change[1]), sure=0.95)
+        return facts.verdict("computing", evidence, change.then(f"; or {cheaper}"), sure=0.95)
     evidence.insert(2, f"{100 * (1 - facts.needs_cpu):.0f} % waiting for something other than a CPU")
     change = facts.more_workers(computing=False)
     assert change is not None
-    text, settings = change
-    text += ", which need no CPU while they wait; or fewer, larger reads, or a faster store"
-    return facts.verdict("waiting", evidence, (text, settings), sure=0.9 if facts.needs_cpu < WAITING else 0.6)
+    change = change.then(", which need no CPU while they wait; or fewer, larger reads, or a faster store")
+    return facts.verdict("waiting", evidence, change, sure=0.9 if facts.needs_cpu < WAITING else 0.6)
 
 
-def _idle(facts: WatchedFacts, evidence: list[str]) -> Diagnosis:
+def _idle(facts: WatchedFacts, evidence: list[str]) -> Verdict:
     """Workers have nothing to do, as all batches that they may make ahead are made, and yet the loop waits at times."""
     arguments = facts.arguments
     ahead = arguments.prefetch_factor or 2
-    text, settings = facts.deeper(ahead)
+    change = facts.deeper(ahead)
     if facts.use_in_waits < _ONE_BY_ONE and arguments.num_workers > 1:
         evidence.append(
             f"while the loop waited, {100 * facts.use_in_waits:.0f} % of the workers worked: batches come in order, and one "
             "holds up the others"
         )
         if arguments.in_order:
-            text += (
+            change = change.then(
                 "; or in_order=False, if the order of batches does not matter; or find out why some samples are slow"
             )
-        return facts.verdict("stragglers", evidence, (text, settings), sure=0.85)
+        return facts.verdict("stragglers", evidence, change, sure=0.85)
     evidence.append(f"the others of their time {arguments.num_workers * ahead} batches ahead were made")
-    return facts.verdict("depth", evidence, (text, settings), sure=0.7)
+    return facts.verdict("depth", evidence, change, sure=0.7)
 
 
-def _iterable(facts: WatchedFacts) -> Diagnosis:
+def _iterable(facts: WatchedFacts) -> Verdict:
     """Nothing is known but the loop's own thread."""
     evidence = [
         f"next() of {facts.stats.kind} takes {facts.per_batch(facts.row.busy_s)}, and for {100 * facts.on_cpu:.0f} % of that "
@@ -254,14 +254,14 @@ def _iterable(facts: WatchedFacts) -> Diagnosis:
             hint
             or "make batches in other processes while the loop computes: a DataLoader with num_workers=2 around it, say"
         )
-        return facts.verdict("computing", evidence, (change, []), sure=0.8)
+        return facts.verdict("computing", evidence, Remedy(change), sure=0.8)
     evidence.append("what it waits for cannot be seen from here")
     return facts.verdict(
-        "waiting", evidence, (hint or "find out what it waits for; read ahead of the loop", []), sure=0.4
+        "waiting", evidence, Remedy(hint or "find out what it waits for; read ahead of the loop"), sure=0.4
     )
 
 
-_RULES: Mapping[str, Callable[[WatchedFacts], Diagnosis]] = {
+_RULES: Mapping[str, Callable[[WatchedFacts], Verdict]] = {
     START: _start,
     EPOCH: _epoch_change,
     HANDOVER: _handover,

@@ -26,40 +26,40 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from loaderkit.engine.metrics import bottleneck_rules as rules
-from loaderkit.engine.metrics.bottleneck_words import Verdict
-from loaderkit.engine.metrics.interval import HARMLESS, Facts, Interval, measure
-from loaderkit.engine.metrics.nodes.rule import network
+from loaderkit.diagnosis import loop_rules, sharing_rules, stage_rules
+from loaderkit.diagnosis.interval import HARMLESS, Interval
+from loaderkit.diagnosis.stage_facts import Facts, measure
+from loaderkit.diagnosis.verdict import Verdict
 from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.stalls import MEMORY, NETWORK, RELEASE, RESTART, START, WAKEUP
 
-__all__ = ["Verdict", "diagnose"]
-
 _WITHOUT_A_STAGE: Mapping[str, Callable[[Interval], Verdict]] = {
-    START: rules.start,
-    MEMORY: rules.memory,
-    WAKEUP: rules.wakeup,
-    RELEASE: rules.release,
-    RESTART: rules.restart,
-    NETWORK: network,
+    START: loop_rules.start,
+    MEMORY: loop_rules.memory,
+    WAKEUP: loop_rules.wakeup,
+    RELEASE: loop_rules.release,
+    RESTART: loop_rules.restart,
+    NETWORK: loop_rules.network,
 }
-_KINDS: Sequence[Callable[[Facts], Verdict | None]] = (
-    rules.shared,
-    rules.oversubscription,
-    rules.user_code,
-    rules.gil,
-    rules.gil_of_loop,
-    rules.in_turn,
-    rules.no_cpu_free,
-    rules.read_ahead,
-    rules.stragglers,
-    rules.lock_or_bandwidth,
-    rules.memory_ahead,
-    rules.depth,
-    partial(rules.in_turn, least=0.0),
-    rules.computing,
-    rules.waiting,
+"""By what the loop waited for."""
+_OF_A_STAGE: Sequence[Callable[[Facts], Verdict | None]] = (
+    stage_rules.shared,
+    sharing_rules.oversubscription,
+    sharing_rules.user_code,
+    sharing_rules.gil,
+    sharing_rules.gil_of_loop,
+    sharing_rules.in_turn,
+    stage_rules.no_cpu_free,
+    stage_rules.read_ahead,
+    stage_rules.stragglers,
+    sharing_rules.lock_or_bandwidth,
+    stage_rules.memory_ahead,
+    stage_rules.depth,
+    partial(sharing_rules.in_turn, least=0.0),
+    stage_rules.computing,
+    stage_rules.waiting,
 )
+"""The first that applies gives the verdict, so a rule may rely on those before it."""
 
 
 def diagnose(snapshot: Snapshot) -> Verdict:
@@ -70,8 +70,8 @@ def diagnose(snapshot: Snapshot) -> Verdict:
     interval = Interval.of(snapshot)
     cause = interval.cause
     if cause is None or interval.share < HARMLESS:
-        return rules.training(interval)
+        return loop_rules.training(interval)
     if cause in _WITHOUT_A_STAGE:
         return _WITHOUT_A_STAGE[cause](interval)
     facts = measure(interval, cause)
-    return next(verdict for rule in _KINDS if (verdict := rule(facts)) is not None)
+    return next(verdict for rule in _OF_A_STAGE if (verdict := rule(facts)) is not None)

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
+from torch import get_num_threads, set_num_threads
 
+__all__ = ["ONE_AT_A_TIME", "get_num_threads", "new_thread_default_kept", "set_num_threads"]
 ONE_AT_A_TIME = threading.Lock()
 """Held around `new_thread_default_kept`: the default belongs to the process."""
 
@@ -17,15 +18,15 @@ def new_thread_default_kept() -> Iterator[Callable[[], None]]:
     """Gives a function that new threads call inside the block: torch then computes in such a thread alone. The default for
     new threads is put back, since setting one thread's number changes it too.
     """
-    torch.get_num_threads()  # initialises the caller's thread, or it would take over the number of the new threads
+    get_num_threads()  # initialises the caller's thread, or it would take over the number of the new threads
     defaults: list[int] = []
     setting = threading.Lock()
 
     def compute_alone() -> None:
         with setting:
             # The query makes torch initialise this thread now; later that would undo the next line.
-            defaults.append(torch.get_num_threads())
-            torch.set_num_threads(1)
+            defaults.append(get_num_threads())
+            set_num_threads(1)
 
     try:
         yield compute_alone
@@ -35,14 +36,14 @@ def new_thread_default_kept() -> Iterator[Callable[[], None]]:
 
 
 def _put_back(default: int) -> None:
-    if torch.get_num_threads() == default:
-        torch.set_num_threads(default)
+    if get_num_threads() == default:
+        set_num_threads(default)
         return
     # In a helper thread: here it would also set this thread's number.
     try:
-        helper = threading.Thread(target=torch.set_num_threads, args=(default,), daemon=True)
+        helper = threading.Thread(target=set_num_threads, args=(default,), daemon=True)
         helper.start()
     except RuntimeError:  # the system has no more threads
-        torch.set_num_threads(default)
+        set_num_threads(default)
     else:
         helper.join()

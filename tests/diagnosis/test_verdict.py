@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_accounts import row, services, stats
+from made_accounts import row, services, settings_of, stats
 from numbers_dataset import Numbers
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.metrics import Verdict
+from loaderkit.diagnosis.verdict import Verdict
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.slow_samples import Slow
 from loaderkit.engine.metrics.snapshot import StageStats
@@ -106,7 +106,7 @@ class TestWithoutAStage:
         seen = stats({"read": 8.0}, [row("read", 9, 8, workers=1)], executor="inline")
         seen = replace(seen, tuning=replace(seen.tuning, executor_with_workers="process"))
         found = seen.verdict()
-        assert "prefetch.executor: process" in found.change
+        assert settings_of(found) == {"prefetch.executor": "process"}
         assert [one.value for one in settings_for(found, seen, seeded)] == ["process"]
 
     @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ class TestWithoutAStage:
         found = stats(stall_s, rows, memory=(100, 60)).verdict()
         assert (found.stage, found.kind, found.percent) == (stage, "memory", percent)
         assert "1 of the 4 batches" in found.evidence
-        assert "prefetch.memory: 1MiB or more" in found.change
+        assert settings_of(found) == {"prefetch.memory": "1MiB"}
         busy = stats({"read": 8.0}, [row("read", 19, 0.1, blocked_s=1)], memory=(100, 60)).verdict()
         assert busy.kind == "waiting"
 
@@ -138,13 +138,13 @@ class TestOfAStage:
     def test_computing_with_cpus_to_spare(self) -> None:
         found = self.verdict(row("decode", 19, 18))
         assert found.kind == "computing"
-        assert 'loader.resize("decode", workers=5)' in found.change, "as many as there are CPUs for"
+        assert settings_of(found) == {"stages.decode.workers": 5}, "as many as there are CPUs for"
 
     def test_computing_with_no_cpu_left(self) -> None:
         found = self.verdict(row("decode", 39, 36, workers=4))
         assert found.kind == "computing"
         assert "3.7 CPUs of 4, 99 % of that for decode" in found.evidence
-        assert "more workers would not help" in found.change
+        assert settings_of(found) == {}
 
     def test_computing_beside_other_programs(self) -> None:
         """Off the CPU, but not of its own will: that is no waiting for a store, nor a lock."""
@@ -279,13 +279,13 @@ class TestOfAStage:
     def test_stragglers(self) -> None:
         found = self.verdict(row("read", 19, 0.3, services=services((0.01, 980), (0.5, 20))))
         assert found.kind == "stragglers"
-        assert "prefetch.batches: 8" in found.change
+        assert settings_of(found) == {"prefetch.batches": 8, "stages.read.workers": 4}
 
     def test_stragglers_where_nothing_is_read_ahead(self) -> None:
         uneven = row("read", 8, 0.3, workers=1, blocked_s=2, services=services((0.01, 980), (0.5, 20)))
         found = self.verdict(uneven, executor="inline")
         assert found.kind == "stragglers"
-        assert "executor: thread" in found.change
+        assert settings_of(found) == {"prefetch.executor": "thread"}
 
     @pytest.mark.parametrize(
         ("executor", "idle_s", "kind"),
@@ -318,8 +318,7 @@ class TestOfAStage:
         seen = stats({"read": 8.0}, rows, memory=(2**50, 2**49))
         found = seen.verdict()
         assert found.kind == "memory"
-        assert "prefetch.memory:" not in found.change
-        assert "smaller batches" in found.change
+        assert settings_of(found) == {}
         config = Pipeline.dataset(Numbers()).read().batch(8).config
         assert not settings_for(found, seen, config)
 
@@ -360,7 +359,7 @@ class TestOfAStage:
         seen = replace(stats({"call": 1.0}, [row("read", 0.1, 0.1), late], trial=trial))
         busy, idle = (replace(seen, host=replace(seen.host, cpu_s=cpu_s)) for cpu_s in (8.0, 1.0))
         assert busy.verdict().kind == "gil"
-        assert "its own" in busy.verdict().change
+        assert settings_of(busy.verdict()) == {"prefetch.executor": "process"}
         assert idle.verdict().kind != "gil", "the loop hardly computes"
         config = Pipeline.dataset(Numbers()).read().batch(8).config
         found = settings_for(busy.verdict(), busy, config)
@@ -373,12 +372,12 @@ class TestOfAStage:
     def test_no_pool_at_its_limit(self) -> None:
         found = self.verdict(row("read", 9, 8, blocked_s=10))
         assert found.kind == "depth"
-        assert "prefetch.batches: 8" in found.change
+        assert settings_of(found) == {"prefetch.batches": 8}
 
     def test_inline(self) -> None:
         found = self.verdict(row("read", 8, 7.5, workers=1, blocked_s=2), executor="inline")
         assert found.kind == "computing"
-        assert "executor: thread" in found.change
+        assert settings_of(found) == {"prefetch.executor": "thread"}
 
     def test_stages_apart(self) -> None:
         rows = [row("read", 4, 1, blocked_s=16), row("decode", 19, 18, starved_s=1)]
@@ -427,10 +426,11 @@ def test_there_is_always_a_verdict(
     found = seen.verdict()
     assert 0 <= found.confidence <= 1
     assert found.change
-    json.dumps(found._asdict(), allow_nan=False)
+    json.dumps(found.to_dict(), allow_nan=False)
     assert not contradictions(seen.to_dict())
-    assert executor == "inline" or f"executor: {executor}" not in found.change, "that it is already"
-    assert executor != "inline" or "prefetch.batches" not in found.change
+    settings = settings_of(found)
+    assert settings.get("prefetch.executor") != executor, "that it is already"
+    assert executor != "inline" or "prefetch.batches" not in settings
 
 
 @pytest.mark.parametrize("executor", ["inline", "thread", "process"])
@@ -448,7 +448,7 @@ def test_on_recorded_accounts(machine: Path) -> None:
     """What eighty pipelines with one bottleneck each said of themselves on some machine: see profiles/accounts.py. Who waits
     for the GIL is always told; of the rest one in twenty may be wrong."""
     found = [(interval, recorded.verdict()) for interval, recorded in read(machine)]
-    wrong = {interval.name: verdict for interval, verdict in found if not is_right(interval, verdict._asdict())}
+    wrong = {interval.name: verdict for interval, verdict in found if not is_right(interval, verdict.to_dict())}
     assert len(found) >= 50
     assert not [problem for _, recorded in read(machine) for problem in contradictions(recorded.to_dict())]
     assert len(wrong) <= len(found) / 20, wrong

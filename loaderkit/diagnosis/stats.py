@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Self
 
 from loaderkit._internal.units import say_seconds
-from loaderkit.engine.metrics.bottleneck import Verdict, diagnose
-from loaderkit.engine.metrics.interval import HARMLESS, Interval
-from loaderkit.engine.metrics.snapshot import Snapshot, SourceState, StageStats
+from loaderkit.diagnosis.diagnose import diagnose
+from loaderkit.diagnosis.interval import HARMLESS, Interval
+from loaderkit.diagnosis.verdict import Verdict
+from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.stalls import START
 
 _MOST_OF_IT = 0.5  # share of the wait that would be gone if a source's samples took as long as the others'
@@ -53,11 +53,20 @@ class SourceStats:
         return self.read_s + self.stages_s
 
 
+_OF_A_STATE = ("name", "share_of", "num_bad", "num_passes", "is_used_up")
+_FIELDS = tuple(field.name for field in fields(Snapshot))
+
+
 class Stats(Snapshot):
     """A snapshot with a verdict: see `Snapshot` for the counters."""
 
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Self:
+        """The same counters."""
+        return cls(**{name: getattr(snapshot, name) for name in _FIELDS})
+
     def verdict(self) -> Verdict:
-        """The bottleneck, the confidence, the evidence and what to change; see `bottleneck.py`."""
+        """The bottleneck, the confidence, the evidence and what to change; see `diagnose.py`."""
         verdict = diagnose(self)
         return verdict._replace(source=_limiting_source(self, verdict)) if self.sources else verdict
 
@@ -67,56 +76,45 @@ class Stats(Snapshot):
             numbers or (0,) * len(self.sources) for numbers in self.by_source
         )
         given = tokens if self.sources and self.sources[0].share_of == "tokens" else samples
-        rows = []
+        whole, rows = sum(source.due for source in self.sources), []
         for number, source in enumerate(self.sources):
-            own = [row for row in self.stages if row.source == source.name]
             counts = {
-                "weight": source.due / whole if (whole := sum(other.due for other in self.sources)) else 0.0,
+                "weight": source.due / whole if whole else 0.0,
+                "share": given[number] / max(1, sum(given)),
                 "num_samples": samples[number],
+                "samples_per_s": samples[number] / max(self.wall_s, 1e-12),
                 "num_tokens": tokens[number] if self.by_source.tokens else None,
                 "num_dropped": dropped[number],
                 "num_skipped": skipped[number],
                 "num_replaced": replaced[number],
             }
-            rows.append(self._source_row(source, own, given[number] / max(1, sum(given)), counts))
+            state = {name: getattr(source, name) for name in _OF_A_STATE}
+            rows.append(SourceStats(**state, **counts, **self._times_of(source.name)))
         return rows
 
-    def _source_row(
-        self, source: SourceState, own: Sequence[StageStats], share: float, counts: dict[str, Any]
-    ) -> SourceStats:
-        wall_s = max(self.wall_s, 1e-12)
+    def _times_of(self, source: str) -> dict[str, Any]:
+        """What was read of a source, and the time of the stages that are its own."""
+        own, wall_s = [row for row in self.stages if row.source == source], max(self.wall_s, 1e-12)
         read = [row for row in own if row.kind == "read"]
-        read_s, busy_s, cpu_s, delayed_s = (
-            sum(row.busy_s for row in read),
-            sum(row.busy_s for row in own),
-            sum(row.cpu_s for row in own),
-            sum(row.delayed_s for row in own),
-        )
+        read_s, busy_s = sum(row.busy_s for row in read), sum(row.busy_s for row in own)
+        cpu_s, delayed_s = sum(row.cpu_s for row in own), sum(row.delayed_s for row in own)
         num_bytes, stall_s = sum(row.num_bytes for row in own), sum(self.stall_s.get(row.name, 0.0) for row in own)
-        return SourceStats(
-            name=source.name,
-            share_of=source.share_of,
-            num_bad=source.num_bad,
-            num_passes=source.num_passes,
-            is_used_up=source.is_used_up,
-            **counts,
-            share=share,
-            samples_per_s=counts["num_samples"] / wall_s,
-            num_items=sum(row.num_items for row in read),
-            num_bytes=num_bytes,
-            bytes_per_s=num_bytes / wall_s,
-            read_s=read_s,
-            stages_s=busy_s - read_s,
-            cpu_s=cpu_s,
-            delayed_s=delayed_s,
-            waiting_s=max(0.0, busy_s - cpu_s - delayed_s),
-            stall_s=stall_s,
-            stall_percent=100 * stall_s / wall_s,
-        )
+        return {
+            "num_items": sum(row.num_items for row in read),
+            "num_bytes": num_bytes,
+            "bytes_per_s": num_bytes / wall_s,
+            "read_s": read_s,
+            "stages_s": busy_s - read_s,
+            "cpu_s": cpu_s,
+            "delayed_s": delayed_s,
+            "waiting_s": max(0.0, busy_s - cpu_s - delayed_s),
+            "stall_s": stall_s,
+            "stall_percent": 100 * stall_s / wall_s,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; the layout is described in docs/reference.md."""
-        values = {**super().to_dict(), "verdict": self.verdict()._asdict()}
+        values = {**super().to_dict(), "verdict": self.verdict().to_dict()}
         return {**values, "sources": [asdict(row) for row in self.source_rows()]} if self.sources else values
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 from loaderkit._internal.system.cgroups import free_memory
 from loaderkit._internal.units import say_seconds, say_size
-from loaderkit.engine.metrics import bottleneck_words as words
-from loaderkit.engine.metrics.bottleneck_words import Verdict
-from loaderkit.engine.metrics.interval import Interval
-from loaderkit.profile.report_parts import Setting
-from loaderkit.profile.watched.counters import WatchedCounters, WatchedSnapshot
-from loaderkit.profile.watched.dataloader import LoaderArguments
+from loaderkit.diagnosis import words
+from loaderkit.diagnosis.conclusion import conclude
+from loaderkit.diagnosis.interval import Interval
+from loaderkit.diagnosis.verdict import Remedy, Setting, Verdict
+from loaderkit.diagnosis.watched.counters import LoaderArguments, WatchedCounters, WatchedSnapshot
 
 SMALL_BYTES = 1e5  # of a batch: less takes no time to move
 _LARGE_BYTES = 1e6  # for more, new pages of memory take long
@@ -25,9 +24,6 @@ _NOTABLE = 0.1  # share of the time without a free CPU
 _OTHERS = 0.2  # CPUs; other programs that use more are named
 _MOST_WORKERS = 16
 _MOST_AHEAD = 64
-
-Change = tuple[str, list[Setting]]
-Diagnosis = tuple[Verdict, list[Setting]]
 
 
 class WatchedFacts:
@@ -62,23 +58,14 @@ class WatchedFacts:
         share = min(1.0, self.row.delayed_s / max(self.row.busy_s, 1e-9))
         return f"{100 * share:.0f} % ready to run while no CPU was free" if share > _NOTABLE else ""
 
-    def verdict(
-        self, kind: str, evidence: list[str], change: Change, *, sure: float = 1.0, cause: str | None = None
-    ) -> Diagnosis:
-        """The verdict of that kind. It is less sure where several causes share the waiting."""
-        interval, cause = self.interval, cause or self.cause
-        clear = 0.6 + 0.4 * interval.stats.stall_s[cause] / max(interval.waited_s, 1e-9)
-        parts = [words.waited(interval, cause), *evidence, *of_machine(interval, self.stats)]
-        percent = interval.percent(interval.stats.stall_s[cause])
-        text, settings = change
-        return (
-            Verdict(cause, percent, interval.confidence(clear, sure), "; ".join(filter(None, parts)), text, kind),
-            settings,
-        )
+    def verdict(self, kind: str, evidence: list[str], change: Remedy, *, sure: float = 1.0) -> Verdict:
+        """The verdict of that kind."""
+        parts = [words.waited(self.interval, self.cause), *evidence, *of_machine(self.interval, self.stats)]
+        return conclude(self.interval, self.cause, kind, "; ".join(filter(None, parts)), change, sure=sure)
 
     # ------------------------------------------------------------------------------------------------- what to change
 
-    def more_workers(self, *, computing: bool) -> Change | None:
+    def more_workers(self, *, computing: bool) -> Remedy | None:
         """`num_workers` that would be enough if throughput grew with them; None where there is no CPU for more."""
         interval, now = self.interval, self.arguments.num_workers
         share = min(0.95, interval.share_after_start)
@@ -90,14 +77,14 @@ class WatchedFacts:
             each = self.row.cpu_s / max(self.watched.busy_s, 1e-9) if now else 1.0
             free = interval.num_idle_cpus if now else interval.num_cpus
             most = min(most, now + max(1, round((free or 0.0) / max(each, 0.1))))
-        text, settings = self.set("num_workers", max(now + 1, min(most, enough)), now)
+        change = self.set("num_workers", max(now + 1, min(most, enough)), now)
         if self.arguments.is_iterable:
-            text += (
+            return change.then(
                 " (of an IterableDataset, if it splits its samples by get_worker_info(): else each worker gives all)"
             )
-        return text, settings
+        return change
 
-    def deeper(self, ahead: int) -> Change:
+    def deeper(self, ahead: int) -> Remedy:
         """`prefetch_factor` for as many batches as the loop takes while a late one is waited for, where memory has room."""
         watched, interval = self.watched, self.interval
         late_s = watched.late_s / max(1, sum(watched.gaps.values()))
@@ -107,14 +94,13 @@ class WatchedFacts:
         more_bytes = (wanted - ahead) * self.arguments.num_workers * BatchSize(watched).size
         free_bytes, _ = free_memory()
         if free_bytes is not None and more_bytes > free_bytes / 4:
-            return "smaller batches, and a larger prefetch_factor: this machine has no memory for more of these", []
-        text, settings = self.set("prefetch_factor", wanted, ahead)
-        return f"{text}, so that more batches are ready when one is late", settings
+            return Remedy("smaller batches, and a larger prefetch_factor: this machine has no memory for more of these")
+        return self.set("prefetch_factor", wanted, ahead).then(", so that more batches are ready when one is late")
 
     @staticmethod
-    def set(name: str, value: Any, before: Any) -> Change:
+    def set(name: str, value: Any, before: Any) -> Remedy:
         """An argument of the DataLoader."""
-        return f"{name}={value}", [Setting(key=name, before=before, value=value)]
+        return Remedy(f"{name}={value}", (Setting(key=name, before=before, value=value),))
 
 
 class BatchSize:

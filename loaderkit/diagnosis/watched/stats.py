@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from loaderkit.engine.metrics import Stats, Verdict
-from loaderkit.profile.watched.counters import WatchedSnapshot
-from loaderkit.profile.watched.rules import diagnose_watched
+from loaderkit.diagnosis.stats import Stats
+from loaderkit.diagnosis.verdict import Verdict
+from loaderkit.diagnosis.watched.counters import WatchedSnapshot
+from loaderkit.diagnosis.watched.rules import diagnose_watched
 
 
 class WatchedStats(WatchedSnapshot, Stats):
@@ -14,7 +15,7 @@ class WatchedStats(WatchedSnapshot, Stats):
 
     def verdict(self) -> Verdict:
         """What limits the loop, as far as it can be seen from outside, how sure that is, and what to change."""
-        return diagnose_watched(self)[0]
+        return diagnose_watched(self)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; the layout is described in docs/reference.md."""

@@ -1,4 +1,4 @@
-"""What is counted of a watched loop besides what is counted of a loader, and what it may wait for."""
+"""What is known of a watched loop besides what is counted of a loader, and what it may wait for."""
 
 from __future__ import annotations
 
@@ -7,13 +7,31 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
-from loaderkit.profile.watched.dataloader import LoaderArguments
 
 DATASET = "dataset"  # a DataLoader's: with workers `collate_fn`, too
 COLLATE = "collate"
 HANDOVER = "handover"
 PIN_MEMORY = "pin_memory"
 ITERABLE = "iterable"
+
+
+@dataclass(frozen=True)
+class LoaderArguments:
+    """The arguments of a DataLoader that matter for its speed; None: not known."""
+
+    num_workers: int
+    batch_size: int | None = None
+    prefetch_factor: int | None = None
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    in_order: bool = True
+    dataset: str = ""  # its class
+    is_iterable: bool = False  # an IterableDataset, which splits its samples by worker, or does not
+
+    @property
+    def num_ahead(self) -> int:
+        """How many batches workers are asked for ahead of the loop."""
+        return self.num_workers * (self.prefetch_factor or 1)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,21 @@ from dataclasses import replace
 
 import pytest
 
+from loaderkit.diagnosis.watched.counters import (
+    COLLATE,
+    DATASET,
+    HANDOVER,
+    ITERABLE,
+    PIN_MEMORY,
+    LoaderArguments,
+    WatchedCounters,
+)
+from loaderkit.diagnosis.watched.rules import diagnose_watched
+from loaderkit.diagnosis.watched.stats import WatchedStats
 from loaderkit.engine.metrics.host import host_stats
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stalls import EPOCH, RELEASE, START, WAKEUP
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
-from loaderkit.profile.watched.counters import COLLATE, DATASET, HANDOVER, ITERABLE, PIN_MEMORY, WatchedCounters
-from loaderkit.profile.watched.dataloader import LoaderArguments
-from loaderkit.profile.watched.rules import diagnose_watched
-from loaderkit.profile.watched.stats import WatchedStats
 
 ARGUMENTS = {"num_workers", "prefetch_factor", "persistent_workers", "pin_memory"}
 
@@ -74,7 +81,7 @@ def drawn(rng: random.Random) -> WatchedStats:
 @pytest.mark.parametrize("number", range(40))
 def test_a_verdict_agrees_with_the_accounts(number: int, rng: random.Random) -> None:
     stats = drawn(rng)
-    verdict, settings = diagnose_watched(stats)
+    verdict = diagnose_watched(stats)
     waited = sum(stats.stall_s.values()) / stats.wall_s
     assert (verdict.stage is None) == (verdict.kind == "training") == (waited < 0.05)
     assert 0 < verdict.confidence <= 0.95
@@ -82,22 +89,22 @@ def test_a_verdict_agrees_with_the_accounts(number: int, rng: random.Random) -> 
     assert "\n" not in verdict.evidence + verdict.change
     assert verdict.change
     if verdict.stage is None:
-        assert settings == []
+        assert verdict.settings == ()
         return
     assert stats.stall_s[verdict.stage] == max(stats.stall_s.values())
     assert verdict.percent == pytest.approx(100 * stats.stall_s[verdict.stage] / stats.wall_s, abs=0.1)
-    for setting in settings:
+    for setting in verdict.settings:
         assert setting.key in ARGUMENTS
         assert f"{setting.key}={setting.value}" in verdict.change
         assert setting.value != setting.before
         assert stats.arguments is not None
         assert setting.before == getattr(stats.arguments, setting.key)
     if stats.arguments is None:
-        assert settings == []
+        assert verdict.settings == ()
         assert verdict.confidence <= 0.4 or verdict.kind != "waiting"
 
 
 def test_without_a_batch_there_is_nothing_to_say() -> None:
     stats = replace(drawn(random.Random(1)), num_batches=0, waits_s={})
-    verdict, settings = diagnose_watched(stats)
-    assert (verdict.kind, verdict.confidence, settings) == ("unknown", 0.0, [])
+    verdict = diagnose_watched(stats)
+    assert (verdict.kind, verdict.confidence, verdict.settings) == ("unknown", 0.0, ())

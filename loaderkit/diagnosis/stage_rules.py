@@ -1,0 +1,171 @@
+"""The rules on a stage and what lies before it: its items, the store behind it, the batches ahead. Each is a function of the
+facts, beside its words, that gives a verdict, or None where it does not apply.
+"""
+
+from __future__ import annotations
+
+from loaderkit._internal.units import say_seconds
+from loaderkit.diagnosis import changes, words
+from loaderkit.diagnosis.conclusion import BUSY, confidence_of_comparison, of_stage
+from loaderkit.diagnosis.interval import WAITING
+from loaderkit.diagnosis.sharing_rules import MOVE_LESS
+from loaderkit.diagnosis.stage_facts import ALL_ALONE, COMPUTING, PLAINLY, Facts, are_slow_together
+from loaderkit.diagnosis.verdict import Remedy, Verdict
+
+_CROWDED = 0.25  # share of the busy time ready to run while no CPU was free
+_TAIL = 4.0  # times the usual service time; a longer item is a straggler
+_TAIL_SHARE = 0.25  # share of the busy time spent on stragglers
+_BY_CHANCE = 1.4  # of the throughput of all; beside a lock or a full link one alone reached 0.78 to 1.19 in 72 runs
+_FILLS = (0.7, 1.3)  # times the wall time; between them, one worker was busy all the time
+
+
+def shared(facts: Facts) -> Verdict | None:
+    """The loop waits for what another rank reads, or for passing it on."""
+    interval, stage, tuning = facts.interval, facts.awaited.stage, facts.interval.stats.tuning
+    if stage.kind != "share":
+        return None
+    each = f"{say_seconds(stage.busy_s / stage.num_items)} a sample to pass on" if stage.num_items else "none passed on"
+    reads_here = len(interval.pools) > 1
+    if reads_here:
+        evidence = f"batches were made, and not yet with the ranks {', '.join(map(str, tuning.peers))}: {each}"
+        change = (
+            "smaller batches between ranks, such as uint8 pictures that are normalized behind `transfer`; a faster network; or "
+            "ranks: {share: read}, if the store can give every rank its own"
+        )
+    else:
+        evidence = f"rank {tuning.reader} reads for this rank, and its batches came late: {each}"
+        change = f"what the report of rank {tuning.reader} says"
+    return of_stage(interval, facts.awaited, "waiting", evidence, Remedy(change), sure=0.9)
+
+
+def no_cpu_free(facts: Facts) -> Verdict | None:
+    """Its workers wait for a CPU, and none is free."""
+    if facts.interval.is_short_of_cpus and facts.awaited.would_compute:
+        return computing(facts, always=True)
+    return None
+
+
+def read_ahead(facts: Facts) -> Verdict | None:
+    """Its workers wait for bytes that are read ahead, so the requests for those are the limit, not the workers.
+
+    The sample that waits for a block looks like a straggler, and one worker alone gets what was fetched meanwhile.
+    """
+    interval, awaited = facts.interval, facts.awaited
+    stage, ahead_s = awaited.stage, interval.stats.store.get("ahead_wait_s", 0.0)
+    if stage.kind != "read" or not 0 < stage.busy_s < 2 * ahead_s:
+        return None
+    evidence = (
+        f"{min(100.0, 100 * ahead_s / stage.busy_s):.0f} % of that waiting for bytes being read ahead; the store delivers "
+        f"{stage.num_bytes / interval.wall_s / 1e6:.3g} MB/s in total"
+    )
+    change = (
+        "more source.read_ahead.requests, if the store can answer more at a time; else a faster store, source.cache or a local "
+        "copy, or smaller (compressed) samples; more workers would not help"
+    )
+    return of_stage(interval, awaited, "bandwidth", evidence, Remedy(change), sure=0.95)
+
+
+def stragglers(facts: Facts) -> Verdict | None:
+    """A few items take much of the time."""
+    interval, awaited = facts.interval, facts.awaited
+    stage, services = awaited.stage, awaited.stage.services
+    usual_s, slow_s = services.percentile(0.5), services.percentile(0.99)
+    if usual_s is None or slow_s is None or awaited.needs_cpu > COMPUTING:
+        return None
+    share = services.share_above(_TAIL * usual_s)
+    # An item that was slow for lack of a CPU is no straggler.
+    by_itself = share - stage.delayed_s / max(stage.busy_s, 1e-9)
+    if slow_s <= _TAIL * usual_s or share <= _TAIL_SHARE or by_itself <= _TAIL_SHARE / 2:
+        return None
+    # An unfair lock, or a server of a few at a time, keeps some workers waiting while others get it again and again: one alone
+    # gets its share or all done, and usual items fill the time. It gets plainly more done by chance: slow ones fell to all.
+    alone = awaited.alone_share or 0.0
+    num_served = max(1.0, 1.0 / alone) if alone > 0 else 1.0
+    fills = _FILLS[0] < usual_s * stage.num_items / interval.wall_s / num_served < _FILLS[1]
+    does_all_alone = (awaited.is_limited or alone > ALL_ALONE) and alone < _BY_CHANCE
+    may_be_a_lock = fills and not are_slow_together(interval, stage, usual_s)
+    if may_be_a_lock and (awaited.pool.works_one_at_a_time or does_all_alone):
+        return None
+    evidence = (
+        f"the median item takes {say_seconds(usual_s)}, one in a hundred {say_seconds(slow_s)} or more: stragglers take "
+        f"{100 * share:.0f} % of the stage's time"
+    )
+    change = changes.wider(interval, awaited).then(
+        ", so that other batches are ready meanwhile; or find out why those items are slow"
+    )
+    sure = 0.95 if alone <= ALL_ALONE else 0.6  # it may be an unfair lock
+    return of_stage(interval, awaited, "stragglers", evidence, change, sure=sure)
+
+
+def memory_ahead(facts: Facts) -> Verdict | None:
+    """Its workers are idle although the loop waits: there is no memory to read further ahead."""
+    interval, awaited = facts.interval, facts.awaited
+    if not _is_idle(facts) or not interval.is_short_of_memory:
+        return None
+    return of_stage(interval, awaited, "memory", words.say_memory(interval), changes.more_memory(interval), sure=0.95)
+
+
+def depth(facts: Facts) -> Verdict | None:
+    """Its workers are idle although the loop waits: as many batches are open as prefetch.batches allows."""
+    interval, first_pool = facts.interval, facts.interval.pools[0]
+    blocked_s, slot_s = first_pool.total("blocked_s"), first_pool.total("slot_s")
+    if not _is_idle(facts) or blocked_s <= WAITING * slot_s:
+        return None
+    evidence = (
+        f"no pool was at its limit: workers were idle for {100 * blocked_s / slot_s:.0f} % of the time because "
+        f"{interval.num_wanted} {'batch was' if interval.num_wanted == 1 else 'batches were'} already open"
+    )
+    change = changes.deeper(interval).then(", to absorb variation")
+    return of_stage(interval, facts.awaited, "depth", evidence, change, sure=0.8)
+
+
+def _is_idle(facts: Facts) -> bool:
+    """True if its workers have time to spare. Where no batch came at all, one of them hangs instead."""
+    interval = facts.interval
+    return facts.awaited.pool.use < BUSY and not interval.is_inline and interval.stats.num_batches > 0
+
+
+def computing(facts: Facts, *, always: bool = False) -> Verdict | None:
+    """Its workers need a CPU for most of their time."""
+    interval, awaited = facts.interval, facts.awaited
+    if not always and awaited.needs_cpu <= COMPUTING:
+        return None
+    stage = awaited.stage
+    delayed = stage.delayed_s / max(stage.busy_s, 1e-9)
+    evidence = f"{100 * awaited.cpu_share:.0f} % of that on a CPU"
+    if delayed > 0.1:
+        meanwhile = f"{interval.num_idle_cpus:.1f} CPUs were idle" if interval.has_idle_cpus else "no CPU was free"
+        evidence += f", {100 * delayed:.0f} % ready to run while {meanwhile}"
+    evidence += f"; the workers use {interval.cpus_used:.1f} CPUs"
+    if interval.cpus is not None:
+        evidence += (
+            f" of {interval.cpus:.3g}, {100 * stage.cpu_s / max(1e-9, interval.cpu_s):.0f} % of that for {stage.name}"
+        )
+    # Where other programs have the CPUs, workers that wait for one another look much the same.
+    sure = 0.8 if interval.is_short_of_cpus and delayed >= _CROWDED else 1.0
+    return of_stage(interval, awaited, "computing", evidence, changes.less_work(interval, awaited), sure=sure)
+
+
+def waiting(facts: Facts) -> Verdict:
+    """Its workers wait for something other than a CPU or one another, or nothing tells what for: no other rule applies."""
+    interval, awaited = facts.interval, facts.awaited
+    stage, usual_s = awaited.stage, awaited.stage.services.percentile(0.5)
+    evidence = f"{100 * (1 - awaited.needs_cpu):.0f} % of that waiting for something other than a CPU"
+    if usual_s is not None:
+        evidence += f", {say_seconds(usual_s)} an item"
+    change = changes.more_workers(interval, awaited)
+    if interval.is_inline:
+        change = changes.workers_instead(interval, "with several workers", helps=interval.stats.full_turn is None)
+    kind, sure = "waiting", 0.9 if awaited.needs_cpu < WAITING else 0.5
+    if awaited.alone_share is not None:
+        is_independent = awaited.slowdown is not None and awaited.slowdown < PLAINLY
+        found = ": all together hardly get more done" if awaited.is_limited else ""
+        evidence += f"; {words.compared(awaited)}{': workers do not block one another' if is_independent else found}"
+        kind, sure = ("waiting", 0.5) if awaited.is_limited else ("latency", confidence_of_comparison(awaited))
+    if stage.kind == "read":
+        change = change.then("; or fewer, larger requests: tar shards, order.shuffle: block")
+    elif stage.kind == "transfer":
+        kind, change = "waiting", Remedy(MOVE_LESS, change.settings, is_exact=not change.settings)
+    elif not interval.is_inline and not interval.stats.tuning.is_remote:
+        change = change.then(f"; if the loop computes in Python, {changes.in_a_process(interval)}")
+    return of_stage(interval, awaited, kind, evidence, change, sure=sure)

@@ -21,7 +21,8 @@ from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config import registry
 from loaderkit.pipeline.config.kind_methods import source_method, stage_method
-from loaderkit.sources.base import FieldRange, ItemSource, Sample, SourceKind
+from loaderkit.samples.sample import FieldRange, Sample
+from loaderkit.sources.base import ItemSource, SourceKind
 from loaderkit.stages.base import StageArgs
 from loaderkit.stages.context import StageKind
 

@@ -22,7 +22,8 @@ from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config import registry
 from loaderkit.pipeline.config.kind_methods import source_method, stage_method
 from loaderkit.samples.sample import FieldRange, Sample
-from loaderkit.sources.base import ItemSource, SourceKind
+from loaderkit.sources.base import SourceKind
+from loaderkit.sources.items import ItemSource
 from loaderkit.stages.base import StageArgs
 from loaderkit.stages.context import StageKind
 
@@ -77,7 +78,7 @@ def open_squares(args: SquaresArgs, connector: Connector | None) -> Squares:
     return Squares(args.num)
 
 
-SQUARES = SourceKind(SquaresArgs, "items", open_squares)
+SQUARES = SourceKind(SquaresArgs, open_squares)
 
 
 class ShiftArgs(StageArgs):

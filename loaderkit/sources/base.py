@@ -156,6 +156,11 @@ class Source(ABC):
     runs_user_code = False  # True: reading runs code of the user's, which may not be safe in several threads
     owner: Any = None  # the user's object that reading runs code of, if one thread at a time may
     length_field: str | None = None  # the field whose `lengths` it knows
+    lengths: NDArray[np.int64] | None = (
+        None  # of `length_field` in every sample: int64 [samples]; None: only reading tells
+    )
+    row_groups: RowGroups | None = None  # in which samples are decoded and held; None: each is read by itself
+    in_order: ItemsInOrder | None = None  # how items are read that come in their own order only; None: at any time
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -204,26 +209,11 @@ class Source(ABC):
         """The size of samples that lie side by side in a few objects; None for others."""
         return None
 
-    @property
-    def lengths(self) -> NDArray[np.int64] | None:
-        """The length of `length_field` in every sample, int64 [samples]; None: only reading tells."""
-        return None
-
     def piece_ranges(
         self, samples: NDArray[np.int64], firsts: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> Ranges | None:
         """The bytes of pieces of samples: `lengths[i]` items of sample `samples[i]`, from item `firsts[i]` on. None: they are
         read whole."""
-        return None
-
-    @property
-    def row_groups(self) -> RowGroups | None:
-        """The groups in which samples are decoded and held; None: each is read by itself."""
-        return None
-
-    @property
-    def in_order(self) -> ItemsInOrder | None:
-        """How items are read that come in their own order only; None: any sample can be read at any time."""
         return None
 
     def others(self, index: int, draws: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -268,7 +258,9 @@ class SourceKind:
     """
 
     args: type[SourceArgs]
-    open: Callable[[Any, Connector | None], Source] | None = None  # (args, connector) -> the samples, listed
+    open: Callable[[Any, Any], Source] | None = (
+        None  # (args, the connector at `root`, if there is one) -> the samples, listed
+    )
     root: Callable[[Any], str] | None = None  # the URL at which the connector starts; None: there is no connector
     fields: Callable[[Any], Mapping[str, str] | None] = _nothing  # field -> image, text, ...; None: only the data tells
     reopen: Callable[[Any, int], Callable[[], Source] | None] = lambda args, size: None

@@ -98,7 +98,7 @@ class SourcePart(Source):
         return self.inner.length_field
 
     @property
-    def lengths(self) -> Int64 | None:
+    def lengths(self) -> Int64 | None:  # type: ignore[override]
         """Those of the source itself, by its own indices."""
         return self.inner.lengths
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,21 +36,9 @@ class SequenceSource(RangeSource):
     """A source whose samples are `Sequences` of one object: each one range, and as long as it is."""
 
     sequences: Sequences
-
-    @property
-    @abstractmethod
-    def file(self) -> ObjectInfo:
-        """The object that holds them, as it was when the source was opened."""
-
-    @property
-    @abstractmethod
-    def starts(self) -> Int64:
-        """The first byte of every sample: int64 [samples]."""
-
-    @property
-    @abstractmethod
-    def lengths(self) -> Int64:
-        """The numbers in every sample: int64 [samples]."""
+    file: ObjectInfo  # the object that holds them, as it was when the source was opened
+    starts: Int64  # the first byte of every sample: int64 [samples]
+    lengths: Int64  # the numbers in every sample: int64 [samples]
 
     @property
     def length_field(self) -> str:  # type: ignore[override]

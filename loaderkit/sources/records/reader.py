@@ -43,11 +43,7 @@ class RecordSource(Source):
 
     has_ranges = True
     records: Records
-
-    @property
-    @abstractmethod
-    def file(self) -> ObjectInfo:
-        """The object that holds them, as it was when the source was opened."""
+    file: ObjectInfo  # the object that holds them, as it was when the source was opened
 
     @abstractmethod
     def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -78,7 +74,7 @@ class RecordSource(Source):
         return self.records.field if len(self.records.shape) == 1 else None
 
     @property
-    def lengths(self) -> NDArray[np.int64] | None:
+    def lengths(self) -> NDArray[np.int64] | None:  # type: ignore[override]
         """All are of one length."""
         return np.full(len(self), self.records.shape[0], np.int64) if len(self.records.shape) == 1 else None
 

@@ -13,10 +13,11 @@ from loaderkit._internal.user_code import FairLock, UserLock
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, LoaderkitError, StageError
+from loaderkit.samples.chunk import BatchContext, SampleChunk
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.token_batches import TokenBatches
 from loaderkit.sources.base import Source
-from loaderkit.stages.base import AddError, BatchContext, SampleChunk, Scope, StageArgs, StageConfig
+from loaderkit.stages.base import AddError, Scope, StageArgs, StageConfig
 from loaderkit.stages.image.boxes import Annotations, following
 from loaderkit.stages.image.ops import MOVES_PIXELS, ImageOps
 from loaderkit.stages.runner import FailureNamer, StageKeys, each_sample
@@ -79,9 +80,6 @@ class CompileContext:
     """The pipeline that a stage is compiled for."""
 
     source: Source
-    gives: Literal[
-        "ranges", "records", "sequences", "rows", "serial", "items", "tensors", "mixed"
-    ]  # what the source gives to `read`
     connector: Connector | None
     seed: int
     on_bad_sample: Literal["raise", "skip", "replace"]
@@ -167,7 +165,7 @@ class CompileContext:
         compiled = kind.compile(stage, self)
         if compiled.scope == "batch":
             compiled = replace(compiled, run=_naming_batches(stage.name, compiled.run, self.stream))
-        if not (kind.runs_user_code or (stage.kind == "read" and self.gives == "items")):
+        if not (kind.runs_user_code or (stage.kind == "read" and self.source.runs_user_code)):
             return compiled
         lock = UserLock(self.user_code, compiled.owner)
         if self.is_seeded or compiled.owner is not None:

@@ -16,7 +16,8 @@ from loaderkit.connectors.base import Connector
 from loaderkit.errors import SourceError
 from loaderkit.pipeline.config.parsing import parse
 from loaderkit.pipeline.execution_plan import compile_pipeline
-from loaderkit.sources.base import SerialSource, Source
+from loaderkit.sources.base import Source
+from loaderkit.sources.serial.reader import SerialSource
 
 Opened = tuple[Source, Connector | None]
 

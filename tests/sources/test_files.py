@@ -8,8 +8,9 @@ from pydantic import ValidationError
 from loaderkit.connectors.base import ByteRange
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import SourceError
-from loaderkit.sources.base import FieldRange, Source
-from loaderkit.sources.files import FilesArgs, FilesSource
+from loaderkit.samples.sample import FieldRange
+from loaderkit.sources.base import Source
+from loaderkit.sources.files.source import FilesArgs, FilesSource
 
 LAYOUT = {
     "dog-2/b.jpg": b"123",

@@ -94,7 +94,7 @@ def _parse_mixed(raw: Any, number: int, problems: Problems, base: Path) -> Mixed
     if args is None or mixed is None:
         return None
     kind = kind_name(args)
-    if SOURCES[kind].is_stream or SOURCES[kind].gives == "tensors":
+    if SOURCES[kind].is_stream or not SOURCES[kind].has_samples:
         reason = (
             "its items come in their own order only" if SOURCES[kind].is_stream else "it has tensors and no samples"
         )

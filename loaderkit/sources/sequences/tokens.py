@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from loaderkit._internal.system.user_cache import default_cache_dir
-from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
+from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, FormatError, ObjectNotFoundError, SourceError
-from loaderkit.sources.base import FieldRange, PackedSize, Sample, Sequences, SequenceSource, SourceKind, Table
+from loaderkit.sources.base import PackedSize, SourceKind
 from loaderkit.sources.formats.npy import read_npy_header
 from loaderkit.sources.listing import numbered
 from loaderkit.sources.sequences.document_ends import load_document_ends
 from loaderkit.sources.sequences.megatron import Documents, parse_megatron_index
+from loaderkit.sources.sequences.reader import Sequences, SequenceSource
 
 TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
 
@@ -89,23 +90,23 @@ class TokensSource(SequenceSource):
     """
 
     def __init__(self, connector: Connector, args: TokensArgs) -> None:
-        self._info = connector.stat(args.key)
+        self.file = connector.stat(args.key)
         name = connector.describe(args.key)
-        if not self._info.size:
+        if not self.file.size:
             raise SourceError(f"{name} is empty (0 bytes): there are no tokens in it")
         begin_s = time.perf_counter()
         find = _documents_of_index if args.form == "megatron" else _documents_by_end
-        dtype, starts, lengths = find(connector, args, self._info, name)
+        dtype, starts, lengths = find(connector, args, self.file, name)
         self.index_s = time.perf_counter() - begin_s
         if not len(starts):
             raise SourceError(f"{name} has no documents")
-        self._starts, self._lengths = starts[: args.limit], lengths[: args.limit]
-        for values in (self._starts, self._lengths):
+        self.starts, self.lengths = starts[: args.limit], lengths[: args.limit]
+        for values in (self.starts, self.lengths):
             values.setflags(write=False)
         self.sequences = Sequences(args.field, dtype.name, not dtype.isnative, dtype.itemsize)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self.starts)
 
     def key(self, index: int) -> str:
         """The document's number."""
@@ -117,55 +118,21 @@ class TokensSource(SequenceSource):
 
     def origin(self, index: int) -> str:
         """The key of the file."""
-        return self._info.key
-
-    @property
-    def file(self) -> ObjectInfo:
-        """The file, as it was when this source was opened."""
-        return self._info
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """The first byte of every document in the file: int64 [documents]."""
-        return self._starts
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens of every document: int64 [documents]."""
-        return self._lengths
-
-    def ranges(self, index: int) -> list[FieldRange]:
-        """The bytes of the document, as they lie in the file."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)}")
-        num_bytes = int(self._lengths[index]) * self.sequences.item_bytes
-        byte_range = ByteRange(self._info.key, int(self._starts[index]), num_bytes, self._info.etag)
-        return [FieldRange(self.sequences.field, "raw", byte_range)]
-
-    def table(self, indices: NDArray[np.int64]) -> Table:
-        """The ranges of several documents."""
-        num = len(indices)
-        lengths = (self._lengths[indices] * self.sequences.item_bytes).tolist()
-        ranges = Ranges([self._info.key] * num, self._starts[indices].tolist(), lengths, [self._info.etag] * num)
-        return Table(((self.sequences.field, "raw"),), ranges)
-
-    def constants(self, index: int) -> Sample:
-        """Nothing is known of a document without reading it."""
-        return {}
+        return self.file.key
 
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
         """Runs of documents of about `block_bytes`, each at least one: int64 [number of runs + 1]."""
-        ends = np.cumsum(self._lengths * self.sequences.item_bytes)
+        ends = np.cumsum(self.lengths * self.sequences.item_bytes)
         numbers = np.concatenate(([0], ends[:-1])) // block_bytes
         return np.concatenate(([0], np.flatnonzero(np.diff(numbers)) + 1, [len(self)])).astype(np.int64)
 
     def packed(self) -> PackedSize:
-        return PackedSize(len(self), int(self._lengths.sum()) * self.sequences.item_bytes, self._info.size)
+        return PackedSize(len(self), int(self.lengths.sum()) * self.sequences.item_bytes, self.file.size)
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits from the type and the lengths of all documents."""
         digest = blake2b(self.sequences.dtype.encode(), digest_size=8)
-        digest.update(np.ascontiguousarray(self._lengths).data)
+        digest.update(np.ascontiguousarray(self.lengths).data)
         return digest.hexdigest()
 
 
@@ -248,11 +215,9 @@ def _npy_of(connector: Connector, args: TokensArgs, info: ObjectInfo, name: str)
     return header.dtype, header.data_start
 
 
-def _open(args: TokensArgs, connector: Connector | None) -> TokensSource:
-    assert connector is not None
-    return TokensSource(connector, args)
-
-
 TOKENS = SourceKind(
-    TokensArgs, "sequences", _open, lambda args: args.root, lambda args: {args.field: "a document's tokens"}
+    TokensArgs,
+    lambda args, connector: TokensSource(connector, args),
+    lambda args: args.root,
+    lambda args: {args.field: "a document's tokens"},
 )

@@ -16,7 +16,8 @@ from pydantic import Field, model_validator
 from loaderkit import native
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError
-from loaderkit.sources.base import Sample, SourceKind
+from loaderkit.samples.sample import Sample
+from loaderkit.sources.base import SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.serial.files import SerialArgs, SerialFiles, list_files, load_with
 from loaderkit.sources.serial.offsets import Offsets
@@ -123,9 +124,4 @@ def _value(values: Any, *, is_list: bool) -> Any:
     return int.from_bytes(data, "little", signed=True) if kind == "q" else np.float32(struct.unpack("<f", data)[0])
 
 
-def _open(args: TfrecordArgs, connector: Connector | None) -> TfrecordSource:
-    assert connector is not None
-    return TfrecordSource(connector, args)
-
-
-TFRECORD = SourceKind(TfrecordArgs, "serial", _open, lambda args: args.root)
+TFRECORD = SourceKind(TfrecordArgs, lambda args, connector: TfrecordSource(connector, args), lambda args: args.root)

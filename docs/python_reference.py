@@ -159,7 +159,7 @@ def _name(member: ast.stmt) -> str:
 def made_methods() -> str:
     """The methods of `Pipeline` that are made from settings: names of arguments, the others' meaning stands elsewhere."""
     lines = []
-    for name in [*SOURCES, *STAGES, "prefetch", "errors"]:
+    for name in [*SOURCES.ours, *STAGES.ours, "prefetch", "errors"]:
         arguments, is_by_name = [], False
         for parameter in inspect.signature(getattr(loaderkit.Pipeline, name)).parameters.values():
             if parameter.name == "self":

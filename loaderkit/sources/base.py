@@ -274,8 +274,12 @@ class SerialSource(Source):
         """The fields in the bytes of a sample, none of which refers to `data`. Raises `FormatError`."""
 
 
-def _none(args: Any) -> None:
+def _none(*args: Any) -> None:
     return None
+
+
+def _nothing(args: Any) -> Mapping[str, Any]:
+    return {}
 
 
 class OwnedConnector(NamedTuple):
@@ -299,10 +303,10 @@ class SourceKind:
     open: Callable[[Any, Connector | None], Source] | None = None  # (args, connector) -> the samples, listed
     root: Callable[[Any], str] | None = None  # the URL at which the connector starts; None: there is no connector
     fields: Callable[[Any], Mapping[str, str] | None] = _none  # field -> image, text, ...; None: only the data tells
-    reopen: Callable[[Any, int], Callable[[], Source] | None] = lambda args, size: None
+    reopen: Callable[[Any, int], Callable[[], Source] | None] = _none
     """(args, number of samples) -> how a loading process opens it; None: the source is pickled."""
     is_stream: bool = False  # items come in their own order only, and their number shows at their end
-    objects: Callable[[Any], Mapping[str, Any]] = lambda args: {}
+    objects: Callable[[Any], Mapping[str, Any]] = _nothing
     """Key -> object that the user gave for it and that is pickled to loading processes."""
 
     def open_with(

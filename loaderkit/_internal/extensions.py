@@ -34,7 +34,9 @@ class Registry(Mapping[str, T]):
     if that holds something else under it.
     """
 
-    def __init__(self, group: str, noun: str, expected: str, is_one: Callable[[Any], bool], ours: Mapping[str, T]) -> None:
+    def __init__(
+        self, group: str, noun: str, expected: str, is_one: Callable[[Any], bool], ours: Mapping[str, T]
+    ) -> None:
         """`noun` and `expected` say in messages what a name stands for, and what object that has to be."""
         self.group, self.noun = group, noun
         self._expected, self._is_one = expected, is_one
@@ -140,7 +142,9 @@ class Registry(Mapping[str, T]):
         if not self._is_one(item):
             return f"is {_described(item)}, and has to be {self._expected}"
         if not _NAME.fullmatch(name):
-            return f"is no name for a {self.noun}: it begins with a letter, and has letters, digits, _, -, + and . in it"
+            return (
+                f"is no name for a {self.noun}: it begins with a letter, and has letters, digits, _, -, + and . in it"
+            )
         return None
 
     # ------------------------------------------------------------------------------------------------- other processes

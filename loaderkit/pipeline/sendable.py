@@ -18,7 +18,11 @@ def check_sendable(config: PipelineConfig, connectors: Sequence[Connector | None
     """Raise ConfigError if an object in the config cannot be pickled, or a kind that the program registered."""
     kinds = kinds_for_workers(config)
     registered = {} if kinds is None else {f"loaderkit.extend.register({n!r})": e for n, e in kinds.registered.items()}
-    sent = {**_objects(config), **registered, "the connector": [connector for connector in connectors if connector is not None]}
+    sent = {
+        **_objects(config),
+        **registered,
+        "the connector": [connector for connector in connectors if connector is not None],
+    }
     for where, value in sent.items():
         try:
             pack(value)

@@ -50,7 +50,9 @@ class CallArgs(StageArgs):
         description='"package.module:function", or in Python the function itself; of a class with `__call__` one object is made '
         "in each process, and called"
     )
-    args: dict[str, Any] = Field({}, description="keyword arguments for every call; of a class: to make its object with")
+    args: dict[str, Any] = Field(
+        {}, description="keyword arguments for every call; of a class: to make its object with"
+    )
     timeout: Duration | None = Field(
         None,
         description="time limit of a call; after it the sample (or batch) fails, and the call is abandoned: it may run on, and "

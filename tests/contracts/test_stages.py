@@ -23,7 +23,6 @@ IMAGE_STAGES: dict[str, dict[str, Any]] = {
     "random_grayscale": {"p": 0.5},
     "gaussian_blur": {"kernel_size": 3},
     "random_erasing": {"p": 0.7},
-    "normalize": {"mean": "imagenet", "std": "imagenet"},
 }
 
 

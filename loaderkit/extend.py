@@ -28,10 +28,13 @@ from loaderkit.connectors.factory import CONNECTORS, ConnectorFactory
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.builder import Pipeline
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
-from loaderkit.sources.base import FieldRange, Sample, Source, SourceKind, Table
-from loaderkit.stages.base import BatchContext, Encoded, FieldNames, Image, SampleChunk, StageArgs, StageConfig
+from loaderkit.samples.chunk import BatchContext, SampleChunk
+from loaderkit.samples.pictures import image_fields, to_tensor
+from loaderkit.samples.sample import FieldRange, Sample, Table
+from loaderkit.samples.values import Encoded, Image
+from loaderkit.sources.base import Source, SourceKind
+from loaderkit.stages.base import FieldNames, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
-from loaderkit.stages.values import image_fields, to_tensor
 
 __all__ = [
     "BatchContext",

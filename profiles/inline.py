@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.pipeline.batches.slabs import SlabLayout, SlabPool
+from loaderkit.samples.values import FieldSpec
 from loaderkit.sampling.schedule import GlobalOrder
-from loaderkit.stages.base import FieldSpec
 from profiles.record import record
 
 BATCH, NUM_BATCHES = 64, 300

@@ -23,8 +23,8 @@ from loaderkit.errors import ConfigError, ConnectorError, StageError, TooManyBad
 from loaderkit.pipeline.config.model import ErrorsArgs
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.thread_engine import make_batch_plan
+from loaderkit.samples.chunk import BatchWork
 from loaderkit.sources.base import Source
-from loaderkit.stages.base import BatchWork
 
 _BLOCK = 65_536  # keys looked through at a time
 logger = logging.getLogger("loaderkit")

@@ -23,11 +23,12 @@ from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.dali_lowering import DaliLowering, lower
 from loaderkit.pipeline.opened import OpenedPipeline
+from loaderkit.samples.values import FieldSpec, image_names
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.base import RowSource, Source
 from loaderkit.sources.forecast import Chosen, Forecast
 from loaderkit.sources.mixture import MixtureSource, SourcePart
-from loaderkit.stages.base import FieldSpec, StageConfig, image_names
+from loaderkit.stages.base import StageConfig
 from loaderkit.stages.context import CompileContext, Stream
 from loaderkit.stages.image.decode import DecodeArgs, decode_hint
 from loaderkit.stages.layout import Examples, specs_of

@@ -14,8 +14,9 @@ from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import STAGES
+from loaderkit.samples.chunk import SampleChunk
 from loaderkit.sampling.random import uniforms
-from loaderkit.stages.base import SampleChunk, StageConfig
+from loaderkit.stages.base import StageConfig
 from loaderkit.stages.context import CompileContext
 from loaderkit.stages.image.dali import Renderer
 from loaderkit.stages.image.dali_graph import Graph

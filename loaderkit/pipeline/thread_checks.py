@@ -17,8 +17,8 @@ from loaderkit._internal.compare import differ
 from loaderkit.pipeline.compiler import compile_stages
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.pipeline.execution_plan import ExecutionPlan
+from loaderkit.samples.chunk import BatchWork, SampleChunk
 from loaderkit.sources.base import ItemSource
-from loaderkit.stages.base import BatchWork, SampleChunk
 from loaderkit.stages.call import CallArgs
 
 _NUM_THREADS, _NUM_ROUNDS = 4, 4

@@ -21,12 +21,13 @@ from loaderkit.pipeline.batches.packing import document_chunk, packed_chunk
 from loaderkit.pipeline.batches.plan import BatchPlan, MakeChunk
 from loaderkit.pipeline.config.extensions import Kinds
 from loaderkit.pipeline.execution_plan import ExecutionPlan
+from loaderkit.samples.chunk import SampleChunk
+from loaderkit.samples.values import FieldSpec
 from loaderkit.sampling.shard import Shard
 from loaderkit.sampling.token_mixture import TokenMixture
 from loaderkit.sources.base import Source
 from loaderkit.sources.iterable import IterableSource, Pass
 from loaderkit.sources.mixture import MixtureSource
-from loaderkit.stages.base import FieldSpec, SampleChunk
 from loaderkit.stages.image.formats import set_pillow_limits
 
 

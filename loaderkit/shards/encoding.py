@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from loaderkit.native.fallback import packed
-from loaderkit.stages.base import Encoded, Image
-from loaderkit.stages.image.formats import picture_extension
+from loaderkit.samples.pictures import picture_extension
+from loaderkit.samples.values import Encoded, Image
 from loaderkit.stages.values import describe
 
 _PLAIN = (bool, int, float, str, type(None))

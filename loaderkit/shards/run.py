@@ -19,6 +19,7 @@ from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.errors import ConnectorError, ObjectNotFoundError, SourceError, StageError, TooManyBadSamplesError
 from loaderkit.pipeline.bad_samples import BadSamples
 from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.samples.chunk import BatchWork, SampleFailure
 from loaderkit.shards import state
 from loaderkit.shards.job import ShardJob, ShardRecord, check_own, read_json
 from loaderkit.shards.joining import join_parts
@@ -26,7 +27,6 @@ from loaderkit.shards.planning import ShardPlan
 from loaderkit.shards.training import array_name, check_left, training_pipeline
 from loaderkit.shards.workers import MadeShard, make_here, make_in_processes
 from loaderkit.sources.tar import MANIFEST
-from loaderkit.stages.base import BatchWork, SampleFailure
 
 _WORTH_PROCESSES = 32 * 10**6  # bytes to write: starting processes takes 3 s
 

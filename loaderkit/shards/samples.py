@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from loaderkit.errors import USER_ERRORS, StageError
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.pipeline.execution_plan import ExecutionPlan
+from loaderkit.samples.chunk import BatchWork, SampleChunk, SampleFailure
+from loaderkit.samples.values import Image
 from loaderkit.shards.encoding import EncodedField, Original, array_of, encoded_field, original_of
-from loaderkit.stages.base import BatchWork, Image, SampleChunk, SampleFailure
 from loaderkit.stages.read import read_values
 from loaderkit.stages.runner import FailureNamer, raise_store_failure
 

@@ -20,7 +20,8 @@ from loaderkit._internal.config.settings import as_tuple
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, FormatError, SourceError
-from loaderkit.sources.base import FieldRange, PackedSize, Records, RecordSource, Sample, SourceKind
+from loaderkit.samples.sample import FieldRange, Sample
+from loaderkit.sources.base import PackedSize, Records, RecordSource, SourceKind
 from loaderkit.sources.formats.npy import NpyHeader, read_npy_header
 from loaderkit.sources.listing import numbered
 

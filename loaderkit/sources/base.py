@@ -7,20 +7,17 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
+from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
 from loaderkit.connectors.config import SourceArgs, StoreArgs
 from loaderkit.connectors.factory import open_connector
+from loaderkit.samples.sample import FieldRange, Sample, Table
 
 _MAX_CLASSES_NAMED = 10
-
-Sample = dict[str, Any]
-"""One sample between two stages: field name -> value (bytes, `Encoded`, `Image`, tensor, number, text, ...)."""
 
 
 def shortened(classes: list[str]) -> str:
@@ -29,22 +26,6 @@ def shortened(classes: list[str]) -> str:
         return ", ".join(classes)
     digest = blake2b("\0".join(classes).encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
     return f"{', '.join(classes[:_MAX_CLASSES_NAMED])}, ... {len(classes)} in all, digest {digest}"
-
-
-class FieldRange(NamedTuple):
-    """Where the bytes of one field of a sample lie, and the extension that says what they are."""
-
-    field: str
-    extension: str
-    range: ByteRange
-
-
-class Table(NamedTuple):
-    """The ranges of several samples with the same fields: sample by sample, the fields in their order."""
-
-    fields: tuple[tuple[str, str], ...]  # (field, extension)
-    ranges: Ranges
-    constants: Mapping[str, list[Any]] = MappingProxyType({})  # the fields known without reading: one value per sample
 
 
 class PackedSize(NamedTuple):

@@ -22,7 +22,8 @@ from loaderkit._internal.system.forks import ending_forks
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
-from loaderkit.sources.base import FieldRange, ItemSource, Sample, Source, SourceKind
+from loaderkit.samples.sample import FieldRange, Sample
+from loaderkit.sources.base import ItemSource, Source, SourceKind
 from loaderkit.sources.listing import numbered
 from loaderkit.sources.typed_fields import FieldOrigin, checked_names
 

@@ -20,7 +20,8 @@ from loaderkit._internal.text import warn
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, SourceError
-from loaderkit.sources.base import FieldRange, Sample, Source, SourceKind, Table
+from loaderkit.samples.sample import FieldRange, Sample, Table
+from loaderkit.sources.base import Source, SourceKind
 from loaderkit.sources.class_folders import ClassFolders, oddities, shifted
 from loaderkit.sources.fields import (
     IMAGE_EXTENSIONS,

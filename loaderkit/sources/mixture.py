@@ -18,20 +18,18 @@ from numpy.typing import NDArray
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError, SourceError
+from loaderkit.samples.sample import FieldRange, Sample, Table
 from loaderkit.sources.base import (
-    FieldRange,
     ItemSource,
     OwnedConnector,
     PackedSize,
     RecordSource,
     RowGroup,
     RowSource,
-    Sample,
     SequenceSource,
     SerialSource,
     Source,
     SourceKind,
-    Table,
     shortened,
 )
 

@@ -25,7 +25,8 @@ from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import AccessDeniedError, SourceError
-from loaderkit.sources.base import FieldRange, PackedSize, Sample, Source, SourceKind, Table
+from loaderkit.samples.sample import FieldRange, Sample, Table
+from loaderkit.sources.base import PackedSize, Source, SourceKind
 from loaderkit.sources.fields import FieldMap, Fields, Include, Optional, check_optional, described_fields
 from loaderkit.sources.formats.tar_index import TarIndex, load_index
 from loaderkit.sources.listing import StringTable, cut_blocks, refuse_unmatched, stat_all

@@ -19,26 +19,17 @@ from loaderkit import native
 from loaderkit._internal.dtypes import all_have_dtype
 from loaderkit.engine.work import Stage
 from loaderkit.native import fallback
-from loaderkit.sources.base import Sample
-from loaderkit.stages.base import (
-    AddError,
-    Encoded,
-    FieldSpec,
-    GpuDecoded,
-    Image,
-    InPlace,
-    SampleChunk,
-    SampleFailure,
-    StageArgs,
-    StageConfig,
-)
+from loaderkit.samples.chunk import SampleChunk, SampleFailure
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.slots import LEAST_LENT, Slots, TakeBytes, new_tensor
+from loaderkit.samples.values import Encoded, FieldSpec, GpuDecoded, Image, InPlace
+from loaderkit.stages.base import AddError, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.image.alignment import check_masks
 from loaderkit.stages.layout import EXACT, is_untyped, ragged_tensor, widens
 from loaderkit.stages.runner import FailureNamer, raise_store_failure, replace_failed
 from loaderkit.stages.sequence.lengths import check_lengths, no_longer
 from loaderkit.stages.sequence.pack import PackArgs
-from loaderkit.stages.slots import LEAST_LENT, Slots, TakeBytes, new_tensor
 from loaderkit.stages.values import NUMBER_DTYPES, as_tensor, describe, dtype_of, shape_and_dtype
 
 

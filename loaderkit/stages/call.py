@@ -26,10 +26,12 @@ from loaderkit._internal.system.forks import ending_forks
 from loaderkit._internal.user_code import owner_of
 from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, ConfigError
+from loaderkit.samples.chunk import BatchContext
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import Encoded, Image
 from loaderkit.sampling.global_generators import seeded_by
 from loaderkit.sampling.random import generator
-from loaderkit.sources.base import Sample
-from loaderkit.stages.base import AddError, BatchContext, Encoded, Image, StageArgs, StageConfig
+from loaderkit.stages.base import AddError, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind, Stream
 from loaderkit.stages.runner import StageKeys, each_call
 from loaderkit.stages.time_limit import TimeLimit

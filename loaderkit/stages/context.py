@@ -13,10 +13,11 @@ from loaderkit._internal.user_code import FairLock, UserLock
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, LoaderkitError, StageError
+from loaderkit.samples.chunk import BatchContext, SampleChunk
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.token_batches import TokenBatches
 from loaderkit.sources.base import Source
-from loaderkit.stages.base import AddError, BatchContext, SampleChunk, Scope, StageArgs, StageConfig
+from loaderkit.stages.base import AddError, Scope, StageArgs, StageConfig
 from loaderkit.stages.image.boxes import Annotations, following
 from loaderkit.stages.image.ops import MOVES_PIXELS, ImageOps
 from loaderkit.stages.runner import FailureNamer, StageKeys, each_sample

@@ -14,9 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from loaderkit.sources.base import Sample
-from loaderkit.sources.serial.lines import as_array
-from loaderkit.stages.base import Encoded, FieldSpec, GpuDecoded, Image, InPlace, Starts
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import Encoded, FieldSpec, GpuDecoded, Image, InPlace, Starts, as_array
 from loaderkit.stages.values import as_tensor, describe, dtype_of, shape_and_dtype
 
 Examples = Sequence[tuple[str, Sample]]

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.engine.work import Stage
+from loaderkit.samples.chunk import BatchWork, SampleChunk
 from loaderkit.sources.mixture import MixtureSource
-from loaderkit.stages.base import BatchWork, SampleChunk
 
 
 class MixedChunk(SampleChunk):

@@ -27,24 +27,16 @@ from loaderkit.connectors.base import Connector, Ranges, bulk_of
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS
-from loaderkit.sources.base import (
-    FieldRange,
-    ItemSource,
-    RecordSource,
-    RowSource,
-    Sample,
-    Sequences,
-    SequenceSource,
-    SerialSource,
-    Source,
-)
+from loaderkit.samples.chunk import PackedChunk, SampleChunk
+from loaderkit.samples.sample import FieldRange, Sample
+from loaderkit.samples.values import Encoded
+from loaderkit.sources.base import ItemSource, RecordSource, RowSource, Sequences, SequenceSource, SerialSource, Source
 from loaderkit.sources.iterable import IterableSource, Pass, Preview
-from loaderkit.stages.base import Encoded, SampleChunk, StageArgs, StageConfig
+from loaderkit.stages.base import StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.reading.arrays import DirectRead
 from loaderkit.stages.reading.records import read_records
 from loaderkit.stages.reading.rows import RowReader
-from loaderkit.stages.sequence.chunk import PackedChunk
 
 
 class ReadArgs(StageArgs):

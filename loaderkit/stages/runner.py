@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from loaderkit import native
 from loaderkit._internal.device import raise_kernel_failure
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS, LoaderkitError, StageError
+from loaderkit.samples.chunk import SampleChunk, SampleFailure
+from loaderkit.samples.sample import Sample
 from loaderkit.sampling.random import generator, key_of, uniforms
-from loaderkit.sources.base import Sample, Source
-from loaderkit.stages.base import SampleChunk, SampleFailure
+from loaderkit.sources.base import Source
 
 _NUM_REPLACEMENTS = 64
 

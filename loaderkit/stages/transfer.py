@@ -23,7 +23,8 @@ from loaderkit._internal.device import resolve_device
 from loaderkit._internal.pinned import NOT_PINNED, cannot_pin
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError
-from loaderkit.stages.base import BatchContext, StageArgs, StageConfig
+from loaderkit.samples.chunk import BatchContext
+from loaderkit.stages.base import StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.gpu_copies import LEAST_PINNED, BatchCopies, CopyAccount, dense_parts
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from loaderkit._internal.dtypes import type_in_numpy
 from loaderkit.native.fallback import packed
-from loaderkit.sources.base import Sample
-from loaderkit.stages.base import GpuDecoded, Image, InPlace
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import GpuDecoded, Image, InPlace
 from loaderkit.stages.image.formats import converted
 
 NUMBER_DTYPES = {int: "int64", float: "float64", bool: "bool"}

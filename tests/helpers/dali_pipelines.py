@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.pipeline.config.registry import STAGES
-from loaderkit.stages.base import BatchWork, Encoded, SampleChunk
+from loaderkit.samples.chunk import BatchWork, SampleChunk
+from loaderkit.samples.values import Encoded
 from loaderkit.stages.image.dali import Renderer
 from loaderkit.stages.image.dali_graph import Graph
 

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable
 
 from loaderkit.pipeline.batches.cursor import BatchCursor
+from loaderkit.samples.chunk import BatchWork
 from loaderkit.sampling.dealing import BatchDealing
 from loaderkit.sampling.schedule import BatchSampler, GlobalOrder
 from loaderkit.sampling.shard import Shard
-from loaderkit.stages.base import BatchWork
 
 
 def said(work_item: BatchWork | None) -> tuple[object, ...]:

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from loaderkit.sources.base import Sample
-from loaderkit.stages.base import Encoded, Image
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import Encoded, Image
 from loaderkit.stages.image.decode import DecodeArgs, decode
 
 Pixels = NDArray[np.uint8]

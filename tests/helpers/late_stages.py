@@ -16,8 +16,8 @@ from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.engine.work import Stage
 from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.pipeline.process_setup import worker_engine
+from loaderkit.samples.chunk import BatchContext
 from loaderkit.sampling.shard import Shard
-from loaderkit.stages.base import BatchContext
 
 
 def engine_with(

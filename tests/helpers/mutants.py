@@ -91,7 +91,7 @@ def picture(kind: str) -> bytes:
 
 def picture_kinds() -> Iterator[Kind]:
     from loaderkit import Pipeline
-    from loaderkit.stages.base import Encoded
+    from loaderkit.samples.values import Encoded
     from loaderkit.stages.image.decode import DecodeArgs, Decoder
 
     decoder = Decoder(DecodeArgs(max_pixels=MOST_PIXELS))

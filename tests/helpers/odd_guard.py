@@ -158,7 +158,7 @@ class Ways:
 
     def decoded(self, path: Path) -> None:
         """The stage itself, with all its options, under the file's own name and as a picture."""
-        from loaderkit.stages.base import Encoded
+        from loaderkit.samples.values import Encoded
         from loaderkit.stages.image.decode import DecodeArgs, decode
 
         for args in (

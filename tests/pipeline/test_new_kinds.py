@@ -18,7 +18,8 @@ from loaderkit.cli import main
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
-from loaderkit.sources.base import FieldRange, ItemSource, Sample, SourceKind
+from loaderkit.samples.sample import FieldRange, Sample
+from loaderkit.sources.base import ItemSource, SourceKind
 from loaderkit.stages.base import StageArgs
 from loaderkit.stages.context import StageKind
 

@@ -8,7 +8,8 @@ from pydantic import ValidationError
 from loaderkit.connectors.base import ByteRange
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import SourceError
-from loaderkit.sources.base import FieldRange, Source
+from loaderkit.samples.sample import FieldRange
+from loaderkit.sources.base import Source
 from loaderkit.sources.files import FilesArgs, FilesSource
 
 LAYOUT = {

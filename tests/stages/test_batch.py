@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 import loaderkit
 from loaderkit.errors import ConfigError, StageError
-from loaderkit.stages.base import Encoded, Image
+from loaderkit.samples.values import Encoded, Image
 from loaderkit.stages.layout import specs_of
 from loaderkit.stages.values import as_tensor
 

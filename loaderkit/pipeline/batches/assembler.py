@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.batches.packing import sequence_keys
 from loaderkit.pipeline.batches.source_counts import DocumentCounter, SourceCounter
+from loaderkit.samples.chunk import BatchWork
+from loaderkit.samples.slots import Slots, TakeBytes, new_tensor
+from loaderkit.samples.values import GpuDecoded
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sources.base import Source
 from loaderkit.sources.mixture import MixtureSource
-from loaderkit.stages.base import BatchWork, GpuDecoded
-from loaderkit.stages.slots import Slots, TakeBytes, new_tensor
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit.samples.chunk import BatchWork
 from loaderkit.sampling.schedule import BatchSampler, SamplePermutation
 from loaderkit.sampling.shard import WHOLE, Shard
 from loaderkit.sampling.token_batches import TokenBatches
-from loaderkit.stages.base import BatchWork
 
 _BLOCK_POSITIONS = 8192  # computed at once: one batch of 64 at a time costs ten times as much a position
 

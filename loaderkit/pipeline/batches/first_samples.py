@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from loaderkit.errors import ConfigError, SourceError, StageError
 from loaderkit.pipeline.batches.plan import MakeChunk
+from loaderkit.samples.chunk import BatchWork, SampleChunk
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import FieldSpec
 from loaderkit.sampling.permutation import Bijection
-from loaderkit.sources.base import Sample, Source
+from loaderkit.sources.base import Source
 from loaderkit.sources.iterable import Pass, Preview
 from loaderkit.sources.mixture import MixtureSource, SourcePart
-from loaderkit.stages.base import BatchWork, FieldSpec, SampleChunk
 from loaderkit.stages.layout import Examples, is_undecided, is_untyped, num_bytes_of_sample
 from loaderkit.stages.runner import raise_store_failure
 

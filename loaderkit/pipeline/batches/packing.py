@@ -18,14 +18,14 @@ from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.samples.chunk import BatchWork, PackedChunk, SampleChunk
 from loaderkit.sampling.packing import PackedOrder, Pieces
 from loaderkit.sampling.schedule import UNKNOWN, EpochSizes, SamplePermutation
 from loaderkit.sources.base import RecordSource, SequenceSource, Source
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.sources.sequences.lengths import LengthIndex
-from loaderkit.stages.base import BatchWork, SampleChunk, StageConfig
+from loaderkit.stages.base import StageConfig
 from loaderkit.stages.batch import BatchArgs
-from loaderkit.stages.sequence.chunk import PackedChunk
 from loaderkit.stages.sequence.pack import PackArgs
 from loaderkit.stages.values import as_tensor
 

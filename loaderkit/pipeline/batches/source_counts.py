@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.engine.work import SourceCounts
+from loaderkit.samples.chunk import BatchWork
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sources.mixture import MixtureSource
-from loaderkit.stages.base import BatchWork
 
 Int64 = NDArray[np.int64]
 

@@ -25,7 +25,8 @@ from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, SourceError
-from loaderkit.sources.base import FieldRange, RowGroup, RowSource, Sample, SourceKind
+from loaderkit.samples.sample import FieldRange, Sample
+from loaderkit.sources.base import RowGroup, RowSource, SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import StringTable, cut_blocks, extension_of, list_matching
 from loaderkit.sources.parquet.arrow import ChunkTable, ColumnType, Footer, chunk_table, decode_group, parse_footer

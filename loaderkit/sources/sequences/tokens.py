@@ -19,7 +19,8 @@ from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, FormatError, ObjectNotFoundError, SourceError
-from loaderkit.sources.base import FieldRange, PackedSize, Sample, Sequences, SequenceSource, SourceKind, Table
+from loaderkit.samples.sample import FieldRange, Sample, Table
+from loaderkit.sources.base import PackedSize, Sequences, SequenceSource, SourceKind
 from loaderkit.sources.formats.npy import read_npy_header
 from loaderkit.sources.listing import numbered
 from loaderkit.sources.sequences.document_ends import load_document_ends

@@ -18,7 +18,8 @@ from loaderkit._internal.text import warn
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import FormatError, SourceError
-from loaderkit.sources.base import FieldRange, PackedSize, Sample, SerialSource, Table
+from loaderkit.samples.sample import FieldRange, Sample, Table
+from loaderkit.sources.base import PackedSize, SerialSource
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import extension_of, list_matching
 from loaderkit.sources.patterns import Patterns

@@ -11,20 +11,19 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field, model_validator
 
-from loaderkit._internal.dtypes import type_of_all
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError
-from loaderkit.sources.base import Sample, SourceKind
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import as_array
+from loaderkit.sources.base import SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.serial.beside import beside_or_found, is_beside
 from loaderkit.sources.serial.files import SerialArgs, SerialFiles, list_files, load_with
 from loaderkit.sources.serial.offsets import Offsets
 from loaderkit.sources.typed_fields import FieldOrigin, Names
 
-_DTYPES = {int: np.int64, float: np.float64, bool: np.bool_}
 _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # all but the white space around
 
 
@@ -119,28 +118,6 @@ def parse_json(text: str) -> Any:
     except json.JSONDecodeError as error:
         raise FormatError(f"it is no JSON: {error.msg}, in column {error.pos + 1}") from None
     raise FormatError("it is no JSON")
-
-
-def as_array(values: list[Any]) -> Any:
-    """A list of numbers, or of such lists of one length, as an array: int64, float64 (also where some are whole) or bool; any
-    other list, and one without items, as it is. Raises FormatError for whole numbers beyond int64."""
-    kind = type_of_all(values)
-    if kind is None and {*map(type, values)} == {int, float}:
-        kind = float
-    if kind is list:
-        arrays = list(map(as_array, values))
-        is_array = all(type(array) is np.ndarray and array.dtype.kind in "biuf" for array in arrays)
-        if not is_array or len({array.shape for array in arrays}) > 1:
-            return values
-        dtypes = {array.dtype for array in arrays}
-        return values if len(dtypes) > 1 and np.dtype(np.bool_) in dtypes else np.stack(arrays)
-    dtype = _DTYPES.get(kind) if kind is not None else None
-    if dtype is None:
-        return values
-    try:
-        return np.array(values, dtype)
-    except OverflowError:
-        raise FormatError("it has a whole number beyond 64 bits in a list") from None
 
 
 def _named(value: Any) -> str:

@@ -16,7 +16,8 @@ from pydantic import Field, model_validator
 from loaderkit import native
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError
-from loaderkit.sources.base import Sample, SourceKind
+from loaderkit.samples.sample import Sample
+from loaderkit.sources.base import SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.serial.files import SerialArgs, SerialFiles, list_files, load_with
 from loaderkit.sources.serial.offsets import Offsets

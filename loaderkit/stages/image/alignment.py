@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loaderkit.stages.base import Image
+from loaderkit.samples.values import Image
 
 Named = Sequence[tuple[str, Image]]
 _TURNED = ". `decode: {exif_orientation: true}` turns a picture that lies on its side, where masks were drawn upright"

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import BeforeValidator
 
-from loaderkit.sources.base import Sample
+from loaderkit.samples.sample import Sample
 from loaderkit.stages.image.ops import Crop, Flip, ImageOp, ImageOps, Rotate, Scale, VerticalFlip, size_after
 from loaderkit.stages.values import describe, image_fields
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
 
 from loaderkit._internal.config.settings import PositiveRange, around_zero, as_tuple, ordered
-from loaderkit.sources.base import Sample
+from loaderkit.samples.sample import Sample
 from loaderkit.stages.base import FieldNames, StageArgs
 from loaderkit.stages.context import StageKind
 from loaderkit.stages.image.alignment import check_shapes

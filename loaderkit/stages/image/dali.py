@@ -26,9 +26,10 @@ from torch.utils.dlpack import from_dlpack
 
 from loaderkit import native
 from loaderkit.errors import StageError
-from loaderkit.sources.base import Sample
+from loaderkit.samples.chunk import SampleChunk
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import Encoded, GpuDecoded, Image
 from loaderkit.sources.fields import IMAGE_EXTENSIONS
-from loaderkit.stages.base import Encoded, GpuDecoded, Image, SampleChunk
 from loaderkit.stages.image.dali_errors import reason_of, system_failure
 from loaderkit.stages.image.dali_graph import Graph, build_pipeline, import_dali, inputs_of
 from loaderkit.stages.image.ops import ImageOp, size_after

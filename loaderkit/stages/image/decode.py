@@ -24,28 +24,19 @@ from loaderkit import native
 from loaderkit._internal.config.settings import as_tuple
 from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, FormatError
-from loaderkit.sources.base import Sample
+from loaderkit.samples.chunk import SampleChunk
+from loaderkit.samples.pictures import FORMATS, Format
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import Encoded, FieldGroup, GpuDecoded, Image, InPlace
 from loaderkit.sources.fields import IMAGE_EXTENSIONS
 from loaderkit.sources.formats.npy import view_npy
 from loaderkit.sources.formats.npz import view_npz
-from loaderkit.stages.base import (
-    Encoded,
-    FieldGroup,
-    FieldNames,
-    GpuDecoded,
-    Image,
-    InPlace,
-    SampleChunk,
-    StageArgs,
-    StageConfig,
-)
+from loaderkit.stages.base import FieldNames, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.image.boxes import Annotations, BoxFields, refuse_unnamed
 from loaderkit.stages.image.checks import check_decode
 from loaderkit.stages.image.formats import (
-    FORMATS,
     MOST_PIXELS,
-    Format,
     check_size,
     converted,
     decode_picture,

@@ -10,49 +10,21 @@ import math
 import re
 import struct
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from PIL import Image as Pillow
 from PIL import ImageFile, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError, features
 
 from loaderkit import native
-from loaderkit.stages.base import Image
+from loaderkit.samples.pictures import FORMATS, Format, looks_like
+from loaderkit.samples.values import Image
 from loaderkit.stages.image.levels import Depth, PixelFormat, labels, rgb
 
-Format = Literal["jpeg", "png", "webp", "gif", "bmp", "tiff", "ppm", "avif", "jpeg2000"]
-"""A format that may be opened, by Pillow's name in lower case. "jpeg" includes MPO, of which the first picture is read."""
-
-FORMATS: tuple[Format, ...] = get_args(Format)
 MOST_PIXELS = 178_956_970
 """Pillow refuses pictures with more pixels."""
 
 _OPTIONAL = {"webp": "webp", "avif": "avif", "jpeg2000": "jpg_2000"}  # Pillow may be built without these
-_BEGINNINGS: dict[str, re.Pattern[bytes]] = {
-    name: re.compile(pattern, re.DOTALL)
-    for name, pattern in {
-        "jpeg": rb"\xff\xd8",
-        "png": rb"\x89PNG",
-        "webp": rb"RIFF....WEBP",
-        "gif": rb"GIF8",
-        "bmp": rb"BM.{4}\0{4}",
-        "tiff": rb"II[*+]\0|MM\0[*+]",
-        "ppm": rb"P[1-7Ff]\s+[\d#]",
-        "avif": rb"....ftypavi[fs]",
-        "jpeg2000": rb"\xff\x4f\xff\x51|\0\0\0\x0cjP  ",
-        "PostScript": rb"%!PS|\xc5\xd0\xd3\xc6",
-        "PDF": rb"%PDF",
-        "SVG or XML": rb"\s*<(\?xml|svg)",
-        "a web page": rb"\s*<(!doctype|!DOCTYPE|html|HTML)",
-        "HEIC": rb"....ftyp(hei|hev|mif1)",
-        "JPEG XL": rb"\xff\x0a|\0\0\0\x0cJXL ",
-        "a Photoshop file": rb"8BPS",
-        "an icon": rb"\0\0[\x01\x02]\0",
-        "a ZIP archive": rb"PK\x03\x04",
-        "gzip": rb"\x1f\x8b",
-    }.items()
-}
-_EXTENSIONS = {name: name for name in FORMATS} | {"jpeg": "jpg", "tiff": "tif", "jpeg2000": "jp2"}
 # Of a JPEG's segments.
 _MARKER, _START_OF_IMAGE, _START_OF_SCAN = 0xFF, 0xD8, 0xDA
 _WITHOUT_LENGTH = frozenset({0x00, 0x01, _MARKER, *range(0xD0, 0xDA)})
@@ -102,7 +74,7 @@ def decode_picture(
     except (Pillow.DecompressionBombError, Pillow.DecompressionBombWarning) as error:
         raise ValueError(f"too large an image for Pillow ({len(data)} bytes): {error}") from None
     except Exception as error:
-        raise _refused(data, (_looks_like(data) or "picture").upper(), "", error) from error
+        raise _refused(data, (looks_like(data) or "picture").upper(), "", error) from error
     with image:
         check_size(image.height, image.width, max_pixels)
         kind, size = image.format or "", f", {image.width} x {image.height}"
@@ -140,12 +112,7 @@ def _converted(image: Pillow.Image, stored: PixelFormat, *, is_mask: bool, uprig
 
 def seems_a_picture(data: memoryview) -> bool:
     """True for the beginning of a picture, also in a format that is not opened."""
-    return _looks_like(data) in (*FORMATS, "HEIC", "JPEG XL", "a Photoshop file")
-
-
-def picture_extension(data: memoryview) -> str | None:
-    """The usual extension for a picture that begins like this; None for what is none, or in no format that is opened."""
-    return _EXTENSIONS.get(_looks_like(data) or "")
+    return looks_like(data) in (*FORMATS, "HEIC", "JPEG XL", "a Photoshop file")
 
 
 def check_size(height: int, width: int, max_pixels: int) -> None:
@@ -199,14 +166,9 @@ def available(formats: tuple[Format, ...]) -> tuple[Format, ...]:
     )
 
 
-def _looks_like(data: memoryview) -> str | None:
-    head = bytes(data[:32])
-    return next((name for name, pattern in _BEGINNINGS.items() if pattern.match(head)), None)
-
-
 def _refusal(data: memoryview, formats: tuple[Format, ...]) -> str:
     """The message for a file in none of the formats."""
-    name, allowed = _looks_like(data), ", ".join(formats)
+    name, allowed = looks_like(data), ", ".join(formats)
     if name is None:
         return (
             f"not an image of a known format ({len(data)} bytes, beginning {bytes(data[:8])!r}): {allowed} are opened"

@@ -18,8 +18,9 @@ from PIL import Image as Pillow
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from loaderkit._internal.config.settings import PositiveRange, Range, around_zero, as_tuple
-from loaderkit.sources.base import Sample
-from loaderkit.stages.base import FieldNames, Image, StageArgs
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import Image
+from loaderkit.stages.base import FieldNames, StageArgs
 from loaderkit.stages.context import StageKind
 from loaderkit.stages.image.alignment import check_masks, check_shapes, check_sizes
 from loaderkit.stages.image.ops import Crop, Flip, ImageOps, Rotate, Scale, VerticalFlip

@@ -15,7 +15,7 @@ from PIL import Image as Pillow
 
 from loaderkit import native
 from loaderkit.native.fallback import packed
-from loaderkit.stages.base import Image
+from loaderkit.samples.values import Image
 from loaderkit.stages.values import to_tensor
 
 Interpolation = Literal["bilinear", "bicubic", "nearest"]

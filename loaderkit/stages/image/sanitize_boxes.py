@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from loaderkit._internal.config.settings import as_tuple
 from loaderkit.engine.work import Stage
-from loaderkit.sources.base import Sample
+from loaderkit.samples.sample import Sample
 from loaderkit.stages.base import AddError, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind, annotations_of
 from loaderkit.stages.image.boxes import BoxFormat, as_boxes, canvas_of, clipped, corners_of

@@ -22,11 +22,12 @@ from loaderkit._internal.dtypes import type_in_numpy
 from loaderkit._internal.system.forks import ending_forks
 from loaderkit.connectors.base import ByteRange, Connector
 from loaderkit.errors import ConnectorError, FormatError
-from loaderkit.sources.base import FieldRange
+from loaderkit.samples.chunk import SampleChunk
+from loaderkit.samples.sample import FieldRange
+from loaderkit.samples.slots import new_tensor
+from loaderkit.samples.values import Encoded, FieldGroup, InPlace
 from loaderkit.sources.formats.npy import NpyHeader, parse_npy_header, read_npy_header
 from loaderkit.sources.formats.npz import NpzMember, read_npz_members
-from loaderkit.stages.base import Encoded, FieldGroup, InPlace, SampleChunk
-from loaderkit.stages.slots import new_tensor
 
 LEAST_BYTES = 512 * 1024
 """Smaller arrays are read through memory, since the second read costs more than the copy it saves. From the page cache, direct

@@ -18,9 +18,9 @@ from loaderkit._internal.system.forks import ending_forks
 from loaderkit.connectors.base import Connector, bulk_of
 from loaderkit.connectors.ranges import gather_into
 from loaderkit.errors import STORE_FAILURES
+from loaderkit.samples.chunk import SampleChunk
+from loaderkit.samples.slots import LEAST_LENT
 from loaderkit.sources.base import Records, RecordSource
-from loaderkit.stages.base import SampleChunk
-from loaderkit.stages.slots import LEAST_LENT
 
 
 def read_records(

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from loaderkit._internal.units import say_bytes
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import STORE_FAILURES
+from loaderkit.samples.chunk import SampleChunk
+from loaderkit.samples.pictures import picture_extension
+from loaderkit.samples.values import Encoded
 from loaderkit.sources.base import RowSource, StoredBytes, Taken
 from loaderkit.sources.parquet.held import HeldGroups
-from loaderkit.stages.base import Encoded, SampleChunk
-from loaderkit.stages.image.formats import picture_extension
 
 logger = logging.getLogger("loaderkit")
 _MUCH_DECODED = 4  # times the rows that were needed

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit.samples.chunk import SampleChunk
+from loaderkit.samples.values import InPlace
 from loaderkit.sampling.packing import PackedOrder
-from loaderkit.stages.base import InPlace, SampleChunk
 from loaderkit.stages.values import as_tensor
 
 

@@ -20,12 +20,13 @@ from pydantic import Field, PositiveInt
 from loaderkit import native
 from loaderkit.engine.work import Stage
 from loaderkit.errors import StageError
+from loaderkit.samples.chunk import PackedChunk, SampleChunk, SampleFailure
+from loaderkit.samples.values import Starts
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.random import key_of, uniforms
-from loaderkit.stages.base import AddError, SampleChunk, SampleFailure, StageArgs, StageConfig, Starts
+from loaderkit.stages.base import AddError, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.runner import FailureNamer, raise_store_failure
-from loaderkit.stages.sequence.chunk import PackedChunk
 from loaderkit.stages.values import as_tensor
 
 FIELDS = ("input_ids", "position_ids", "document_ids", "cu_seqlens")

@@ -9,7 +9,7 @@ from thread_switches import race
 
 from loaderkit.engine.metrics.slow_samples import NUM_KEPT, SlowItems, slowest
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
-from loaderkit.stages.base import BatchWork, SampleChunk
+from loaderkit.samples.chunk import BatchWork, SampleChunk
 
 
 def chunk_of(*samples: int) -> SampleChunk:

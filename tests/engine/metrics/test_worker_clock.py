@@ -16,7 +16,7 @@ from worker_clocks import HandClock, PythonWorkerClock, both, cpu_s, state_s
 
 from loaderkit import native
 from loaderkit.engine.metrics.worker_clock import ClockTotals, WorkerClock, WorkerStates
-from loaderkit.stages.base import BatchWork, SampleChunk
+from loaderkit.samples.chunk import BatchWork, SampleChunk
 
 INDICES = np.arange(4)
 

@@ -28,7 +28,7 @@ from loaderkit.engine.remote.trainer_stages import TrainerStages
 from loaderkit.engine.restarts import Restarts
 from loaderkit.engine.watchdog import HangReport
 from loaderkit.engine.work import Stage
-from loaderkit.stages.base import BatchContext
+from loaderkit.samples.chunk import BatchContext
 
 CUDA = torch.device("cuda", 3)
 

@@ -18,7 +18,7 @@ import loaderkit
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.restarts import Restarts
 from loaderkit.errors import ClosedError, StallTimeout, WorkerDiedError
-from loaderkit.stages.base import BatchContext
+from loaderkit.samples.chunk import BatchContext
 
 
 @pytest.mark.matrix(1)

@@ -15,8 +15,8 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.pipeline.thread_engine import make_batch_plan
+from loaderkit.samples.chunk import BatchWork
 from loaderkit.sources.mixture import MixtureSource
-from loaderkit.stages.base import BatchWork
 from loaderkit.stages.parts import MixedChunk
 
 BAD = (4, 30, 31)

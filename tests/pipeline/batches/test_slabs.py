@@ -23,7 +23,7 @@ import profiles.memory
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.batches.slabs import SlabLayout, SlabPool
-from loaderkit.stages.base import FieldSpec
+from loaderkit.samples.values import FieldSpec
 
 
 def make_pool(**fields: tuple[tuple[int, ...], torch.dtype]) -> SlabPool:

@@ -20,7 +20,7 @@ from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.stages.slots import LEAST_LENT
+from loaderkit.samples.slots import LEAST_LENT
 
 PAGE = mmap.PAGESIZE
 NUM_FILES = 14

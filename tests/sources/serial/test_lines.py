@@ -22,9 +22,10 @@ from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectChangedError, SourceError, StageError
 from loaderkit.native import fallback_serial
+from loaderkit.samples.values import as_array
 from loaderkit.sources.serial import scan as module
 from loaderkit.sources.serial.beside import write_index
-from loaderkit.sources.serial.lines import LinesArgs, LinesSource, as_array, parse_json
+from loaderkit.sources.serial.lines import LinesArgs, LinesSource, parse_json
 
 BOM = b"\xef\xbb\xbf"
 

@@ -22,9 +22,9 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.config.registry import STAGES
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import Image
 from loaderkit.sampling.random import uniforms
-from loaderkit.sources.base import Sample
-from loaderkit.stages.base import Image
 from loaderkit.stages.image.color import RANDOM_ERASING_DRAWS, erased_box
 
 Pixels = NDArray[np.uint8]

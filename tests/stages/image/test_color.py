@@ -14,9 +14,9 @@ from PIL import Image as Pillow
 from PIL import ImageEnhance
 from pydantic import ValidationError
 
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import Image
 from loaderkit.sampling.random import uniforms
-from loaderkit.sources.base import Sample
-from loaderkit.stages.base import Image
 from loaderkit.stages.image.color import (
     COLOR_JITTER_DRAWS,
     ColorJitterArgs,

@@ -22,7 +22,8 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, LoaderkitError, StageError
-from loaderkit.stages.base import BatchWork, Encoded, GpuDecoded, SampleChunk
+from loaderkit.samples.chunk import BatchWork, SampleChunk
+from loaderkit.samples.values import Encoded, GpuDecoded
 from loaderkit.stages.image.dali import Renderer
 from loaderkit.stages.image.dali_graph import Graph
 from loaderkit.stages.image.formats import jpeg_size

@@ -12,7 +12,8 @@ from conftest import make_photo
 from dali_pipelines import FailingPipelines, chunk_of, renderer
 
 from loaderkit.errors import StageError
-from loaderkit.stages.base import Encoded, SampleChunk
+from loaderkit.samples.chunk import SampleChunk
+from loaderkit.samples.values import Encoded
 
 PHOTO = make_photo(3)
 

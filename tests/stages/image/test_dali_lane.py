@@ -17,7 +17,8 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.pipeline.thread_engine import make_batch_plan
-from loaderkit.stages.base import BatchWork, FieldSpec, GpuDecoded, Image, SampleChunk
+from loaderkit.samples.chunk import BatchWork, SampleChunk
+from loaderkit.samples.values import FieldSpec, GpuDecoded, Image
 
 
 def source(folder: Path) -> Pipeline:

@@ -9,7 +9,7 @@ import pytest
 from conftest import make_photo
 from dali_pipelines import chunk_of, renderer
 
-from loaderkit.stages.base import Encoded, GpuDecoded
+from loaderkit.samples.values import Encoded, GpuDecoded
 
 
 class TestRenderedSamples:

@@ -18,8 +18,9 @@ from mutate import mutations
 from odd_jpegs import ODD
 from PIL import Image as Pillow
 
-from loaderkit.sources.base import Sample
-from loaderkit.stages.base import BatchWork, Encoded, Image, SampleChunk
+from loaderkit.samples.chunk import BatchWork, SampleChunk
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import Encoded, Image
 from loaderkit.stages.image.decode import DecodeArgs, Decoder
 from loaderkit.stages.image.ops import Crop, DecodeNeed
 

@@ -16,8 +16,8 @@ from PIL import Image as Pillow
 from PIL import ImageOps
 from pydantic import ValidationError
 
-from loaderkit.sources.base import Sample
-from loaderkit.stages.base import Encoded, Image
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import Encoded, Image
 from loaderkit.stages.image.decode import DecodeArgs, decode
 
 

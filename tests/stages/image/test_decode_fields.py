@@ -12,8 +12,8 @@ import pytest
 from decoding import NO_DRAWS, decode_field, encoded, picture
 from numpy.typing import NDArray
 
-from loaderkit.sources.base import Sample
-from loaderkit.stages.base import Encoded, FieldGroup, Image, InPlace
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import Encoded, FieldGroup, Image, InPlace
 from loaderkit.stages.image.decode import DecodeArgs, decode
 
 # -------------------------------------------------------------------------------------------------------- not images

@@ -26,11 +26,12 @@ from loaderkit.cli import main
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.native import fallback
-from loaderkit.sources.base import Sample
-from loaderkit.stages.base import BatchWork, Encoded, SampleChunk
+from loaderkit.samples.chunk import BatchWork, SampleChunk
+from loaderkit.samples.pictures import FORMATS, Format
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import Encoded
 from loaderkit.stages.image import formats as pictures
 from loaderkit.stages.image.decode import DecodeArgs, Decoder
-from loaderkit.stages.image.formats import FORMATS, Format
 from loaderkit.stages.image.ops import Crop, DecodeNeed
 
 Pixels = NDArray[np.uint8]

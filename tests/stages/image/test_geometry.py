@@ -13,9 +13,9 @@ from PIL import Image as Pillow
 from pydantic import ValidationError
 
 from loaderkit import native
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import Image
 from loaderkit.sampling.random import uniforms
-from loaderkit.sources.base import Sample
-from loaderkit.stages.base import Image
 from loaderkit.stages.image import geometry
 
 Pixels = NDArray[np.uint8]

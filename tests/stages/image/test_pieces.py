@@ -21,7 +21,8 @@ import loaderkit
 from loaderkit import native
 from loaderkit.cli import main
 from loaderkit.errors import StageError
-from loaderkit.stages.base import BatchWork, Encoded, SampleChunk
+from loaderkit.samples.chunk import BatchWork, SampleChunk
+from loaderkit.samples.values import Encoded
 from loaderkit.stages.image import decode as decoding
 from loaderkit.stages.image.ops import Crop, DecodeNeed
 

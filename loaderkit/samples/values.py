@@ -1,0 +1,119 @@
+"""The values of samples between stages, and the layout of the fields that a batch makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loaderkit._internal.dtypes import type_of_all
+from loaderkit.errors import FormatError
+
+_DTYPES = {int: np.int64, float: np.float64, bool: np.bool_}
+
+
+class Encoded(NamedTuple):
+    """The bytes of one field before `decode`, and the extension that names their format ("jpg", "cls", "seg.png")."""
+
+    data: memoryview
+    extension: str
+
+
+class Image(NamedTuple):
+    """A decoded image: uint8 [H, W, C], C = 3, or 1 when `mask` (labels: resized by nearest, never normalised); with
+    `decode: {depth: 16}` uint16.
+
+    With `whole` = (height, width) it was not decoded in full. With `reduction` = N > 1 a pixel stands for N x N. A partial
+    image begins at `origin` = (row, column) of the (reduced) whole, and covers `box` = (top, left, height, width) of the
+    whole, which is all that the next stage needs.
+    """
+
+    pixels: NDArray[Any]
+    mask: bool = False
+    reduction: int = 1
+    whole: tuple[int, int] | None = None
+    origin: tuple[int, int] = (0, 0)
+    box: tuple[int, int, int, int] | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width) of the whole image."""
+        return self.whole or (self.pixels.shape[0], self.pixels.shape[1])
+
+
+class InPlace(NamedTuple):
+    """A field of `num_bytes` that `read` has written already, into its slot, or as `tensor` into memory that is lent to the
+    batch. For the first sample, of which only the layout matters, nothing is written."""
+
+    num_bytes: int
+    tensor: torch.Tensor | None = None
+
+
+class GpuDecoded(NamedTuple):
+    """An image that is a row of a tensor [n, C, H, W], usually of its whole chunk."""
+
+    tensor: torch.Tensor
+    row: int
+
+
+class FieldGroup(NamedTuple):
+    """Several fields from the bytes of one (an .npz file): name -> `Encoded`, `InPlace` or value. `decode` unpacks it."""
+
+    fields: dict[str, Any]
+
+
+class Starts(NamedTuple):
+    """The field of the begins of the parts of sequences of `length`. A slot has those of its sequence, counted from the batch's
+    first number: int32 [parts]. A batch has one tensor of all, and the end of the last: int32 [all parts + 1]."""
+
+    length: int
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """The layout of one field of a batch. `shape` is one sample's, with `pad` and `ragged` the example's; `kind` decides how
+    slots are filled.
+
+    slab: fixed shape and dtype, written into preallocated memory. list: any Python values. pad, ragged: tensors of differing
+    shapes, padded to the batch's largest or delivered as a list. rendered: rows of tensors from a stage. starts: `Starts`.
+    """
+
+    kind: Literal["slab", "list", "pad", "ragged", "rendered", "starts"]
+    shape: tuple[int, ...] = ()
+    dtype: str | None = None  # torch's name
+    image: bool = False
+    example_key: str = ""
+    num_bytes: int = 0  # of the first sample, for a field outside the slab
+    is_open: bool = False  # a list, as all examples were None or without items
+    widens: bool = False  # float64 of untyped data, which takes whole numbers as well
+
+
+def image_names(specs: Mapping[str, FieldSpec]) -> tuple[str, ...]:
+    """The image fields; masks are none."""
+    return tuple(name for name, spec in specs.items() if spec.image)
+
+
+def as_array(values: list[Any]) -> Any:
+    """A list of numbers, or of such lists of one length, as an array: int64, float64 (also where some are whole) or bool; any
+    other list, and one without items, as it is. Raises FormatError for whole numbers beyond int64."""
+    kind = type_of_all(values)
+    if kind is None and {*map(type, values)} == {int, float}:
+        kind = float
+    if kind is list:
+        arrays = list(map(as_array, values))
+        is_array = all(type(array) is np.ndarray and array.dtype.kind in "biuf" for array in arrays)
+        if not is_array or len({array.shape for array in arrays}) > 1:
+            return values
+        dtypes = {array.dtype for array in arrays}
+        return values if len(dtypes) > 1 and np.dtype(np.bool_) in dtypes else np.stack(arrays)
+    dtype = _DTYPES.get(kind) if kind is not None else None
+    if dtype is None:
+        return values
+    try:
+        return np.array(values, dtype)
+    except OverflowError:
+        raise FormatError("it has a whole number beyond 64 bits in a list") from None

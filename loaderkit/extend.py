@@ -29,12 +29,13 @@ from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.builder import Pipeline
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.samples.chunk import BatchContext, SampleChunk
-from loaderkit.samples.pictures import image_fields, to_tensor
+
 from loaderkit.samples.sample import FieldRange, Sample, Table
 from loaderkit.samples.values import Encoded, Image
 from loaderkit.sources.base import Source, SourceKind
 from loaderkit.stages.base import FieldNames, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
+from loaderkit.stages.values import image_fields, to_tensor
 
 __all__ = [
     "BatchContext",
@@ -72,7 +73,7 @@ __all__ = [
 
 
 def register(name: str, item: SourceKind | StageKind | ConnectorFactory) -> None:
-    """Give `name` a meaning in this program: a kind of source, a stage, or with a function (url, args) -> Connector the scheme
+    """Give `name` a meaning in this program: a kind of source, a stage, or with a class or function (url, args) -> Connector the scheme
     of URLs `name://`. Worker processes are sent it; what cannot be pickled is refused there. Registered again from the same
     place, as by a notebook's cell, it takes the place of the earlier one.
 
@@ -85,12 +86,10 @@ def register(name: str, item: SourceKind | StageKind | ConnectorFactory) -> None
     elif isinstance(item, StageKind):
         _check_method(name)
         STAGES.register(name, item)
-    elif callable(item) and not isinstance(item, type):
+    elif callable(item) and not (isinstance(item, type) and issubclass(item, (Source, Model))):
         CONNECTORS.register(name, item)
     else:
-        raise ConfigError(
-            f"register({name!r}): {item!r} is no SourceKind, no StageKind and no function (url, args) -> Connector"
-        )
+        raise ConfigError(f"register({name!r}): {item!r} is no SourceKind, no StageKind and makes no connector of a URL")
 
 
 def _check_method(name: str) -> None:

@@ -89,7 +89,7 @@ def _open_fsspec(url: str, args: StoreArgs) -> Connector:
 CONNECTORS: Registry[ConnectorFactory] = Registry(
     "loaderkit.connectors",
     "connector",
-    "a function (url, loaderkit.extend.StoreArgs) -> Connector",
+    "a class or function (url, loaderkit.extend.StoreArgs) -> Connector",
     callable,
     {
         "file": _open_file,

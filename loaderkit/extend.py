@@ -29,7 +29,6 @@ from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.builder import Pipeline
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.samples.chunk import BatchContext, SampleChunk
-
 from loaderkit.samples.sample import FieldRange, Sample, Table
 from loaderkit.samples.values import Encoded, Image
 from loaderkit.sources.base import Source, SourceKind
@@ -73,9 +72,9 @@ __all__ = [
 
 
 def register(name: str, item: SourceKind | StageKind | ConnectorFactory) -> None:
-    """Give `name` a meaning in this program: a kind of source, a stage, or with a class or function (url, args) -> Connector the scheme
-    of URLs `name://`. Worker processes are sent it; what cannot be pickled is refused there. Registered again from the same
-    place, as by a notebook's cell, it takes the place of the earlier one.
+    """Give `name` a meaning in this program: a kind of source, a stage, or with a class or function (url, args) -> Connector
+    the scheme of URLs `name://`. Worker processes are sent it; what cannot be pickled is refused there. Registered again from
+    the same place, as by a notebook's cell, it takes the place of the earlier one.
 
     Raises ConfigError for a name that loaderkit or another part of the program has, and for any other object. A name that an
     installed package has, too, is an error where it is used.
@@ -89,7 +88,9 @@ def register(name: str, item: SourceKind | StageKind | ConnectorFactory) -> None
     elif callable(item) and not (isinstance(item, type) and issubclass(item, (Source, Model))):
         CONNECTORS.register(name, item)
     else:
-        raise ConfigError(f"register({name!r}): {item!r} is no SourceKind, no StageKind and makes no connector of a URL")
+        raise ConfigError(
+            f"register({name!r}): {item!r} is no SourceKind, no StageKind and makes no connector of a URL"
+        )
 
 
 def _check_method(name: str) -> None:

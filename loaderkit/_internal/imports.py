@@ -30,8 +30,8 @@ def import_named(name: str) -> Any:
 
 
 def public_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's `__getattr__`: it imports the module of a name, which may import torch, and returns the object, or that module
-    if it is what the name means."""
+    """A package's `__getattr__`: it imports the module of a name, which may import torch, and returns the object, or that
+    module if it is what the name means."""
 
     def get(name: str) -> Any:
         if name not in homes:

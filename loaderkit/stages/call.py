@@ -49,8 +49,8 @@ class CallArgs(StageArgs):
     """
 
     function: str | Callable[..., Any] = Field(
-        description='"package.module:function", or in Python the function itself; of a class with `__call__` one object is made '
-        "in each process, and called"
+        description='"package.module:function", or in Python the function itself; of a class with `__call__` one object is '
+        "made in each process, and called"
     )
     args: dict[str, Any] = Field(
         {}, description="keyword arguments for every call; of a class: to make its object with"

@@ -87,7 +87,7 @@ TYPE_NAMES = {
 }
 
 STORES = """Where a `url` may lead: a path or `file://`; `s3://bucket/prefix`; `gs://`, `az://`, `http(s)://`, `hf://` through fsspec, and
-`fsspec+scheme://` for any other scheme that fsspec knows; `memory://` and any scheme for which `build(connectors={...})` gives a connector.
+`fsspec+scheme://` for any other scheme that fsspec knows; a scheme that a package brings ([extending](extending.md#a-connector)); `memory://` and any scheme for which `build(connectors={...})` gives a connector.
 A URL is taken literally (`%20` and `+` are those characters), and must not hold credentials.
 """
 

@@ -31,7 +31,8 @@ from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.samples.chunk import BatchContext, SampleChunk
 from loaderkit.samples.sample import FieldRange, Sample, Table
 from loaderkit.samples.values import Encoded, Image
-from loaderkit.sources.base import Source, SourceKind
+from loaderkit.sources.base import ReadContext, Reader, Source, SourceKind
+from loaderkit.sources.sample_reader import SampleReader
 from loaderkit.stages.base import FieldNames, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.values import image_fields, to_tensor
@@ -54,8 +55,11 @@ __all__ = [
     "Model",
     "ObjectInfo",
     "Ranges",
+    "ReadContext",
+    "Reader",
     "Sample",
     "SampleChunk",
+    "SampleReader",
     "Source",
     "SourceArgs",
     "SourceKind",

@@ -27,7 +27,6 @@ from loaderkit.pipeline.source_accounts import SourceAccounts
 from loaderkit.ranks.place import given_place, other_ranks, ranks_now
 from loaderkit.sampling.mix_rules import with_later_changes
 from loaderkit.sampling.state import State
-from loaderkit.sources.iterable import IterableSource
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -86,6 +85,7 @@ class Loader(DataLoaderParts):
         self._fingerprint = plan.fingerprint()
         self._has_ranks = plan.has_given_ranks
         self._stream = plan.compiled.context.stream
+        self._in_order = plan.source.in_order
         self._epoch = 0  # of the last batch delivered, or of the first to come
         self._position = 0  # samples delivered in that epoch, over all ranks
         self._next = (0, 0)  # (epoch, position) where the next iteration begins
@@ -218,8 +218,8 @@ class Loader(DataLoaderParts):
             return batch
         self._sources.passed(executors.run, self._epoch, self._position, delivery.end)
         self._position = delivery.end
-        if isinstance(self._plan.source, IterableSource):
-            self._plan.source.saved = delivery.source_state
+        if self._in_order is not None:
+            self._in_order.saved = delivery.source_state
         executors.delivered(self._epoch, self._position, batch)
         return batch
 
@@ -280,10 +280,10 @@ class Loader(DataLoaderParts):
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop as JSON values; takes microseconds, after any batch. Batches read ahead do not count.
         After an epoch's last batch it is the beginning of the next epoch. An iterable's own state is in `source`, as it is."""
-        here, source = self._or_next_epoch(self._epoch, self._position), self._plan.source
+        here = self._or_next_epoch(self._epoch, self._position)
         if here[1]:
             self._empty_batches.note_state(sys._getframe(1))
-        own = source.state_at(*here) if isinstance(source, IterableSource) else None
+        own = None if self._in_order is None else self._in_order.state_at(*here)
         return State(*here, self._plan.config.order.seed, self._fingerprint, own).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, accept: Collection[str] = ()) -> None:
@@ -299,10 +299,9 @@ class Loader(DataLoaderParts):
         restored.check(seed=seed, fingerprint=self._fingerprint, num_samples=schedule.samples_in, accept=accept)
         self._iteration, self._asked = self._iteration + 1, None
         self._epoch, self._position = self._next = here = self._or_next_epoch(restored.epoch, restored.position)
-        source = self._plan.source
-        if isinstance(source, IterableSource):
+        if self._in_order is not None:
             self._executors.stop()  # the next one begins with the state
-            source.resume(*here, restored.source)
+            self._in_order.resume(*here, restored.source)
 
     def _or_next_epoch(self, epoch: int, position: int) -> tuple[int, int]:
         """(epoch, position), or the beginning of the next epoch if no batch comes behind it."""

@@ -48,8 +48,6 @@ def check(
         from loaderkit.pipeline.process_setup import check_depth  # late, as torch is
 
         check_depth(prefetch)
-    from loaderkit.sources.files import FilesSource  # late, as torch is
-
     # A batch of the real size: a sample alone would hide that others have other shapes, or that memory is too small.
     plan = open_plan(pipeline, [*(assignments or []), "prefetch.batches=1"], on_this_thread=True)
     checked = {
@@ -66,11 +64,11 @@ def check(
         "num_ignored_members": getattr(plan.source, "num_ignored", 0),
         "left_out": dict(getattr(plan.source, "left_out", {})),
         "num_of_systems": getattr(plan.source, "num_of_systems", 0),
-        "class_oddities": plan.source.oddities() if isinstance(plan.source, FilesSource) else [],
+        "class_oddities": plan.source.oddities(),
         **_first_batch(plan),
         **_row_groups(plan),
     }
-    checked |= _item_checks(plan)
+    checked |= plan.config.kind.check_items(plan.config.source, plan.source)
     checked["side_by_side"] = _side_by_side(plan)
     if as_json:
         console.tell_json(checked)
@@ -93,11 +91,9 @@ def _said_of_extension(extension: dict[str, str]) -> str:
 def _lengths(plan: ExecutionPlan) -> dict[str, Any]:
     """`resume`: how an iterable gets to a saved position; None for other sources. The numbers are None if not known before;
     `may_have_fewer`: batches may be skipped."""
-    from loaderkit.sources.iterable import IterableSource
-
-    source, schedule, resume = plan.source, plan.schedule, None
-    if isinstance(source, IterableSource):
-        resume = "its own state, as exact as that is" if source.has_state else "iterating up to there"
+    schedule, in_order, resume = plan.schedule, plan.source.in_order, None
+    if in_order is not None:
+        resume = "its own state, as exact as that is" if in_order.has_state else "iterating up to there"
     if not schedule.knows_length:
         return {"num_samples": None, "batches_per_epoch": None, "resume": resume, "may_have_fewer": False}
     return {
@@ -111,18 +107,18 @@ def _lengths(plan: ExecutionPlan) -> dict[str, Any]:
 def _row_groups(plan: ExecutionPlan) -> dict[str, Any]:
     """`row_groups`: of a source of rows the number of its row groups, their bytes, and how often this rank decodes the bytes of
     its samples."""
-    from loaderkit.sources.base import RowSource
     from loaderkit.sources.forecast import decoded_share
 
-    source, schedule = plan.source, plan.schedule
-    if not isinstance(source, RowSource):
+    groups, schedule, share = plan.source.row_groups, plan.schedule, None
+    if groups is None:
         return {}
-    share = decoded_share(source, plan.order(), schedule.rank, schedule.world_size) if _is_plain(plan) else None
+    if _is_plain(plan):
+        share = decoded_share(groups, len(plan.source), plan.order(), schedule.rank, schedule.world_size)
     return {
         "row_groups": {
-            "num": len(source.group_bytes),
-            "mean_bytes": int(source.group_bytes.mean()),
-            "num_bytes": int(source.group_bytes.sum()),
+            "num": len(groups.group_bytes),
+            "mean_bytes": int(groups.group_bytes.mean()),
+            "num_bytes": int(groups.group_bytes.sum()),
             "decoded_share": share,
             "shuffle": plan.config.order.shuffle,
         }
@@ -152,28 +148,6 @@ def _said_of_row_groups(facts: dict[str, Any]) -> Iterator[str]:
         f"an epoch decodes every row group {share:.3g} times ({total} instead of {say_size(facts['num_bytes'])}, all ranks "
         f"together), as samples of more row groups are mixed than memory holds, or several ranks need the same: {remedy}"
     )
-
-
-def _item_checks(plan: ExecutionPlan) -> dict[str, Any]:
-    """`seen_alike`: whether another process would see the same items. `is_unseeded`, `items_differ`, `state_is_inexact`: of an
-    iterable, whether it can be relied on. See `sources.item_checks`."""
-    from loaderkit.sources.dataset import DatasetArgs, DatasetSource
-    from loaderkit.sources.item_checks import items_differ, seen_alike, state_is_inexact
-    from loaderkit.sources.iterable import IterableSource
-
-    source, args = plan.source, plan.config.source
-    if not isinstance(args, DatasetArgs) or not isinstance(source, DatasetSource):
-        return {}
-    if not isinstance(source, IterableSource):
-        return {"seen_alike": seen_alike(source.dataset, args, is_iterable=False)}
-    differ = items_differ(source.make_another)
-    # Where items differ anyway, what follows a state says nothing of it.
-    return {
-        "seen_alike": differ or seen_alike(source.make_another(), args, is_iterable=True),
-        "is_unseeded": source.is_unseeded,
-        "items_differ": differ,
-        "state_is_inexact": not differ and source.has_state and state_is_inexact(source.make_another, source.origin(0)),
-    }
 
 
 def _side_by_side(plan: ExecutionPlan) -> dict[str, Any] | None:
@@ -261,11 +235,8 @@ def describe_field(name: str, value: Any) -> dict[str, Any]:
 
 def _first_sample(plan: ExecutionPlan) -> dict[str, Any]:
     """Key, origin and size in bytes (None if the source has no bytes) of the first sample in canonical order."""
-    from loaderkit.sources.base import RowSource
-
     source = plan.source
-    has_bytes = plan.connector is not None and not isinstance(source, RowSource)
-    num_bytes = sum(sample_range.range.length for sample_range in source.ranges(0)) if has_bytes else None
+    num_bytes = sum(sample_range.range.length for sample_range in source.ranges(0)) if source.has_ranges else None
     return {"key": source.key(0), "origin": source.origin(0), "num_bytes": num_bytes}
 
 

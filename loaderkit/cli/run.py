@@ -109,12 +109,11 @@ def run(
 
 def _retry_quarantined(pipeline: Path, quarantine: Path, assignments: list[str] | None, as_json: bool) -> None:
     from loaderkit.pipeline.bad_samples import indices_of, read_quarantine, retry_quarantined
-    from loaderkit.sources.iterable import IterableSource
     from loaderkit.stages.time_limit import NotCalledError
 
     lines = read_quarantine(quarantine)
     plan = open_plan(pipeline, assignments, on_this_thread=True)
-    if isinstance(plan.source, IterableSource):
+    if plan.config.kind.is_stream:
         raise typer.BadParameter("an iterable gives no single samples", param_hint="--only-quarantined")
     places = indices_of(plan.source, lines)
     tried: dict[str, list[dict[str, Any]]] = {"bad": [], "good": [], "gone": [], "untried": []}

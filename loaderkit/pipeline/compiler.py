@@ -20,12 +20,12 @@ from loaderkit.engine.pools import PoolPlan, plan_pools
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.pipeline.config.registry import SOURCES, STAGES
+from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.pipeline.dali_lowering import DaliLowering, lower
 from loaderkit.pipeline.opened import OpenedPipeline
 from loaderkit.samples.values import FieldSpec, image_names
 from loaderkit.sampling.shard import Shard
-from loaderkit.sources.base import RowSource, Source
+from loaderkit.sources.base import Source
 from loaderkit.sources.forecast import Chosen, Forecast
 from loaderkit.sources.mixture import MixtureSource, SourcePart
 from loaderkit.stages.base import StageConfig
@@ -77,7 +77,9 @@ class CompiledStages:
         config, slots = self.config, self.context.in_slots
         dtype = None if slots is None else STAGES[slots.kind].slot_dtype(slots.args)
         try:
-            specs = specs_of(examples, config.batch.ragged, dtype, has_untyped_arrays=self.context.gives == "serial")
+            specs = specs_of(
+                examples, config.batch.ragged, dtype, has_untyped_arrays=self.context.source.has_untyped_arrays
+            )
         except (OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise StageError(f"batch cannot hold sample {key!r}: {error}", stage="batch", key=key) from error
         ragged = [name for name in image_names(specs) if specs[name].kind in ("pad", "ragged")]
@@ -131,7 +133,6 @@ def compile_stages(plan: OpenedPipeline) -> CompiledStages:
     lowering = _lower(config, stream, plan.num_workers)
     context = CompileContext(
         source=plan.source,
-        gives=config.kind.gives,
         connector=used[0] if plan.mixture is None else None,
         seed=config.order.seed,
         on_bad_sample=config.errors.on_bad_sample,
@@ -145,7 +146,7 @@ def compile_stages(plan: OpenedPipeline) -> CompiledStages:
         output=config.output,
         batching=plan.batching,
     )
-    stages = _compile(context, lowering, partial(_compile_parts, plan, used))
+    stages = _compile(context, lowering, None if plan.mixture is None else partial(_compile_parts, plan, used))
     if plan.slowdown is not None:
         stages = [slowed(stage, plan.slowdown) for stage in stages]
     pools = plan_pools(stages, plan.num_workers)
@@ -202,7 +203,6 @@ def _compile_parts(
         part = replace(
             context,
             source=plan.source.parts[number],
-            gives=SOURCES[member.kind].gives,
             connector=connectors[number],
             stages=(own, *member.stages, *context.stages[1:]),
             sample_runs=[],
@@ -218,13 +218,14 @@ def _compile_parts(
 def _compile(
     context: CompileContext,
     lowering: DaliLowering | None,
-    compile_parts: Callable[[CompileContext, StageConfig], list[Stage]],
+    compile_parts: Callable[[CompileContext, StageConfig], list[Stage]] | None,
 ) -> list[Stage]:
-    """All stages: those that work on chunks, then those that work on batches."""
+    """All stages: those that work on chunks, then those that work on batches. `compile_parts` gives those of a mixture's
+    `read`."""
     before = context.before_batch
     stages: list[Stage] = []
     for config in context.stages:
-        if context.gives == "mixed" and config.kind == "read":
+        if compile_parts is not None and config.kind == "read":
             parts = compile_parts(context, config)
             stages += parts
             context.sample_runs.extend(part.run for part in parts)
@@ -280,11 +281,14 @@ def _read_ahead(plan: OpenedPipeline) -> list[_ReadAhead | None]:
         # Batches by length have samples of all blocks of a window.
         by_block = config.order.shuffle == "block" and plan.batching is None
         bounds = plan.source.blocks(config.order.block.block) if by_block else None
-        return [_ahead_of(plan, config.source, plan.source, plan.connector, bounds)]
+        return [_ahead_of(plan, config.source, plan.source, plan.connector, bounds=bounds)]
     assert isinstance(plan.source, MixtureSource)
     members = zip(config.mixture.members, plan.source.parts, plan.connectors, strict=True)
     # A source's lanes are not those of a rank, so its blocks are not fetched as wholes.
-    return [_ahead_of(plan, member.args, part, connector, None) for member, part, connector in members]
+    return [
+        _ahead_of(plan, member.args, part.inner, connector, chosen=_choice(plan, part))
+        for member, part, connector in members
+    ]
 
 
 def _ahead_of(
@@ -292,7 +296,9 @@ def _ahead_of(
     args: SourceArgs,
     source: Source,
     connector: Connector | None,
-    bounds: NDArray[np.int64] | None,
+    *,
+    bounds: NDArray[np.int64] | None = None,
+    chosen: Chosen | None = None,
 ) -> _ReadAhead | None:
     config, shard = plan.config, plan.shard
     if not isinstance(args, StoreArgs) or connector is None or plan.executor == "inline":
@@ -309,7 +315,7 @@ def _ahead_of(
         num_epochs=config.order.epochs,
         bounds=bounds,
         shard=shard,
-        chosen=None if plan.mixture is None else _choice(plan, source),
+        chosen=chosen,
         packing=plan.packing,
         batching=plan.batching,
     )
@@ -321,15 +327,14 @@ def _ahead_of(
         # Enough for the next window of blocks, or for seconds of small files; little of the next epoch.
         # Row groups are so large that memory alone says how many.
         num_samples=_ALL
-        if isinstance(source, RowSource)
+        if source.row_groups is not None
         else min(_NUM_AHEAD + 2 * forecast.window, num_samples // plan.schedule.world_size + _NUM_LEAST),
         slack=256 + 2 * (num_batches + 2) * mean_samples,
     )
     return _ReadAhead(reading, forecast, args.read_ahead)
 
 
-def _choice(plan: OpenedPipeline, part: Source) -> Chosen:
+def _choice(plan: OpenedPipeline, part: SourcePart) -> Chosen:
     """What a forecast of one source reads of the mixture."""
-    assert isinstance(part, SourcePart)
     assert plan.mixture is not None
-    return Chosen(partial(plan.mixture.spans, part.name), part.is_own)
+    return Chosen(partial(plan.mixture.spans, part.name), part.is_own, part.own_of)

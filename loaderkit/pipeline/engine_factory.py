@@ -16,7 +16,6 @@ from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.pipeline.config.model import RayArgs
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.thread_engine import make_batch_plan, make_thread_engine
-from loaderkit.sources.iterable import IterableSource
 
 logger = logging.getLogger("loaderkit")
 
@@ -25,9 +24,9 @@ def make_executor(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Exec
     """An executor that is not started. Raises ConfigError."""
     if plan.is_shared:
         return _make_shared_executor(plan, clock)
-    if isinstance(plan.source, IterableSource):
+    if (in_order := plan.source.in_order) is not None:
         num_processes = plan.config.prefetch.first_processes if plan.is_remote else 1
-        plan.source.check_readers(plan.schedule.world_size, num_processes)
+        in_order.check_readers(plan.schedule.world_size, num_processes)
     if plan.is_remote:
         # Late: it takes a tenth of the time to the first batch.
         from loaderkit.pipeline.process_setup import make_remote_engine

@@ -115,7 +115,7 @@ def compile_pipeline(
     """Open and list the source, and compile the stages; no thread is started. `slowdown` slows one stage down. Without
     `rank` and `world_size`, or a `place`, the plan is for those of now, as a guess. Raises LoaderkitError."""
     kind = config.kind
-    if kind.gives == "tensors":
+    if not kind.has_samples:
         raise ConfigError(
             f"{config.name}: its source is a checkpoint, which has tensors and no samples: iterate over loaderkit.build(), or "
             "use loaderkit run, check, explain or restore"

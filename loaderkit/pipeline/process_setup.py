@@ -27,7 +27,6 @@ from loaderkit.pipeline.live_settings import is_tuned
 from loaderkit.pipeline.sendable import check_sendable, named_in_main
 from loaderkit.pipeline.thread_engine import make_worker_engine, with_kinds, with_main
 from loaderkit.sampling.shard import Shard
-from loaderkit.sources.iterable import IterableSource
 from loaderkit.stages.image.formats import pillow_limits
 
 
@@ -90,7 +89,7 @@ def _actor_maker(settings: RayArgs) -> tuple[MakeProcess, Callable[[], None]]:
 def restarts_of(plan: ExecutionPlan) -> Restarts:
     """How often workers of this plan that died may be started again."""
     impossible = ""
-    if isinstance(plan.source, IterableSource):
+    if plan.config.kind.is_stream:
         impossible = "prefetch.restarts does not apply: an iterable gives its items once, so no batch can be made again"
     return Restarts(plan.config.prefetch.restarts, keys_at=partial(_keys_at, plan), impossible=impossible)
 

@@ -18,7 +18,6 @@ from loaderkit.pipeline.compiler import compile_stages
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.samples.chunk import BatchWork, SampleChunk
-from loaderkit.sources.base import ItemSource
 from loaderkit.stages.call import CallArgs
 
 _NUM_THREADS, _NUM_ROUNDS = 4, 4
@@ -45,7 +44,7 @@ def compare_side_by_side(plan: ExecutionPlan) -> SideBySide | None:
     users = [stage for stage in context.before_batch if STAGES[stage.kind].runs_user_code]
     declared = [stage.name for stage in users if isinstance(stage.args, CallArgs) and stage.args.thread_safe is True]
     names = [stage.name for stage in users]
-    if isinstance(plan.source, ItemSource):
+    if plan.source.runs_user_code:
         names.insert(0, context.stages[0].name)
         if plan.source.owner is None:
             declared.insert(0, context.stages[0].name)
@@ -92,8 +91,7 @@ def _made(plan: ExecutionPlan, number: int) -> Mapping[str, Any] | Exception:
 def _without_locks(plan: ExecutionPlan) -> ExecutionPlan:
     """The plan, all of whose user code may run in several threads."""
     source = copy(plan.source)
-    if isinstance(source, ItemSource):
-        source.owner = None
+    source.owner = None
     stages = tuple(
         replace(stage, args=stage.args.model_copy(update={"thread_safe": True}))
         if isinstance(stage.args, CallArgs)

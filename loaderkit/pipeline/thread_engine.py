@@ -26,8 +26,8 @@ from loaderkit.samples.values import FieldSpec
 from loaderkit.sampling.shard import Shard
 from loaderkit.sampling.token_mixture import TokenMixture
 from loaderkit.sources.base import Source
-from loaderkit.sources.iterable import IterableSource, Pass
 from loaderkit.sources.mixture import MixtureSource
+from loaderkit.sources.objects.iterable import Pass
 from loaderkit.stages.image.formats import set_pillow_limits
 
 
@@ -93,7 +93,7 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
     # A mixture's `read` is several stages; those behind the ones that run here act on batches.
     runs = compiled.context.sample_runs
     look = Look([(stage.name, run) for stage, run in zip(compiled.stages, runs, strict=False)])
-    packing = plan.packing
+    packing, in_order = plan.packing, plan.source.in_order
     make_chunk: MakeChunk = SampleChunk
     make_single: MakeChunk = SampleChunk
     if packing is not None:
@@ -132,9 +132,7 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
         sources_of=plan.source.numbers_of if isinstance(plan.source, MixtureSource) and packing is None else None,
         batch_size=mean_samples,
         whole_chunks=compiled.lowering is not None,
-        begin_pass=partial(Pass, plan.source, schedule=schedule, shard=shard)
-        if isinstance(plan.source, IterableSource)
-        else None,
+        begin_pass=None if in_order is None else partial(in_order.begin_pass, schedule=schedule, shard=shard),
     )
 
 

@@ -117,13 +117,14 @@ class SampleChunk(Chunk):
     sets `columns` instead, one list of values per field, or one array, which avoids a dict per sample.
     """
 
-    __slots__ = ("columns", "draws", "dropped", "failures", "indices", "parts", "samples")
+    __slots__ = ("columns", "draws", "dropped", "failures", "indices", "parts", "samples", "source_indices")
     work_item: BatchWork
     failures: dict[int, StageError]  # by row
 
     def __init__(self, work_item: BatchWork, lo: int, hi: int, indices: NDArray[np.int64]) -> None:
         super().__init__(work_item, lo, hi)
         self.indices = indices  # int64 [hi - lo]
+        self.source_indices = indices  # in the source that they are read from, which may be one of several
         self.samples: list[Sample | None] = [None] * (hi - lo)
         self.columns: dict[str, Any] | None = None
         self.failures = {}

@@ -40,7 +40,7 @@ from loaderkit.shards.layout import Extensions, SampleLayout, tar_key
 from loaderkit.shards.samples import CHUNK, MadeChunk, SampleMaker
 from loaderkit.shards.tar_shard import TarShard
 from loaderkit.sources.formats.tar_index import wds_index_key
-from loaderkit.sources.tar import UNFINISHED
+from loaderkit.sources.tar.source import UNFINISHED
 from loaderkit.stages.image.formats import pillow_limits, set_pillow_limits
 
 Format = Literal["tar", "array"]

@@ -83,7 +83,7 @@ def plan_shards(config: PipelineConfig, options: Options) -> ShardPlan:
             layout, mean_bytes, contents = _tried(plan, maker, options.format)
         finally:
             maker.close()
-        is_copy = not split.run and config.kind.gives == "ranges" and options.format == "tar"
+        is_copy = not split.run and config.kind.encoded == "all" and options.format == "tar"
         sizes = _sizes(plan, mean_bytes, contents, is_copy=is_copy)
         names = Extensions(layout.fields)
         extensions = {name: sorted(names.of(name, one) for one in contents.get(name, ())) for name in layout.fields}

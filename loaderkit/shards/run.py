@@ -26,7 +26,7 @@ from loaderkit.shards.joining import join_parts
 from loaderkit.shards.planning import ShardPlan
 from loaderkit.shards.training import array_name, check_left, training_pipeline
 from loaderkit.shards.workers import MadeShard, make_here, make_in_processes
-from loaderkit.sources.tar import MANIFEST
+from loaderkit.sources.tar.source import MANIFEST
 
 _WORTH_PROCESSES = 32 * 10**6  # bytes to write: starting processes takes 3 s
 

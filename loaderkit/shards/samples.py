@@ -20,7 +20,7 @@ from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.samples.chunk import BatchWork, SampleChunk, SampleFailure
 from loaderkit.samples.values import Image
 from loaderkit.shards.encoding import EncodedField, Original, array_of, encoded_field, original_of
-from loaderkit.stages.read import read_values
+from loaderkit.stages.read import values_reader
 from loaderkit.stages.runner import FailureNamer, raise_store_failure
 
 Int64 = NDArray[np.int64]
@@ -49,7 +49,7 @@ class SampleMaker:
         self._plan, self._wanted = plan, wanted
         self._quality, self._decodes_later, self._as_array = quality, decodes_later, as_array
         context = plan.compiled.context
-        self._read = read_values(context, context.stages[0])
+        self._reader = values_reader(context.stages[0], context)
         self._stages = [stage for stage in plan.compiled.stages if stage.kind not in ("read", "batch")]
         self._failed: FailureNamer = replace(context.failed(context.stages[0]), stage=_STAGE)
         self._memory = threading.local()
@@ -85,6 +85,7 @@ class SampleMaker:
 
     def close(self) -> None:
         """Release what stages hold; they may run again."""
+        self._reader.close()
         for stage in self._plan.compiled.stages:
             if stage.close is not None:
                 stage.close()
@@ -92,7 +93,7 @@ class SampleMaker:
     def _run(self, chunk: SampleChunk) -> list[dict[str, Original]]:
         """Run the stages; of each sample what its pictures were decoded from."""
         originals: list[dict[str, Original]] = [{} for _ in range(len(chunk))]
-        self._read(chunk)
+        self._reader.read(chunk)
         for stage in self._stages:
             decodes = STAGES[stage.kind].decodes
             before = [dict(sample or {}) for sample in chunk.samples] if decodes else []

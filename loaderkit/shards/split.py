@@ -36,7 +36,7 @@ def split_stages(config: PipelineConfig, *, keeps_encoded: bool) -> Split:
         if why := _why_left(stage):
             num, reason = number, f"{stage.name} {why}"
             break
-    if keeps_encoded and num and STAGES[before[num - 1].kind].decodes and config.kind.gives in ("ranges", "rows"):
+    if keeps_encoded and num and STAGES[before[num - 1].kind].decodes and config.kind.encoded != "none":
         num -= 1
         reason = f"{before[num].name} would only undo the encoding, so the original bytes are kept"
     return Split(before[:num], before[num:], reason)
@@ -48,7 +48,7 @@ def _check_source(config: PipelineConfig) -> None:
             f"{config.name}: it mixes {len(config.mixture.members)} sources, and shards are written of one: pack each by a "
             "pipeline of its own, and mix the shards"
         )
-    if config.kind.gives == "tensors":
+    if not config.kind.has_samples:
         raise ConfigError(
             f"{config.name}: its source is a checkpoint, which has tensors and no samples: `loaderkit.restore` reads it"
         )

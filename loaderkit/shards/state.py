@@ -23,7 +23,7 @@ from loaderkit.errors import AccessDeniedError, ConfigError, LoaderkitError, Obj
 from loaderkit.shards.job import FOLDER, VERSION, ShardJob, ShardRecord, check_own, read_json, record_key, write_own
 from loaderkit.shards.layout import SampleLayout
 from loaderkit.sources.formats.tar_index import wds_index_key
-from loaderkit.sources.tar import MANIFEST, UNFINISHED
+from loaderkit.sources.tar.source import MANIFEST, UNFINISHED
 
 assert UNFINISHED.startswith(FOLDER)
 

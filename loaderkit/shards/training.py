@@ -15,7 +15,7 @@ from loaderkit.shards.layout import Extensions, SampleLayout
 from loaderkit.shards.planning import ShardPlan
 from loaderkit.shards.split import Split
 from loaderkit.sources.array import ArrayArgs
-from loaderkit.sources.tar import TarArgs
+from loaderkit.sources.tar.source import TarArgs
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.image.decode import DecodeArgs
 

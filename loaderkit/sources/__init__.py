@@ -1,6 +1,29 @@
-"""Sources list the samples and locate their bytes: one module a source, with its arguments and its kind."""
+"""Sources list the samples, locate their bytes and read them: one module or package a kind, with its arguments and its kind."""
 
-from loaderkit.connectors.config import SourceArgs
-from loaderkit.sources.base import ItemSource, RecordSource, Source, SourceKind
+from __future__ import annotations
 
-__all__ = ["ItemSource", "RecordSource", "Source", "SourceArgs", "SourceKind"]
+from typing import TYPE_CHECKING
+
+from loaderkit._internal.imports import public_names
+
+if TYPE_CHECKING:
+    from loaderkit.connectors.config import SourceArgs
+    from loaderkit.sources.base import ReadContext, Reader, Source, SourceKind
+    from loaderkit.sources.items import ItemSource
+    from loaderkit.sources.ranges import RangeSource
+    from loaderkit.sources.records import RecordSource
+
+__all__ = ["ItemSource", "RangeSource", "ReadContext", "Reader", "RecordSource", "Source", "SourceArgs", "SourceKind"]
+__getattr__ = public_names(
+    __name__,
+    {
+        "ItemSource": "loaderkit.sources.items",
+        "RangeSource": "loaderkit.sources.ranges",
+        "ReadContext": "loaderkit.sources.base",
+        "Reader": "loaderkit.sources.base",
+        "RecordSource": "loaderkit.sources.records",
+        "Source": "loaderkit.sources.base",
+        "SourceArgs": "loaderkit.connectors.config",
+        "SourceKind": "loaderkit.sources.base",
+    },
+)

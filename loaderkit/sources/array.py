@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from loaderkit._internal.config.settings import as_tuple
-from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
+from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, FormatError, SourceError
-from loaderkit.samples.sample import FieldRange, Sample
-from loaderkit.sources.base import PackedSize, Records, RecordSource, SourceKind
+from loaderkit.sources.base import PackedSize, SourceKind
 from loaderkit.sources.formats.npy import NpyHeader, read_npy_header
 from loaderkit.sources.listing import numbered
+from loaderkit.sources.records import Records, RecordSource
 
 DType = Literal[
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
@@ -127,18 +127,6 @@ class ArraySource(RecordSource):
         starts: NDArray[np.int64] = indices * self._stride + self._first
         return starts
 
-    def ranges(self, index: int) -> list[FieldRange]:
-        """The bytes of the record or window, as they lie in the file."""
-        if not 0 <= index < self._size:
-            raise IndexError(f"sample {index} of {self._size}")
-        start = self._data_start + index * self._record_bytes
-        byte_range = ByteRange(self._info.key, start, self.records.num_bytes, self._info.etag)
-        return [FieldRange(self.records.field, "raw", byte_range)]
-
-    def constants(self, index: int) -> Sample:
-        """Nothing is known of a sample without reading it."""
-        return {}
-
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
         """Equal runs of samples of about `block_bytes` each: int64 [number of runs + 1].
 
@@ -241,4 +229,4 @@ def _open(args: ArrayArgs, connector: Connector | None) -> ArraySource:
     return ArraySource(connector, args)
 
 
-ARRAY = SourceKind(ArrayArgs, "records", _open, lambda args: args.root)
+ARRAY = SourceKind(ArrayArgs, _open, lambda args: args.root)

@@ -1,4 +1,7 @@
-"""The contract of sources: the calls every source has, and the records they return."""
+"""The contract of sources: what a source tells of its samples, the reader that reads them, and its kind.
+
+SourceKind.open(args, connector) ──> Source ──reader(ReadContext)──> Reader ──read(chunk)──> the samples of a chunk
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,14 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
+from loaderkit.connectors.base import ByteRange, Connector, Ranges
 from loaderkit.connectors.config import SourceArgs, StoreArgs
 from loaderkit.connectors.factory import open_connector
+from loaderkit.errors import SourceError
+from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.sample import FieldRange, Sample, Table
+from loaderkit.sampling.schedule import BatchSampler
+from loaderkit.sampling.shard import Shard
 
 _MAX_CLASSES_NAMED = 10
 
@@ -36,12 +43,119 @@ class PackedSize(NamedTuple):
     stored_bytes: int
 
 
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+class InPlaceFields(NamedTuple):
+    """The fields whose arrays may be read straight into their slots: those that `decode` turns into arrays (`decoded`; None:
+    all), without those that other stages change before `batch` (`touched`)."""
+
+    decoded: frozenset[str] | None
+    touched: frozenset[str]
+
+
+@dataclass(frozen=True)
+class ReadContext:
+    """What a reader is told of the pipeline that it reads for. All but the first two only permit what is faster: a reader may
+    ignore them, and fill `chunk.samples` with values of their own memory."""
+
+    connector: Connector | None  # to read through, which may read ahead; None: the kind has no `root`
+    failed: Callable[[SampleChunk, int, BaseException], None]
+    """(chunk, row, error): marks the sample at that row as bad. The pipeline's `errors` say what follows."""
+    is_last: bool = False
+    """Only `batch` follows: fields of bytes may be bytes, values may go straight into the slots, and `chunk.columns` may be set
+    in place of `chunk.samples` once the layout is known (`chunk.work_item.specs`)."""
+    may_reuse: bool = False  # what is read may lie in memory of the chunk that the next one overwrites
+    in_place: InPlaceFields | None = None
+    packed_length: int | None = None
+    """`pack` follows, and makes sequences of that many tokens: chunks are `PackedChunk`s, whose `tokens` may be set."""
+
+    @property
+    def store(self) -> Connector:
+        """The connector of a source that has one."""
+        assert self.connector is not None
+        return self.connector
+
+
+class Reader(ABC):
+    """Reads the samples of one source. Any number of threads call `read` at once, unless it is `in_turn` or has an `owner`."""
+
+    in_turn = False  # True: one thread at a time, in the order of the chunks
+    owner: Any = None  # the user's object that it runs code of, if one thread at a time may
+
+    @abstractmethod
+    def read(self, chunk: SampleChunk) -> int:
+        """Read the samples with the numbers `chunk.source_indices` into `chunk.samples`, row by row; returns the bytes read.
+
+        A sample that cannot be read is marked by `ReadContext.failed`. `chunk.current` is the row at work, or None, for reports
+        of what hangs. Raises nothing but what concerns all samples.
+        """
+
+    def close(self) -> None:  # noqa: B027 - a hook, as the two below
+        """Drop what is held. It may read again after that."""
+
+    def interrupt(self) -> None:  # noqa: B027
+        """End the waits of `read`: its threads are to stop."""
+
+    def waits_for(self, thread_id: int) -> str | None:
+        """What that thread waits for in code that nothing can end, for messages; None: nothing."""
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------- sources
+
+
+class RowGroups(Protocol):
+    """Of a source that reads and decodes its samples in groups, which it holds in memory."""
+
+    @property
+    def group_bytes(self) -> NDArray[np.int64]:
+        """About the memory that every decoded group takes: int64 [groups]."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that decoded groups may take in one process."""
+
+    def locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The group of every sample, and its row there: int64 [n] each."""
+
+    def group_ranges(self, group: int) -> list[ByteRange]:
+        """The bytes that a group is decoded from."""
+
+
+class ItemsInOrder(Protocol):
+    """Of a source whose items come in their own order only."""
+
+    saved: Any  # its own state behind the last batch that was delivered
+
+    @property
+    def has_state(self) -> bool:
+        """True if it can save and load a state of its own."""
+
+    def check_readers(self, world_size: int, num_processes: int) -> None:
+        """Raise ConfigError if it is known that several ranks, or processes of one, would not iterate over the same items."""
+
+    def begin_pass(self, epoch: int, position: int, first_step: int, *, schedule: BatchSampler, shard: Shard) -> Any:
+        """One reading of the items from a position of an epoch on."""
+
+    def state_at(self, epoch: int, position: int) -> tuple[Any, ...]:
+        """Its own state there, in a tuple, which is empty without one."""
+
+    def resume(self, epoch: int, position: int, own_state: tuple[Any, ...] | None) -> None:
+        """Begin the next pass there, by its own state if `own_state` holds one."""
+
+
 class Source(ABC):
     """A finite set of samples in canonical order, numbered from 0. What is not abstract is a hook that has a default."""
 
     classes: list[str] | None = None
-    is_typed = True  # False: a field may have another type in every sample, as in JSON
     index_s: float = 0.0  # of the time that opening took: for the indexes of archives
+    is_typed = True  # False: a field may have another type in every sample, as in JSON
+    has_untyped_arrays = False  # True: a list of numbers is an array whose type only the numbers tell
+    has_ranges = False  # True: `ranges` are the bytes of a sample and of no other
+    runs_user_code = False  # True: reading runs code of the user's, which may not be safe in several threads
+    owner: Any = None  # the user's object that reading runs code of, if one thread at a time may
+    length_field: str | None = None  # the field whose `lengths` it knows
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -50,35 +164,66 @@ class Source(ABC):
     def key(self, index: int) -> str:
         """The sample's key, unique inside its origin."""
 
-    def keys(self, indices: NDArray[np.int64]) -> list[str]:
-        """The keys of several samples."""
-        return list(map(self.key, indices.tolist()))
-
     @abstractmethod
     def origin(self, index: int) -> str:
         """The object the sample lies in, for messages."""
 
     @abstractmethod
+    def reader(self, context: ReadContext) -> Reader:
+        """What reads its samples in a pipeline."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A short digest of what the samples are: keys and sizes, not where they lie or when they were written."""
+
+    def keys(self, indices: NDArray[np.int64]) -> list[str]:
+        """The keys of several samples."""
+        return list(map(self.key, indices.tolist()))
+
     def ranges(self, index: int) -> list[FieldRange]:
-        """The byte ranges that make up the sample. Raises `SourceError` if a wanted field is missing."""
+        """The byte ranges that it is read from. Raises `SourceError` if there are none, or a wanted field is missing."""
+        raise SourceError("the samples of this source have no byte ranges")
 
     def table(self, indices: NDArray[np.int64]) -> Table | None:
         """The ranges of several samples; None if their fields differ: `ranges` and `constants` are called for each then."""
         return None
 
-    @abstractmethod
     def constants(self, index: int) -> Sample:
         """The fields known without reading (the class from the folder's name); a fresh dict."""
+        return {}
 
-    @abstractmethod
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
         """Cut the samples into runs of about `block_bytes`, never across an object that holds several samples.
 
-        Returns the first sample of every block and, last, the number of samples: int64 [number of blocks + 1].
+        Returns the first sample of every block and, last, the number of samples: int64 [number of blocks + 1]. Raises
+        `SourceError` if there are no blocks.
         """
+        raise SourceError(NO_BLOCKS)
 
     def packed(self) -> PackedSize | None:
         """The size of samples that lie side by side in a few objects; None for others."""
+        return None
+
+    @property
+    def lengths(self) -> NDArray[np.int64] | None:
+        """The length of `length_field` in every sample, int64 [samples]; None: only reading tells."""
+        return None
+
+    def piece_ranges(
+        self, samples: NDArray[np.int64], firsts: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> Ranges | None:
+        """The bytes of pieces of samples: `lengths[i]` items of sample `samples[i]`, from item `firsts[i]` on. None: they are
+        read whole."""
+        return None
+
+    @property
+    def row_groups(self) -> RowGroups | None:
+        """The groups in which samples are decoded and held; None: each is read by itself."""
+        return None
+
+    @property
+    def in_order(self) -> ItemsInOrder | None:
+        """How items are read that come in their own order only; None: any sample can be read at any time."""
         return None
 
     def others(self, index: int, draws: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -93,173 +238,23 @@ class Source(ABC):
         """The name of the mixed source that the sample is of; None: there is only this one."""
         return None
 
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """A short digest of what the samples are: keys and sizes, not where they lie or when they were written."""
+    def oddities(self) -> list[str]:
+        """What looks wrong in what was listed, a sentence each, for `loaderkit check`."""
+        return []
 
 
-class ItemSource(Source):
-    """A source of Python objects, which has no ranges."""
-
-    is_typed = False
-    dataset: Any
-    """The object with the items: dataset[index]."""
-    owner: Any = None
-    """The same, if one thread at a time may take items of it; else None."""
-
-    @abstractmethod
-    def items(self, indices: list[int]) -> list[Any] | None:
-        """Several items in one call; None if the object has no such call, or it failed."""
-
-    @abstractmethod
-    def sample(self, item: Any) -> Sample:
-        """The fields of an item; a fresh dict. Raises ValueError."""
-
-    @abstractmethod
-    def columns(self, items: list[Any]) -> dict[str, list[Any]] | None:
-        """The fields of several items, column by column; None if they need to be taken one by one."""
+NO_BLOCKS = "order.shuffle: block needs a source that knows where its bytes lie: use global or none with this one"
 
 
-class Records(NamedTuple):
-    """Samples of one size in one object: the field they become, and the type and shape of one of them.
-
-    `dtype` is torch's name; `is_swapped` is True if its byte order is not this machine's.
-    """
-
-    field: str
-    dtype: str
-    shape: tuple[int, ...]
-    is_swapped: bool
-    num_bytes: int
+# ------------------------------------------------------------------------------------------------------------ kinds
 
 
-class RecordSource(Source):
-    """A source whose samples are `Records` of one object, so that a chunk of them is read at once."""
-
-    records: Records
-
-    @property
-    @abstractmethod
-    def file(self) -> ObjectInfo:
-        """The object that holds them, as it was when the source was opened."""
-
-    @abstractmethod
-    def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The first byte of every sample: int64 [n]."""
-
-
-class Sequences(NamedTuple):
-    """Samples of numbers of one type in one object: the field they become, and the type (torch's name) of a number.
-
-    `is_swapped` is True if its byte order is not this machine's.
-    """
-
-    field: str
-    dtype: str
-    is_swapped: bool
-    item_bytes: int
-
-
-class SequenceSource(Source):
-    """A source whose samples are `Sequences` of one object: each one range, and as long as it is."""
-
-    sequences: Sequences
-
-    @property
-    @abstractmethod
-    def file(self) -> ObjectInfo:
-        """The object that holds them, as it was when the source was opened."""
-
-    @property
-    @abstractmethod
-    def starts(self) -> NDArray[np.int64]:
-        """The first byte of every sample: int64 [samples]."""
-
-    @property
-    @abstractmethod
-    def lengths(self) -> NDArray[np.int64]:
-        """The numbers in every sample: int64 [samples]."""
-
-
-class StoredBytes(NamedTuple):
-    """The bytes of one field of a row, a view of its row group's memory, and the extension of the file they come from; "": not
-    known."""
-
-    data: memoryview
-    extension: str
-
-
-class Taken(NamedTuple):
-    """One field of some rows: an array [rows, ...], or a list. `bad` says, by index among these rows, what is wrong with a row:
-    its place in `values` means nothing then."""
-
-    values: NDArray[Any] | list[Any]
-    bad: dict[int, str]
-
-
-class Column(Protocol):
-    """One field of a row group."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory that it takes."""
-
-    def take(self, rows: NDArray[np.int64]) -> Taken:
-        """The values of these rows, int64 [n]: in memory of their own, except for `StoredBytes`."""
-
-
-class RowGroup(NamedTuple):
-    """A decoded row group: its fields, the memory it takes, and the bytes that were read for it."""
-
-    columns: Mapping[str, Column]
-    memory_bytes: int
-    read_bytes: int
-
-
-class RowSource(Source):
-    """A source whose samples are rows of tables, which are read and decoded row group by row group.
-
-    `ranges` of a sample are those of its whole row group.
-    """
-
-    group_bytes: NDArray[np.int64]
-    """About the memory that every decoded row group takes: int64 [row groups]."""
-    memory_bytes: int
-    """The memory that decoded row groups may take in one process."""
-
-    @abstractmethod
-    def locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The row group of every sample, and its row there: int64 [n] each."""
-
-    @abstractmethod
-    def group_ranges(self, group: int) -> list[ByteRange]:
-        """The bytes that a row group is decoded from."""
-
-    @abstractmethod
-    def column_of(self, field: str) -> str:
-        """The name of the column that a field is made of, for messages."""
-
-    @abstractmethod
-    def reader(self, connector: Connector) -> Callable[[int], RowGroup]:
-        """A function that reads a row group through `connector` and decodes it, from any thread. It raises FormatError naming
-        the file, and what the connector raises."""
-
-
-class SerialSource(Source):
-    """A source whose samples lie one behind another in large objects: each is one range, of which `parse` makes the fields."""
-
-    is_typed = False
-
-    @abstractmethod
-    def parse(self, index: int, data: memoryview) -> Sample:
-        """The fields in the bytes of a sample, none of which refers to `data`. Raises `FormatError`."""
-
-
+# The defaults have names, so that a kind can be pickled by name.
 def _none(*args: Any) -> None:
     return None
 
 
-def _nothing(args: Any) -> Mapping[str, Any]:
+def _nothing(*args: Any) -> dict[str, Any]:
     return {}
 
 
@@ -274,21 +269,24 @@ class OwnedConnector(NamedTuple):
 class SourceKind:
     """A kind of source: its arguments, how it is opened, and what its arguments alone tell of the samples.
 
-    `gives` tells what the stage `read` does: read the byte ranges of fields, read `Records` or `Sequences`, take rows of
-    `RowGroup`s, read and parse samples (`SerialSource`), or take items (Python objects). A checkpoint gives tensors instead of
-    samples and has no `open`; a mixture is opened source by source.
+    A checkpoint has tensors in place of samples, and no `open`; a mixture is opened source by source.
     """
 
     args: type[SourceArgs]
-    gives: Literal["ranges", "records", "sequences", "rows", "serial", "items", "tensors", "mixed"]
     open: Callable[[Any, Connector | None], Source] | None = None  # (args, connector) -> the samples, listed
     root: Callable[[Any], str] | None = None  # the URL at which the connector starts; None: there is no connector
     fields: Callable[[Any], Mapping[str, str] | None] = _none  # field -> image, text, ...; None: only the data tells
     reopen: Callable[[Any, int], Callable[[], Source] | None] = _none
     """(args, number of samples) -> how a loading process opens it; None: the source is pickled."""
+    encoded: Literal["all", "some", "none"] = "none"
+    """Which fields are the bytes of files up to `decode`, so that `loaderkit pack` may write them as they are."""
+    has_blocks: bool = True  # False: `order.shuffle: block` is refused
+    has_samples: bool = True  # False: it has tensors, to be restored
     is_stream: bool = False  # items come in their own order only, and their number shows at their end
     objects: Callable[[Any], Mapping[str, Any]] = _nothing
     """Key -> object that the user gave for it and that is pickled to loading processes."""
+    check_items: Callable[[Any, Any], dict[str, Any]] = _nothing
+    """(args, the opened source) -> what `loaderkit check` finds out about items of the user's code, by the keys of its JSON."""
 
     def open_with(
         self, args: SourceArgs, given: Mapping[str, Connector], opened: ExitStack

@@ -24,7 +24,7 @@ from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, SamplePermutation
 from loaderkit.sampling.shard import WHOLE, Shard
 from loaderkit.sampling.token_batches import TokenBatches
-from loaderkit.sources.base import RecordSource, RowSource, SequenceSource, Source
+from loaderkit.sources.base import RowGroups, Source
 
 _MOST_SAMPLES = 4096  # planned at a time
 _NUM_BATCHES = 64  # of unequal size, planned at a time
@@ -34,20 +34,21 @@ _MOST_COUNTED = 2_000_000  # samples, in about a second
 
 
 class Chosen(NamedTuple):
-    """Of a mixture, the samples of one source: by epoch the positions [begin, end) among which they are, and which of the
-    indices there are its own."""
+    """Of a mixture, the samples of one source: by epoch the positions [begin, end) among which they are, which of the indices
+    there are its own, and what these are in the source."""
 
     spans: Callable[[int], Sequence[tuple[int, int]]]
     is_own: Callable[[NDArray[np.int64]], NDArray[np.bool_]]
+    own_of: Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 
 class RowGroupReads:
     """Which row groups must be read for samples that come one after another, by the rule by which they are held."""
 
-    def __init__(self, source: RowSource) -> None:
-        self._source = source
-        self._fits = int(source.group_bytes.sum()) <= source.memory_bytes
-        self._is_read = np.zeros(len(source.group_bytes), np.bool_)
+    def __init__(self, groups: RowGroups) -> None:
+        self._groups = groups
+        self._fits = int(groups.group_bytes.sum()) <= groups.memory_bytes
+        self._is_read = np.zeros(len(groups.group_bytes), np.bool_)
         self._held: OrderedDict[int, int] = OrderedDict()
         self._held_bytes = 0
         self.num_reads = 0
@@ -59,7 +60,7 @@ class RowGroupReads:
 
     def of(self, indices: NDArray[np.int64]) -> list[tuple[int, int]]:
         """(place among these samples, row group) of every sample for which its row group is not held."""
-        groups, _ = self._source.locate(indices)
+        groups, _ = self._groups.locate(indices)
         places = np.flatnonzero(np.diff(groups, prepend=-1))
         if self._fits:
             places = places[~self._is_read[groups[places]]]
@@ -77,24 +78,24 @@ class RowGroupReads:
         if group in self._held:
             self._held.move_to_end(group)
             return False
-        size = self._held[group] = int(self._source.group_bytes[group])
+        size = self._held[group] = int(self._groups.group_bytes[group])
         self._held_bytes += size
-        while self._held_bytes > self._source.memory_bytes and len(self._held) > 1:
+        while self._held_bytes > self._groups.memory_bytes and len(self._held) > 1:
             self._held_bytes -= self._held.popitem(last=False)[1]
         return True
 
 
-def decoded_share(source: RowSource, order: SamplePermutation, rank: int, world_size: int) -> float:
+def decoded_share(groups: RowGroups, num_samples: int, order: SamplePermutation, rank: int, world_size: int) -> float:
     """How often a rank decodes the bytes of its samples in an epoch: 1 where every row group is decoded once, by one rank.
 
     Counted over the first epoch, of a long one over its first samples.
     """
-    positions = np.arange(rank, len(source), world_size, dtype=np.int64)[:_MOST_COUNTED]
-    reads, num_bytes = RowGroupReads(source), 0
+    positions = np.arange(rank, num_samples, world_size, dtype=np.int64)[:_MOST_COUNTED]
+    reads, num_bytes = RowGroupReads(groups), 0
     for first in range(0, len(positions), _MOST_SAMPLES):
         indices = order.indices(0, positions[first : first + _MOST_SAMPLES])
-        num_bytes += sum(int(source.group_bytes[group]) for _, group in reads.of(indices))
-    mean_bytes = int(source.group_bytes.sum()) / len(source)
+        num_bytes += sum(int(groups.group_bytes[group]) for _, group in reads.of(indices))
+    mean_bytes = int(groups.group_bytes.sum()) / num_samples
     return num_bytes / (mean_bytes * len(positions))
 
 
@@ -139,7 +140,8 @@ class Forecast:
     def slices(self, epoch: int, position: int) -> Iterator[RangeSlice]:
         """All slices from global `position` of `epoch` on, by the first sample that needs them."""
         self._emitted = None
-        self._row_groups = RowGroupReads(self._source) if isinstance(self._source, RowSource) else None
+        groups = self._source.row_groups
+        self._row_groups = None if groups is None else RowGroupReads(groups)
         num_samples = 0  # of the rank, before these
         num_batches = 0  # before these, in all processes
         while self._num_epochs is None or epoch < self._num_epochs:
@@ -216,18 +218,16 @@ class Forecast:
         return sorted(slices, key=lambda range_slice: range_slice.first)
 
     def _of_sequences(self, epoch: int, sequences: NDArray[np.int64], number: int) -> Iterator[RangeSlice]:
-        """The slices of what sequences hold: of `Sequences` the pieces, of other samples all that `read` reads of them."""
+        """The slices of what sequences hold: pieces of samples that can be read in pieces, all that is read of others."""
         assert self._packing is not None
         for first in range(0, len(sequences), _NUM_COALESCED):
             pieces = self._packing.pieces(epoch, sequences[first : first + _NUM_COALESCED])
             owners = np.repeat(np.arange(len(pieces.bounds) - 1), np.diff(pieces.bounds)) + (number + first)
-            source = self._source
-            if self._chosen is None and isinstance(source, SequenceSource):
-                file, item_bytes = source.file, source.sequences.item_bytes
-                starts = (source.starts[pieces.samples] + pieces.firsts * item_bytes).tolist()
-                rows = zip(starts, (pieces.lengths * item_bytes).tolist(), owners.tolist(), strict=True)
-                wanted = [RangeRequest(file.key, start, num, file.etag, number) for start, num, number in rows]
-                slices = coalesce(wanted, most_bytes=_MOST_BYTES)
+            ranges = None
+            if self._chosen is None:
+                ranges = self._source.piece_ranges(pieces.samples, pieces.firsts, pieces.lengths)
+            if ranges is not None:
+                slices = coalesce(list(map(RangeRequest, *ranges, owners.tolist())), most_bytes=_MOST_BYTES)
             else:
                 is_own = slice(None) if self._chosen is None else self._chosen.is_own(pieces.samples)
                 slices = self._slices(pieces.samples[is_own], owners[is_own])
@@ -236,13 +236,15 @@ class Forecast:
     def _slices(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> list[RangeSlice]:
         """The slices of samples with these indices and `numbers` in the rank's order. Of row groups they are those that are not
         held when a sample first needs them."""
-        if self._row_groups is None:
+        if self._chosen is not None:
+            indices = self._chosen.own_of(indices)
+        groups = self._source.row_groups
+        if self._row_groups is None or groups is None:
             return coalesce(self._wanted(indices, numbers.tolist()), most_bytes=_MOST_BYTES)
-        assert isinstance(self._source, RowSource)
         slices: list[RangeSlice] = []
         for place, group in self._row_groups.of(indices):
             first = int(numbers[place])
-            for key, start, length, etag in self._source.group_ranges(group):
+            for key, start, length, etag in groups.group_ranges(group):
                 slices.append(RangeSlice(key, start, length, etag, first, first + 2 * self._window, length))
         return slices
 
@@ -282,12 +284,6 @@ class Forecast:
     def _wanted(self, indices: NDArray[np.int64], numbers: list[int]) -> list[RangeRequest]:
         """The ranges of samples with the indices `numbers` in the rank's order."""
         source = self._source
-        if isinstance(source, RecordSource):
-            file, num_bytes = source.file, source.records.num_bytes
-            return [
-                RangeRequest(file.key, start, num_bytes, file.etag, number)
-                for start, number in zip(source.starts(indices).tolist(), numbers, strict=True)
-            ]
         table = source.table(indices)
         if table is not None:
             ranges: Ranges = table.ranges

@@ -15,23 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
+from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError, SourceError
-from loaderkit.samples.sample import FieldRange, Sample, Table
-from loaderkit.sources.base import (
-    ItemSource,
-    OwnedConnector,
-    PackedSize,
-    RecordSource,
-    RowGroup,
-    RowSource,
-    SequenceSource,
-    SerialSource,
-    Source,
-    SourceKind,
-    shortened,
-)
+from loaderkit.sources.base import OwnedConnector, PackedSize, ReadContext, Reader, Source, SourceKind, shortened
 
 _MOST_AT_ONCE = 32  # sources that are listed side by side
 Int64 = NDArray[np.int64]
@@ -51,7 +38,7 @@ class SourcePart(Source):
         self.first = first
         self.total = total
         self.classes = inner.classes
-        self.is_typed = inner.is_typed
+        self.is_typed, self.runs_user_code = inner.is_typed, inner.runs_user_code
         self.index_s = inner.index_s
         self._size = len(inner)
         self._inner: Source | None = inner
@@ -95,15 +82,8 @@ class SourcePart(Source):
     def origin(self, index: int) -> str:
         return self.inner.origin(self.own(index))
 
-    def ranges(self, index: int) -> list[FieldRange]:
-        return self.inner.ranges(self.own(index))
-
-    def table(self, indices: Int64) -> Table | None:
-        """The ranges of several samples."""
-        return self.inner.table(self.own_of(indices))
-
-    def constants(self, index: int) -> Sample:
-        return self.inner.constants(self.own(index))
+    def reader(self, context: ReadContext) -> Reader:
+        return self.inner.reader(context)
 
     def blocks(self, block_bytes: int) -> Int64:
         return self.inner.blocks(block_bytes)
@@ -111,6 +91,16 @@ class SourcePart(Source):
     def packed(self) -> PackedSize | None:
         """That of the source itself."""
         return self.inner.packed()
+
+    @property
+    def length_field(self) -> str | None:  # type: ignore[override]
+        """That of the source itself."""
+        return self.inner.length_field
+
+    @property
+    def lengths(self) -> Int64 | None:
+        """Those of the source itself, by its own indices."""
+        return self.inner.lengths
 
     def source_name(self, index: int) -> str | None:
         """Its name."""
@@ -120,142 +110,8 @@ class SourcePart(Source):
         return self.inner.fingerprint()
 
 
-class RecordPart(SourcePart, RecordSource):
-    """A part of records."""
-
-    def __init__(self, name: str, inner: RecordSource, first: int, total: int) -> None:
-        super().__init__(name, inner, first, total)
-        self.records = inner.records
-
-    @property
-    def file(self) -> ObjectInfo:
-        inner = self.inner
-        assert isinstance(inner, RecordSource)
-        return inner.file
-
-    def starts(self, indices: Int64) -> Int64:
-        inner = self.inner
-        assert isinstance(inner, RecordSource)
-        return inner.starts(self.own_of(indices))
-
-
-class SequencePart(SourcePart, SequenceSource):
-    """A part of sequences. `starts` and `lengths` are by the source's own indices."""
-
-    def __init__(self, name: str, inner: SequenceSource, first: int, total: int) -> None:
-        super().__init__(name, inner, first, total)
-        self.sequences = inner.sequences
-
-    @property
-    def _of(self) -> SequenceSource:
-        inner = self.inner
-        assert isinstance(inner, SequenceSource)
-        return inner
-
-    @property
-    def file(self) -> ObjectInfo:
-        return self._of.file
-
-    @property
-    def starts(self) -> Int64:
-        return self._of.starts
-
-    @property
-    def lengths(self) -> Int64:
-        return self._of.lengths
-
-
-class RowPart(SourcePart, RowSource):
-    """A part of rows. Row groups have the source's own numbers."""
-
-    def __init__(self, name: str, inner: RowSource, first: int, total: int) -> None:
-        super().__init__(name, inner, first, total)
-        self.group_bytes, self.memory_bytes = inner.group_bytes, inner.memory_bytes
-
-    @property
-    def _of(self) -> RowSource:
-        inner = self.inner
-        assert isinstance(inner, RowSource)
-        return inner
-
-    def locate(self, indices: Int64) -> tuple[Int64, Int64]:
-        return self._of.locate(self.own_of(indices))
-
-    def group_ranges(self, group: int) -> list[ByteRange]:
-        return self._of.group_ranges(group)
-
-    def column_of(self, field: str) -> str:
-        return self._of.column_of(field)
-
-    def reader(self, connector: Connector) -> Callable[[int], RowGroup]:
-        return self._of.reader(connector)
-
-
-class SerialPart(SourcePart, SerialSource):
-    """A part of samples that are parsed."""
-
-    def parse(self, index: int, data: memoryview) -> Sample:
-        inner = self.inner
-        assert isinstance(inner, SerialSource)
-        return inner.parse(self.own(index), data)
-
-
-class _Items:
-    """The items of a part, by the mixture's indices."""
-
-    def __init__(self, part: ItemPart) -> None:
-        self._part = part
-
-    def __getitem__(self, index: int) -> Any:
-        return self._part.items_of.dataset[self._part.own(index)]
-
-
-class ItemPart(SourcePart, ItemSource):
-    """A part of Python objects."""
-
-    @property
-    def items_of(self) -> ItemSource:
-        """The source itself."""
-        inner = self.inner
-        assert isinstance(inner, ItemSource)
-        return inner
-
-    @property
-    def dataset(self) -> Any:
-        """Its items by the mixture's indices."""
-        return _Items(self)
-
-    @property
-    def owner(self) -> Any:
-        """See `ItemSource`."""
-        return self.items_of.owner
-
-    def items(self, indices: list[int]) -> list[Any] | None:
-        return self.items_of.items([self.own(index) for index in indices])
-
-    def sample(self, item: Any) -> Sample:
-        return self.items_of.sample(item)
-
-    def columns(self, items: list[Any]) -> dict[str, list[Any]] | None:
-        return self.items_of.columns(items)
-
-
-def part_of(name: str, inner: Source, first: int, total: int, reopen: Callable[[], Source] | None) -> SourcePart:
-    """A source as a part of a mixture."""
-    if isinstance(inner, RecordSource):
-        return RecordPart(name, inner, first, total)
-    if isinstance(inner, SequenceSource):
-        return SequencePart(name, inner, first, total)
-    if isinstance(inner, RowSource):
-        return RowPart(name, inner, first, total)
-    if isinstance(inner, SerialSource):
-        return SerialPart(name, inner, first, total)
-    kind = ItemPart if isinstance(inner, ItemSource) else SourcePart
-    return kind(name, inner, first, total, reopen)
-
-
 class MixtureSource(Source):
-    """All parts together. Of their bytes only the parts tell: `read` takes each sample from its own.
+    """All parts together. `read` takes each sample from its own part.
 
     `classes` are those of all, if they agree.
     """
@@ -307,11 +163,9 @@ class MixtureSource(Source):
         part = self._part(index)
         return f"{part.name}: {self._describe[self.parts.index(part)](part.origin(index))}"
 
-    def ranges(self, index: int) -> list[FieldRange]:
-        return self._part(index).ranges(index)
-
-    def constants(self, index: int) -> Sample:
-        return self._part(index).constants(index)
+    def reader(self, context: ReadContext) -> Reader:
+        """Each part has one of its own: `read` is a stage for each."""
+        raise TypeError("a mixture is read part by part")
 
     def blocks(self, block_bytes: int) -> Int64:
         """The blocks of all parts, one after the other."""
@@ -359,7 +213,7 @@ def open_mixture(
     total, first = sum(map(len, sources)), 0
     parts: list[SourcePart] = []
     for (name, kind, args), source in zip(members, sources, strict=True):
-        parts.append(part_of(name, source, first, total, kind.reopen(args, len(source))))
+        parts.append(SourcePart(name, source, first, total, kind.reopen(args, len(source))))
         first += len(source)
     describe = [str if one.connector is None else one.connector.describe for one in connectors]
     return MixtureSource(parts, describe, share_labels=share_labels), connectors

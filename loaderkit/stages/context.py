@@ -93,9 +93,6 @@ class CompileContext:
     """The pipeline that a stage is compiled for."""
 
     source: Source
-    gives: Literal[
-        "ranges", "records", "sequences", "rows", "serial", "items", "tensors", "mixed"
-    ]  # what the source gives to `read`
     connector: Connector | None
     seed: int
     on_bad_sample: Literal["raise", "skip", "replace"]
@@ -181,7 +178,7 @@ class CompileContext:
         compiled = kind.compile(stage, self)
         if compiled.scope == "batch":
             compiled = replace(compiled, run=_naming_batches(stage.name, compiled.run, self.stream))
-        if not (kind.runs_user_code or (stage.kind == "read" and self.gives == "items")):
+        if not (kind.runs_user_code or (stage.kind == "read" and self.source.runs_user_code)):
             return compiled
         lock = UserLock(self.user_code, compiled.owner)
         if self.is_seeded or compiled.owner is not None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from loaderkit.engine.work import Stage
 from loaderkit.samples.chunk import BatchWork, SampleChunk
-from loaderkit.sources.mixture import MixtureSource
+from loaderkit.sources.mixture import MixtureSource, SourcePart
 
 
 class MixedChunk(SampleChunk):
@@ -50,12 +50,13 @@ class ChunkPart(SampleChunk):
 
     __slots__ = ("own_current", "rows", "whole")
 
-    def __init__(self, whole: SampleChunk, number: int, rows: list[int]) -> None:
+    def __init__(self, whole: SampleChunk, part: SourcePart, rows: list[int]) -> None:
         self.whole = whole
         self.rows = rows
         first = whole.lo + rows[0]  # this is only where it begins: `slot_of` is right
         super().__init__(whole.work_item, first, first + len(rows), whole.indices[rows])
-        self.scratch = whole.scratch.setdefault(f"part {number}", {})
+        self.source_indices = part.own_of(self.indices)
+        self.scratch = whole.scratch.setdefault(f"part {part.name}", {})
 
     @property
     def current(self) -> Any:
@@ -78,7 +79,7 @@ def parts_of(chunk: SampleChunk, source: MixtureSource) -> dict[int, ChunkPart]:
         rows: dict[int, list[int]] = {}
         for row, number in enumerate(source.numbers_of(chunk.indices).tolist()):
             rows.setdefault(number, []).append(row)
-        parts = chunk.parts = {number: ChunkPart(chunk, number, some) for number, some in rows.items()}
+        parts = chunk.parts = {number: ChunkPart(chunk, source.parts[number], some) for number, some in rows.items()}
     return parts
 
 

@@ -21,9 +21,9 @@ from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.connectors.file import FileConnector
 from loaderkit.engine.metrics.host import host_stats
 from loaderkit.sampling.schedule import BlockOrder, GlobalOrder
-from loaderkit.sources.files import FilesArgs, FilesSource
+from loaderkit.sources.files.source import FilesArgs, FilesSource
 from loaderkit.sources.formats.tar_index import TarIndex, load_index
-from loaderkit.sources.tar import TarArgs, TarSource
+from loaderkit.sources.tar.source import TarArgs, TarSource
 
 SIZES = (10**5, 10**6, 10**7)
 TARGET = 10**9

@@ -13,7 +13,8 @@ import pytest
 from tf_records import example, record
 
 from loaderkit.connectors.base import Connector
-from loaderkit.sources.base import SerialSource, Source
+from loaderkit.sources.base import Source
+from loaderkit.sources.serial.reader import SerialSource
 from loaderkit.testing import SourceContract
 
 Opened = tuple[Source, Connector | None]

@@ -412,7 +412,7 @@ class TestEpochs:
         def keys(*_: Any) -> list[str]:
             raise AssertionError("nobody asked for them")
 
-        monkeypatch.setattr(loaderkit.sources.dataset.DatasetSource, "keys", keys)
+        monkeypatch.setattr(loaderkit.sources.objects.dataset.DatasetSource, "keys", keys)
         pipeline = Pipeline.dataset(list(range(6)), fields=["x"]).read().batch(3)
         with loaderkit.build(pipeline.output("x")) as loader:
             assert sorted(torch.cat([x for (x,) in loader]).tolist()) == list(range(6))

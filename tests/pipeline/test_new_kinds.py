@@ -19,7 +19,8 @@ from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
 from loaderkit.samples.sample import FieldRange, Sample
-from loaderkit.sources.base import ItemSource, SourceKind
+from loaderkit.sources.base import SourceKind
+from loaderkit.sources.items import ItemSource
 from loaderkit.stages.base import StageArgs
 from loaderkit.stages.context import StageKind
 
@@ -74,7 +75,7 @@ def open_squares(args: SquaresArgs, connector: Connector | None) -> Squares:
     return Squares(args.num)
 
 
-SQUARES = SourceKind(SquaresArgs, "items", open_squares)
+SQUARES = SourceKind(SquaresArgs, open_squares)
 
 
 class ShiftArgs(StageArgs):

@@ -16,7 +16,8 @@ from loaderkit.connectors.base import ObjectInfo
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectNotFoundError, SourceError
 from loaderkit.sources.array import ArrayArgs, ArraySource
-from loaderkit.sources.base import RecordSource, Source
+from loaderkit.sources.base import Source
+from loaderkit.sources.records import RecordSource
 
 
 def npy(array: NDArray[Any]) -> bytes:

@@ -20,7 +20,7 @@ from loaderkit import Pipeline
 from loaderkit.connectors.base import ConnectorTraits
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import StageError
-from loaderkit.stages.reading.arrays import LEAST_BYTES
+from loaderkit.sources.arrays_in_place import LEAST_BYTES
 
 SIDE = 384  # float32 [384, 384]: 576 KiB
 BIG = SIDE * SIDE * 4

@@ -16,7 +16,7 @@ from loaderkit.cli import main
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import SourceError
 from loaderkit.pipeline.execution_plan import compile_pipeline
-from loaderkit.sources.files import FilesArgs, FilesSource
+from loaderkit.sources.files.source import FilesArgs, FilesSource
 
 
 def source_of(keys: list[str], **args: Any) -> FilesSource:

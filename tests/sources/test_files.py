@@ -10,7 +10,7 @@ from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import SourceError
 from loaderkit.samples.sample import FieldRange
 from loaderkit.sources.base import Source
-from loaderkit.sources.files import FilesArgs, FilesSource
+from loaderkit.sources.files.source import FilesArgs, FilesSource
 
 LAYOUT = {
     "dog-2/b.jpg": b"123",

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import SourceError, StateError
-from loaderkit.sources.files import FilesArgs
+from loaderkit.sources.files.source import FilesArgs
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, SourceError
-from loaderkit.sources.files import FilesArgs, FilesSource
+from loaderkit.sources.files.source import FilesArgs, FilesSource
 
 PAIRS = {"image": "images/*.png", "mask": "masks/*.png"}
 

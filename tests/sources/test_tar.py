@@ -24,7 +24,7 @@ from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import FormatError, SourceError
 from loaderkit.sources.base import Source
 from loaderkit.sources.formats.tar_index import scan_tar
-from loaderkit.sources.tar import TarArgs, TarSource
+from loaderkit.sources.tar.source import TarArgs, TarSource
 
 Members = list[tuple[str, bytes]]
 

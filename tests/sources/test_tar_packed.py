@@ -14,7 +14,7 @@ from loaderkit.connectors.base import ObjectInfo
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import AccessDeniedError, SourceError
 from loaderkit.sources.formats.tar_index import scan_tar
-from loaderkit.sources.tar import TarArgs, TarSource
+from loaderkit.sources.tar.source import TarArgs, TarSource
 
 PLAN, MANIFEST = ".loaderkit-shards/plan.json", "loaderkit-shards.json"
 INCLUDES: list[Any] = [

@@ -17,8 +17,8 @@ from loaderkit.samples.sample import Sample
 from loaderkit.samples.values import FieldSpec
 from loaderkit.sampling.permutation import Bijection
 from loaderkit.sources.base import Source
-from loaderkit.sources.iterable import Pass, Preview
 from loaderkit.sources.mixture import MixtureSource, SourcePart
+from loaderkit.sources.objects.iterable import Pass, Preview
 from loaderkit.stages.layout import Examples, is_undecided, is_untyped, num_bytes_of_sample
 from loaderkit.stages.runner import raise_store_failure
 

@@ -21,7 +21,7 @@ from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.samples.chunk import BatchWork, PackedChunk, SampleChunk
 from loaderkit.sampling.packing import PackedOrder, Pieces
 from loaderkit.sampling.schedule import UNKNOWN, EpochSizes, SamplePermutation
-from loaderkit.sources.base import RecordSource, SequenceSource, Source
+from loaderkit.sources.base import Source
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.sources.sequences.lengths import LengthIndex
 from loaderkit.stages.base import StageConfig
@@ -72,7 +72,7 @@ def mixture_lengths(config: PipelineConfig, source: MixtureSource) -> NDArray[np
 
 def _unknown(stage: StageConfig, source: Source) -> str:
     assert isinstance(stage.args, (PackArgs, BatchArgs))
-    own = source.sequences.field if isinstance(source, SequenceSource) else None
+    own = source.length_field
     other = (
         "" if own in (None, stage.args.field) else f" (the source knows those of {own!r}, not of {stage.args.field!r})"
     )
@@ -167,12 +167,7 @@ def known_lengths(config: PipelineConfig, source: Source) -> NDArray[np.int64] |
 
 def _lengths_in(source: Source, field: str | None) -> NDArray[np.int64] | None:
     """The lengths of a field, or of the one that the source has; None: it does not know them."""
-    if isinstance(source, SequenceSource) and source.sequences.field == (field or source.sequences.field):
-        return source.lengths
-    if isinstance(source, RecordSource) and source.records.field == (field or source.records.field):
-        length, *others = source.records.shape or (0, 0)
-        return None if others else np.full(len(source), length, np.int64)
-    return None
+    return source.lengths if source.length_field is not None and field in (None, source.length_field) else None
 
 
 def _measured(config: PipelineConfig, source: Source) -> NDArray[np.int64] | None:

@@ -20,7 +20,7 @@ from loaderkit.pipeline.batches.memory import BatchMemory
 from loaderkit.samples.chunk import BatchContext, BatchWork, SampleChunk
 from loaderkit.samples.values import FieldSpec, image_names
 from loaderkit.sampling.shard import Shard
-from loaderkit.sources.iterable import Pass
+from loaderkit.sources.objects.iterable import Pass
 from loaderkit.stages.parts import MixedChunk
 
 MakeChunk = Callable[[BatchWork, int, int, NDArray[np.int64]], SampleChunk]

@@ -30,4 +30,4 @@ class CheckpointArgs(SourceArgs):
     )
 
 
-CHECKPOINT = SourceKind(CheckpointArgs, "tensors")
+CHECKPOINT = SourceKind(CheckpointArgs, has_samples=False)

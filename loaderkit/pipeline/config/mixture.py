@@ -129,4 +129,4 @@ def _fields(args: Any) -> Mapping[str, str] | None:
     return known[0] if all(fields == known[0] for fields in known) else None
 
 
-MIXTURE = SourceKind(MixtureArgs, "mixed", fields=_fields)
+MIXTURE = SourceKind(MixtureArgs, fields=_fields)

@@ -8,14 +8,14 @@ from loaderkit.connectors.config import SourceArgs
 from loaderkit.pipeline.config.checkpoint_source import CHECKPOINT
 from loaderkit.sources.array import ARRAY
 from loaderkit.sources.base import SourceKind
-from loaderkit.sources.dataset import DATASET
-from loaderkit.sources.files import FILES
-from loaderkit.sources.iterable import ITERABLE
+from loaderkit.sources.files.source import FILES
+from loaderkit.sources.objects.dataset import DATASET
+from loaderkit.sources.objects.iterable import ITERABLE
 from loaderkit.sources.parquet.source import PARQUET
 from loaderkit.sources.sequences.tokens import TOKENS
 from loaderkit.sources.serial.lines import LINES
 from loaderkit.sources.serial.tfrecord import TFRECORD
-from loaderkit.sources.tar import TAR
+from loaderkit.sources.tar.source import TAR
 from loaderkit.stages.base import StageArgs
 from loaderkit.stages.batch import BATCH
 from loaderkit.stages.call import CALL, FILTER

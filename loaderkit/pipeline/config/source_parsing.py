@@ -95,7 +95,7 @@ def _parse_mixed(raw: Any, number: int, problems: Problems, base: Path) -> Mixed
     if args is None or mixed is None or source_kind is None:
         return None
     kind = args.kind
-    if source_kind.is_stream or source_kind.gives == "tensors":
+    if source_kind.is_stream or not source_kind.has_samples:
         reason = "its items come in their own order only" if source_kind.is_stream else "it has tensors and no samples"
         problems.error((*path, "kind"), f"kind: {kind} cannot be mixed, as {reason}")
         return None

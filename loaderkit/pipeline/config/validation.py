@@ -78,7 +78,7 @@ def _check_one(
         else:
             add_error(0, "the first stage must be `read`, which is missing")
     source_kind = SOURCES[source.kind]
-    if source_kind.gives == "tensors":
+    if not source_kind.has_samples:
         _check_restore(kinds, add_error)
         return
     if "batch" not in kinds:
@@ -121,7 +121,7 @@ def _check_one(
             "auto lets processes join while the loop runs, and each would have to iterate over all that an iterable has given "
             "before: give their number",
         )
-    if order is not None and order.shuffle == "block" and source_kind.gives == "items":
+    if order is not None and order.shuffle == "block" and not source_kind.has_blocks:
         problems.error(
             ("order", "shuffle"),
             "block needs a source that knows where its bytes lie (files, tar, array); a data set object has none: "
@@ -195,7 +195,7 @@ def _check_fields(
 ) -> None:
     """Image stages need images, as far as the description tells what the fields are."""
     fields = source_kind.fields(source)
-    is_encoded = source_kind.gives == "ranges"
+    is_encoded = source_kind.encoded == "all"
     for number, stage in enumerate(stages):
         kind = STAGES[stage.kind]
         if kind.decodes:

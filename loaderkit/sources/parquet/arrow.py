@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.errors import FormatError, LoaderkitError, MissingExtraError
-from loaderkit.sources.base import Column
 from loaderkit.sources.parquet.columns import (
     BytesColumn,
     FileColumn,
@@ -28,6 +27,7 @@ from loaderkit.sources.parquet.columns import (
     NumberNode,
     TextColumn,
 )
+from loaderkit.sources.parquet.row_groups import Column
 
 _BYTES = ("binary", "large_binary", "fixed_size_binary", "binary_view")
 _TEXTS = ("string", "large_string", "string_view")

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.sources.base import StoredBytes, Taken
+from loaderkit.sources.parquet.row_groups import StoredBytes, Taken
 
 Rows = NDArray[np.int64]
 _Valid = NDArray[np.bool_] | None

@@ -7,12 +7,11 @@ sample -> row group (binary search) -> file, and row in the group; a group -> th
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
-from threading import Lock
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
@@ -20,22 +19,21 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, model_validator
 
 from loaderkit._internal.config.settings import ByteSize, as_tuple
-from loaderkit._internal.system.forks import ending_forks
 from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, SourceError
-from loaderkit.samples.sample import FieldRange, Sample
-from loaderkit.sources.base import RowGroup, RowSource, SourceKind
+from loaderkit.samples.sample import FieldRange
+from loaderkit.sources.base import ReadContext, Source, SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import StringTable, cut_blocks, extension_of, list_matching
-from loaderkit.sources.parquet.arrow import ChunkTable, ColumnType, Footer, chunk_table, decode_group, parse_footer
+from loaderkit.sources.parquet.arrow import ChunkTable, ColumnType, Footer, chunk_table, parse_footer
 from loaderkit.sources.parquet.footers import load_footer
+from loaderkit.sources.parquet.reader import RowReader
 from loaderkit.sources.patterns import Patterns
 
 _NUM_THREADS = 4
 _NUM_REMOTE_THREADS = 32  # they wait for the store, not for a CPU
-_NUM_FOOTERS = 32  # parsed ones that a reader keeps: up to hundreds of kB each
 Int64 = NDArray[np.int64]
 
 
@@ -104,7 +102,7 @@ class _Groups(NamedTuple):
     sizes: Int64
 
 
-class ParquetSource(RowSource):
+class ParquetSource(Source):
     """The rows of all matching files: files by the UTF-8 bytes of their keys, rows in their order.
 
     `connector` reads below `args.root`; `load` returns the footer of one file, and is called from several threads. A key is
@@ -165,10 +163,6 @@ class ParquetSource(RowSource):
         """The file of a row group, and its number there."""
         return self._files[int(self._groups.files[group])], int(self._groups.numbers[group])
 
-    def column_of(self, field: str) -> str:
-        """The column's name in the files."""
-        return self.fields[field]
-
     def group_ranges(self, group: int) -> list[ByteRange]:
         """The column chunks of the fields, those that are adjacent as one."""
         info, _ = self.file_of(group)
@@ -187,13 +181,14 @@ class ParquetSource(RowSource):
         group, _ = self._place_of(index)
         return [FieldRange("row group", "parquet", one) for one in self.group_ranges(group)]
 
-    def reader(self, connector: Connector) -> Callable[[int], RowGroup]:
-        """A function that reads a row group through `connector`, from any thread."""
-        return _GroupReader(self, connector).read
+    @property
+    def row_groups(self) -> ParquetSource:
+        """See `RowGroups`."""
+        return self
 
-    def constants(self, index: int) -> Sample:
-        """Nothing is known of a row without reading it."""
-        return {}
+    def reader(self, context: ReadContext) -> RowReader:
+        """A reader of row groups."""
+        return RowReader(self, context)
 
     def blocks(self, block_bytes: int) -> Int64:
         """Runs of whole row groups of about `block_bytes` when decoded, at least one each, never across a file."""
@@ -297,48 +292,6 @@ class ParquetSource(RowSource):
                 )
 
 
-class _GroupReader:
-    """Reads and decodes the row groups of a source through a connector. It keeps the last footers, parsed."""
-
-    def __init__(self, source: ParquetSource, connector: Connector) -> None:
-        self._source = source
-        self._read_into = ending_forks(connector.read_into)
-        self._describe = connector.describe
-        self._load = partial(load_footer, connector, cache_dir=default_cache_dir())
-        self._footers: OrderedDict[str, Footer] = OrderedDict()
-        self._lock = Lock()
-
-    def read(self, group: int) -> RowGroup:
-        """A row group. Raises FormatError, and what the connector raises."""
-        info, number = self._source.file_of(group)
-        where = self._describe(info.key)
-        footer = self._footer_of(info, where)
-
-        def read(start: int, length: int) -> memoryview:
-            data = np.empty(length, np.uint8).data
-            self._read_into(info.key, start, data, etag=info.etag)
-            return data
-
-        held = [(one.start, read(one.start, one.length)) for one in self._source.group_ranges(group)]
-        fields = self._source.fields
-        types = [footer.columns[column] for column in fields.values()]
-        columns = decode_group(footer, number, types, held, where=where, size=info.size, read=read)
-        memory_bytes = sum(column.num_bytes for column in columns)
-        return RowGroup(dict(zip(fields, columns, strict=True)), memory_bytes, sum(len(data) for _, data in held))
-
-    def _footer_of(self, info: ObjectInfo, where: str) -> Footer:
-        with self._lock:
-            if info.key in self._footers:
-                self._footers.move_to_end(info.key)
-                return self._footers[info.key]
-        footer = parse_footer(self._load(info), where)
-        with self._lock:
-            self._footers[info.key] = footer
-            while len(self._footers) > _NUM_FOOTERS:
-                self._footers.popitem(last=False)
-        return footer
-
-
 def _open(args: ParquetArgs, connector: Connector | None) -> ParquetSource:
     assert connector is not None
     begin_s = time.perf_counter()
@@ -347,4 +300,4 @@ def _open(args: ParquetArgs, connector: Connector | None) -> ParquetSource:
     return source
 
 
-PARQUET = SourceKind(ParquetArgs, "rows", _open, lambda args: args.root)
+PARQUET = SourceKind(ParquetArgs, _open, lambda args: args.root, encoded="some")

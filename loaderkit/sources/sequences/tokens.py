@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from loaderkit._internal.system.user_cache import default_cache_dir
-from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
+from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, FormatError, ObjectNotFoundError, SourceError
-from loaderkit.samples.sample import FieldRange, Sample, Table
-from loaderkit.sources.base import PackedSize, Sequences, SequenceSource, SourceKind
+from loaderkit.sources.base import PackedSize, SourceKind
 from loaderkit.sources.formats.npy import read_npy_header
 from loaderkit.sources.listing import numbered
 from loaderkit.sources.sequences.document_ends import load_document_ends
 from loaderkit.sources.sequences.megatron import Documents, parse_megatron_index
+from loaderkit.sources.sequences.reader import Sequences, SequenceSource
 
 TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
 
@@ -135,25 +135,6 @@ class TokensSource(SequenceSource):
         """The number of tokens of every document: int64 [documents]."""
         return self._lengths
 
-    def ranges(self, index: int) -> list[FieldRange]:
-        """The bytes of the document, as they lie in the file."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)}")
-        num_bytes = int(self._lengths[index]) * self.sequences.item_bytes
-        byte_range = ByteRange(self._info.key, int(self._starts[index]), num_bytes, self._info.etag)
-        return [FieldRange(self.sequences.field, "raw", byte_range)]
-
-    def table(self, indices: NDArray[np.int64]) -> Table:
-        """The ranges of several documents."""
-        num = len(indices)
-        lengths = (self._lengths[indices] * self.sequences.item_bytes).tolist()
-        ranges = Ranges([self._info.key] * num, self._starts[indices].tolist(), lengths, [self._info.etag] * num)
-        return Table(((self.sequences.field, "raw"),), ranges)
-
-    def constants(self, index: int) -> Sample:
-        """Nothing is known of a document without reading it."""
-        return {}
-
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
         """Runs of documents of about `block_bytes`, each at least one: int64 [number of runs + 1]."""
         ends = np.cumsum(self._lengths * self.sequences.item_bytes)
@@ -254,6 +235,4 @@ def _open(args: TokensArgs, connector: Connector | None) -> TokensSource:
     return TokensSource(connector, args)
 
 
-TOKENS = SourceKind(
-    TokensArgs, "sequences", _open, lambda args: args.root, lambda args: {args.field: "a document's tokens"}
-)
+TOKENS = SourceKind(TokensArgs, _open, lambda args: args.root, lambda args: {args.field: "a document's tokens"})

@@ -18,12 +18,13 @@ from loaderkit._internal.text import warn
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import FormatError, SourceError
-from loaderkit.samples.sample import FieldRange, Sample, Table
-from loaderkit.sources.base import PackedSize, SerialSource
+from loaderkit.samples.sample import FieldRange, Table
+from loaderkit.sources.base import PackedSize
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import extension_of, list_matching
 from loaderkit.sources.patterns import Patterns
 from loaderkit.sources.serial.offsets import Int64s, Offsets, Parts, load_offsets
+from loaderkit.sources.serial.reader import SerialSource
 
 NUM_THREADS = 4
 _NUM_REMOTE_THREADS = 16  # they wait for the store, not for a CPU
@@ -260,10 +261,6 @@ class SerialFiles(SerialSource):
             ranges.lengths.append(starts.item(end) - start)
             ranges.etags.append(file.info.etag)
         return Table((("", ""),), ranges)
-
-    def constants(self, index: int) -> Sample:
-        """Nothing is known of a sample without reading it."""
-        return {}
 
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
         """Runs of samples of about `block_bytes`, never across a file: int64 [runs + 1]."""

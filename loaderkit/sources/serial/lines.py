@@ -136,4 +136,4 @@ def _fields_of(args: LinesArgs) -> dict[str, str] | None:
     return None if args.fields is None else dict.fromkeys(args.fields, "a value of JSON")
 
 
-LINES = SourceKind(LinesArgs, "serial", _open, lambda args: args.root, _fields_of)
+LINES = SourceKind(LinesArgs, _open, lambda args: args.root, _fields_of)

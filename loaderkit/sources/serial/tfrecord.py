@@ -129,4 +129,4 @@ def _open(args: TfrecordArgs, connector: Connector | None) -> TfrecordSource:
     return TfrecordSource(connector, args)
 
 
-TFRECORD = SourceKind(TfrecordArgs, "serial", _open, lambda args: args.root)
+TFRECORD = SourceKind(TfrecordArgs, _open, lambda args: args.root)

@@ -23,7 +23,7 @@ from loaderkit.engine.metrics import Stats
 from loaderkit.errors import ObjectChangedError, TemporaryError
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
 from loaderkit.sampling.shard import Shard
-from loaderkit.sources.files import FilesArgs, FilesSource
+from loaderkit.sources.files.source import FilesArgs, FilesSource
 from loaderkit.sources.forecast import Forecast
 
 DATA = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8).tobytes()

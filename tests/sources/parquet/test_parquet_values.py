@@ -16,6 +16,7 @@ from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.sources.parquet.footers import load_footer
+from loaderkit.sources.parquet.reader import GroupReader
 from loaderkit.sources.parquet.source import ParquetArgs, ParquetSource
 
 RAGGED = {"list": "list", "list of lists": "list", "list of pairs": "list"}
@@ -160,5 +161,5 @@ def test_the_memory_of_a_row_group_is_that_of_its_values(kind: str, rng: random.
     column, row_bytes = DECODED[kind]
     connector = MemoryConnector({"f.parquet": written(pa.table({"x": column}), rng, row_group_size=1000)})
     source = ParquetSource(connector, ParquetArgs(url="memory://"), lambda info: load_footer(connector, info, None))
-    memory_bytes = source.reader(connector)(0).memory_bytes
+    memory_bytes = GroupReader(source, connector).read(0).memory_bytes
     assert 1000 * row_bytes <= memory_bytes <= 1000 * (row_bytes + 40)

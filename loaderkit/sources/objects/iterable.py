@@ -25,11 +25,14 @@ from loaderkit._internal.imports import import_named
 from loaderkit._internal.system.forks import ending_forks
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import USER_ERRORS, ClosedError, ConfigError, SourceError
+from loaderkit.samples.chunk import SampleChunk
 from loaderkit.sampling.schedule import UNKNOWN, BatchSampler
 from loaderkit.sampling.shard import Shard
-from loaderkit.sources.base import SourceKind
-from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
-from loaderkit.sources.item_checks import is_unseeded, num_ranks_of
+from loaderkit.sources.base import ReadContext, Reader, SourceKind
+from loaderkit.sources.items import ItemReader
+from loaderkit.sources.objects.args import DatasetArgs, open_object
+from loaderkit.sources.objects.checks import is_unseeded, items_differ, num_ranks_of, seen_alike, state_is_inexact
+from loaderkit.sources.objects.dataset import DatasetSource
 
 logger = logging.getLogger("loaderkit")
 
@@ -108,6 +111,19 @@ class IterableSource(DatasetSource):
     def __reduce__(self) -> tuple[Any, ...]:
         """What a function makes is made anew in each process, as it may hold open files."""
         return IterableSource, (self._args, self.saved)
+
+    @property
+    def in_order(self) -> IterableSource:
+        """See `ItemsInOrder`."""
+        return self
+
+    def reader(self, context: ReadContext) -> Reader:
+        """A reader that takes the next items."""
+        return _NextItems(self, context)
+
+    def begin_pass(self, epoch: int, position: int, first_step: int, *, schedule: BatchSampler, shard: Shard) -> Pass:
+        """See `Pass`."""
+        return Pass(self, epoch, position, first_step, schedule=schedule, shard=shard)
 
     def new_iterable(self, of: Pass) -> Any:
         """An object for one pass to iterate over. Raises ConfigError, and SourceError if the last pass had the same one."""
@@ -419,14 +435,46 @@ class Preview:
         return self._pass.peek(index), None
 
 
+class _NextItems(ItemReader):
+    """Takes the next items of the pass that a batch is of."""
+
+    in_turn = True
+
+    def __init__(self, source: IterableSource, context: ReadContext) -> None:
+        super().__init__(source, context)
+        self.interrupt, self.waits_for = source.interrupt, source.waits_for  # type: ignore[method-assign]
+
+    def take(self, chunk: SampleChunk, indices: list[int]) -> list[Any]:
+        """The chunk's items, fewer at the end of the stream. A batch's last chunk reads on to the batch's end on all ranks."""
+        work_item = chunk.work_item
+        assert work_item.stream is not None
+        is_last = chunk.hi == len(work_item)
+        items, state = work_item.stream.take(indices, work_item.end if is_last else indices[-1] + 1)
+        if is_last:
+            work_item.source_state = state
+        return items
+
+
+def _check_items(args: IterableArgs, source: IterableSource) -> dict[str, Any]:
+    differ = items_differ(source.make_another)
+    # Where items differ anyway, what follows a state says nothing of it.
+    return {
+        "seen_alike": differ or seen_alike(source.make_another(), args, is_iterable=True),
+        "is_unseeded": source.is_unseeded,
+        "items_differ": differ,
+        "state_is_inexact": not differ and source.has_state and state_is_inexact(source.make_another, source.origin(0)),
+    }
+
+
 def _open(args: IterableArgs, connector: Connector | None) -> IterableSource:
     return IterableSource(args)
 
 
 ITERABLE = SourceKind(
     IterableArgs,
-    "items",
     _open,
+    has_blocks=False,
     objects=lambda args: {"object": args.object, "args": args.args},
     is_stream=True,
+    check_items=_check_items,
 )

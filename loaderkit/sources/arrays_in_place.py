@@ -1,4 +1,4 @@
-"""Reads large arrays directly into their slots: `read` parses an array's header, and if its dtype and shape are the slot's, its
+"""Reads large arrays straight into their slots: it parses an array's header, and if its dtype and shape are the slot's, its
 numbers are read there without a copy. Where shapes may differ the memory is lent for each array.
 
     header (256 bytes) ──> is it the slot's dtype and shape? ──> read_into(slots[slot]) ──> InPlace
@@ -7,7 +7,7 @@ numbers are read there without a copy. Where shapes may differ the memory is len
 
 Of the first sample, which only tells the layout of a batch, the numbers are not read.
 
-The compiler allows it for fields that no stage but `decode` sees before `batch`.
+Allowed for fields that no stage but `decode` sees before `batch`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ and through memory, in us: .npy of 64 KiB 22 and 12, 256 KiB 30 and 23, 1 MiB 11
 
 
 @dataclass(frozen=True)
-class DirectRead:
+class InPlaceReads:
     """Reads arrays into slots. `decoded` are the fields that `decode` turns into arrays (None: all), `touched` those that other
     stages change before `batch`."""
 

@@ -21,8 +21,7 @@ from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, SourceError
 from loaderkit.samples.sample import FieldRange, Sample, Table
-from loaderkit.sources.base import Source, SourceKind
-from loaderkit.sources.class_folders import ClassFolders, oddities, shifted
+from loaderkit.sources.base import SourceKind
 from loaderkit.sources.fields import (
     IMAGE_EXTENSIONS,
     FieldMap,
@@ -34,9 +33,11 @@ from loaderkit.sources.fields import (
     described_fields,
     included_fields,
 )
-from loaderkit.sources.joined import join_files
+from loaderkit.sources.files.class_folders import ClassFolders, oddities, shifted
+from loaderkit.sources.files.joined import join_files
 from loaderkit.sources.listing import Listing, cut_blocks, extension_of, said_counts
 from loaderkit.sources.patterns import Patterns, is_hidden
+from loaderkit.sources.ranges import RangeSource
 
 _MAX_COUNTED = 10_000
 _GLOB, _GLOB_OF_STORES = re.compile(r"[*?[]"), re.compile(r"\*")  # a bucket's keys may well have the others
@@ -137,7 +138,7 @@ class FilesArgs(StoreArgs):
         return given if isinstance(given, dict) else {name: number for number, name in enumerate(given)}
 
 
-class FilesSource(Source):
+class FilesSource(RangeSource):
     """The files of `connector` that match, in the order of the UTF-8 bytes of their keys.
 
     A key is the path relative to `url` with its extension. With `label: parent`, `classes` are the sorted names of all
@@ -365,4 +366,4 @@ def _open(args: FilesArgs, connector: Connector | None) -> FilesSource:
     return FilesSource(connector, args)
 
 
-FILES = SourceKind(FilesArgs, "ranges", _open, lambda args: args.root, _fields_of)
+FILES = SourceKind(FilesArgs, _open, lambda args: args.root, _fields_of, encoded="all")

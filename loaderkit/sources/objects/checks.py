@@ -20,14 +20,14 @@ from loaderkit._internal.compare import differ
 from loaderkit._internal.system.cgroups import free_memory
 from loaderkit._internal.system.forks import ending_forks
 from loaderkit.errors import USER_ERRORS, SourceError
-from loaderkit.sources.dataset import DatasetArgs, open_object
+from loaderkit.sources.objects.args import DatasetArgs, open_object
 
 _NUM_ITEMS = 8  # to compare
 _ANSWER_S = 120.0  # for another process to import what it needs and to make them
 _ANSWER = """
 import pickle, sys
 sys.path[:], *given = pickle.load(sys.stdin.buffer)
-from loaderkit.sources.item_checks import write_items
+from loaderkit.sources.objects.checks import write_items
 write_items(*given)
 """
 _MOST_SEED = 1 << 64  # what NumPy makes up where no seed is given has 128 bits

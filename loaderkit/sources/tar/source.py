@@ -25,13 +25,14 @@ from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import AccessDeniedError, SourceError
-from loaderkit.samples.sample import FieldRange, Sample, Table
-from loaderkit.sources.base import PackedSize, Source, SourceKind
+from loaderkit.samples.sample import FieldRange, Table
+from loaderkit.sources.base import PackedSize, SourceKind
 from loaderkit.sources.fields import FieldMap, Fields, Include, Optional, check_optional, described_fields
 from loaderkit.sources.formats.tar_index import TarIndex, load_index
 from loaderkit.sources.listing import StringTable, cut_blocks, refuse_unmatched, stat_all
 from loaderkit.sources.patterns import Patterns
-from loaderkit.sources.tar_samples import TarSamples, group_members
+from loaderkit.sources.ranges import RangeSource
+from loaderkit.sources.tar.samples import TarSamples, group_members
 
 UNFINISHED = ".loaderkit-shards/plan.json"
 """What lies beside shards while `loaderkit pack` has not written all of them."""
@@ -79,7 +80,7 @@ class TarArgs(StoreArgs):
         return self.url[self.url.rfind("/") + 1 :] if self.url.endswith(".tar") else self.include
 
 
-class TarSource(Source):
+class TarSource(RangeSource):
     """The samples of all matching archives: archives by the UTF-8 bytes of their keys, samples in archive order.
 
     `connector` reads below `args.root`; `load` returns the members of one archive, and is called from several threads.
@@ -158,10 +159,6 @@ class TarSource(Source):
     def keys(self, indices: NDArray[np.int64]) -> list[str]:
         """The keys of several samples."""
         return self._keys.take(indices)
-
-    def constants(self, index: int) -> Sample:
-        """Nothing is known of a sample without reading it."""
-        return {}
 
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
         """Runs of samples whose fields take about `block_bytes`, never across an archive: int64 [runs + 1]."""
@@ -418,4 +415,4 @@ def _fields_of(args: TarArgs) -> dict[str, str] | None:
     return None if args.fields is None else described_fields(args.fields)
 
 
-TAR = SourceKind(TarArgs, "ranges", _open, lambda args: args.root, _fields_of)
+TAR = SourceKind(TarArgs, _open, lambda args: args.root, _fields_of, encoded="all")

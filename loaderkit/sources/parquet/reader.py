@@ -1,4 +1,4 @@
-"""`read` for a source of rows: the row groups of a chunk's samples, each decoded once and held, and their rows taken from them.
+"""The reader of rows: the row groups of a chunk's samples, each decoded once and held, and their rows taken from them.
 
 chunk ──locate──> row groups and rows ──> HeldGroups.get ──> a column's values of all rows at once ──> columns, or samples
 
@@ -8,49 +8,63 @@ Values are copied out of a row group, so its memory is bounded by what is held, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import partial
+from threading import Lock
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit._internal.system.forks import ending_forks
+from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit._internal.units import say_bytes
-from loaderkit.connectors.base import Connector
+from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import STORE_FAILURES
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.pictures import picture_extension
 from loaderkit.samples.values import Encoded
-from loaderkit.sources.base import RowSource, StoredBytes, Taken
+from loaderkit.sources.base import ReadContext, Reader, RowGroups
+from loaderkit.sources.parquet.arrow import Footer, decode_group, parse_footer
+from loaderkit.sources.parquet.footers import load_footer
 from loaderkit.sources.parquet.held import HeldGroups
+from loaderkit.sources.parquet.row_groups import RowGroup, StoredBytes, Taken
 
 logger = logging.getLogger("loaderkit")
+_NUM_FOOTERS = 32  # parsed ones that a reader keeps: up to hundreds of kB each
 _MUCH_DECODED = 4  # times the rows that were needed
 _PYTHONS = frozenset({"int64", "float64", "bool"})  # Python has these types
 
 
-class RowReader:
-    """A chunk stage, `run`, which returns the number of bytes read; `close` drops what is held.
+class Rows(RowGroups, Protocol):
+    """What the reader asks of the source."""
 
-    `is_last`: only `batch` follows, which takes columns. Otherwise bytes are `Encoded`; a number of a type that Python has is
-    Python's, others are NumPy's.
-    """
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """Field -> its column."""
 
-    def __init__(
-        self,
-        source: RowSource,
-        connector: Connector,
-        failed: Callable[[SampleChunk, int, Exception], None],
-        *,
-        is_last: bool,
-    ) -> None:
-        self._source, self._failed, self._is_last = source, failed, is_last
-        self._groups = HeldGroups(source.reader(connector), source.group_bytes, source.memory_bytes)
+    def __len__(self) -> int: ...
+
+    def file_of(self, group: int) -> tuple[ObjectInfo, int]:
+        """The file of a row group, and its number there."""
+
+
+class RowReader(Reader):
+    """Reads rows. Where only `batch` follows it gets columns. Otherwise bytes are `Encoded`; a number of a type that Python has
+    is Python's, others are NumPy's."""
+
+    def __init__(self, source: Rows, context: ReadContext) -> None:
+        self._source, self._failed, self._is_last = source, context.failed, context.is_last
+        read = GroupReader(source, context.store).read
+        self._groups = HeldGroups(read, source.group_bytes, source.memory_bytes)
         self._num_decoded = self._num_rows = 0  # row groups; rows that were taken
         self._has_warned = False
 
-    def run(self, chunk: SampleChunk) -> int:
-        groups, rows = self._source.locate(chunk.indices)
+    def read(self, chunk: SampleChunk) -> int:
+        """See `Reader`."""
+        groups, rows = self._source.locate(chunk.source_indices)
         columns: dict[str, Any] = {}
         num_bytes = 0
         error: Exception | None = None
@@ -72,12 +86,12 @@ class RowReader:
                 continue
             for field, column in found.columns.items():
                 taken = column.take(rows[places])
-                self._put(columns, field, taken, places, len(chunk.indices))
+                self._put(columns, field, taken, places, len(chunk.source_indices))
                 for number, reason in taken.bad.items():
                     self._fail(chunk, int(places[number]), field, reason)
             slowest = max(slowest, (perf_counter() - begin_s, int(places[0])))
         chunk.current, chunk.slowest = None, slowest
-        self._num_rows += len(chunk.indices)
+        self._num_rows += len(chunk.source_indices)
         if not self._has_warned and self._num_decoded > 2 * len(self._source.group_bytes):
             self._warn_of_decoding()
         if self._is_last and chunk.work_item.specs and not chunk.failures:
@@ -132,11 +146,53 @@ class RowReader:
 
     def _fail(self, chunk: SampleChunk, row: int, field: str, reason: str) -> None:
         if row not in chunk.failures:  # a sample's first error is reported
-            self._failed(chunk, row, ValueError(f"its column {self._source.column_of(field)!r} {reason}"))
+            self._failed(chunk, row, ValueError(f"its column {self._source.fields[field]!r} {reason}"))
 
     def _fail_all(self, chunk: SampleChunk, places: NDArray[np.int64], error: Exception) -> None:
         for row in places.tolist():
             self._failed(chunk, row, error)
+
+
+class GroupReader:
+    """Reads and decodes the row groups of a source through a connector. It keeps the last footers, parsed."""
+
+    def __init__(self, source: Rows, connector: Connector) -> None:
+        self._source = source
+        self._read_into = ending_forks(connector.read_into)
+        self._describe = connector.describe
+        self._load = partial(load_footer, connector, cache_dir=default_cache_dir())
+        self._footers: OrderedDict[str, Footer] = OrderedDict()
+        self._lock = Lock()
+
+    def read(self, group: int) -> RowGroup:
+        """A row group. Raises FormatError, and what the connector raises."""
+        info, number = self._source.file_of(group)
+        where = self._describe(info.key)
+        footer = self._footer_of(info, where)
+
+        def read(start: int, length: int) -> memoryview:
+            data = np.empty(length, np.uint8).data
+            self._read_into(info.key, start, data, etag=info.etag)
+            return data
+
+        held = [(one.start, read(one.start, one.length)) for one in self._source.group_ranges(group)]
+        fields = self._source.fields
+        types = [footer.columns[column] for column in fields.values()]
+        columns = decode_group(footer, number, types, held, where=where, size=info.size, read=read)
+        memory_bytes = sum(column.num_bytes for column in columns)
+        return RowGroup(dict(zip(fields, columns, strict=True)), memory_bytes, sum(len(data) for _, data in held))
+
+    def _footer_of(self, info: ObjectInfo, where: str) -> Footer:
+        with self._lock:
+            if info.key in self._footers:
+                self._footers.move_to_end(info.key)
+                return self._footers[info.key]
+        footer = parse_footer(self._load(info), where)
+        with self._lock:
+            self._footers[info.key] = footer
+            while len(self._footers) > _NUM_FOOTERS:
+                self._footers.popitem(last=False)
+        return footer
 
 
 def _by_group(groups: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:

@@ -1,0 +1,44 @@
+"""A decoded row group: its columns, and how the values of rows are taken from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class StoredBytes(NamedTuple):
+    """The bytes of one field of a row, a view of its row group's memory, and the extension of the file they come from; "": not
+    known."""
+
+    data: memoryview
+    extension: str
+
+
+class Taken(NamedTuple):
+    """One field of some rows: an array [rows, ...], or a list. `bad` says, by index among these rows, what is wrong with a row:
+    its place in `values` means nothing then."""
+
+    values: NDArray[Any] | list[Any]
+    bad: dict[int, str]
+
+
+class Column(Protocol):
+    """One field of a row group."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes."""
+
+    def take(self, rows: NDArray[np.int64]) -> Taken:
+        """The values of these rows, int64 [n]: in memory of their own, except for `StoredBytes`."""
+
+
+class RowGroup(NamedTuple):
+    """A decoded row group: its fields, the memory it takes, and the bytes that were read for it."""
+
+    columns: Mapping[str, Column]
+    memory_bytes: int
+    read_bytes: int

@@ -1,0 +1,1 @@
+"""`kind: tar`: the samples of tar archives, members that have a name in common."""

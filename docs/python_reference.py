@@ -188,7 +188,17 @@ def _name(member: ast.stmt) -> str:
 
 def other_names() -> str:
     """The names of `loaderkit.extend` that the section does not show."""
-    shown = {"register", "SourceKind", "Source", "Reader", "ReadContext", "SampleReader", "StageKind", "Image", "Encoded"}
+    shown = {
+        "register",
+        "SourceKind",
+        "Source",
+        "Reader",
+        "ReadContext",
+        "SampleReader",
+        "StageKind",
+        "Image",
+        "Encoded",
+    }
     return ", ".join(f"`{name}`" for name in extend.__all__ if name not in shown)
 
 

@@ -131,8 +131,9 @@ def needs_rng(function: Callable[..., Any], args: CallArgs) -> bool:
 
 
 def _takes_rng(function: Callable[..., Any]) -> bool:
+    called: Any = function
     try:
-        called = function.__call__ if _makes_functions(function) else function
+        called = called.__call__ if _makes_functions(function) else called
         return "rng" in inspect.signature(called).parameters
     except (TypeError, ValueError):
         return False

@@ -37,8 +37,9 @@ class Registry(Mapping[str, T]):
     def __init__(
         self, group: str, noun: str, expected: str, is_one: Callable[[Any], bool], ours: Mapping[str, T]
     ) -> None:
-        """`noun` and `expected` say in messages what a name stands for, and what object that has to be."""
-        self.group, self.noun = group, noun
+        """`group` is that of the entry points, without "loaderkit."; `noun` and `expected` say in messages what a name stands
+        for, and what object that has to be."""
+        self.group, self.noun = f"loaderkit.{group}", noun
         self._expected, self._is_one = expected, is_one
         self._entries: dict[str, Entry[T]] = {}  # ours, and what the program registered
         self._resolved: dict[str, Entry[T]] = {}  # names that are not ours, once all who may claim them were asked

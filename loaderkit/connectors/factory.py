@@ -87,7 +87,7 @@ def _open_fsspec(url: str, args: StoreArgs) -> Connector:
 
 
 CONNECTORS: Registry[ConnectorFactory] = Registry(
-    "loaderkit.connectors",
+    "connectors",
     "connector",
     "a class or function (url, loaderkit.extend.StoreArgs) -> Connector",
     callable,

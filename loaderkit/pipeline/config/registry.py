@@ -29,7 +29,7 @@ from loaderkit.stages.sequence.pack import PACK
 from loaderkit.stages.transfer import TRANSFER
 
 SOURCES: Registry[SourceKind] = Registry(
-    "loaderkit.sources",
+    "sources",
     "kind of source",
     "a loaderkit.extend.SourceKind whose `args` derive from SourceArgs",
     lambda item: isinstance(item, SourceKind) and issubclass(item.args, SourceArgs),
@@ -48,7 +48,7 @@ SOURCES: Registry[SourceKind] = Registry(
 )
 
 STAGES: Registry[StageKind] = Registry(
-    "loaderkit.stages",
+    "stages",
     "stage",
     "a loaderkit.extend.StageKind whose `args` derive from StageArgs",
     lambda item: isinstance(item, StageKind) and issubclass(item.args, StageArgs),

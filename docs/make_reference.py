@@ -88,7 +88,7 @@ TYPE_NAMES = {
 }
 
 STORES = """Where a `url` may lead: a path or `file://`; `s3://bucket/prefix`; `gs://`, `az://`, `http(s)://`, `hf://` through fsspec, and
-`fsspec+scheme://` for any other scheme that fsspec knows; `memory://` and any scheme for which `build(connectors={...})` gives a connector.
+`fsspec+scheme://` for any other scheme that fsspec knows; a scheme that a package brings ([extending](extending.md#a-connector)); `memory://` and any scheme for which `build(connectors={...})` gives a connector.
 A URL is taken literally (`%20` and `+` are those characters), and must not hold credentials.
 """
 
@@ -221,7 +221,7 @@ def summary(model: type[BaseModel]) -> str:
 def render() -> str:
     """The whole page."""
     parts = [HEAD, "## Sources\n"]
-    for kind, source in SOURCES.items():
+    for kind, source in SOURCES.ours.items():
         parts += [f"### `kind: {kind}`\n", summary(source.args) + "\n", table(source.args, skip={"kind"})]
     parts.append("## Stores\n\n" + STORES)
     for name, model in (("s3", S3Args), ("retry", RetryArgs), ("cache", CacheArgs), ("read_ahead", ReadAheadArgs)):
@@ -232,7 +232,7 @@ def render() -> str:
     parts += ["## Order\n", summary(OrderArgs) + "\n", table(OrderArgs)]
     parts += ["`order.block`, for `shuffle: block`:\n", table(BlockArgs)]
     parts += ["## Stages\n", "Every stage also takes:\n", table(StageArgs)]
-    for kind, stage in STAGES.items():
+    for kind, stage in STAGES.ours.items():
         where = {"sample": "before `batch`", "batch": "behind `batch`", "either": "on either side of `batch`"}
         side = f" Stands {where[stage.scope]}." if stage.scope in where else ""
         parts += [f"### `{kind}`\n", summary(stage.args) + side + "\n", table(stage.args, skip=StageArgs.model_fields)]

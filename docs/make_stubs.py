@@ -115,8 +115,8 @@ def _doc(method: Any) -> str:
 
 def render() -> str:
     """The whole file, as ruff formats it."""
-    parts = [stub(kind, source.args, is_source=True) for kind, source in SOURCES.items()]
-    parts += [stub(kind, stage.args) for kind, stage in STAGES.items()]
+    parts = [stub(kind, source.args, is_source=True) for kind, source in SOURCES.ours.items()]
+    parts += [stub(kind, stage.args) for kind, stage in STAGES.ours.items()]
     parts += [stub("prefetch", PrefetchArgs), stub("errors", ErrorsArgs), stub("ranks", RanksArgs)]
     parts += [stub("metrics", MetricsArgs)]
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(TARGET), "-"]

@@ -8,7 +8,7 @@ import textwrap
 from typing import Any
 
 import loaderkit
-from loaderkit import checkpoint, connectors, errors
+from loaderkit import checkpoint, connectors, errors, extend, testing
 from loaderkit.checkpoint.manager.saving import Saving
 from loaderkit.connectors.base import GatherInto, Hashed, ReadHashed, ReadInto, ReadMany
 from loaderkit.connectors.memory import MemoryConnector
@@ -90,6 +90,36 @@ The writing side, which `BulkConnector.writes` returns; `loaderkit index` and `l
 Objects in memory, for tests (`loaderkit.connectors.memory`):
 
 {block(MemoryConnector, more={"__init__"}, only={"__init__"})}
+### `loaderkit.extend`
+
+Kinds of sources and stages, and connectors, of your own: [Extending loaderkit](extending.md).
+
+{block(extend.register)}
+A source:
+
+{block(extend.SourceKind, leave={"open_with", "is_elsewhere"})}
+{block(extend.Source)}
+{block(extend.Reader)}
+{block(extend.ReadContext)}
+{block(extend.SampleReader, more={"__init__"}, only={"__init__"})}
+A stage:
+
+{block(extend.StageKind)}
+What `draws` and the values of a sample are is in [Extending loaderkit](extending.md#a-stage). An image between stages:
+
+{block(extend.Image)}
+{block(extend.Encoded)}
+A connector is what a class or function `(url: str, settings: StoreArgs) -> Connector` makes, with the calls of
+[`loaderkit.connectors`](#loaderkitconnectors). What else the modules of ours use is there, too: {other_names()}.
+
+### `loaderkit.testing`
+
+The contract suites, as classes of pytest tests; a subclass gives what their docstrings name.
+
+{block(testing.ConnectorContract, only={"letters", "unusual_keys", "make_store", "num_examples"})}
+{block(testing.Store, only={"connector", "place", "replace", "is_sent"})}
+{block(testing.SourceContract, only={"num_samples", "stages", "described", "pipeline"})}
+{block(testing.StageContract, only={"stage", "batch", "samples"})}
 ### `loaderkit.integrations`
 
 Ray Data ([guide](guide.md#ray-data)), `from loaderkit.integrations.ray import RayRows`:
@@ -156,10 +186,26 @@ def _name(member: ast.stmt) -> str:
     return target.id if isinstance(target, ast.Name) else "_"
 
 
+def other_names() -> str:
+    """The names of `loaderkit.extend` that the section does not show."""
+    shown = {
+        "register",
+        "SourceKind",
+        "Source",
+        "Reader",
+        "ReadContext",
+        "SampleReader",
+        "StageKind",
+        "Image",
+        "Encoded",
+    }
+    return ", ".join(f"`{name}`" for name in extend.__all__ if name not in shown)
+
+
 def made_methods() -> str:
     """The methods of `Pipeline` that are made from settings: names of arguments, the others' meaning stands elsewhere."""
     lines = []
-    for name in [*SOURCES, *STAGES, "prefetch", "errors"]:
+    for name in [*SOURCES.ours, *STAGES.ours, "prefetch", "errors"]:
         arguments, is_by_name = [], False
         for parameter in inspect.signature(getattr(loaderkit.Pipeline, name)).parameters.values():
             if parameter.name == "self":

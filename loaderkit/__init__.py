@@ -15,6 +15,7 @@ from loaderkit._internal.imports import public_names
 from loaderkit._internal.version import __version__
 
 if TYPE_CHECKING:
+    from loaderkit import extend
     from loaderkit.checkpoint.manager.manager import CheckpointManager
     from loaderkit.checkpoint.restore.api import restore
     from loaderkit.loader import Loader, build
@@ -29,6 +30,7 @@ __all__ = [
     "build",
     "checkpoint",
     "errors",
+    "extend",
     "metrics",
     "restore",
     "watch",
@@ -41,6 +43,7 @@ __getattr__ = public_names(
         "Loader": "loaderkit.loader",
         "Pipeline": "loaderkit.pipeline.config.builder",
         "build": "loaderkit.loader",
+        "extend": "loaderkit.extend",
         "restore": "loaderkit.checkpoint.restore.api",
         "watch": "loaderkit.profile.watched.watch",
     },

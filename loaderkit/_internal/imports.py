@@ -30,12 +30,14 @@ def import_named(name: str) -> Any:
 
 
 def public_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's `__getattr__`: it imports the module of a name, which may import torch, and returns the object."""
+    """A package's `__getattr__`: it imports the module of a name, which may import torch, and returns the object, or that
+    module if it is what the name means."""
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(homes[name]), name)
+        module = import_module(homes[name])
+        value = module if homes[name] == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 

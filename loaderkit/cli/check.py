@@ -58,6 +58,7 @@ def check(
         "batch_tokens": plan.config.batch.tokens,
         "rank": plan.schedule.rank,
         "world_size": plan.schedule.world_size,
+        "extensions": _extensions(plan.config),
         "classes": plan.source.classes,
         "first_sample": _first_sample(plan),
         "num_ignored_members": getattr(plan.source, "num_ignored", 0),
@@ -73,6 +74,18 @@ def check(
         console.tell_json(checked)
     else:
         _tell_check(checked)
+
+
+def _extensions(config: PipelineConfig) -> list[dict[str, str]]:
+    """{"what", "name", "origin"} of what the pipeline uses that is not of loaderkit. Raises ConfigError for a name of ours that
+    a package claims, too."""
+    from loaderkit.pipeline.config.extensions import used_extensions
+
+    return [extension._asdict() for extension in used_extensions(config, all_claims=True)]
+
+
+def _said_of_extension(extension: dict[str, str]) -> str:
+    return f"{extension['what']} {extension['name']}, of {extension['origin']}"
 
 
 def _lengths(plan: ExecutionPlan) -> dict[str, Any]:
@@ -254,6 +267,7 @@ def _tell_check(checked: dict[str, Any]) -> None:
         ("samples", _samples(checked)),
         ("batches", _batches(checked)),
     ]
+    rows += [("extension", _said_of_extension(extension)) for extension in checked["extensions"]]
     if checked["executor"] == "ray":
         rows.append(
             ("executor", "ray, not tried: what nodes lack (files, modules) shows in `loaderkit run --batches 20`")
@@ -384,6 +398,7 @@ def _explained(plan: ExecutionPlan, tuning: Tuning) -> dict[str, Any]:
         "rank": plan.schedule.rank,
         "world_size": plan.schedule.world_size,
         "num_cpus": num_cpus(),
+        "extensions": _extensions(plan.config),
         "tuning": tuning.to_dict(),
         "config": plan.config.to_dict(defaults=True),
     }
@@ -393,6 +408,8 @@ def _tell_explained(explained: dict[str, Any], config: PipelineConfig, tuning: T
     console.tell(f"# {config.name}, with every default filled in")
     if explained["url"] is not None:
         console.tell(f"# source    {explained['url']}")
+    for extension in explained["extensions"]:
+        console.tell(f"# extension {_said_of_extension(extension)}")
     console.tell(f"# samples   {_samples(explained)}")
     console.tell(f"# batches   {_batches(explained)}")
     of_cluster = ""

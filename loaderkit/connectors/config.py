@@ -12,6 +12,7 @@ from loaderkit._internal.config.settings import ByteSize, Duration, Model
 class SourceArgs(Model):
     """The settings of every source."""
 
+    kind: str = Field("", description="its name")
     limit: PositiveInt | None = Field(None, description="only the first N samples of the canonical order")
 
 

@@ -1,10 +1,12 @@
-"""From a URL and its settings to a connector: file, S3 or fsspec, with retries and a cache around it."""
+"""From a URL and its settings to a connector: file, S3, fsspec or one of a package, with retries and a cache around it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from loaderkit._internal.config.diagnostics import nearest
+from loaderkit._internal.extensions import Registry
 from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import RetryArgs, StoreArgs
@@ -12,8 +14,8 @@ from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.layers.retry import RetryConnector
 from loaderkit.errors import ConfigError
 
-SCHEMES = ("file", "memory", "s3", "gs", "gcs", "az", "abfs", "http", "https", "hf")
-
+ConnectorFactory = Callable[[str, StoreArgs], Connector]
+"""(URL with its scheme, settings of the source) -> the connector whose keys lie below the URL. Raises ConfigError."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _TIMEOUT_S = 10.0
@@ -21,45 +23,81 @@ _NUM_FILE_ATTEMPTS = 5  # within 3 s: the kernel has waited already, and a broke
 
 
 def open_connector(url: str, given: Mapping[str, Connector], args: StoreArgs | None = None) -> Connector:
-    """The connector of a URL or path: one of `given` by its scheme, else a built-in. Raises ConfigError, MissingExtraError."""
+    """The connector of a URL or path: one of `given` by its scheme, else one of ours, else one of a package or of the program.
+    Raises ConfigError, MissingExtraError."""
     args = args or StoreArgs()
-    match = _URL.fullmatch(url)
-    scheme, rest = (match[1].lower(), match[2]) if match else ("file", url)
+    scheme = scheme_of(url)
     if scheme in given:
         connector = given[scheme]
         if args.retry != RetryArgs():
             connector = RetryConnector(connector, _policy(args, 10), args.retry.timeout, owns_inner=False)
         return _cached(connector, args, owns_inner=connector not in given.values())
-    return _cached(_built_in(url, scheme, rest, args), args)
-
-
-def _built_in(url: str, scheme: str, rest: str, args: StoreArgs) -> Connector:
-    if scheme == "file":
-        if "\0" in rest:
-            raise ConfigError(f"source.url {url!r}: a path has no null bytes")
-        return RetryConnector(FileConnector(rest), _policy(args, _NUM_FILE_ATTEMPTS), args.retry.timeout)
-    if scheme == "memory":
+    if scheme.startswith("fsspec+"):
+        return _cached(_open_fsspec(url.partition("+")[2], args), args)
+    if CONNECTORS.is_ours(scheme):
+        return _cached(CONNECTORS[scheme](url, args), args)
+    if scheme not in CONNECTORS:
         raise ConfigError(
-            f"source.url {url!r}: memory:// needs a connector with the objects: "
-            'loaderkit.build(..., connectors={"memory": MemoryConnector({...})})'
+            f"source.url {url!r}: no connector for {scheme}://; {nearest(scheme, CONNECTORS)}; "
+            f"for a filesystem of fsspec write fsspec+{scheme}://"
         )
-    if scheme == "s3":
-        from loaderkit.connectors.s3 import S3Connector  # a tenth of the start-up time, needed only here
+    return _cached(RetryConnector(CONNECTORS[scheme](url, args), _policy(args, 10), args.retry.timeout), args)
 
-        return S3Connector(url, args.s3, args.retry)
-    if scheme.removeprefix("fsspec+") in SCHEMES or scheme.startswith("fsspec+"):
-        from loaderkit.connectors.fsspec import FsspecConnector  # late, like that of S3
 
-        if "::" in rest and not scheme.startswith("fsspec+"):  # else a folder's name could name another store
-            raise ConfigError(
-                f"source.url: '::' chains filesystems of fsspec: write fsspec+{scheme}://... if that is intended"
-            )
-        connector = FsspecConnector(url[len("fsspec+") :] if scheme.startswith("fsspec+") else url)
-        return RetryConnector(connector, _policy(args, 10), args.retry.timeout or _TIMEOUT_S)
+def scheme_of(url: str) -> str:
+    """The scheme of a URL in lower case; "file" for a path."""
+    match = _URL.fullmatch(url)
+    return match[1].lower() if match else "file"
+
+
+def _open_file(url: str, args: StoreArgs) -> Connector:
+    match = _URL.fullmatch(url)
+    path = match[2] if match else url
+    if "\0" in path:
+        raise ConfigError(f"source.url {url!r}: a path has no null bytes")
+    return RetryConnector(FileConnector(path), _policy(args, _NUM_FILE_ATTEMPTS), args.retry.timeout)
+
+
+def _no_memory(url: str, args: StoreArgs) -> Connector:
     raise ConfigError(
-        f"source.url {url!r}: no connector for {scheme}://; expected one of {', '.join(SCHEMES)}, or fsspec+{scheme}:// for "
-        "a filesystem of fsspec"
+        f"source.url {url!r}: memory:// needs a connector with the objects: "
+        'loaderkit.build(..., connectors={"memory": MemoryConnector({...})})'
     )
+
+
+def _open_s3(url: str, args: StoreArgs) -> Connector:
+    from loaderkit.connectors.s3 import S3Connector  # a tenth of the start-up time, needed only here
+
+    return S3Connector(url, args.s3, args.retry)
+
+
+def _open_known_fsspec(url: str, args: StoreArgs) -> Connector:
+    scheme, _, rest = url.partition("://")
+    if "::" in rest:  # else a folder's name could name another store
+        raise ConfigError(
+            f"source.url: '::' chains filesystems of fsspec: write fsspec+{scheme}://... if that is intended"
+        )
+    return _open_fsspec(url, args)
+
+
+def _open_fsspec(url: str, args: StoreArgs) -> Connector:
+    from loaderkit.connectors.fsspec import FsspecConnector  # late, like that of S3
+
+    return RetryConnector(FsspecConnector(url), _policy(args, 10), args.retry.timeout or _TIMEOUT_S)
+
+
+CONNECTORS: Registry[ConnectorFactory] = Registry(
+    "connectors",
+    "connector",
+    "a class or function (url, loaderkit.extend.StoreArgs) -> Connector",
+    callable,
+    {
+        "file": _open_file,
+        "memory": _no_memory,
+        "s3": _open_s3,
+        **dict.fromkeys(("gs", "gcs", "az", "abfs", "http", "https", "hf"), _open_known_fsspec),
+    },
+)
 
 
 def _cached(connector: Connector, args: StoreArgs, *, owns_inner: bool = True) -> Connector:

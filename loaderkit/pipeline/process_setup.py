@@ -20,11 +20,12 @@ from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.errors import ConfigError, MissingExtraError
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.packing import sequence_keys
+from loaderkit.pipeline.config.extensions import kinds_for_workers
 from loaderkit.pipeline.config.model import PrefetchArgs, RayArgs
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.live_settings import is_tuned
 from loaderkit.pipeline.sendable import check_sendable, named_in_main
-from loaderkit.pipeline.thread_engine import make_worker_engine, with_main
+from loaderkit.pipeline.thread_engine import make_worker_engine, with_kinds, with_main
 from loaderkit.sampling.shard import Shard
 from loaderkit.stages.image.formats import pillow_limits
 
@@ -112,7 +113,8 @@ def worker_engine(ahead: ExecutionPlan) -> Callable[[Callable[[int], Bytes], Sha
     if reopen is not None:
         ahead = replace(ahead, source=None)  # type: ignore[arg-type]
     make = partial(make_worker_engine, ahead, reopen, pillow_limits())
-    of_main = named_in_main(config)
+    of_main, kinds = named_in_main(config), kinds_for_workers(config)
+    make = make if kinds is None else partial(with_kinds, kinds, make)
     return partial(with_main, of_main, make) if of_main else make
 
 

@@ -9,13 +9,20 @@ from loaderkit._internal.imports import import_named
 from loaderkit._internal.packing import Packed, measured, pack
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import ConfigError
+from loaderkit.pipeline.config.extensions import kinds_for_workers
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 
 
 def check_sendable(config: PipelineConfig, connectors: Sequence[Connector | None] = ()) -> None:
-    """Raise ConfigError if an object in the config cannot be pickled."""
-    sent = {**_objects(config), "the connector": [connector for connector in connectors if connector is not None]}
+    """Raise ConfigError if an object in the config cannot be pickled, or a kind that the program registered."""
+    kinds = kinds_for_workers(config)
+    registered = {} if kinds is None else {f"loaderkit.extend.register({n!r})": e for n, e in kinds.registered.items()}
+    sent = {
+        **_objects(config),
+        **registered,
+        "the connector": [connector for connector in connectors if connector is not None],
+    }
     for where, value in sent.items():
         try:
             pack(value)

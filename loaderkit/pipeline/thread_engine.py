@@ -19,6 +19,7 @@ from loaderkit.pipeline.batches.first_samples import Look, specs_of_all_parts, s
 from loaderkit.pipeline.batches.memory import BatchMemory
 from loaderkit.pipeline.batches.packing import document_chunk, packed_chunk
 from loaderkit.pipeline.batches.plan import BatchPlan, MakeChunk
+from loaderkit.pipeline.config.extensions import Kinds
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.samples.chunk import FieldSpec, SampleChunk
 from loaderkit.sampling.shard import Shard
@@ -61,6 +62,14 @@ def with_main(
 ) -> ThreadEngine:
     """The engine of a worker process, whose main module is given what the pipeline names there: "__main__:name"."""
     vars(sys.modules["__main__"]).update(of_main)
+    return make(allocator, shard)
+
+
+def with_kinds(
+    kinds: Kinds, make: Callable[[Allocator, Shard], ThreadEngine], allocator: Allocator, shard: Shard
+) -> ThreadEngine:
+    """The engine of a worker process that knows these kinds. Raises ConfigError."""
+    kinds.adopt()
     return make(allocator, shard)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loaderkit.errors import USER_ERRORS, ConfigError
+from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.stages.base import StageConfig
-from loaderkit.stages.call import CallArgs, bind
+from loaderkit.stages.call import CallArgs, load, needs_rng
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,6 @@ def _why_left(stage: StageConfig) -> str:
     if kind.num_draws:
         return "draws random numbers for each epoch"
     if isinstance(stage.args, CallArgs):
-        try:
-            _, is_random = bind(stage.args)
-        except USER_ERRORS as error:
-            raise ConfigError(
-                f"stages.{stage.name}.function: {stage.args.function!r} cannot be imported: {error}"
-            ) from error
+        is_random = needs_rng(load(stage.name, stage.args), stage.args)
         return "draws random numbers (`rng`, or `seeded`) for each epoch" if is_random else ""
     return ""

@@ -239,8 +239,13 @@ NO_BLOCKS = "order.shuffle: block needs a source that knows where its bytes lie:
 # ------------------------------------------------------------------------------------------------------------ kinds
 
 
-def _nothing(args: Any) -> None:
+# The defaults have names, so that a kind can be pickled by name.
+def _none(*args: Any) -> None:
     return None
+
+
+def _nothing(*args: Any) -> dict[str, Any]:
+    return {}
 
 
 class OwnedConnector(NamedTuple):
@@ -262,17 +267,17 @@ class SourceKind:
         None  # (args, the connector at `root`, if there is one) -> the samples, listed
     )
     root: Callable[[Any], str] | None = None  # the URL at which the connector starts; None: there is no connector
-    fields: Callable[[Any], Mapping[str, str] | None] = _nothing  # field -> image, text, ...; None: only the data tells
-    reopen: Callable[[Any, int], Callable[[], Source] | None] = lambda args, size: None
+    fields: Callable[[Any], Mapping[str, str] | None] = _none  # field -> image, text, ...; None: only the data tells
+    reopen: Callable[[Any, int], Callable[[], Source] | None] = _none
     """(args, number of samples) -> how a loading process opens it; None: the source is pickled."""
     encoded: Literal["all", "some", "none"] = "none"
     """Which fields are the bytes of files up to `decode`, so that `loaderkit pack` may write them as they are."""
     has_blocks: bool = True  # False: `order.shuffle: block` is refused
     has_samples: bool = True  # False: it has tensors, to be restored
     is_stream: bool = False  # items come in their own order only, and their number shows at their end
-    objects: Callable[[Any], Mapping[str, Any]] = lambda args: {}
+    objects: Callable[[Any], Mapping[str, Any]] = _nothing
     """Key -> object that the user gave for it and that is pickled to loading processes."""
-    check_items: Callable[[Any, Any], dict[str, Any]] = lambda args, source: {}
+    check_items: Callable[[Any, Any], dict[str, Any]] = _nothing
     """(args, the opened source) -> what `loaderkit check` finds out about items of the user's code, by the keys of its JSON."""
 
     def open_with(

@@ -3,7 +3,8 @@
 The function gets a dict (images as torch uint8 [C, H, W], and `__key__`), the arguments of `args`, and, if its signature
 has a parameter `rng`, a `numpy.random.Generator` that depends on (seed, epoch, sample, stage name) alone. It changes the
 dict in place, or returns a dict with the fields that it sets; the others stay. `del sample["field"]` drops one. With
-`seeded` the global generators are seeded for each call by the same generator.
+`seeded` the global generators are seeded for each call by the same generator. Of a class with `__call__` each process makes one
+object, with the arguments of `args`, and that is called.
 """
 
 from __future__ import annotations
@@ -48,9 +49,12 @@ class CallArgs(StageArgs):
     """
 
     function: str | Callable[..., Any] = Field(
-        description='"package.module:function", or in Python the function itself'
+        description='"package.module:function", or in Python the function itself; of a class with `__call__` one object is '
+        "made in each process, and called"
     )
-    args: dict[str, Any] = Field({}, description="keyword arguments for every call")
+    args: dict[str, Any] = Field(
+        {}, description="keyword arguments for every call; of a class: to make its object with"
+    )
     timeout: Duration | None = Field(
         None,
         description="time limit of a call; after it the sample (or batch) fails, and the call is abandoned: it may run on, and "
@@ -110,25 +114,59 @@ def load_function(path: str) -> Callable[..., Any]:
     return function
 
 
-def _loaded(args: CallArgs) -> Callable[..., Any]:
-    return load_function(args.function) if isinstance(args.function, str) else args.function
-
-
-def bind(args: CallArgs) -> tuple[Callable[..., Any], bool]:
-    """The function with its arguments bound, and True if it needs `rng`: to take it, or to be seeded by it."""
-    function = _loaded(args)
+def load(name: str, args: CallArgs) -> Callable[..., Any]:
+    """The function, or class, of the stage `name`. Raises ConfigError."""
+    if not isinstance(args.function, str):
+        return args.function
     try:
-        wants_rng = "rng" in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        wants_rng = False
+        return load_function(args.function)
+    except USER_ERRORS as error:
+        reason = str(error) if isinstance(error, (ImportError, ValueError)) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"stages.{name}.function: {args.function!r} cannot be imported: {reason}") from error
 
+
+def needs_rng(function: Callable[..., Any], args: CallArgs) -> bool:
+    """True if a call takes `rng`, or is seeded by it."""
+    return args.seeded or _takes_rng(function)
+
+
+def _takes_rng(function: Callable[..., Any]) -> bool:
+    called: Any = function
+    try:
+        called = called.__call__ if _makes_functions(function) else called
+        return "rng" in inspect.signature(called).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _makes_functions(function: Callable[..., Any]) -> bool:
+    """True for a class whose objects can be called. Another class is called with the sample itself, as OrderedDict may be."""
+    return isinstance(function, type) and any("__call__" in vars(base) for base in function.__mro__)
+
+
+def _made(name: str, function: Callable[..., Any], args: CallArgs) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """What is called, and the arguments of each call: of a class an object, made with them. Raises ConfigError."""
+    if not _makes_functions(function):
+        return function, args.args
+    try:
+        return function(**args.args), {}
+    except USER_ERRORS as error:
+        raise ConfigError(
+            f"stages.{name}.args: the class {function.__qualname__} cannot be made with {args.args!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _bound(function: Callable[..., Any], arguments: Mapping[str, Any], args: CallArgs) -> Callable[..., Any]:
+    """(value, generator or None) -> the result of a call."""
+    takes_rng = _takes_rng(function)
     call = ending_forks(function)
 
     def bound(value: Any, rng: np.random.Generator | None) -> Any:
         with seeded_by(rng) if args.seeded and rng is not None else nullcontext():
-            return call(value, rng=rng, **args.args) if wants_rng else call(value, **args.args)
+            return call(value, rng=rng, **arguments) if takes_rng else call(value, **arguments)
 
-    return bound, wants_rng or args.seeded
+    return bound
 
 
 def call_on_sample(function: Callable[..., Any], sample: Sample, key: str, rng: np.random.Generator | None) -> Sample:
@@ -215,12 +253,9 @@ def _limited(
 ) -> tuple[Callable[..., Any], bool, TimeLimit | None, Any]:
     """The function, whether it needs `rng`, its time limit, and the object that one thread at a time may be in, if that is so.
     With a limit it runs in another thread, on the same stream."""
-    try:
-        function, wants_rng = bind(args)
-        owner = None if args.thread_safe is True else owner_of(_loaded(args))
-    except USER_ERRORS as error:
-        reason = str(error) if isinstance(error, (ImportError, ValueError)) else f"{type(error).__name__}: {error}"
-        raise ConfigError(f"stages.{name}.function: {args.function!r} cannot be imported: {reason}") from error
+    loaded, arguments = _made(name, load(name, args), args)
+    owner = None if args.thread_safe is True else owner_of(loaded)
+    function, wants_rng = _bound(loaded, arguments, args), needs_rng(loaded, args)
     if args.timeout is None:
         return function, wants_rng, None, owner
     limit = TimeLimit(name, args.timeout, is_alone=owner is not None)

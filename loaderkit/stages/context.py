@@ -41,6 +41,19 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
+# The defaults have names, so that a kind can be pickled by name.
+def _no(args: Any) -> bool:
+    return False
+
+
+def _none(args: Any) -> None:
+    return None
+
+
+def _nothing(args: Any) -> Mapping[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class StageKind:
     """A kind of stage: its arguments, whether it comes before or after `batch`, and how it is compiled.
@@ -68,10 +81,10 @@ class StageKind:
     runs_user_code: bool = False  # it may keep its input, and return anything
     takes_tensors: bool = False  # it also acts on the tensors of a checkpoint
     stream: Callable[[Any], Stream | None] | None = None  # its stream, if it copies batches to a GPU
-    keeps_values: Callable[[Any], bool] = lambda args: False  # it commutes with `normalize`
-    slot_dtype: Callable[[Any], str | None] = lambda args: None
+    keeps_values: Callable[[Any], bool] = _no  # it commutes with `normalize`
+    slot_dtype: Callable[[Any], str | None] = _none
     """The dtype of the images that it can write into their slots directly after `batch`; None: it cannot."""
-    objects: Callable[[Any], Mapping[str, Any]] = lambda args: {}
+    objects: Callable[[Any], Mapping[str, Any]] = _nothing
     """Key -> object that the user gave for it and that is pickled to loading processes."""
 
 

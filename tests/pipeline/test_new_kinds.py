@@ -1,16 +1,15 @@
-"""A new kind of source or stage is a module and a line in the registry: with it builds, checks and explanations know it."""
+"""A new kind of source or stage is a module and a name for it: with that builds, checks and explanations know it."""
 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import pytest
+from extensions import forget_after
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -20,8 +19,6 @@ from loaderkit.cli import main
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError, SourceError
-from loaderkit.pipeline.config import registry
-from loaderkit.pipeline.config.kind_methods import source_method, stage_method
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.sample import FieldRange, Sample
 from loaderkit.sources.base import ReadContext, Reader, Source, SourceKind
@@ -151,20 +148,13 @@ def shift(args: ShiftArgs) -> Callable[..., None]:
 
 SHIFT = StageKind(ShiftArgs, "sample", shift, num_draws=1)
 
-# ---------------------------------------------------------------------------------------------- and the registry's lines
-
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    more = {
-        "SOURCES": MappingProxyType({**registry.SOURCES, "squares": SQUARES, "cubes": CUBES}),
-        "STAGES": MappingProxyType({**registry.STAGES, "shift": SHIFT}),
-    }
-    for name, kinds in more.items():
-        before = getattr(registry, name)
-        for module in [*sys.modules.values()]:
-            if getattr(module, name, None) is before:
-                monkeypatch.setattr(module, name, kinds)
+    forget_after(monkeypatch)
+    loaderkit.extend.register("squares", SQUARES)
+    loaderkit.extend.register("cubes", CUBES)
+    loaderkit.extend.register("shift", SHIFT)
 
 
 PIPELINE: dict[str, Any] = {
@@ -174,7 +164,7 @@ PIPELINE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("executor", ["thread", "inline"])
+@pytest.mark.parametrize("executor", ["thread", "inline", "process"])
 def test_they_make_batches(executor: str) -> None:
     with loaderkit.build(PIPELINE, overrides={"prefetch.executor": executor}) as loader:
         batches = list(loader)
@@ -252,9 +242,7 @@ def test_the_command_line_knows_them(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "read > shift > batch" in explained
 
 
-def test_they_are_methods_of_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pipeline, "squares", source_method("squares", SquaresArgs), raising=False)
-    monkeypatch.setattr(Pipeline, "shift", stage_method("shift", ShiftArgs), raising=False)
+def test_they_are_methods_of_pipelines() -> None:
     begun: Any = Pipeline.squares(10)  # type: ignore[attr-defined]
     pipeline = begun.shuffle(False).epochs(1).read().shift(5).batch(5)
     assert pipeline == Pipeline(PIPELINE)

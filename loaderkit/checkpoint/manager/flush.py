@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from loaderkit._internal.extensions import Entry
 from loaderkit._internal.packing import pack
 from loaderkit._internal.system.program_end import ProgramEndsError
 from loaderkit.checkpoint.discovery.description import Format
@@ -26,6 +27,7 @@ from loaderkit.checkpoint.save.safetensors.export import ExportRule
 from loaderkit.checkpoint.save.safetensors.export_writer import ExportWriter
 from loaderkit.checkpoint.save.staging import HostCopies
 from loaderkit.connectors.base import Connector, traits_of
+from loaderkit.connectors.factory import CONNECTORS, ConnectorFactory
 from loaderkit.errors import ConfigError, printable
 from loaderkit.ranks.board import Board, BoardAddress
 
@@ -100,7 +102,7 @@ class ProcessFlush:
         address = None if board is None else board.address
         settings: dict[str, Any] = {"format": format, "unique_names": unique_names}
         self._here = partial(ThreadFlush, url, connectors, board, **settings, copies=self._copies)
-        there = partial(_writer_there, url, dict(connectors), address, **settings)
+        there = partial(_writer_there, url, dict(connectors), address, **settings, schemes=CONNECTORS.registered())
         self._process = FlushProcess(there, memory)
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -157,16 +159,23 @@ class Copies:
 
 
 def _writer_there(
-    url: str, connectors: Mapping[str, Connector], address: BoardAddress | None, memory: MappedPages, **settings: Any
+    url: str,
+    connectors: Mapping[str, Connector],
+    address: BoardAddress | None,
+    memory: MappedPages,
+    *,
+    schemes: Mapping[str, Entry[ConnectorFactory]],
+    **settings: Any,
 ) -> Callable[..., dict[str, Any]]:
-    """What the other process calls."""
+    """What the other process calls. `schemes`: what the program has registered."""
+    CONNECTORS.adopt(schemes)
     board = None if address is None else address.open()
     copies = ReceivedCopies(memory)
     return ThreadFlush(url, connectors, board, **settings, copies=copies).write
 
 
 def _check_sendable(url: str, connectors: Mapping[str, Connector]) -> None:
-    for name, connector in connectors.items():
+    for name, connector in {**CONNECTORS.registered(), **connectors}.items():
         try:
             pack(connector)
         except Exception as error:

@@ -23,12 +23,34 @@ from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.stages.base import StageArgs
 
 
-class KindMethods:
+class _SourceNames(type):
+    """Finds the sources that packages and programs add, on first use: only a metaclass is asked for a class's attribute."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if not name.startswith("_") and name in SOURCES:
+            return source_method(name, SOURCES[name].args).__get__(None, cls)
+        if not name.startswith("_") and name in STAGES:
+            return stage_method(name, STAGES[name].args)
+        raise AttributeError(f"Pipeline has no source {name!r}; {nearest(name, _public(cls))}")
+
+    def __dir__(cls) -> list[str]:
+        return sorted({*super().__dir__(), *SOURCES, *STAGES})
+
+
+class KindMethods(metaclass=_SourceNames):
     """The base of `Pipeline`."""
 
     def __getattr__(self, name: str) -> Any:
-        known = [known for known in dir(type(self)) if not known.startswith("_")]
-        raise AttributeError(f"a pipeline has no stage {name!r}; {nearest(name, known)}")
+        if not name.startswith("_") and name in STAGES:
+            return stage_method(name, STAGES[name].args).__get__(self)
+        raise AttributeError(f"a pipeline has no stage {name!r}; {nearest(name, _public(type(self)))}")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *STAGES})
+
+
+def _public(cls: type) -> list[str]:
+    return [known for known in dir(cls) if not known.startswith("_")]
 
 
 def source_method(kind: str, args: type[Model]) -> Any:
@@ -93,9 +115,9 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-for _kind, _source in SOURCES.items():
+for _kind, _source in SOURCES.ours.items():
     setattr(KindMethods, _kind, source_method(_kind, _source.args))
-for _kind, _stage in STAGES.items():
+for _kind, _stage in STAGES.ours.items():
     setattr(KindMethods, _kind, stage_method(_kind, _stage.args))
 _SECTIONS = {"prefetch": PrefetchArgs, "errors": ErrorsArgs, "ranks": RanksArgs, "metrics": MetricsArgs}
 for _key, _args in _SECTIONS.items():

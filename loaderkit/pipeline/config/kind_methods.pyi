@@ -636,8 +636,9 @@ class KindMethods:
         It changes the dict in place, or returns a dict that is merged into it: fields it names are set, the others stay as they
         are. `del sample["field"]` drops a field; not to return it does not.
 
-        function: "package.module:function", or in Python the function itself
-        args: keyword arguments for every call
+        function: "package.module:function", or in Python the function itself; of a class with `__call__`
+            one object is made in each process, and called
+        args: keyword arguments for every call; of a class: to make its object with
         timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned: it
             may run on, and unless the function is `thread_safe` the next call waits for it, as long as for
             itself
@@ -667,8 +668,9 @@ class KindMethods:
         of an image, since it is given the values themselves: `call` is for that. Batches are shorter by what is dropped. A dropped
         sample is no bad one; a sample for which the function fails is.
 
-        function: "package.module:function", or in Python the function itself
-        args: keyword arguments for every call
+        function: "package.module:function", or in Python the function itself; of a class with `__call__`
+            one object is made in each process, and called
+        args: keyword arguments for every call; of a class: to make its object with
         timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned: it
             may run on, and unless the function is `thread_safe` the next call waits for it, as long as for
             itself

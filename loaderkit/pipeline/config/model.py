@@ -209,7 +209,7 @@ class PipelineConfig:
     @property
     def source_kind(self) -> str:
         """The name of the source's kind; "mixture" for `sources`."""
-        return "mixture" if self.mixture is not None else kind_name(self.source)
+        return "mixture" if self.mixture is not None else self.source.kind
 
     @property
     def kind(self) -> SourceKind:
@@ -293,11 +293,6 @@ class PipelineConfig:
     def to_yaml(self, *, defaults: bool = False) -> str:
         """YAML text that describes this pipeline exactly."""
         return to_yaml(escape(self.to_dict(defaults=defaults)), width=120)
-
-
-def kind_name(source: SourceArgs) -> str:
-    """The name of the kind with these arguments."""
-    return next(name for name, kind in SOURCES.items() if type(source) is kind.args)
 
 
 def _dump_mixed(member: MixedSourceConfig, defaults: bool) -> dict[str, Any]:

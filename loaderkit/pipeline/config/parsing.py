@@ -23,7 +23,6 @@ from loaderkit.pipeline.config.model import (
     PrefetchArgs,
     RanksArgs,
     escape,
-    kind_name,
 )
 from loaderkit.pipeline.config.registry import SOURCES
 from loaderkit.pipeline.config.source_parsing import absolute_url, parse_section, parse_source
@@ -93,7 +92,7 @@ def _parse(data: Any, problems: Problems, base: Path, overrides: Mapping[str, An
     output = _parse_output(data, problems)
     if source is not None and len(stages) == len(data["stages"] if isinstance(data.get("stages"), list) else ()):
         check_structure(source, stages, order, prefetch, problems)
-    is_stream = source is not None and not isinstance(source, MixtureArgs) and SOURCES[kind_name(source)].is_stream
+    is_stream = source is not None and not isinstance(source, MixtureArgs) and SOURCES[source.kind].is_stream
     if order is not None and is_stream:
         order = order_of_stream(order, errors, problems)
     problems.raise_problems()

@@ -1,10 +1,10 @@
-"""The kinds of sources and stages. To add one, write its module, which declares its kind, and add it here."""
+"""The kinds of sources and stages. To add one of ours, write its module, which declares its kind, and add a line here; packages
+and programs add theirs by `loaderkit.extend`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
+from loaderkit._internal.extensions import Registry
+from loaderkit.connectors.config import SourceArgs
 from loaderkit.pipeline.config.checkpoint_source import CHECKPOINT
 from loaderkit.sources.base import SourceKind
 from loaderkit.sources.files.source import FILES
@@ -16,6 +16,7 @@ from loaderkit.sources.sequences.tokens import TOKENS
 from loaderkit.sources.serial.lines import LINES
 from loaderkit.sources.serial.tfrecord import TFRECORD
 from loaderkit.sources.tar.source import TAR
+from loaderkit.stages.base import StageArgs
 from loaderkit.stages.batch import BATCH
 from loaderkit.stages.call import CALL, FILTER
 from loaderkit.stages.context import StageKind
@@ -27,7 +28,11 @@ from loaderkit.stages.read import READ
 from loaderkit.stages.sequence.pack import PACK
 from loaderkit.stages.transfer import TRANSFER
 
-SOURCES: Mapping[str, SourceKind] = MappingProxyType(
+SOURCES: Registry[SourceKind] = Registry(
+    "sources",
+    "kind of source",
+    "a loaderkit.extend.SourceKind whose `args` derive from SourceArgs",
+    lambda item: isinstance(item, SourceKind) and issubclass(item.args, SourceArgs),
     {
         "files": FILES,
         "tar": TAR,
@@ -39,10 +44,14 @@ SOURCES: Mapping[str, SourceKind] = MappingProxyType(
         "dataset": DATASET,
         "iterable": ITERABLE,
         "checkpoint": CHECKPOINT,
-    }
+    },
 )
 
-STAGES: Mapping[str, StageKind] = MappingProxyType(
+STAGES: Registry[StageKind] = Registry(
+    "stages",
+    "stage",
+    "a loaderkit.extend.StageKind whose `args` derive from StageArgs",
+    lambda item: isinstance(item, StageKind) and issubclass(item.args, StageArgs),
     {
         "read": READ,
         "decode": DECODE,
@@ -64,5 +73,5 @@ STAGES: Mapping[str, StageKind] = MappingProxyType(
         "batch": BATCH,
         "normalize": NORMALIZE,
         "transfer": TRANSFER,
-    }
+    },
 )

@@ -12,10 +12,11 @@ from loaderkit._internal.config.diagnostics import KeyPath, Problems, nearest
 from loaderkit._internal.config.model_errors import validate
 from loaderkit._internal.config.settings import Model
 from loaderkit.connectors.config import SourceArgs
+from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.mixture import MixArgs, MixedArgs, MixedSourceConfig, MixtureArgs, mixture_args
-from loaderkit.pipeline.config.model import kind_name
 from loaderkit.pipeline.config.registry import SOURCES
 from loaderkit.pipeline.config.stage_parsing import parse_stages
+from loaderkit.sources.base import SourceKind
 
 M = TypeVar("M", bound=Model)
 
@@ -84,20 +85,18 @@ def _parse_mixed(raw: Any, number: int, problems: Problems, base: Path) -> Mixed
         MixedArgs, {key: value for key, value in raw.items() if key in MixedArgs.model_fields}, path, problems
     )
     rest = {key: value for key, value in raw.items() if key not in own}
-    if isinstance(raw.get("kind"), str) and raw["kind"] in SOURCES:
-        known = [*own, *SOURCES[raw["kind"]].args.model_fields]
+    if (source_kind := _kind_of(raw, path, problems)) is not None:
+        known = [*own, *source_kind.args.model_fields]
         for key in [key for key in rest if key not in known]:
             del rest[key]
             problems.error((*path, key), f"unknown key {key!r}; {nearest(str(key), known)}")
     args = parse_kind(rest, path, problems, base)
     stages = parse_stages(raw["stages"], (*path, "stages"), problems) if raw.get("stages") else ()
-    if args is None or mixed is None:
+    if args is None or mixed is None or source_kind is None:
         return None
-    kind = kind_name(args)
-    if SOURCES[kind].is_stream or not SOURCES[kind].has_samples:
-        reason = (
-            "its items come in their own order only" if SOURCES[kind].is_stream else "it has tensors and no samples"
-        )
+    kind = args.kind
+    if source_kind.is_stream or not source_kind.has_samples:
+        reason = "its items come in their own order only" if source_kind.is_stream else "it has tensors and no samples"
         problems.error((*path, "kind"), f"kind: {kind} cannot be mixed, as {reason}")
         return None
     named = tuple(replace(stage, name=f"{stage.name}.{mixed.name}") for stage in stages)
@@ -106,12 +105,10 @@ def _parse_mixed(raw: Any, number: int, problems: Problems, base: Path) -> Mixed
 
 def parse_kind(raw: dict[str, Any], path: KeyPath, problems: Problems, base: Path) -> SourceArgs | None:
     """The arguments of one source, at the key `path`, with absolute paths."""
-    kind = raw.get("kind")
-    if not isinstance(kind, str) or kind not in SOURCES:
-        text = "`kind` is missing" if "kind" not in raw else f"unknown kind {kind!r}"
-        problems.error((*path, "kind"), f"{text}; {nearest(str(kind), SOURCES)}")
+    kind = _kind_of(raw, path, problems)
+    if kind is None:
         return None
-    parsed = validate(SOURCES[kind].args, raw, path, problems)
+    parsed = validate(kind.args, raw, path, problems)
     url = getattr(parsed, "url", None)
     if parsed is not None and url is not None:
         try:
@@ -126,6 +123,20 @@ def parse_kind(raw: dict[str, Any], path: KeyPath, problems: Problems, base: Pat
         except RuntimeError as error:  # an unknown user in ~user
             problems.error((*path, "cache", "dir"), f"{cache.dir!r}: {error}")
     return parsed
+
+
+def _kind_of(raw: dict[str, Any], path: KeyPath, problems: Problems) -> SourceKind | None:
+    """The kind that a source names; None, with an error added, if it names none that can be used."""
+    kind = raw.get("kind")
+    if not isinstance(kind, str) or kind not in SOURCES:
+        text = "`kind` is missing" if "kind" not in raw else f"unknown kind {kind!r}"
+        problems.error((*path, "kind"), f"{text}; {nearest(str(kind), SOURCES)}")
+        return None
+    try:
+        return SOURCES[kind]
+    except ConfigError as error:  # of the package that brings it
+        problems.error((*path, "kind"), str(error))
+        return None
 
 
 def absolute_url(url: str, base: Path) -> str:

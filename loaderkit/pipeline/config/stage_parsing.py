@@ -6,6 +6,7 @@ from typing import Any
 
 from loaderkit._internal.config.diagnostics import KeyPath, Problems, nearest
 from loaderkit._internal.config.model_errors import validate
+from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.stages.base import StageArgs, StageConfig
 
@@ -81,6 +82,11 @@ def _kind_and_arguments(item: Any, path: KeyPath, problems: Problems) -> tuple[s
         return None
     if kind not in STAGES:
         problems.error(path, f"unknown stage {kind!r}; {nearest(kind, STAGES)}")
+        return None
+    try:
+        _ = STAGES[kind]
+    except ConfigError as error:  # of the package that brings it
+        problems.error(path, str(error))
         return None
     if arguments is None:
         arguments = {}

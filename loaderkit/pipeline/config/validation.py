@@ -77,7 +77,7 @@ def _check_one(
             add_error(kinds.index("read"), "`read` must be the first stage")
         else:
             add_error(0, "the first stage must be `read`, which is missing")
-    source_kind = next(kind for kind in SOURCES.values() if type(source) is kind.args)
+    source_kind = SOURCES[source.kind]
     if not source_kind.has_samples:
         _check_restore(kinds, add_error)
         return

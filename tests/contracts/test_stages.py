@@ -1,0 +1,45 @@
+"""What every stage promises, for each of those that act on single samples, and for user code."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loaderkit.testing import StageContract
+
+IMAGE_STAGES: dict[str, dict[str, Any]] = {
+    "resize": {"size": [8, 12]},
+    "center_crop": {"size": [8, 8]},
+    "random_crop": {"size": [8, 8]},
+    "random_resized_crop": {"size": 8},
+    "random_horizontal_flip": {},
+    "random_vertical_flip": {},
+    "random_rotation": {"degrees": 30},
+    "color_jitter": {"brightness": 0.4, "hue": 0.1},
+    "random_grayscale": {"p": 0.5},
+    "gaussian_blur": {"kernel_size": 3},
+    "random_erasing": {"p": 0.7},
+}
+
+
+def brighten(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"image": sample["image"] // 2, "drawn": float(rng.random())}
+
+
+STAGES = [{name: arguments} for name, arguments in IMAGE_STAGES.items()]
+STAGES.append({"call": {"function": f"{__name__}:brighten"}})
+
+
+class TestStages(StageContract):
+    @pytest.fixture(params=STAGES, ids=lambda stage: next(iter(stage)), autouse=True)
+    def chosen(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(type(self), "stage", request.param, raising=False)
+
+    @pytest.fixture
+    def samples(self, rng: random.Random) -> Sequence[Mapping[str, Any]]:
+        numbers = np.random.default_rng(rng.randrange(2**32))
+        return [{"image": numbers.integers(0, 256, (16, 20, 3), np.uint8), "label": n} for n in range(8)]

@@ -1,0 +1,155 @@
+"""`loaderkit.extend.register`: what a program registers is known at once, and in worker processes; what it may not take."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from extensions import forget_after
+from pydantic import Field
+
+import loaderkit
+from loaderkit import CheckpointManager, Pipeline
+from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.errors import ConfigError
+from loaderkit.extend import StageArgs, StageKind, StoreArgs, register
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_after(monkeypatch)
+
+
+class TimesArgs(StageArgs):
+    """Multiply."""
+
+    by: int = Field(2, description="the factor")
+
+
+def times(args: TimesArgs) -> Callable[..., None]:
+    def run(sample: dict[str, Any], draws: Any, scratch: Any = None) -> None:
+        sample["x"] *= args.by
+
+    return run
+
+
+TIMES = StageKind(TimesArgs, "sample", make=times)
+
+
+def closure_kind(held: Any) -> StageKind:
+    """A kind of the same arguments whose function cannot be found by its name."""
+
+    def make(args: TimesArgs) -> Callable[..., None]:
+        def run(sample: dict[str, Any], draws: Any, scratch: Any = None) -> None:
+            sample["x"] = sample["x"] * args.by + (held if isinstance(held, int) else 0)
+
+        return run
+
+    return StageKind(TimesArgs, "sample", make=make)
+
+
+def values(executor: str, stage: Any = "times") -> list[int]:
+    stages = ["read", stage, {"batch": {"size": 2}}]
+    described = {
+        "source": {"kind": "dataset", "object": [{"x": number} for number in range(6)]},
+        "order": {"shuffle": "none", "epochs": 1},
+        "stages": stages,
+        "prefetch": {"executor": executor},
+    }
+    with loaderkit.build(described) as loader:
+        return [x for batch in loader for x in batch["x"].tolist()]
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread", "process"])
+@pytest.mark.parametrize("by_value", [False, True])
+def test_every_executor_knows_it(executor: str, by_value: bool) -> None:
+    register("times", closure_kind(1) if by_value else TIMES)
+    assert values(executor, {"times": {"by": 3}}) == [3 * number + by_value for number in range(6)]
+
+
+def test_a_kind_that_cannot_be_sent_is_refused_by_name() -> None:
+    register("times", closure_kind(threading.Lock()))
+    assert values("thread") == [0, 2, 4, 6, 8, 10]
+    with pytest.raises(ConfigError, match=r"loaderkit\.extend\.register\('times'\).* cannot be sent"):
+        values("process")
+
+
+def test_names_that_are_taken() -> None:
+    with pytest.raises(ConfigError, match="the stage 'resize' is claimed by loaderkit itself and by this program"):
+        register("resize", TIMES)
+    with pytest.raises(ConfigError, match=r"Pipeline\.shuffle is something else"):
+        register("shuffle", TIMES)
+    for name in ("two words", "a-b", "_x", "1st"):
+        with pytest.raises(ConfigError, match="letters, digits and _"):
+            register(name, TIMES)
+    register("times", TIMES)
+    register("times", closure_kind(5))  # of the same arguments: a cell that ran again
+    assert values("inline") == [5, 7, 9, 11, 13, 15]
+
+    class OtherArgs(StageArgs):
+        """Others."""
+
+    with pytest.raises(ConfigError, match=r"'times' is claimed by .*TimesArgs\) and by .*OtherArgs\)"):
+        register("times", StageKind(OtherArgs, "sample", make=times))
+
+
+@pytest.mark.parametrize("item", [7, None, TimesArgs, "m:f"])
+def test_anything_else_is_no_extension(item: Any) -> None:
+    with pytest.raises(ConfigError, match="is no SourceKind, no StageKind"):
+        register("times", item)
+
+
+def open_folder(url: str, settings: StoreArgs) -> FileConnector:
+    return FileConnector(url.partition("://")[2])
+
+
+@pytest.mark.parametrize("flush", ["thread", "process"])
+def test_a_scheme_is_for_sources_and_for_checkpoints(flush: Any, tmp_path: Path) -> None:
+    register("folder", open_folder)
+    (tmp_path / "data").mkdir()
+    for number in range(4):
+        (tmp_path / "data" / f"{number}.txt").write_text(f"text {number}")
+    pipeline = Pipeline.files(f"folder://{tmp_path}/data", include="*.txt").shuffle(False).epochs(1).read().batch(2)
+    for executor in ("thread", "process"):
+        with loaderkit.build(pipeline, overrides={"prefetch.executor": executor}) as loader:
+            assert [text for batch in loader for text in batch["txt"]] == [f"text {n}".encode() for n in range(4)]
+    state = {"weight": torch.arange(6.0)}
+    with CheckpointManager(f"folder://{tmp_path}/run", flush=flush) as checkpoints:
+        checkpoints.save(1, state, force=True, wait=True)
+    assert torch.equal(loaderkit.restore(f"folder://{tmp_path}/run/step-0000000001")["weight"], state["weight"])
+
+
+def test_a_connector_given_to_build_goes_before(tmp_path: Path) -> None:
+    def never(url: str, settings: StoreArgs) -> FileConnector:
+        raise AssertionError("it is not asked")
+
+    register("folder", never)
+    given = MemoryConnector({"a.txt": b"given"})
+    with loaderkit.build(
+        Pipeline.files("folder://", include="*.txt").read().batch(1), connectors={"folder": given}
+    ) as loader:
+        assert next(iter(loader))["txt"] == [b"given"]
+
+
+def test_temporary_errors_are_retried(tmp_path: Path) -> None:
+    tried: list[str] = []
+
+    class Flaky(FileConnector):
+        def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+            tried.append(key)
+            if len(tried) == 1:
+                raise loaderkit.errors.TemporaryError(f"{key}: not now")
+            super().read_into(key, start, buffer, etag=etag)
+
+    register("flaky", lambda url, settings: Flaky(url.partition("://")[2]))
+    np.save(tmp_path / "x.npy", np.arange(8))
+    pipeline = Pipeline.array(f"flaky://{tmp_path}/x.npy").shuffle(False).read().batch(8)
+    with loaderkit.build(pipeline) as loader:
+        assert next(iter(loader))["data"].tolist() == [*range(8)]
+    assert len(tried) > 1

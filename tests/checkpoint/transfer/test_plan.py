@@ -19,8 +19,8 @@ from loaderkit import native
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.checkpoint.discovery.archive import TarConnector
 from loaderkit.checkpoint.discovery.locate import locate
+from loaderkit.checkpoint.transfer.fetch import num_workers_of, plan_access
 from loaderkit.checkpoint.transfer.plan import ReadRequest, chunk_bytes_of, limits_of
-from loaderkit.checkpoint.transfer.session import num_workers_of, plan_access
 from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.base import Connector, ConnectorTraits, traits_of
 from loaderkit.connectors.config import CacheArgs, S3Args, StoreArgs

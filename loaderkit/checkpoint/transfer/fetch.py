@@ -166,6 +166,7 @@ class Fill:
     def __iter__(self) -> Iterator[list[tuple[str, Any]]]:
         """Names with their tensors, of one work item after the other. An error of a read ends all of them."""
         with ExitStack() as entered:
+            entered.callback(self._let_go)
             streams = entered.enter_context(closing(DeviceStreams(self._devices))) if self._devices else None
             stages = self._make_stages(streams=streams)
             threads: list[threading.Thread] = []
@@ -179,12 +180,25 @@ class Fill:
                         self._wait(threads)
                     elif (chunk := self._take(scratch)) is not None:
                         self._run(stages, chunk)
-                yield self.plan.finish(self._open.popleft())
+                yield self._delivered(self._open.popleft())
 
     def _is_next_whole(self) -> bool:
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None  # whose traceback refers to this object and to the tensors' memory
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
         return bool(self._open) and self._open[0].num_pending == 0
+
+    def _delivered(self, work_item: TensorWork) -> list[tuple[str, Any]]:
+        delivered = self.plan.finish(work_item)
+        work_item.chunks.clear()  # which refer to it and to the tensors' memory
+        return delivered
+
+    def _let_go(self) -> None:
+        for work_item in self._open:
+            work_item.chunks.clear()
 
     def _take(self, scratch: dict[str, Any]) -> Chunk | None:
         """The next chunk, of which a thread has the memory `scratch`; None: there is none any more."""
@@ -223,7 +237,7 @@ class Fill:
                     self._run(stages, chunk)
             except BaseException as error:  # raised again below, by the caller
                 with self._changed:
-                    self._error, self._is_over = self._error or error, True
+                    self._error, self._is_over = None if self._is_over else error, True
                     self._changed.notify()
 
         with ONE_AT_A_TIME, new_thread_default_kept() as compute_alone:

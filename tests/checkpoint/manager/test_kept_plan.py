@@ -27,6 +27,7 @@ from loaderkit.checkpoint.discovery.description import Format
 from loaderkit.checkpoint.manager.layout import LayoutPlanner
 from loaderkit.checkpoint.manager.saving import KeptPlan, messages_of, write_checkpoint
 from loaderkit.checkpoint.planning.division import MIN_CUT_BYTES
+from loaderkit.checkpoint.state import FlatState
 from loaderkit.connectors.file import FileConnector
 from loaderkit.errors import CheckpointError, PeerError
 from loaderkit.ranks.board import Board

@@ -46,16 +46,18 @@ def flatten(
     single: str = "tensor",
     enters: Callable[[str, Any], bool] = lambda name, value: True,
     seen: Callable[[Path, Any], None] = lambda path, container: None,
+    replaced: Callable[[str, Path, Any], Any] | None = None,
 ) -> dict[str, Leaf]:
     """Name -> leaf. Tables are entered, and so are lists and tuples that hold a tensor or a table; other values are leaves.
 
     `enters(name, value)`: whether such a tuple is entered at all. A tree that is a single leaf is called `single`. `seen` gets
-    path and value of every container that is entered.
+    path and value of every container that is entered. `replaced(name, path, value)` gives what stands for each value.
     Raises CheckpointError for two leaves of one name, for more than `limit` leaves and tables, and for endless nesting.
     """
     num_visited = 0
     leaves: dict[str, Leaf] = {}
     entered: dict[int, bool] = {}  # by id of a list: shared lists are searched once
+    kept: list[Any] = []  # so that no other list gets the id of one that was made
 
     def is_entered(name: str, value: Any, depth: int) -> bool:
         if depth > MAX_DEPTH:
@@ -79,10 +81,13 @@ def flatten(
                 f"it has more than {limit} values and tables, more than its description can hold: it is a bomb"
             )
         value = leaf.value
+        if replaced is not None and (other := replaced(name, leaf.path, value)) is not value:
+            value, leaf = other, leaf._replace(value=other)
+            kept.append(value)
         may_enter = depth > MAX_DEPTH or isinstance(value, (Mapping, list, tuple))
         if not may_enter or not is_entered(name, value, depth):
             if name in leaves:
-                raise CheckpointError(f"two values have the name {name!r}: rename one, as names are joined by dots")
+                raise same_name(name)
             leaves[name] = leaf
             return
         seen(leaf.path, value)
@@ -92,6 +97,11 @@ def flatten(
 
     visit(single, Leaf(None, None, tree), 0)
     return leaves
+
+
+def same_name(name: str) -> CheckpointError:
+    """The error for two values of one name."""
+    return CheckpointError(f"two values have the name {name!r}: rename one, as names are joined by dots")
 
 
 def _joined(name: str, key: Any, depth: int) -> str:

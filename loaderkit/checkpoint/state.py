@@ -1,19 +1,20 @@
 """The state of a training process, to be saved: its objects' state, what its containers are, and what could not be restored.
 
-state ─> resolve ─> objects replaced by their state_dict: a module's under its own names, an optimizer's by names of parameters
-                └─> the containers that flat names do not tell (structure.py)
+state ─> resolve, one walk ─> values and paths by name, with the state_dict of objects in their place: a module's under its own
+                          │   names, an optimizer's by names of parameters
+                          └─> the containers that flat names do not tell (structure.py)
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from loaderkit.checkpoint.names import Index, Leaf, Path, flatten, no_tuples
+from loaderkit.checkpoint.names import MAX_DEPTH, Index, Leaf, Path, flatten, no_tuples, same_name
 from loaderkit.checkpoint.structure import Container, Containers, collect
 from loaderkit.checkpoint.wrappers import check_names, parameter_names, unwrapped_state
 from loaderkit.errors import ConfigError
@@ -42,10 +43,7 @@ def is_tensor(value: Any) -> bool:
 def leaves_of(state: Any, enters: Callable[[str, Any], bool] = no_tuples) -> dict[str, Leaf]:
     """Name -> leaf of a nested state: tensors, plain values, objects with `state_dict`. Tuples with objects are entered, and
     with tensors those that `enters` names. Raises ConfigError, CheckpointError."""
-    if not isinstance(state, dict):
-        raise ConfigError(
-            f'state: expected a dict such as {{"model": model, "optimizer": optimizer}}, not {type(state).__name__}'
-        )
+    _check_is_dict(state)
     return flatten(
         state,
         lambda value: isinstance(value, torch.Tensor) or is_stateful(value),
@@ -54,11 +52,12 @@ def leaves_of(state: Any, enters: Callable[[str, Any], bool] = no_tuples) -> dic
     )
 
 
-def _has_object(value: Any) -> bool:
-    """True if an object stands in a list or tuple, or in a container in it."""
-    if isinstance(value, Mapping):
-        return any(map(_has_object, value.values()))
-    return any(map(_has_object, value)) if isinstance(value, (list, tuple)) else is_stateful(value)
+def _has_object(value: Any, depth: int = 0) -> bool:
+    """True if an object stands in a list or tuple, or in a container in it that is nested no deeper than is allowed."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        return is_stateful(value)
+    items = value.values() if isinstance(value, Mapping) else value
+    return depth <= MAX_DEPTH and any(_has_object(item, depth + 1) for item in items)
 
 
 def modules_in(state: Any) -> list[torch.nn.Module]:
@@ -78,59 +77,99 @@ def on_devices_of(value: Any, current: Any) -> Any:
     return value
 
 
-class ResolvedState(NamedTuple):
-    """A nested state without objects, its containers that are not plain, and the names of its objects whose state is one thing,
-    which is neither a module's nor an optimizer's."""
+class FlatState(NamedTuple):
+    """A nested state without objects, by name: tensors and plain values, and the path of each. As torch.distributed.checkpoint
+    has them, keys of tables are text in a path, and places in lists are int."""
 
-    state: Any
+    values: dict[str, Any]
+    paths: dict[str, tuple[str | int, ...]]
+
+    @classmethod
+    def of(cls, leaves: Mapping[str, Leaf]) -> FlatState:
+        """The state with these leaves."""
+        paths = {
+            name: tuple(int(key) if isinstance(key, Index) else str(key) for key in leaf.path)
+            for name, leaf in leaves.items()
+        }
+        return cls({name: leaf.value for name, leaf in leaves.items()}, paths)
+
+    def plus(self, tables: dict[str, Any]) -> FlatState:
+        """The state with other tables beside its own."""
+        other = FlatState.of(flatten(tables, is_tensor, MAX_LEAVES, enters=no_tuples))
+        return FlatState(self.values | other.values, self.paths | other.paths)
+
+
+class ResolvedState(NamedTuple):
+    """All that a save needs of a state: its values, its containers that are not plain, and the names of its objects whose state
+    is one thing, which is neither a module's nor an optimizer's."""
+
+    flat: FlatState
     containers: Containers
     objects: list[str]
 
 
 def resolve(state: Any, optimizer_keys: OptimizerKeys = "numbers") -> ResolvedState:
-    """The state with every object in it replaced by its `state_dict()`. Nothing is copied but containers.
+    """Walk the state once, with the `state_dict()` of every object in the object's place. Nothing is copied.
 
     Raises ConfigError for keys that are neither all text nor all whole numbers, for names that a wrapper has made, for an
     optimizer whose parameters have no names though these are asked for, and for the first value that could not be restored
-    without running code.
+    without running code; CheckpointError for two values of one name.
     """
-    resolver = _Resolver(modules_in(state), optimizer_keys)
-    resolved = resolver.visit(state, ())
-    _check_keys(resolved)
-    containers: Containers = {}
-    _check_values(flatten(resolved, is_tensor, MAX_LEAVES, enters=no_tuples, seen=collect(containers)))
-    return ResolvedState(resolved, containers | resolver.marked, resolver.objects)
+    _check_is_dict(state)
+    resolver, containers = _Resolver(state, optimizer_keys), Containers()
+    leaves = flatten(
+        state, is_tensor, MAX_LEAVES, enters=no_tuples, seen=collect(containers), replaced=resolver.replaced
+    )
+    for name, path in resolver.paths.items():
+        if name in leaves and leaves[name].path != path:
+            raise same_name(name)
+    _check_values(leaves)
+    return ResolvedState(FlatState.of(leaves), containers | resolver.marked, resolver.objects)
 
 
 class _Resolver:
-    """Visits a state; `marked` are containers that are stored as others are."""
+    """Replaces objects in a walk; `marked` are containers that are stored as others are, `paths` those of objects by name."""
 
-    def __init__(self, modules: list[torch.nn.Module], optimizer_keys: OptimizerKeys) -> None:
-        self._modules, self._optimizer_keys = modules, optimizer_keys
+    def __init__(self, state: Any, optimizer_keys: OptimizerKeys) -> None:
+        self._state, self._optimizer_keys = state, optimizer_keys
+        self._places: set[Path] = set()  # of the objects
         self.marked: Containers = {}
+        self.paths: dict[str, Path] = {}
         self.objects: list[str] = []
 
-    def visit(self, value: Any, path: Path) -> Any:
-        """The value with its objects replaced."""
+    def replaced(self, name: str, path: Path, value: Any) -> Any:
+        """For `flatten`: what stands for a value. What an object has given stays as it is."""
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, Mapping):
+            _check_keys(name if path else "", value)
+        if any(path[:size] in self._places for size in range(len(path) + 1)):
+            return value
+        if isinstance(value, Mapping):
+            check_names(name if path else "", value)
+        elif type(value) in (list, tuple) and _has_object(value):
+            if type(value) is tuple:  # as a list, so that the tensors in it are stored as tensors
+                self.marked[path] = Container("tuple")
+            # Now, since what stands in it tells whether it is entered.
+            return [self.replaced(f"{name}.{n}", (*path, Index(n)), item) for n, item in enumerate(value)]
+        elif is_stateful(value):
+            if self.paths.setdefault(name, path) != path:
+                raise same_name(name)
+            self._places.add(path)
+            return self._state_of(name, path, value)
+        return value
+
+    def _state_of(self, name: str, path: Path, value: Any) -> Any:
         if isinstance(value, torch.nn.Module):
             return unwrapped_state(value)
         if isinstance(value, torch.optim.Optimizer):
             return self._optimizer(value, path)
-        if is_stateful(value):
-            self.objects.append(".".join(map(str, path)))
-            return value.state_dict()
-        if isinstance(value, Mapping):
-            check_names(".".join(map(str, path)), value)
-            return _same_kind(value, [(key, self.visit(item, (*path, key))) for key, item in value.items()])
-        if type(value) not in (list, tuple) or not _has_object(value):
-            return value
-        if type(value) is tuple:  # as a list, so that the tensors in it are stored as tensors
-            self.marked[path] = Container("tuple")
-        return [self.visit(item, (*path, Index(number))) for number, item in enumerate(value)]
+        self.objects.append(name)
+        return value.state_dict()
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: Path) -> Any:
         state = optimizer.state_dict()
-        names = None if self._optimizer_keys == "numbers" else parameter_names(optimizer, self._modules)
+        names = None if self._optimizer_keys == "numbers" else parameter_names(optimizer, modules_in(self._state))
         named = None if names is None else _by_name(state, names)
         if named is not None:
             params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -142,15 +181,6 @@ class _Resolver:
                 "state, so they have no names: put that module into the state, or set optimizer_keys: numbers"
             )
         return state
-
-
-def _same_kind(table: Mapping[Any, Any], items: list[tuple[Any, Any]]) -> Any:
-    if type(table) is not OrderedDict:
-        return Counter(dict(items)) if type(table) is Counter else dict(items)
-    ordered = OrderedDict(items)
-    if hasattr(table, "_metadata"):
-        vars(ordered)["_metadata"] = table._metadata
-    return ordered
 
 
 def _by_name(state: Any, names: list[str]) -> dict[str, Any] | None:
@@ -174,25 +204,21 @@ def _by_name(state: Any, names: list[str]) -> dict[str, Any] | None:
 # ---------------------------------------------------------------------------------------------- what can be restored
 
 
-def _check_keys(resolved: Any) -> None:
-    """Raise ConfigError for a table with other keys than text or whole numbers."""
-
-    def visit(value: Any, name: str) -> None:
-        if isinstance(value, Mapping):
-            kinds = {type(key) for key in value}
-            if kinds - {str} and kinds != {int}:
-                raise ConfigError(
-                    f"state: the keys of {name!r} are not all text, or all whole numbers, and could not be told apart when "
-                    "they are restored"
-                )
-        items: Iterable[tuple[Any, Any]] = (
-            value.items() if isinstance(value, Mapping) else enumerate(value) if type(value) in (list, tuple) else ()
+def _check_is_dict(state: Any) -> None:
+    if not isinstance(state, dict):
+        raise ConfigError(
+            f'state: expected a dict such as {{"model": model, "optimizer": optimizer}}, not {type(state).__name__}'
         )
-        for key, item in items:
-            if isinstance(item, (Mapping, list, tuple)):
-                visit(item, f"{name}.{key}" if name else str(key))
 
-    visit(resolved, "")
+
+def _check_keys(name: str, table: Mapping[Any, Any]) -> None:
+    """Raise ConfigError for a table with other keys than text or whole numbers."""
+    kinds = {type(key) for key in table}
+    if kinds - {str} and kinds != {int}:
+        raise ConfigError(
+            f"state: the keys of {name!r} are not all text, or all whole numbers, and could not be told apart when they are "
+            "restored"
+        )
 
 
 def _check_values(leaves: Mapping[str, Leaf]) -> None:
@@ -207,7 +233,7 @@ def _check_values(leaves: Mapping[str, Leaf]) -> None:
                 raise ConfigError(
                     f"state: {name!r} is {kind}, which is not restored: save the dense tensors that it consists of"
                 )
-        elif kind := _opaque_kind(leaf.value):
+        elif kind := _opaque_kind(leaf.value, name):
             raise ConfigError(
                 f"state: {name!r} holds an object of {kind}, which could not be restored without running code: save numbers, "
                 "text, tensors and containers of them, or give the object state_dict and load_state_dict"
@@ -226,18 +252,21 @@ def _unreadable_kind(tensor: torch.Tensor) -> str:
     return f"a {type(tensor).__name__}" if has_parts and not hasattr(tensor, "trigger_wait") else ""
 
 
-def _opaque_kind(value: Any) -> str:
+def _opaque_kind(value: Any, name: str) -> str:
     """The class of the first object in a plain value that is no number, text, array, tensor or container of them; "" without
-    one. A tensor in a plain value is pickled whole."""
+    one. A tensor in a plain value is pickled whole. Raises ConfigError for the keys of a table in it, whose name is `name`."""
     kind = type(value)
     if kind in _SIMPLE:
         return ""
     if isinstance(value, torch.Tensor):
         return f"{kind.__module__}.{kind.__qualname__} (in a tuple or set)" if _is_no_plain(value) else ""
     if kind in _SEQUENCES:
-        return next(filter(None, map(_opaque_kind, value)), "")
+        return next(filter(None, (_opaque_kind(item, f"{name}.{n}") for n, item in enumerate(value))), "")
+    if isinstance(value, Mapping):
+        _check_keys(name, value)
     if kind in _TABLES:
-        return next(filter(None, map(_opaque_kind, (*value.keys(), *value.values()))), "")
+        inside = (*((key, name) for key in value), *((item, f"{name}.{key}") for key, item in value.items()))
+        return next(filter(None, (_opaque_kind(item, where) for item, where in inside)), "")
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         return ""
     return f"{kind.__module__}.{kind.__qualname__}"

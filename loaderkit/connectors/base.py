@@ -21,6 +21,11 @@ class ObjectInfo(NamedTuple):
     etag: str
 
 
+def etag_of(mtime_ns: int, size: int) -> str:
+    """A file's etag, from the time of its last change and its size."""
+    return f"{mtime_ns:x}-{size:x}"
+
+
 class ByteRange(NamedTuple):
     """The half-open range [start, start + length) of an object, as it was when its etag was taken."""
 

@@ -8,7 +8,7 @@ import stat as stat_bits
 from collections.abc import Callable, Iterator, Sequence
 
 from loaderkit._internal.text import warn
-from loaderkit.connectors.base import ObjectInfo
+from loaderkit.connectors.base import ObjectInfo, etag_of
 from loaderkit.errors import ConnectorError, ObjectNotFoundError
 
 _Entry = tuple[str, os.DirEntry[str]]
@@ -114,8 +114,3 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link to itself, or into a directory without permission: reading it raises the error
         return False
-
-
-def etag_of(mtime_ns: int, size: int) -> str:
-    """A file's etag, from the time of its last change and its size."""
-    return f"{mtime_ns:x}-{size:x}"

@@ -12,8 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit import native
-from loaderkit.connectors.base import BulkConnector, BulkReads, ConnectorTraits, Hashed, ObjectInfo, Ranges, Writes
-from loaderkit.connectors.directory import Directory, etag_of
+from loaderkit.connectors.base import (
+    BulkConnector,
+    BulkReads,
+    ConnectorTraits,
+    Hashed,
+    ObjectInfo,
+    Ranges,
+    Writes,
+    etag_of,
+)
+from loaderkit.connectors.directory import Directory
 from loaderkit.connectors.file_writes import FileWrites
 from loaderkit.connectors.writing import WriteCounts
 from loaderkit.errors import (

@@ -22,8 +22,7 @@ import numpy as np
 
 from loaderkit._internal.system.interrupts import opened
 from loaderkit._internal.temporary_files import create_temporary
-from loaderkit.connectors.base import ObjectInfo, Writes
-from loaderkit.connectors.directory import etag_of
+from loaderkit.connectors.base import ObjectInfo, Writes, etag_of
 from loaderkit.connectors.writing import Parts, WriteCounts, put_in_parts
 from loaderkit.errors import ConnectorError, ObjectNotFoundError
 

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import BinaryIO, Literal
 
 from loaderkit.connectors.base import ObjectInfo, ObjectWriter, Writes
@@ -16,13 +18,15 @@ from loaderkit.errors import ConnectorError
 Activity = Literal["writing_s", "syncing_s", "committing_s"]
 
 
+@dataclass
 class WriteCounts:
     """The bytes that were written, and the seconds that took, summed over threads. A copy in another process begins at 0."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._written_bytes = 0
-        self._seconds: dict[Activity, float] = {"writing_s": 0.0, "syncing_s": 0.0, "committing_s": 0.0}
+    _written_bytes: int = 0
+    _seconds: dict[Activity, float] = field(
+        default_factory=partial(dict[Activity, float], writing_s=0.0, syncing_s=0.0, committing_s=0.0)
+    )
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __reduce__(self) -> tuple[type[WriteCounts], tuple[()]]:
         return WriteCounts, ()

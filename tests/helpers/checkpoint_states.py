@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
+
+from loaderkit.checkpoint.names import Index
+from loaderkit.checkpoint.state import ResolvedState
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -67,6 +71,17 @@ def bytes_in(tensor: torch.Tensor) -> bytes:
 
 def save_dcp(state: dict[str, Any], path: Path) -> None:
     save(state, checkpoint_id=path, no_dist=True)
+
+
+def nested_of(resolved: ResolvedState) -> dict[str, Any]:
+    """The nested state that a walk has flattened, for torch's own `save`; empty tables, which have no name, are there."""
+    values, paths = dict(resolved.flat.values), dict(resolved.flat.paths)
+    for path in resolved.containers:
+        name = ".".join(map(str, path))
+        if not any(other == name or other.startswith(f"{name}.") for other in values):
+            values[name], paths[name] = {}, tuple(int(key) if isinstance(key, Index) else str(key) for key in path)
+    nested: dict[str, Any] = unflatten_state_dict(values, paths)
+    return nested
 
 
 def pack(paths: list[Path], root: Path, archive: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from loaderkit._internal import hashing
-from loaderkit.checkpoint.transfer.session import num_workers_of
+from loaderkit.checkpoint.transfer.fetch import num_workers_of
 from loaderkit.connectors.base import Connector, ObjectInfo, bulk_of
 
 PART_BYTES = 8 * 2**20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from loaderkit.checkpoint.formats import safetensors, torch_zip, zip_records
+from loaderkit.checkpoint.formats import safetensors, zip_records
 from loaderkit.checkpoint.formats.state_file import STATE
 
 METADATA = ".metadata"
@@ -28,6 +28,7 @@ _BESIDE = re.compile(
 _PRETRAINED = re.compile(r"(diffusion_)?(pytorch_)?(adapter_)?(model|consolidated)\b.*|.+\.index\..*json", re.DOTALL)
 _STEP = re.compile(r"(?:step|steps|checkpoint|ckpt|iter|iteration)[-_=]?(\d+)", re.IGNORECASE)
 _NUMBER = re.compile(r"(\d+)(?:\.(?:pt|pth|ckpt|tar))?")
+_LEGACY = b"\x80\x02\x8a\x0al\xfc"  # of torch.save before torch 1.6
 Kind = Literal["safetensors", "torch", "legacy", "tar"]
 
 
@@ -59,7 +60,7 @@ def kind_of(head: bytes, size: int) -> Kind | None:
     """What a file of `size` bytes is, as far as its first bytes tell; None for what is none of a checkpoint's."""
     if head.startswith(zip_records.MAGIC):
         return "torch"
-    if torch_zip.is_legacy(head):
+    if head.startswith(_LEGACY):
         return "legacy"
     if safetensors.looks_like_safetensors(head, size):
         return "safetensors"

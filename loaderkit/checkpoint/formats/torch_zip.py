@@ -31,7 +31,6 @@ from loaderkit.errors import FormatError
 _MAX_PICKLE = 2**31
 _MAX_NUMBER = 2**62
 _MAX_DIMENSIONS = 64  # torch has no tensor of more
-_LEGACY = (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x02\x8a\x0al\xfc")
 _STORAGES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
     "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64",
@@ -84,11 +83,6 @@ class Archive(NamedTuple):
     value: Any
     starts: dict[str, int]
     num_pickled: int
-
-
-def is_legacy(head: bytes) -> bool:
-    """True if a file that begins with `head` is one of torch.save before torch 1.6."""
-    return head.startswith(_LEGACY)
 
 
 def read_archive(read: Read, size: int, fetch: Fetch | None = None) -> Archive:

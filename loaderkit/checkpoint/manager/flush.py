@@ -26,6 +26,7 @@ from loaderkit.checkpoint.save.dcp_writer import StreamWriter
 from loaderkit.checkpoint.save.safetensors.export import ExportRule
 from loaderkit.checkpoint.save.safetensors.export_writer import ExportWriter
 from loaderkit.checkpoint.save.staging import HostCopies
+from loaderkit.checkpoint.state import FlatState
 from loaderkit.connectors.base import Connector, traits_of
 from loaderkit.connectors.factory import CONNECTORS, ConnectorFactory
 from loaderkit.errors import ConfigError, printable
@@ -37,10 +38,10 @@ logger = logging.getLogger("loaderkit")
 class Flush(Protocol):
     """Copies states, and writes the copies. One state is written at a time, from any thread."""
 
-    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state: FlatState) -> FlatState:
         """A copy of the state in host memory that is kept for the next one. Raises CheckpointError without memory for it."""
 
-    def write(self, state: dict[str, Any], url: str, key: str, rule: ExportRule | None = None) -> dict[str, Any]:
+    def write(self, state: FlatState, url: str, key: str, rule: ExportRule | None = None) -> dict[str, Any]:
         """Write such a copy as the checkpoint `url`, or the export that `rule` makes of it; what it took, once it is committed.
         See `write_checkpoint`."""
 
@@ -66,10 +67,10 @@ class ThreadFlush:
         self._board = board
         self._plan = KeptPlan()
 
-    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
-        return self._writer.stage(state)
+    def stage(self, state: FlatState) -> FlatState:
+        return state._replace(values=self._writer.stage(state.values))
 
-    def write(self, state: dict[str, Any], url: str, key: str, rule: ExportRule | None = None) -> dict[str, Any]:
+    def write(self, state: FlatState, url: str, key: str, rule: ExportRule | None = None) -> dict[str, Any]:
         if rule is not None:
             writer = ExportWriter(url, rule, **self._settings)
             kept = KeptPlan(unlike={*self._plan.unlike})  # which has been said of the checkpoint itself
@@ -105,13 +106,12 @@ class ProcessFlush:
         there = partial(_writer_there, url, dict(connectors), address, **settings, schemes=CONNECTORS.registered())
         self._process = FlushProcess(there, memory)
 
-    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
-        copied: dict[str, Any] = self._copies.copy(state)
-        return copied
+    def stage(self, state: FlatState) -> FlatState:
+        return state._replace(values=self._copies.copy(state.values))
 
-    def write(self, state: dict[str, Any], url: str, key: str, rule: ExportRule | None = None) -> dict[str, Any]:
+    def write(self, state: FlatState, url: str, key: str, rule: ExportRule | None = None) -> dict[str, Any]:
         try:
-            stats: dict[str, Any] = self._process.call(state, url, key, rule)
+            stats: dict[str, Any] = self._process.call(state.values, state.paths, url, key, rule)
         except ProgramEndsError:
             return self._here().write(state, url, key, rule)
         return stats
@@ -132,7 +132,7 @@ class Copies:
         """Those to be made of a step."""
         return [copy for copy in self._copies if copy.every is None or step % copy.every == 0]
 
-    def write(self, step: int, state: dict[str, Any], of: str, key: str) -> dict[str, Any]:
+    def write(self, step: int, state: FlatState, of: str, key: str) -> dict[str, Any]:
         """Make them of `state`, a copy that `flush` has made, which was saved as `of`; by URL the bytes, the relative error and
         the seconds of each.
 
@@ -171,7 +171,8 @@ def _writer_there(
     CONNECTORS.adopt(schemes)
     board = None if address is None else address.open()
     copies = ReceivedCopies(memory)
-    return ThreadFlush(url, connectors, board, **settings, copies=copies).write
+    flush = ThreadFlush(url, connectors, board, **settings, copies=copies)
+    return lambda values, paths, *others: flush.write(FlatState(values, paths), *others)
 
 
 def _check_sendable(url: str, connectors: Mapping[str, Connector]) -> None:

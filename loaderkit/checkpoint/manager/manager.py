@@ -24,8 +24,8 @@ from loaderkit.checkpoint.manager.saving import Saving, messages_of, wait_for_ot
 from loaderkit.checkpoint.manager.settings import save_settings
 from loaderkit.checkpoint.manager.tiers import Tiers
 from loaderkit.checkpoint.restore.stateful import restore_state
-from loaderkit.checkpoint.save.safetensors.writer import check_plain_state, model_config_of
-from loaderkit.checkpoint.state import leaves_of, resolve
+from loaderkit.checkpoint.save.safetensors.writer import check_plain_values, model_config_of
+from loaderkit.checkpoint.state import FlatState, leaves_of, resolve
 from loaderkit.checkpoint.structure import OWN_KEY, saved_objects, saved_structure
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, ClosedError, ConfigError
@@ -245,25 +245,24 @@ class CheckpointManager:
         saving.start()
         return saving
 
-    def _resolved(self, state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    def _resolved(self, state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> FlatState:
         """The state to save, with step and metrics, which are rank 0's. Raises ConfigError for what could not be restored."""
-        leaves_of(state)
-        if OWN_KEY in state:
+        if isinstance(state, dict) and OWN_KEY in state:
             raise ConfigError(f"state: the key {OWN_KEY!r} is the manager's own: give it another name")
         keys = self.settings.optimizer_keys
         if keys == "auto" and self.settings.format != "dcp":
             keys = "numbers"
-        resolved, containers, objects = resolve(state, keys)
+        flat, containers, objects = resolve(state, keys)
         own = saved_structure(containers)
         if self._board is not None:
             own |= saved_objects(objects)
         if self.settings.format == "safetensors":
-            check_plain_state(resolved)
+            check_plain_values(flat.values)
         if self.settings.format == "safetensors" or self.settings.copies:
             own |= model_config_of(state)
         if self._board is None or self._board.rank == 0:
             own |= {"step": step, "metrics": dict(metrics)}
-        return {**resolved, OWN_KEY: own}
+        return flat.plus({OWN_KEY: own})
 
     def wait_until_finished(self) -> None:
         """Return once nothing is being written, and all is uploaded. Raises what the last save or an upload met, once; an

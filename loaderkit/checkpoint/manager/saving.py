@@ -32,6 +32,7 @@ from loaderkit.checkpoint.manager.layout import LayoutPlanner
 from loaderkit.checkpoint.planning.division import Ranks
 from loaderkit.checkpoint.planning.held import Held, Unlike, check_alike, shared, without_unlike
 from loaderkit.checkpoint.save.dcp_writer import Local, Share, StreamWriter
+from loaderkit.checkpoint.state import FlatState
 from loaderkit.errors import CheckpointError
 from loaderkit.ranks.board import Board
 
@@ -150,7 +151,7 @@ _COMMITTED, _AGAIN = b"committed", b"again"
 
 
 def write_checkpoint(
-    writer: StreamWriter, url: str, state: dict[str, Any], board: Board | None, *, key: str, kept: KeptPlan
+    writer: StreamWriter, url: str, state: FlatState, board: Board | None, *, key: str, kept: KeptPlan
 ) -> None:
     """Write `state`, a copy in host memory, as the checkpoint `url`; returns once it is committed, on every rank.
 
@@ -161,7 +162,7 @@ def write_checkpoint(
     writer.reset(url)
     is_coordinator = board is None or board.rank == 0
     writer.set_up_storage_writer(is_coordinator)
-    planner.set_up_planner(state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=is_coordinator)
+    planner.set_up(state, is_coordinator=is_coordinator)
     try:
         if board is None:
             _write_alone(writer, planner)

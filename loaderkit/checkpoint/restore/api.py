@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
@@ -12,8 +12,8 @@ import torch
 
 from loaderkit.checkpoint.discovery.manifest import Verify
 from loaderkit.checkpoint.restore import multi_rank
-from loaderkit.checkpoint.restore.nested import nested_state, number_optimizers, structure_of, with_versions
-from loaderkit.checkpoint.restore.removed import past_removals
+from loaderkit.checkpoint.restore.nested import nested_state, number_optimizers, with_versions
+from loaderkit.checkpoint.restore.removed import restore_next
 from loaderkit.checkpoint.restore.requests import given_tensors, new_tensors
 from loaderkit.checkpoint.restore.selection import (
     Dtype,
@@ -25,17 +25,15 @@ from loaderkit.checkpoint.restore.selection import (
     parse_keys,
 )
 from loaderkit.checkpoint.restore.source import OpenCheckpoint, parse_device
-from loaderkit.checkpoint.restore.task import Progress, Restored, RestoreTask, transfer_alone
+from loaderkit.checkpoint.restore.task import Progress, Restored, RestoreTask, name_touched
 from loaderkit.checkpoint.state import on_devices_of
-from loaderkit.checkpoint.transfer.session import name_touched
 from loaderkit.checkpoint.transfer.stages import hand_over, wait_for_queued
 from loaderkit.connectors.base import Connector
-from loaderkit.errors import ConfigError
+from loaderkit.errors import STORE_FAILURES, CheckpointError, ConfigError, ConnectorError, FormatError
 
 _CPU = torch.device("cpu")
 
 
-@past_removals
 def restore(
     url: str | os.PathLike[str],
     into: Any = None,
@@ -77,37 +75,84 @@ def restore(
     Raises CheckpointError (partial, damaged, or not fitting; its `touched` names the tensors that were written to), PeerError
     (another rank failed), FormatError, ConnectorError, ConfigError.
     """
-    with ExitStack() as stack:
-        transfer: Callable[[OpenCheckpoint, RestoreTask], Restored] = transfer_alone
-        if (several := _several_ranks(rank, world_size)) is not None:
-            group = stack.enter_context(multi_rank.rank_group(*several, timeout_s))
-            transfer = partial(multi_rank.transfer, group)
-        source = stack.enter_context(OpenCheckpoint.open(url, connectors, memory, verify, export=export))
-        source.tell_beside()
-        parsed_dtype, target_device, globs = parse_dtype(dtype), parse_device(device), parse_keys(keys)
-        settings = {"concurrency": concurrency, "progress": progress}
-        if into is None:
-            tensors, values = choose(source.contents, globs)
-            task = _new_task(tensors, values, target_device or _CPU, parsed_dtype, **settings)
-            made, plain = transfer(source, task)
-            hand_over(made.values())
-            flat: dict[str, Any] = {name: made[name] for name in tensors} | plain
-            return nested_state(source, flat, globs) if nested else with_versions(source.contents, flat)
-        leaves = leaves_of_target(into, source.contents)
-        structure = structure_of(source)
+    several = _several_ranks(rank, world_size)
+
+    def restored(url: str | os.PathLike[str]) -> Any:
+        with ExitStack() as stack:
+            transfer: Callable[[OpenCheckpoint, RestoreTask], Restored] = OpenCheckpoint.restored
+            if several is not None:
+                group = stack.enter_context(multi_rank.rank_group(*several, timeout_s))
+                transfer = partial(multi_rank.transfer, group)
+            source = stack.enter_context(OpenCheckpoint.open(url, connectors, memory, verify, export=export))
+            source.tell_beside()
+            settings: dict[str, Any] = {"concurrency": concurrency, "progress": progress}
+            types = parse_device(device), parse_dtype(dtype)
+            if into is None:
+                return _new(source, transfer, *types, parse_keys(keys), nested=nested, **settings)
+            return _filled(source, transfer, into, *types, parse_keys(keys), strict=strict, **settings)
+
+    try:
+        return restored(url)
+    except STORE_FAILURES:
+        raise
+    except (CheckpointError, FormatError, ConnectorError) as error:
+        return restore_next(restored, url, error, connectors or {}, is_alone=several is None)
+
+
+def _new(
+    source: OpenCheckpoint,
+    transfer: Callable[[OpenCheckpoint, RestoreTask], Restored],
+    device: torch.device | None,
+    dtype: torch.dtype | str | None,
+    globs: Sequence[str] | None,
+    *,
+    nested: bool,
+    **settings: Any,
+) -> Any:
+    """New tensors and the plain values, by name or nested."""
+    if dtype == "target":
+        raise ConfigError("dtype 'target' needs `into`: without it there are no tensors whose types could be meant")
+    tensors, values = choose(source.contents, globs)
+    device = device or _CPU
+    wait_for_queued([device])
+    make_requests = partial(new_tensors, names=tensors, device=device, dtype=dtype)
+    made, plain = transfer(source, RestoreTask(tensors, values, make_requests, [device], **settings))
+    hand_over(made.values())
+    flat: dict[str, Any] = {name: made[name] for name in tensors} | plain
+    return nested_state(source, flat, globs) if nested else with_versions(source.contents, flat)
+
+
+def _filled(  # noqa: PLR0917
+    source: OpenCheckpoint,
+    transfer: Callable[[OpenCheckpoint, RestoreTask], Restored],
+    into: Any,
+    device: torch.device | None,
+    dtype: torch.dtype | str | None,
+    globs: Sequence[str] | None,
+    *,
+    strict: bool,
+    **settings: Any,
+) -> Any:
+    """`into`, its tensors filled and its plain values replaced."""
+    leaves = leaves_of_target(into, source.contents)
+    structure = source.structure()
+    if structure.containers:
         number_optimizers(source, structure, leaves)
-        leaves, tensors, values = match_names(source.contents, leaves, globs, strict=strict)
-        check_applied(structure, into, leaves, source.contents.name)
-        targets = {name: leaves[name].value for name in tensors}
-        task = _fill_task(targets, values, target_device, parsed_dtype, **settings)
-        try:
-            _, plain = transfer(source, task)
-        except BaseException as error:
-            name_touched(error, task.touched)
-            raise
-        for name, value in plain.items():
-            leaves[name].container[leaves[name].key] = on_devices_of(value, leaves[name].value)
-        return into
+    leaves, tensors, values = match_names(source.contents, leaves, globs, strict=strict)
+    check_applied(structure, into, leaves, source.contents.name)
+    targets = {name: leaves[name].value for name in tensors}
+    devices = {tensor.device for tensor in targets.values()}
+    wait_for_queued(devices)
+    make_requests = partial(given_tensors, targets=targets, dtype=dtype, device=device)
+    task = RestoreTask(tensors, values, make_requests, devices, **settings)
+    try:
+        _, plain = transfer(source, task)
+    except BaseException as error:
+        name_touched(error, task.touched)
+        raise
+    for name, value in plain.items():
+        leaves[name].container[leaves[name].key] = on_devices_of(value, leaves[name].value)
+    return into
 
 
 def _several_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
@@ -117,28 +162,3 @@ def _several_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] 
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank!r} of world_size {world_size!r}: give both, the rank from 0 to world_size - 1")
     return (rank, world_size) if world_size > 1 else None
-
-
-def _new_task(
-    tensors: list[str], values: list[str], device: torch.device, dtype: torch.dtype | str | None, **settings: Any
-) -> RestoreTask:
-    """The task that makes new tensors."""
-    if dtype == "target":
-        raise ConfigError("dtype 'target' needs `into`: without it there are no tensors whose types could be meant")
-    wait_for_queued([device])
-    make_requests = partial(new_tensors, names=tensors, device=device, dtype=dtype)
-    return RestoreTask(tensors, values, make_requests, [device], **settings)
-
-
-def _fill_task(
-    targets: dict[str, torch.Tensor],
-    values: list[str],
-    device: torch.device | None,
-    dtype: torch.dtype | str | None,
-    **settings: Any,
-) -> RestoreTask:
-    """The task that fills `targets`."""
-    devices = {tensor.device for tensor in targets.values()}
-    wait_for_queued(devices)
-    make_requests = partial(given_tensors, targets=targets, dtype=dtype, device=device)
-    return RestoreTask([*targets], values, make_requests, devices, **settings)

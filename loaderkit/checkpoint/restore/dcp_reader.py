@@ -30,9 +30,10 @@ from loaderkit.checkpoint.discovery.manifest import Verify
 from loaderkit.checkpoint.restore.dcp_plan import SharePlan, shared_ranges, with_machine, with_share_plans
 from loaderkit.checkpoint.restore.multi_rank import TIMEOUT_S, RestoreSession
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
+from loaderkit.checkpoint.restore.task import name_touched
+from loaderkit.checkpoint.transfer.fetch import num_workers_of
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits, box_spans
 from loaderkit.checkpoint.transfer.plan import PreparedRead, ReadRequest
-from loaderkit.checkpoint.transfer.session import name_touched, num_workers_of
 from loaderkit.checkpoint.transfer.stages import wait_for_queued
 from loaderkit.connectors.base import Connector
 from loaderkit.diagnosis.stats import Stats

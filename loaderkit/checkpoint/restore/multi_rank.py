@@ -25,9 +25,9 @@ from loaderkit.checkpoint.restore.requests import new_tensors
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.restore.task import Progress, Restored, RestoreTask, slowest_object
 from loaderkit.checkpoint.transfer.exchange import RankExchange, common_limits, run_in_thread
+from loaderkit.checkpoint.transfer.fetch import num_workers_of
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
 from loaderkit.checkpoint.transfer.plan import limits_of
-from loaderkit.checkpoint.transfer.session import num_workers_of
 from loaderkit.checkpoint.transfer.shared_ranges import NeededRange, Ranks
 from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.errors import CheckpointError, ConfigError
@@ -210,7 +210,7 @@ class RestoreSession:
 
 
 def transfer(group: RankGroup, source: OpenCheckpoint, task: RestoreTask) -> Restored:
-    """Read what `task` names on all ranks of `group`. See `task.transfer_alone`, which has the same task and result."""
+    """Read what `task` names on all ranks of `group`. See `OpenCheckpoint.restored`, which has the same task and result."""
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
     all_ranks = tuple(range(len(group)))

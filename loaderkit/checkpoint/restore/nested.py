@@ -11,23 +11,15 @@ from loaderkit.checkpoint.names import Index, Path, texts
 from loaderkit.checkpoint.restore.optimizers import numbered_names, with_numbers
 from loaderkit.checkpoint.restore.selection import matches
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
-from loaderkit.checkpoint.structure import Structure, is_inner, nest, of_kind, parsed_structure, structure_names
+from loaderkit.checkpoint.structure import Structure, is_inner, nest, of_kind
 from loaderkit.errors import printable
 
 logger = logging.getLogger("loaderkit")
 
 
-def structure_of(source: OpenCheckpoint) -> Structure:
-    """What a checkpoint tells of its containers. Raises CheckpointError."""
-    contents = source.contents
-    if contents.format == "torch":
-        return Structure(contents.containers, is_complete=True)
-    return parsed_structure(source.plain_values(structure_names((*contents.values, *contents.pickled))))
-
-
 def nested_state(source: OpenCheckpoint, flat: Mapping[str, Any], globs: Sequence[str] | None) -> Any:
     """The state of these names as it was saved, without what only the manager needs. Raises CheckpointError."""
-    contents, structure = source.contents, structure_of(source)
+    contents, structure = source.contents, source.structure()
     numbered = numbered_names(source, structure)
     structure, paths = numbered.structure, {**contents.paths, **numbered.paths}
     values = {numbered.names.get(name, name): numbered.params.get(name, value) for name, value in flat.items()}

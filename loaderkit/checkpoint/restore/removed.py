@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from loaderkit.checkpoint.discovery.latest import check_whole, is_there, latest, prefix_of
 from loaderkit.checkpoint.discovery.locate import NothingThereError
@@ -14,31 +13,27 @@ from loaderkit.connectors.base import Connector
 from loaderkit.errors import STORE_FAILURES, CheckpointError, ConnectorError, FormatError, printable
 
 logger = logging.getLogger("loaderkit")
-F = TypeVar("F", bound=Callable[..., Any])
 Url = str | os.PathLike[str]
 _MAX_REMOVED = 10  # checkpoints that are removed one after the other while they are read
 
 
-def past_removals(restore: F) -> F:
-    """`restore(url, ...)`, which reads the next newest checkpoint if that of `latest` is removed before it is read.
+def restore_next(
+    restore: Callable[[Url], Any], url: Url, error: Exception, connectors: Mapping[str, Connector], *, is_alone: bool
+) -> Any:
+    """`restore` the next newest checkpoint after `error`, which restoring `url` met, if that is of `latest` and was removed.
 
-    Of another URL the error says that it was removed, as it does where several ranks restore, which have to agree on the next.
+    Raises `error` if it was not. Of another URL the error says that it was removed, as it does where several ranks restore
+    (`is_alone` is False), which have to agree on the next.
     """
-
-    @wraps(restore)
-    def run(url: Url, *args: Any, **kwargs: Any) -> Any:
-        connectors = kwargs.get("connectors") or {}
-        for number in range(_MAX_REMOVED):
-            try:
-                return restore(url, *args, **kwargs)
-            except STORE_FAILURES:
-                raise
-            except (CheckpointError, FormatError, ConnectorError) as error:
-                is_last = number == _MAX_REMOVED - 1 or kwargs.get("world_size") not in (None, 1)
-                url = _next(url, error, connectors, is_last=is_last)
-        raise AssertionError
-
-    return cast(F, run)
+    for number in range(1, _MAX_REMOVED + 1):
+        url = _next(url, error, connectors, is_last=number == _MAX_REMOVED or not is_alone)
+        try:
+            return restore(url)
+        except STORE_FAILURES:
+            raise
+        except (CheckpointError, FormatError, ConnectorError) as again:
+            error = again
+    raise AssertionError
 
 
 def _next(url: Url, error: Exception, connectors: Mapping[str, Connector], *, is_last: bool) -> str:

@@ -149,7 +149,8 @@ def check_applied(structure: Structure, into: Any, leaves: Mapping[str, Leaf], n
             )
 
     def visit(value: Any, path: Path) -> None:
-        here, there = getattr(value, "_metadata", None), structure.at(path)
+        here = getattr(value, "_metadata", None)
+        there = structure.at(path) if isinstance(here, Mapping) else None
         if isinstance(here, Mapping) and there is not None and there.versions is not None:
             for module, said in plain_versions(here).items():
                 saved = there.versions.get(module, said)

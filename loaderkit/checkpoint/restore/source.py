@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal
@@ -23,10 +24,12 @@ from loaderkit.checkpoint.formats.zip_records import Read
 from loaderkit.checkpoint.names import opaque_in, settle
 from loaderkit.checkpoint.restore.requests import new_tensors
 from loaderkit.checkpoint.restore.selection import Dtype, parse_dtype
-from loaderkit.checkpoint.transfer.fetch import fetch_of, fetch_ranges
+from loaderkit.checkpoint.restore.task import Restored, RestoreTask, progress_of
+from loaderkit.checkpoint.structure import Structure, parsed_structure, structure_names
+from loaderkit.checkpoint.transfer.fetch import Fill, fetch_of, fetch_ranges, plan_access
 from loaderkit.checkpoint.transfer.layout import as_tensor, unpacked
 from loaderkit.checkpoint.transfer.plan import ReadRequest
-from loaderkit.checkpoint.transfer.session import TransferSession, plan_access
+from loaderkit.checkpoint.transfer.session import TransferSession
 from loaderkit.connectors.base import ByteRange, Connector
 from loaderkit.errors import CheckpointError, ConfigError, FormatError, printable
 
@@ -34,6 +37,7 @@ logger = logging.getLogger("loaderkit")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _ARCHIVE_HEAD = 4096  # bytes of a shard's archive that hold its pickle and its record's header
 _ARCHIVE_TAIL = 4096  # bytes that hold its directory
+_UNKNOWN = Structure()
 _MAX_ARCHIVES = 1024  # whose heads and tails are read at once, in 8 MiB
 
 
@@ -98,7 +102,30 @@ class OpenCheckpoint:
     ) -> None:
         self.close()
 
-    # -------------------------------------------------------------------------------------------------- sessions
+    # --------------------------------------------------------------------------------------------------- tensors
+
+    def restored(self, task: RestoreTask) -> Restored:
+        """Read what `task` names, all of it on this rank. No tensor is written to before all plain values are read."""
+        requests = task.make_requests(self.resolved(task.tensors))
+        values = self.plain_values(task.values)
+        tensors: dict[str, torch.Tensor] = {}
+        begin_s = time.perf_counter()
+        fill = Fill(
+            requests,
+            self.contents.connector,
+            self.objects,
+            memory_bytes=self.memory_bytes,
+            access=plan_access(self.contents.connector, task.concurrency, requests, self.memory_bytes),
+            checksums=self.checksums,
+            devices=task.devices,
+            touched=task.touched,
+        )
+        for delivered in fill:
+            tensors.update(delivered)
+            if task.progress is not None:
+                seconds = time.perf_counter() - begin_s
+                task.progress(progress_of(self.contents, fill.plan.totals, fill.plan.num_bytes, seconds))
+        return tensors, values
 
     def transfer(
         self,
@@ -186,6 +213,15 @@ class OpenCheckpoint:
         return read
 
     # ------------------------------------------------------------------------------------------------- plain values
+
+    def structure(self) -> Structure:
+        """What the checkpoint tells of its containers. Raises CheckpointError."""
+        contents = self.contents
+        if contents.format == "torch":
+            return Structure(contents.containers, is_complete=True)
+        if not contents.values and not contents.pickled:
+            return _UNKNOWN
+        return parsed_structure(self.plain_values(structure_names((*contents.values, *contents.pickled))))
 
     def plain_values(
         self, names: list[str], archives: Mapping[str, bytes | bytearray] = MappingProxyType({}), num_parts: int = 1

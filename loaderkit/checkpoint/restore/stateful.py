@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from loaderkit.checkpoint.contents import Checkpoint
 from loaderkit.checkpoint.names import Index, Leaf, Path, texts
 from loaderkit.checkpoint.restore.dcp_reader import StreamReader
-from loaderkit.checkpoint.restore.nested import structure_of
 from loaderkit.checkpoint.restore.objects import ModulePart, ObjectPart, difference, listed
 from loaderkit.checkpoint.restore.optimizers import OptimizerPart, SavedGroups, saved_groups
 from loaderkit.checkpoint.restore.requests import (
@@ -56,7 +55,7 @@ def restore_state(
     Raises CheckpointError, PeerError, FormatError, ConnectorError.
     """
     with OpenCheckpoint.open(url, connectors, "2GiB", "auto") as source:
-        structure = structure_of(source)
+        structure = source.structure()
         leaves = leaves_of(state, enters=_enters(source.contents))
         optimizers = [leaf.path for leaf in leaves.values() if isinstance(leaf.value, torch.optim.Optimizer)]
         targets = _Targets(source.contents, structure, saved_groups(source, optimizers), state)

@@ -1,8 +1,7 @@
-"""The task of one call of `loaderkit.restore`, its progress, and its transfer on a single rank."""
+"""The task of one call of `loaderkit.restore`, its progress, and what an error says of the tensors."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -10,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from loaderkit.checkpoint.contents import Checkpoint
-from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.transfer.plan import ReadRequest, ReadTotals
+from loaderkit.errors import CheckpointError, PeerError
 
 Restored = tuple[dict[str, torch.Tensor], dict[str, Any]]
 """(tensors, plain values), both by name."""
@@ -64,16 +63,11 @@ class RestoreTask:
     touched: set[str] = field(default_factory=set)  # names of the tensors that have been written to
 
 
-def transfer_alone(source: OpenCheckpoint, task: RestoreTask) -> Restored:
-    """Read what `task` names, all of it on this rank. No tensor is written to before all plain values are read."""
-    requests = task.make_requests(source.resolved(task.tensors))
-    values = source.plain_values(task.values)
-    tensors: dict[str, torch.Tensor] = {}
-    begin_s = time.perf_counter()
-    with source.transfer(requests, task.devices, task.concurrency, touched=task.touched) as session:
-        for delivered in session:
-            tensors.update(delivered)
-            if task.progress is not None:
-                seconds = time.perf_counter() - begin_s
-                task.progress(progress_of(source.contents, session.totals, session.plan.num_bytes, seconds))
-    return tensors, values
+def name_touched(error: BaseException, names: set[str]) -> None:
+    """Add to an error the names of the caller's tensors that were written to before it."""
+    touched = tuple(sorted(names.copy()))  # a worker that hangs may still add to the set
+    if isinstance(error, (CheckpointError, PeerError)):
+        error.touched = touched
+    if touched:
+        listed = ", ".join(touched[:5]) + (f" and {len(touched) - 5} more" if len(touched) > 5 else "")
+        error.add_note(f"written to already, so neither old nor new: {listed}")

@@ -157,10 +157,10 @@ class TensorPlan:
         requests: Sequence[ReadRequest],
         *,
         limits: ReadLimits,
-        memory_bytes: int,
-        staging_bytes: int,
-        depth: int,
-        counts_made: bool,
+        memory_bytes: int = 0,
+        staging_bytes: int = 0,
+        depth: int = 1,
+        counts_made: bool = False,
     ) -> None:
         """`counts_made`: new tensors count as memory until they are delivered, because the consumer may then drop them."""
         self.is_prepared = True

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 
 from loaderkit._internal.cuda_streams import DeviceStreams
-from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.checkpoint.contents import Checksums
-from loaderkit.checkpoint.transfer.plan import LATENCY_GAP, ReadRequest, TensorPlan, limits_of, memory_of_worker
+from loaderkit.checkpoint.transfer.plan import ReadRequest, TensorPlan, limits_of
 from loaderkit.checkpoint.transfer.stages import TransferStages
-from loaderkit.connectors.base import Connector, ObjectInfo, bulk_of, counters_of, traits_of
-from loaderkit.connectors.page_cache import cached_share, parts_of
+from loaderkit.connectors.base import Connector, ObjectInfo, counters_of
 from loaderkit.engine.base import Engine
 from loaderkit.engine.inline import InlineEngine
 from loaderkit.engine.metrics.snapshot import Snapshot
@@ -26,82 +23,6 @@ from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.pools import plan_pools
 from loaderkit.engine.threaded import ThreadEngine
-from loaderkit.errors import CheckpointError, ConfigError, PeerError
-
-_REMOTE_WORKERS = 16
-_SPLITTING_WORKERS = 8  # each has several requests in flight
-# Tensors of this size take 60 us and more of Python, and 10 us to read. 4,000 tensors, with one thread and with two, in ms: of
-# 1 KiB 461 and 635 (dcp), 257 and 290 (safetensors); of 16 KiB 492 and 595, 272 and 276; of 64 KiB 520 and 605, 342 and 325.
-_SMALL_BYTES = 64 * 2**10
-# On two CPUs, two threads read from the page cache as fast as eight. From a disk eight are faster, and past the page cache up
-# to 24, because some are busy with copies. A thread takes 0.3 ms to start, and must have enough to do.
-_DISK_WORKERS = 8
-_DIRECT_WORKERS = 24
-_WORTH_A_WORKER = 32 * 2**20
-_FROM_MEMORY = 0.9  # share in the page cache from which on the disk does not matter
-_WORTH_KEEPING = 0.1  # share in the page cache from which on the rest is read through it, too
-# Of torchrun and most other launchers, Slurm, Open MPI, MPICH.
-_NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-
-
-class Access(NamedTuple):
-    """The number of threads that read a store, and whether they read past the page cache."""
-
-    num_workers: int
-    direct: bool = False
-
-
-def num_workers_of(
-    connector: Connector, concurrency: int | Literal["auto"], requests: Sequence[ReadRequest] | None = None
-) -> int:
-    """Threads that read: one a CPU for files, and one in all where `requests` are small on average, because Python then takes
-    longer than reading. Most for a store with latency, fewer where the connector splits long `requests` itself.
-
-    Raises ConfigError for a `concurrency` that is no such number.
-    """
-    if concurrency != "auto":
-        if type(concurrency) is not int or concurrency < 1:
-            raise ConfigError(f"concurrency {concurrency!r}: expected 'auto', or a number of threads from 1 on")
-        return concurrency
-    mean = _mean_bytes(requests)
-    traits = traits_of(connector)
-    if traits.coalesce_gap >= LATENCY_GAP:
-        is_split = mean is not None and mean >= traits.part_size // 4 > 0
-        return _SPLITTING_WORKERS if is_split else _REMOTE_WORKERS
-    return 1 if mean is not None and mean < _SMALL_BYTES else max(2, num_cpus())
-
-
-def plan_access(
-    connector: Connector, concurrency: int | Literal["auto"], requests: Sequence[ReadRequest], memory_bytes: int
-) -> Access:
-    """How a rank that shares nothing reads `requests`: from a disk with more threads than CPUs, as far as memory allows, and
-    past the page cache. Raises ConfigError as `num_workers_of`."""
-    num_workers = num_workers_of(connector, concurrency, requests)
-    if traits_of(connector).coalesce_gap >= LATENCY_GAP or (_mean_bytes(requests) or 0) < _SMALL_BYTES:
-        return Access(num_workers)
-    paths = parts_of(connector, ((*request.start, request.num_bytes) for request in requests))
-    share = cached_share(paths) if paths else 1.0
-    is_from_disk = share is not None and share < _WORTH_KEEPING
-    direct = is_from_disk and bulk_of(connector).read_direct is not None and not _has_other_processes()
-    if concurrency == "auto" and (share is None or share < _FROM_MEMORY):
-        useful = _DISK_WORKERS
-        if direct:
-            num_bytes = sum(request.num_bytes for request in requests)
-            useful = max(useful, min(_DIRECT_WORKERS, num_bytes // _WORTH_A_WORKER))
-        num_workers = max(num_workers, min(useful, memory_bytes // memory_of_worker(connector)))
-    return Access(num_workers, direct)
-
-
-def _mean_bytes(requests: Sequence[ReadRequest] | None) -> float | None:
-    return sum(request.num_bytes for request in requests) / len(requests) if requests else None
-
-
-def _has_other_processes() -> bool:
-    """True if other processes may read the same: they should find it in the page cache."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        return True
-    return any(os.environ.get(name, "1") != "1" for name in _NUMBERS_OF_PROCESSES)
 
 
 class TransferSession:
@@ -200,13 +121,3 @@ class TransferSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def name_touched(error: BaseException, names: set[str]) -> None:
-    """Add to an error the names of the caller's tensors that were written to before it."""
-    touched = tuple(sorted(names.copy()))  # a worker that hangs may still add to the set
-    if isinstance(error, (CheckpointError, PeerError)):
-        error.touched = touched
-    if touched:
-        listed = ", ".join(touched[:5]) + (f" and {len(touched) - 5} more" if len(touched) > 5 else "")
-        error.add_note(f"written to already, so neither old nor new: {listed}")

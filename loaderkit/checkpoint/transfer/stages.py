@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -87,18 +88,19 @@ class TransferStages:
         totals: ReadTotals,
         *,
         checksums: Mapping[str, Checksums],
-        streams: DeviceStreams,
+        streams: DeviceStreams | None,
         touched: set[str],
         direct: bool = False,
     ) -> None:
-        """`streams`: on every CUDA device with a tensor to be filled. `touched` collects the names of the tensors that are
-        written to. `direct`: read past the page cache, if possible."""
+        """`streams`: on every CUDA device with a tensor to be filled, if there is one. `touched` collects the names of the
+        tensors that are written to. `direct`: read past the page cache, if possible."""
         self._connector = connector
         self._objects = objects
         self._totals = totals
         self._checksums = checksums
         self._streams = streams
-        self._pins = HostPins()
+        self._device = None if streams is None else streams.device
+        self._pins = None if self._device is None else HostPins()
         self._touched = touched
         self._has_latency = traits_of(connector).coalesce_gap >= LATENCY_GAP
         bulk = bulk_of(connector)
@@ -133,13 +135,13 @@ class TransferStages:
         return num_bytes
 
     def _staging(self, chunk: Chunk, size: int) -> memoryview:
-        if self._streams.device is None:
+        if self._device is None or self._pins is None:
             return chunk.memory("staging", size)
         pinned: memoryview | None = chunk.scratch.get(_PINNED)
         if pinned is None or len(pinned) < size:
             pinned = None
             chunk.scratch.pop(_PINNED, None)  # before the other is made
-            pinned = chunk.scratch[_PINNED] = self._pins.pages(size + size // 4, self._streams.device).data
+            pinned = chunk.scratch[_PINNED] = self._pins.pages(size + size // 4, self._device).data
         return pinned[:size]
 
     def _extent(self, read: CoalescedRead) -> tuple[int, int]:
@@ -241,7 +243,9 @@ class TransferStages:
         """Copy staged bytes to their tensors, cast or transferred on the way; the number of bytes."""
         assert isinstance(chunk, ReadChunk)
         num_bytes = 0
-        with self._streams.current():  # the next chunk overwrites the staging memory
+        with (
+            nullcontext() if self._streams is None else self._streams.current()
+        ):  # the next chunk overwrites the memory
             for read, buffer in zip(chunk.reads, chunk.buffers, strict=True):
                 if read.is_direct:
                     continue

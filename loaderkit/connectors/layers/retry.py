@@ -50,7 +50,7 @@ class RetryConnector(ConnectorLayer):
         super().__init__(inner)
         self._policy, self._timeout_s, self._owns_inner = policy, timeout_s, owns_inner
         self._retries = Retries(policy)
-        self._call_pool = CallPool(self, _NUM_THREADS, "loaderkit-read")
+        self._call_pool = None if timeout_s is None else CallPool(self, _NUM_THREADS, "loaderkit-read")
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = partial(type(self), owns_inner=self._owns_inner)
@@ -90,7 +90,7 @@ class RetryConnector(ConnectorLayer):
 
     def _bounded(self, function: Callable[[], T], where: str, patience: int = 1) -> T:
         """The result of `function`. Raises RequestTimeoutError after `patience` timeouts."""
-        if self._timeout_s is None:
+        if self._timeout_s is None or self._call_pool is None:
             return function()
         timeout_s = self._timeout_s * patience
         call = self._call_pool.begin(lambda call: function())
@@ -145,13 +145,15 @@ class RetryConnector(ConnectorLayer):
         """The counters of `inner`, with retries and timeouts added."""
         counts = super().counters()
         counts["num_retries"] = counts.get("num_retries", 0) + self._retries.num_retries
-        counts["num_timeouts"] = counts.get("num_timeouts", 0) + self._call_pool.num_timeouts
+        num_timeouts = 0 if self._call_pool is None else self._call_pool.num_timeouts
+        counts["num_timeouts"] = counts.get("num_timeouts", 0) + num_timeouts
         return counts
 
     def close(self) -> None:
         """Cancel calls that hang or wait; close `inner` if this connector owns it."""
         self._retries.stop()
-        self._call_pool.close()
+        if self._call_pool is not None:
+            self._call_pool.close()
         self._retries.resume()
         if self._owns_inner:
             self.inner.close()

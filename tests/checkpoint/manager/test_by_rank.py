@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_states import nested_of
 from test_kept_plan import job, kept_messages
 
 import loaderkit
@@ -38,8 +39,9 @@ def shown(cursor: Cursor) -> dict[str, str]:
 
 
 def saved_by_manager(state: dict[str, Any]) -> dict[str, Any]:
-    resolved, containers, objects = resolve(state)
-    return {**resolved, OWN_KEY: saved_structure(containers) | saved_objects(objects)}
+    resolved = resolve(state)
+    own = saved_structure(resolved.containers) | saved_objects(resolved.objects)
+    return nested_of(resolved) | {OWN_KEY: own}
 
 
 def drawn(rng: random.Random, rank: int) -> dict[str, Any]:

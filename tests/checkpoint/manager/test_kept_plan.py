@@ -28,6 +28,7 @@ from loaderkit.checkpoint.discovery.description import Format
 from loaderkit.checkpoint.manager.layout import LayoutPlanner
 from loaderkit.checkpoint.manager.saving import KeptPlan, messages_of, write_checkpoint
 from loaderkit.checkpoint.planning.division import MIN_CUT_BYTES
+from loaderkit.checkpoint.state import FlatState
 from loaderkit.connectors.file import FileConnector
 from loaderkit.errors import CheckpointError, PeerError
 from loaderkit.ranks.board import Board
@@ -75,10 +76,11 @@ class Job:
         key = f"save-{self._num_saves}"
         self._num_saves += 1
         names = names or [key] * len(states)
+        flat = [FlatState({}, {}).plus(state) for state in states]
         saves = [
             self._pool.submit(write_checkpoint, writer, f"given://{name}", state, board, key=key, kept=kept)
             for writer, state, board, kept, name in zip(
-                self._writers, states, self.boards, self.plans, names, strict=True
+                self._writers, flat, self.boards, self.plans, names, strict=True
             )
         ]
         errors = [save.exception(60) for save in saves]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_states import same, save_dcp
+from checkpoint_states import nested_of, same, save_dcp
 
 import loaderkit
 from loaderkit.checkpoint.restore.stateful import restore_state
@@ -60,12 +60,12 @@ class Loop:
 
 
 def resolved_state(state: Any) -> Any:
-    return resolve(state).state
+    return nested_of(resolve(state))
 
 
 def saved_by_manager(state: Any) -> Any:
     resolved = resolve(state)
-    return resolved.state | {OWN_KEY: saved_structure(resolved.containers)}
+    return resolved_state(state) | {OWN_KEY: saved_structure(resolved.containers)}
 
 
 def equal(one: Any, other: Any) -> bool:

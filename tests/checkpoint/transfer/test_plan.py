@@ -19,8 +19,8 @@ from loaderkit import native
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.checkpoint.discovery.archive import TarConnector
 from loaderkit.checkpoint.discovery.locate import locate
+from loaderkit.checkpoint.transfer.fetch import num_workers_of, plan_access
 from loaderkit.checkpoint.transfer.plan import ReadRequest, chunk_bytes_of, limits_of
-from loaderkit.checkpoint.transfer.session import num_workers_of, plan_access
 from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.base import Connector, ConnectorTraits, traits_of
 from loaderkit.connectors.config import CacheArgs, S3Args, StoreArgs
@@ -104,7 +104,7 @@ LAUNCHERS = ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_
 def test_what_is_on_disk_is_read_by_more_threads_and_past_the_page_cache(
     path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loaderkit.checkpoint.transfer.session.num_cpus", lambda: 2)
+    monkeypatch.setattr("loaderkit.checkpoint.transfer.fetch.num_cpus", lambda: 2)
     safetensors.torch.save_file({"a": torch.ones(10**6)}, path)
     pack([path], path.parent, path.parent / "x.tar")
     location = locate(path.parent / name, {})
@@ -127,9 +127,9 @@ def test_what_is_on_disk_is_read_by_more_threads_and_past_the_page_cache(
     small = [ReadRequest("a", (location.prefix + key, 100), 4000, 0, lambda _: ([], list))]
     assert plan_access(location.connector, "auto", small, 2**31) == (1, False), "the kernel reads ahead of small ones"
     for share, expected in ((0.09, (8, True)), (0.2, (8, False)), (0.95, (2, False)), (None, (8, False))):
-        monkeypatch.setattr("loaderkit.checkpoint.transfer.session.cached_share", lambda ranges, share=share: share)
+        monkeypatch.setattr("loaderkit.checkpoint.transfer.fetch.cached_share", lambda ranges, share=share: share)
         assert plan_access(location.connector, "auto", requests, 2**31) == expected
-    monkeypatch.setattr("loaderkit.checkpoint.transfer.session.cached_share", lambda ranges: 0.0)
+    monkeypatch.setattr("loaderkit.checkpoint.transfer.fetch.cached_share", lambda ranges: 0.0)
     for size, memory, num_workers in ((2**29, 2**31, 16), (2**32, 2**31, 24), (2**32, 2**28, 16)):
         requests = [ReadRequest("a", (location.prefix + key, 100), size, 0, lambda _: ([], list))]
         assert plan_access(location.connector, "auto", requests, memory) == (num_workers, True), (

@@ -19,7 +19,6 @@ from loaderkit.checkpoint.formats.blockwise import ABSMAX
 from loaderkit.checkpoint.formats.plain_json import encode
 from loaderkit.checkpoint.formats.safetensors import DTYPES
 from loaderkit.checkpoint.formats.state_file import MODEL_CONFIG, STATE, StateFile, TensorsFile
-from loaderkit.checkpoint.names import flatten
 from loaderkit.checkpoint.planning.boxes import Box
 from loaderkit.checkpoint.planning.held import DescribedPlan
 from loaderkit.checkpoint.save.engine import SavedFile
@@ -49,7 +48,6 @@ from loaderkit.errors import CheckpointError, ConfigError
 from loaderkit.ranks.pieces import Address, PieceClient, PieceServer, RemoteElements
 
 _ALIGNMENT = 64  # of the first tensor, so that no element lies in two parts of a file
-_MAX_LEAVES = 100_000_000
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _LOSSES = "loaderkit:losses/"  # begins the name of a rank's, among its values
 _IN_EXPORTS = ("loaderkit.step", MODEL_CONFIG)
@@ -69,10 +67,9 @@ class RankWork(NamedTuple):
     addresses: Mapping[int, Address]
 
 
-def check_plain_state(state: Any) -> None:
-    """Raise ConfigError for the first value of a resolved state that safetensors and JSON cannot hold."""
-    for name, leaf in flatten(state, lambda value: isinstance(value, torch.Tensor), _MAX_LEAVES).items():
-        value = leaf.value
+def check_plain_values(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first value, by name, that safetensors and JSON cannot hold."""
+    for name, value in values.items():
         if not isinstance(value, torch.Tensor):
             encode(name, value)
             continue

@@ -217,7 +217,8 @@ class ProcessMove:
             if position == self._began_at or not engine.has_begun():
                 return None
             if moved.objects.have_changed(position[0]):
-                return self._begin_again()
+                self._begin_again()
+                return None
             found = self._found_otherwise(engine, position)
         except Exception as error:
             found = f"they failed ({type(error).__name__}: {error})"

@@ -186,8 +186,15 @@ class Source(ABC):
         return list(map(self.key, indices.tolist()))
 
     def ranges(self, index: int) -> list[FieldRange]:
-        """The byte ranges that it is read from. Raises `SourceError` if there are none, or a wanted field is missing."""
-        raise SourceError("the samples of this source have no byte ranges")
+        """The byte ranges that it is read from, by default those of its `table`. Raises `SourceError` if there are none, or a
+        wanted field is missing."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        table = self.table(np.array([index], np.int64))
+        if table is None:
+            raise SourceError("the samples of this source have no byte ranges")
+        places = zip(*table.ranges, strict=True)
+        return [FieldRange(*named, ByteRange(*place)) for named, place in zip(table.fields, places, strict=True)]
 
     def table(self, indices: NDArray[np.int64]) -> Table | None:
         """The ranges of several samples; None if their fields differ: `ranges` and `constants` are called for each then."""

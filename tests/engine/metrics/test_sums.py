@@ -22,6 +22,7 @@ from worker_clocks import PythonWorkerClock, both, cpu_s, state_s
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.diagnosis.diagnose import diagnose
 from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.stalls import Waits
 from loaderkit.engine.metrics.tuning import Tuning
@@ -230,9 +231,9 @@ def test_blocked_for_the_whole_interval(executor: str) -> None:
             consumer.join(30)
     assert found.num_batches == 0
     assert found.to_dict()["stall"]["percent"] > 99
-    assert found.verdict().stage == "call"
-    assert found.verdict().percent > 99
-    assert found.verdict().kind == "waiting"
+    verdict = diagnose(found)
+    assert (verdict.stage, verdict.kind) == ("call", "waiting")
+    assert verdict.percent > 99
 
 
 def risen(earlier: dict[str, float], later: dict[str, float]) -> dict[str, float]:

@@ -155,10 +155,8 @@ class Source(ABC):
     has_ranges = False  # True: `ranges` are the bytes of a sample and of no other
     runs_user_code = False  # True: reading runs code of the user's, which may not be safe in several threads
     owner: Any = None  # the user's object that reading runs code of, if one thread at a time may
-    length_field: str | None = None  # the field whose `lengths` it knows
-    lengths: NDArray[np.int64] | None = (
-        None  # of `length_field` in every sample: int64 [samples]; None: only reading tells
-    )
+    length_field: str | None = None  # the field whose `lengths` it knows without reading
+    lengths: NDArray[np.int64] | None = None  # of that field in every sample: int64 [samples]
     row_groups: RowGroups | None = None  # in which samples are decoded and held; None: each is read by itself
     in_order: ItemsInOrder | None = None  # how items are read that come in their own order only; None: at any time
 

@@ -33,8 +33,7 @@ _Values = tuple[list[Any], Errors]
 
 
 class RangeSource(Source):
-    """A source whose samples are byte ranges, a field each: `table` has those of several samples, or `ranges` those of each where
-    their fields differ."""
+    """A source whose samples are byte ranges, a field each. It has `table`, or `ranges` if samples differ in their fields."""
 
     has_ranges = True
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.pipeline.batches.slabs import SlabLayout, SlabPool
-from loaderkit.samples.values import FieldSpec
+from loaderkit.samples.chunk import FieldSpec
 from loaderkit.sampling.schedule import GlobalOrder
 from profiles.record import record
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from import_graph import circle, import_graph
 
 import loaderkit
+from loaderkit.pipeline.config.registry import SOURCES
 
 _FORMS = (
     "import {module}",
@@ -28,6 +29,24 @@ def test_no_circle_among_imports() -> None:
     assert len(graph) > 100
     found = circle(graph)
     assert not found, f"a circle of imports: {' -> '.join([*found, found[0]])}"
+
+
+def test_kinds_of_sources_do_not_import_one_another() -> None:
+    graph = import_graph(Path(loaderkit.__file__).parent)
+    homes = [kind.args.__module__.split(".")[:3] for kind in SOURCES.values()]
+    rooms = {".".join(home) for home in homes if home[1] == "sources"}
+    assert len(rooms) > 5
+
+    def room_of(module: str) -> str | None:
+        return next((room for room in rooms if f"{module}.".startswith(f"{room}.")), None)
+
+    crossing = {
+        (module, other)
+        for module, imported in graph.items()
+        for other in imported
+        if room_of(module) is not None and room_of(other) not in (None, room_of(module))
+    }
+    assert not crossing
 
 
 def test_the_graph_has_all_forms_of_imports(tmp_path: Path, rng: random.Random) -> None:

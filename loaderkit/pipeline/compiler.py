@@ -23,7 +23,7 @@ from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.pipeline.dali_lowering import DaliLowering, lower
 from loaderkit.pipeline.opened import OpenedPipeline
-from loaderkit.samples.values import FieldSpec, image_names
+from loaderkit.samples.chunk import FieldSpec, image_names
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.base import Source
 from loaderkit.sources.forecast import Chosen, Forecast

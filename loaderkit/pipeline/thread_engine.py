@@ -21,8 +21,7 @@ from loaderkit.pipeline.batches.packing import document_chunk, packed_chunk
 from loaderkit.pipeline.batches.plan import BatchPlan, MakeChunk
 from loaderkit.pipeline.config.extensions import Kinds
 from loaderkit.pipeline.execution_plan import ExecutionPlan
-from loaderkit.samples.chunk import SampleChunk
-from loaderkit.samples.values import FieldSpec
+from loaderkit.samples.chunk import FieldSpec, SampleChunk
 from loaderkit.sampling.shard import Shard
 from loaderkit.sampling.token_mixture import TokenMixture
 from loaderkit.sources.base import Source

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,6 @@ from loaderkit.engine.work import Chunk, SourceCounts, WorkItem
 from loaderkit.errors import StageError
 from loaderkit.samples.sample import Sample
 from loaderkit.samples.slots import Slots, TakeBytes
-from loaderkit.samples.values import FieldSpec
 from loaderkit.sampling.packing import Pieces
 
 
@@ -21,6 +21,32 @@ class ItemStream(Protocol):
 
     def take(self, indices: list[int], up_to: int) -> tuple[list[Any], Any]:
         """The items with these numbers, fewer at the end, and the state of what they come from behind item `up_to`."""
+
+
+class Starts(NamedTuple):
+    """The field of the begins of the parts of sequences of `length`. A slot has those of its sequence, counted from the batch's
+    first number: int32 [parts]. A batch has one tensor of all, and the end of the last: int32 [all parts + 1]."""
+
+    length: int
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """The layout of one field of a batch. `shape` is one sample's, with `pad` and `ragged` the example's; `kind` decides how
+    slots are filled.
+
+    slab: fixed shape and dtype, written into preallocated memory. list: any Python values. pad, ragged: tensors of differing
+    shapes, padded to the batch's largest or delivered as a list. rendered: rows of tensors from a stage. starts: `Starts`.
+    """
+
+    kind: Literal["slab", "list", "pad", "ragged", "rendered", "starts"]
+    shape: tuple[int, ...] = ()
+    dtype: str | None = None  # torch's name
+    image: bool = False
+    example_key: str = ""
+    num_bytes: int = 0  # of the first sample, for a field outside the slab
+    is_open: bool = False  # a list, as all examples were None or without items
+    widens: bool = False  # float64 of untyped data, which takes whole numbers as well
 
 
 class SampleFailure(NamedTuple):
@@ -182,3 +208,8 @@ class PackedChunk(SampleChunk):
         """From now on the rows are the slots, which are written."""
         self.indices, self.samples = self.sequences, [None] * len(self)
         self.failures, self.dropped, self.draws = {}, [], {}
+
+
+def image_names(specs: Mapping[str, FieldSpec]) -> tuple[str, ...]:
+    """The image fields; masks are none."""
+    return tuple(name for name, spec in specs.items() if spec.image)

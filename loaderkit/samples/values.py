@@ -1,10 +1,8 @@
-"""The values of samples between stages, and the layout of the fields that a batch makes of them."""
+"""The values of samples between stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,37 +62,6 @@ class FieldGroup(NamedTuple):
     """Several fields from the bytes of one (an .npz file): name -> `Encoded`, `InPlace` or value. `decode` unpacks it."""
 
     fields: dict[str, Any]
-
-
-class Starts(NamedTuple):
-    """The field of the begins of the parts of sequences of `length`. A slot has those of its sequence, counted from the batch's
-    first number: int32 [parts]. A batch has one tensor of all, and the end of the last: int32 [all parts + 1]."""
-
-    length: int
-
-
-@dataclass(frozen=True)
-class FieldSpec:
-    """The layout of one field of a batch. `shape` is one sample's, with `pad` and `ragged` the example's; `kind` decides how
-    slots are filled.
-
-    slab: fixed shape and dtype, written into preallocated memory. list: any Python values. pad, ragged: tensors of differing
-    shapes, padded to the batch's largest or delivered as a list. rendered: rows of tensors from a stage. starts: `Starts`.
-    """
-
-    kind: Literal["slab", "list", "pad", "ragged", "rendered", "starts"]
-    shape: tuple[int, ...] = ()
-    dtype: str | None = None  # torch's name
-    image: bool = False
-    example_key: str = ""
-    num_bytes: int = 0  # of the first sample, for a field outside the slab
-    is_open: bool = False  # a list, as all examples were None or without items
-    widens: bool = False  # float64 of untyped data, which takes whole numbers as well
-
-
-def image_names(specs: Mapping[str, FieldSpec]) -> tuple[str, ...]:
-    """The image fields; masks are none."""
-    return tuple(name for name, spec in specs.items() if spec.image)
 
 
 def as_array(values: list[Any]) -> Any:

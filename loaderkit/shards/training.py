@@ -7,15 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.pipeline.config.registry import STAGES
+from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.shards.layout import Extensions, SampleLayout
 from loaderkit.shards.planning import ShardPlan
 from loaderkit.shards.split import Split
-from loaderkit.sources.array import ArrayArgs
-from loaderkit.sources.tar.source import TarArgs
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.image.decode import DecodeArgs
 
@@ -24,15 +21,13 @@ def training_pipeline(plan: ShardPlan, extensions: Mapping[str, Sequence[str]]) 
     """The pipeline that reads the shards. `extensions` are those of every field's members in a tar."""
     config, split, job = plan.config, plan.split, plan.job
     args = job.destination.args
-    source: SourceArgs
     if job.format == "tar":
         fields = {name: ";".join(extensions[name]) for name in job.layout.fields if name in extensions}
-        source = TarArgs(url=job.destination.url, fields=fields, s3=args.s3, retry=args.retry)
+        where = {"url": job.destination.url, "fields": fields}
     else:
         (name,) = job.layout.fields
-        source = ArrayArgs(
-            url=f"{job.destination.url.rstrip('/')}/{array_name(name)}", field=name, s3=args.s3, retry=args.retry
-        )
+        where = {"url": f"{job.destination.url.rstrip('/')}/{array_name(name)}", "field": name}
+    source = SOURCES[job.format].args.model_validate({**where, "s3": args.s3, "retry": args.retry})
     batch = config.stages.index(config.stage("batch"))
     left = tuple(_named(stage) for stage in (*split.left, *config.stages[batch:]))
     left_before = left[: len(split.left)]

@@ -9,19 +9,19 @@ from loaderkit._internal.imports import public_names
 if TYPE_CHECKING:
     from loaderkit.connectors.config import SourceArgs
     from loaderkit.sources.base import ReadContext, Reader, Source, SourceKind
-    from loaderkit.sources.items import ItemSource
+    from loaderkit.sources.objects.reader import ItemSource
     from loaderkit.sources.ranges import RangeSource
-    from loaderkit.sources.records import RecordSource
+    from loaderkit.sources.records.reader import RecordSource
 
 __all__ = ["ItemSource", "RangeSource", "ReadContext", "Reader", "RecordSource", "Source", "SourceArgs", "SourceKind"]
 __getattr__ = public_names(
     __name__,
     {
-        "ItemSource": "loaderkit.sources.items",
+        "ItemSource": "loaderkit.sources.objects.reader",
         "RangeSource": "loaderkit.sources.ranges",
         "ReadContext": "loaderkit.sources.base",
         "Reader": "loaderkit.sources.base",
-        "RecordSource": "loaderkit.sources.records",
+        "RecordSource": "loaderkit.sources.records.reader",
         "Source": "loaderkit.sources.base",
         "SourceArgs": "loaderkit.connectors.config",
         "SourceKind": "loaderkit.sources.base",

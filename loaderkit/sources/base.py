@@ -156,6 +156,11 @@ class Source(ABC):
     runs_user_code = False  # True: reading runs code of the user's, which may not be safe in several threads
     owner: Any = None  # the user's object that reading runs code of, if one thread at a time may
     length_field: str | None = None  # the field whose `lengths` it knows
+    lengths: NDArray[np.int64] | None = (
+        None  # of `length_field` in every sample: int64 [samples]; None: only reading tells
+    )
+    row_groups: RowGroups | None = None  # in which samples are decoded and held; None: each is read by itself
+    in_order: ItemsInOrder | None = None  # how items are read that come in their own order only; None: at any time
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -181,8 +186,15 @@ class Source(ABC):
         return list(map(self.key, indices.tolist()))
 
     def ranges(self, index: int) -> list[FieldRange]:
-        """The byte ranges that it is read from. Raises `SourceError` if there are none, or a wanted field is missing."""
-        raise SourceError("the samples of this source have no byte ranges")
+        """The byte ranges that it is read from, by default those of its `table`. Raises `SourceError` if there are none, or a
+        wanted field is missing."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        table = self.table(np.array([index], np.int64))
+        if table is None:
+            raise SourceError("the samples of this source have no byte ranges")
+        places = zip(*table.ranges, strict=True)
+        return [FieldRange(*named, ByteRange(*place)) for named, place in zip(table.fields, places, strict=True)]
 
     def table(self, indices: NDArray[np.int64]) -> Table | None:
         """The ranges of several samples; None if their fields differ: `ranges` and `constants` are called for each then."""
@@ -204,26 +216,11 @@ class Source(ABC):
         """The size of samples that lie side by side in a few objects; None for others."""
         return None
 
-    @property
-    def lengths(self) -> NDArray[np.int64] | None:
-        """The length of `length_field` in every sample, int64 [samples]; None: only reading tells."""
-        return None
-
     def piece_ranges(
         self, samples: NDArray[np.int64], firsts: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> Ranges | None:
         """The bytes of pieces of samples: `lengths[i]` items of sample `samples[i]`, from item `firsts[i]` on. None: they are
         read whole."""
-        return None
-
-    @property
-    def row_groups(self) -> RowGroups | None:
-        """The groups in which samples are decoded and held; None: each is read by itself."""
-        return None
-
-    @property
-    def in_order(self) -> ItemsInOrder | None:
-        """How items are read that come in their own order only; None: any sample can be read at any time."""
         return None
 
     def others(self, index: int, draws: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -273,7 +270,9 @@ class SourceKind:
     """
 
     args: type[SourceArgs]
-    open: Callable[[Any, Connector | None], Source] | None = None  # (args, connector) -> the samples, listed
+    open: Callable[[Any, Any], Source] | None = (
+        None  # (args, the connector at `root`, if there is one) -> the samples, listed
+    )
     root: Callable[[Any], str] | None = None  # the URL at which the connector starts; None: there is no connector
     fields: Callable[[Any], Mapping[str, str] | None] = _none  # field -> image, text, ...; None: only the data tells
     reopen: Callable[[Any, int], Callable[[], Source] | None] = _none

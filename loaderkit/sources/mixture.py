@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError, SourceError
-from loaderkit.sources.base import OwnedConnector, PackedSize, ReadContext, Reader, Source, SourceKind, shortened
+from loaderkit.sources.base import OwnedConnector, ReadContext, Reader, Source, SourceKind, shortened
 
 _MOST_AT_ONCE = 32  # sources that are listed side by side
 Int64 = NDArray[np.int64]
@@ -88,20 +88,6 @@ class SourcePart(Source):
     def blocks(self, block_bytes: int) -> Int64:
         return self.inner.blocks(block_bytes)
 
-    def packed(self) -> PackedSize | None:
-        """That of the source itself."""
-        return self.inner.packed()
-
-    @property
-    def length_field(self) -> str | None:  # type: ignore[override]
-        """That of the source itself."""
-        return self.inner.length_field
-
-    @property
-    def lengths(self) -> Int64 | None:
-        """Those of the source itself, by its own indices."""
-        return self.inner.lengths
-
     def source_name(self, index: int) -> str | None:
         """Its name."""
         return self.name
@@ -166,10 +152,6 @@ class MixtureSource(Source):
     def reader(self, context: ReadContext) -> Reader:
         """Each part has one of its own: `read` is a stage for each."""
         raise TypeError("a mixture is read part by part")
-
-    def blocks(self, block_bytes: int) -> Int64:
-        """The blocks of all parts, one after the other."""
-        return np.concatenate([part.blocks(block_bytes)[:-1] + part.first for part in self.parts] + [[self._total]])
 
     def others(self, index: int, draws: NDArray[np.float64]) -> Int64:
         """Samples of the same source, so that its share stays, in the same pass."""

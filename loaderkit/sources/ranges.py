@@ -8,7 +8,6 @@ range. Large arrays go straight into their slots: see `arrays_in_place`.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from time import perf_counter
@@ -34,13 +33,10 @@ _Values = tuple[list[Any], Errors]
 
 
 class RangeSource(Source):
-    """A source whose samples are byte ranges, a field each; `table` gives those of several samples if their fields agree."""
+    """A source whose samples are byte ranges, a field each: `table` has those of several samples, or `ranges` those of each where
+    their fields differ."""
 
     has_ranges = True
-
-    @abstractmethod
-    def ranges(self, index: int) -> list[FieldRange]:
-        """The byte ranges that make up the sample. Raises `SourceError` if a wanted field is missing."""
 
     def reader(self, context: ReadContext) -> Reader:
         """A reader of ranges. Fields are `Encoded`, or bytes where only `batch` follows."""

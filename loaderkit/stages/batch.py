@@ -19,10 +19,10 @@ from loaderkit import native
 from loaderkit._internal.dtypes import all_have_dtype
 from loaderkit.engine.work import Stage
 from loaderkit.native import fallback
-from loaderkit.samples.chunk import SampleChunk, SampleFailure
+from loaderkit.samples.chunk import FieldSpec, SampleChunk, SampleFailure
 from loaderkit.samples.sample import Sample
 from loaderkit.samples.slots import LEAST_LENT, Slots, TakeBytes, new_tensor
-from loaderkit.samples.values import Encoded, FieldSpec, GpuDecoded, Image, InPlace
+from loaderkit.samples.values import Encoded, GpuDecoded, Image, InPlace
 from loaderkit.stages.base import AddError, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.image.alignment import check_masks

@@ -14,8 +14,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from loaderkit.samples.chunk import FieldSpec, Starts
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Encoded, FieldSpec, GpuDecoded, Image, InPlace, Starts, as_array
+from loaderkit.samples.values import Encoded, GpuDecoded, Image, InPlace, as_array
 from loaderkit.stages.values import as_tensor, describe, dtype_of, shape_and_dtype
 
 Examples = Sequence[tuple[str, Sample]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +18,11 @@ from loaderkit import Pipeline
 from loaderkit.cli import main
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import SourceArgs
-from loaderkit.errors import ConfigError
+from loaderkit.errors import ConfigError, SourceError
+from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.sample import FieldRange, Sample
-from loaderkit.sources.base import SourceKind
-from loaderkit.sources.items import ItemSource
+from loaderkit.sources.base import ReadContext, Reader, Source, SourceKind
+from loaderkit.sources.objects.reader import ItemSource
 from loaderkit.stages.base import StageArgs
 from loaderkit.stages.context import StageKind
 
@@ -78,6 +80,58 @@ def open_squares(args: SquaresArgs, connector: Connector | None) -> Squares:
 SQUARES = SourceKind(SquaresArgs, open_squares)
 
 
+class CubesArgs(SourceArgs):
+    """The cubes of numbers that are written one behind another, in text."""
+
+    kind: Literal["cubes"] = "cubes"
+    text: str = Field(description="the numbers, with spaces between")
+
+
+class Cubes(Source):
+    """Sample i is the cube of number i, read in a way of its own."""
+
+    def __init__(self, text: str) -> None:
+        self.words = text.split()
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def key(self, index: int) -> str:
+        return f"{index} cubed"
+
+    def origin(self, index: int) -> str:
+        return "a text"
+
+    def reader(self, context: ReadContext) -> Reader:
+        return CubesReader(self.words, context)
+
+    def fingerprint(self) -> str:
+        return f"cubes-{len(self)}"
+
+
+class CubesReader(Reader):
+    """Counts how often it was closed."""
+
+    closed = 0
+
+    def __init__(self, words: list[str], context: ReadContext) -> None:
+        self.words, self.failed = words, context.failed
+
+    def read(self, chunk: SampleChunk) -> int:
+        for row, index in enumerate(chunk.source_indices.tolist()):
+            try:
+                chunk.samples[row] = {"square": int(self.words[index]) ** 3}
+            except ValueError as error:
+                self.failed(chunk, row, error)
+        return len(chunk)
+
+    def close(self) -> None:
+        CubesReader.closed += 1
+
+
+CUBES = SourceKind(CubesArgs, lambda args, connector: Cubes(args.text))
+
+
 class ShiftArgs(StageArgs):
     """Add a number, and another one at random."""
 
@@ -99,6 +153,7 @@ SHIFT = StageKind(ShiftArgs, "sample", shift, num_draws=1)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_after(monkeypatch)
     loaderkit.extend.register("squares", SQUARES)
+    loaderkit.extend.register("cubes", CUBES)
     loaderkit.extend.register("shift", SHIFT)
 
 
@@ -119,6 +174,51 @@ def test_they_make_batches(executor: str) -> None:
     assert batches[0]["__key__"][3] == "3 squared"
     assert len({float(draw) for batch in batches for draw in batch["draw"]}) == 10
     assert dict(again["fingerprint"])["stages.shift"] == 'shift {"by": 5}'
+
+
+@pytest.mark.parametrize("executor", ["thread", "inline"])
+def test_a_reader_of_ones_own_reads_alone_and_in_a_mixture(executor: str, rng: random.Random) -> None:
+    numbers = [rng.randrange(1000) for _ in range(rng.randrange(20, 40))]
+    bad = rng.randrange(1, len(numbers))
+    words = [str(number) for number in numbers]
+    words[bad] = "none"
+    alone = {
+        **PIPELINE,
+        "source": {"kind": "cubes", "text": " ".join(words)},
+        "errors": {"on_bad_sample": "skip"},
+        "prefetch": {"executor": executor},
+    }
+    closed = CubesReader.closed
+    with loaderkit.build(alone) as loader:
+        found = {
+            key: int(cube) for batch in loader for key, cube in zip(batch["__key__"], batch["square"], strict=True)
+        }
+        assert next(row for row in loader.stats().stages if row.kind == "read").num_failed == 1
+    assert found == {f"{i} cubed": numbers[i] ** 3 + 5 for i in range(len(numbers)) if i != bad}
+    assert CubesReader.closed > closed
+
+    squares = {"name": "one", "kind": "squares", "num": len(numbers)}
+    cubes = {"name": "other", "kind": "cubes", "text": " ".join(map(str, numbers))}
+    mixed = {
+        **{key: value for key, value in alone.items() if key != "source"},
+        "sources": [squares, cubes],
+        "mix": {"stop": "all"},
+        "order": {"shuffle": "global", "seed": rng.randrange(100), "epochs": 1},
+    }
+    with loaderkit.build(mixed) as loader:
+        found = {
+            (source, key): int(value)
+            for batch in loader
+            for source, key, value in zip(batch["__source__"].tolist(), batch["__key__"], batch["square"], strict=True)
+        }
+    expected = {(0, f"{i} squared"): i * i + 5 for i in range(len(numbers))}
+    assert found == expected | {(1, f"{i} cubed"): number**3 + 5 for i, number in enumerate(numbers)}
+
+
+def test_block_order_is_refused_where_a_source_has_no_blocks() -> None:
+    blocks = {**PIPELINE, "source": {"kind": "cubes", "text": "1 2 3 4 5"}, "order": {"shuffle": "block"}}
+    with pytest.raises(SourceError, match=r"order\.shuffle: block"):
+        loaderkit.build(blocks)
 
 
 def test_they_are_checked() -> None:

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from loaderkit.connectors.base import ObjectInfo
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectNotFoundError, SourceError
-from loaderkit.sources.array import ArrayArgs, ArraySource
 from loaderkit.sources.base import Source
-from loaderkit.sources.records import RecordSource
+from loaderkit.sources.records.array import ArrayArgs, ArraySource
+from loaderkit.sources.records.reader import RecordSource
 
 
 def npy(array: NDArray[Any]) -> bytes:

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from loaderkit.errors import ConfigError, SourceError, StageError
 from loaderkit.pipeline.batches.plan import MakeChunk
-from loaderkit.samples.chunk import BatchWork, SampleChunk
+from loaderkit.samples.chunk import BatchWork, FieldSpec, SampleChunk
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import FieldSpec
 from loaderkit.sampling.permutation import Bijection
 from loaderkit.sources.base import Source
 from loaderkit.sources.mixture import MixtureSource, SourcePart

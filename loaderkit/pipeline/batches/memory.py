@@ -11,8 +11,8 @@ from loaderkit.engine.process.shared_memory import Allocator, check_room
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.batches.sample_memory import SampleMemory
 from loaderkit.pipeline.batches.slabs import SlabLayout, SlabPool
+from loaderkit.samples.chunk import FieldSpec
 from loaderkit.samples.slots import Slots, TakeBytes
-from loaderkit.samples.values import FieldSpec
 from loaderkit.sampling.shard import WHOLE, Shard
 
 

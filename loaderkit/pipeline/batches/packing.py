@@ -54,7 +54,7 @@ def mixture_lengths(config: PipelineConfig, source: MixtureSource) -> NDArray[np
         if lengths is None:
             raise ConfigError(f"mix.by: tokens: {_unknown(stage, source)}")
         return lengths
-    known = {part.name: _lengths_in(part, None) for part in source.parts}
+    known = {part.name: _lengths_in(part.inner, None) for part in source.parts}
     if missing := [name for name, own in known.items() if own is None]:
         raise ConfigError(
             f"mix.by: tokens: how many tokens a sample of {', '.join(missing)} has is not known: kind: tokens and windows of "
@@ -159,7 +159,7 @@ def known_lengths(config: PipelineConfig, source: Source) -> NDArray[np.int64] |
     if isinstance(source, MixtureSource):
         if config.mixture is None or any(member.stages for member in config.mixture.members):
             return None
-        lengths = [_lengths_in(part, field) for part in source.parts]
+        lengths = [_lengths_in(part.inner, field) for part in source.parts]
         known = [one for one in lengths if one is not None]
         return np.concatenate(known) if len(known) == len(lengths) else None
     return _lengths_in(source, field)

@@ -17,8 +17,7 @@ from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.pipeline.batches.assembler import BatchAssembler
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.memory import BatchMemory
-from loaderkit.samples.chunk import BatchContext, BatchWork, SampleChunk
-from loaderkit.samples.values import FieldSpec, image_names
+from loaderkit.samples.chunk import BatchContext, BatchWork, FieldSpec, SampleChunk, image_names
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.objects.iterable import Pass
 from loaderkit.stages.parts import MixedChunk

@@ -21,8 +21,8 @@ from loaderkit._internal.dtypes import Bytes, num_bytes_of, type_in_numpy
 from loaderkit._internal.pinned import PinnedMemory
 from loaderkit._internal.units import say_bytes
 from loaderkit.engine.process.leases import Lease
+from loaderkit.samples.chunk import FieldSpec
 from loaderkit.samples.slots import Slots
-from loaderkit.samples.values import FieldSpec
 from loaderkit.sampling.shard import WHOLE, Shard
 
 _ALIGNMENT = 64

@@ -6,12 +6,12 @@ from __future__ import annotations
 from loaderkit._internal.extensions import Registry
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.pipeline.config.checkpoint_source import CHECKPOINT
-from loaderkit.sources.array import ARRAY
 from loaderkit.sources.base import SourceKind
 from loaderkit.sources.files.source import FILES
 from loaderkit.sources.objects.dataset import DATASET
 from loaderkit.sources.objects.iterable import ITERABLE
 from loaderkit.sources.parquet.source import PARQUET
+from loaderkit.sources.records.array import ARRAY
 from loaderkit.sources.sequences.tokens import TOKENS
 from loaderkit.sources.serial.lines import LINES
 from loaderkit.sources.serial.tfrecord import TFRECORD

@@ -357,8 +357,7 @@ def _fields_of(args: FilesArgs) -> dict[str, str] | None:
     return fields
 
 
-def _open(args: FilesArgs, connector: Connector | None) -> FilesSource:
-    assert connector is not None
+def _open(args: FilesArgs, connector: Connector) -> FilesSource:
     if args.glob is not None and (args.include is not None or are_patterns(args.fields)):
         raise ConfigError(
             f"source.url: {args.url!r} has a glob, and `include` or `fields` have one as well: give the folder in `url`"

@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 
 from loaderkit._internal.dtypes import type_of_all
 from loaderkit._internal.system.forks import ending_forks
-from loaderkit.connectors.base import Connector
 from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
 from loaderkit.samples.sample import Sample
 from loaderkit.sources.base import Source, SourceKind
-from loaderkit.sources.items import ItemSource
 from loaderkit.sources.listing import numbered
 from loaderkit.sources.objects.args import DatasetArgs, open_object
 from loaderkit.sources.objects.checks import seen_alike
+from loaderkit.sources.objects.reader import ItemSource
 from loaderkit.sources.typed_fields import FieldOrigin
 
 
@@ -139,17 +138,13 @@ class DatasetSource(ItemSource):
         return f"{self._name}-{self._size}"
 
 
-def _open(args: DatasetArgs, connector: Connector | None) -> DatasetSource:
-    return DatasetSource(open_object(args), args)
-
-
 def _reopen(args: DatasetArgs, num_items: int) -> Callable[[], Source] | None:
     """A data set given by name is opened again by that name in each process, as it may hold open files."""
     return partial(_opened_again, args, num_items) if isinstance(args.object, str) else None
 
 
 def _opened_again(args: DatasetArgs, num_items: int) -> DatasetSource:
-    source = _open(args, None)
+    source = DatasetSource(open_object(args), args)
     if len(source) != num_items:
         raise SourceError(
             f"source.object: {args.object!r} has {num_items} items in the trainer's process and {len(source)} in the "
@@ -160,7 +155,7 @@ def _opened_again(args: DatasetArgs, num_items: int) -> DatasetSource:
 
 DATASET = SourceKind(
     DatasetArgs,
-    _open,
+    lambda args, connector: DatasetSource(open_object(args), args),
     reopen=_reopen,
     has_blocks=False,
     objects=lambda args: {"object": args.object, "args": args.args},

@@ -23,16 +23,15 @@ from pydantic import Field
 
 from loaderkit._internal.imports import import_named
 from loaderkit._internal.system.forks import ending_forks
-from loaderkit.connectors.base import Connector
 from loaderkit.errors import USER_ERRORS, ClosedError, ConfigError, SourceError
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.sampling.schedule import UNKNOWN, BatchSampler
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.base import ReadContext, Reader, SourceKind
-from loaderkit.sources.items import ItemReader
 from loaderkit.sources.objects.args import DatasetArgs, open_object
 from loaderkit.sources.objects.checks import is_unseeded, items_differ, num_ranks_of, seen_alike, state_is_inexact
 from loaderkit.sources.objects.dataset import DatasetSource
+from loaderkit.sources.objects.reader import ItemReader
 
 logger = logging.getLogger("loaderkit")
 
@@ -113,7 +112,7 @@ class IterableSource(DatasetSource):
         return IterableSource, (self._args, self.saved)
 
     @property
-    def in_order(self) -> IterableSource:
+    def in_order(self) -> IterableSource:  # type: ignore[override]
         """See `ItemsInOrder`."""
         return self
 
@@ -466,13 +465,9 @@ def _check_items(args: IterableArgs, source: IterableSource) -> dict[str, Any]:
     }
 
 
-def _open(args: IterableArgs, connector: Connector | None) -> IterableSource:
-    return IterableSource(args)
-
-
 ITERABLE = SourceKind(
     IterableArgs,
-    _open,
+    lambda args, connector: IterableSource(args),
     has_blocks=False,
     objects=lambda args: {"object": args.object, "args": args.args},
     is_stream=True,

@@ -182,7 +182,7 @@ class ParquetSource(Source):
         return [FieldRange("row group", "parquet", one) for one in self.group_ranges(group)]
 
     @property
-    def row_groups(self) -> ParquetSource:
+    def row_groups(self) -> ParquetSource:  # type: ignore[override]
         """See `RowGroups`."""
         return self
 
@@ -292,8 +292,7 @@ class ParquetSource(Source):
                 )
 
 
-def _open(args: ParquetArgs, connector: Connector | None) -> ParquetSource:
-    assert connector is not None
+def _open(args: ParquetArgs, connector: Connector) -> ParquetSource:
     begin_s = time.perf_counter()
     source = ParquetSource(connector, args, partial(load_footer, connector, cache_dir=default_cache_dir()))
     source.index_s = time.perf_counter() - begin_s

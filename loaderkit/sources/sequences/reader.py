@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from loaderkit._internal.system.forks import ending_forks
-from loaderkit.connectors.base import ByteRange, ObjectInfo, Ranges, bulk_of
+from loaderkit.connectors.base import ObjectInfo, Ranges, bulk_of
 from loaderkit.errors import STORE_FAILURES
 from loaderkit.samples.chunk import PackedChunk, SampleChunk
-from loaderkit.samples.sample import FieldRange, Table
+from loaderkit.samples.sample import Table
 from loaderkit.sources.base import ReadContext, Reader
 from loaderkit.sources.ranges import Errors, RangeReader, RangeSource, bulk_calls, read_each
 
@@ -37,34 +36,14 @@ class SequenceSource(RangeSource):
     """A source whose samples are `Sequences` of one object: each one range, and as long as it is."""
 
     sequences: Sequences
-
-    @property
-    @abstractmethod
-    def file(self) -> ObjectInfo:
-        """The object that holds them, as it was when the source was opened."""
-
-    @property
-    @abstractmethod
-    def starts(self) -> Int64:
-        """The first byte of every sample: int64 [samples]."""
-
-    @property
-    @abstractmethod
-    def lengths(self) -> Int64:
-        """The numbers in every sample: int64 [samples]."""
+    file: ObjectInfo  # the object that holds them, as it was when the source was opened
+    starts: Int64  # the first byte of every sample: int64 [samples]
+    lengths: Int64  # the numbers in every sample: int64 [samples]
 
     @property
     def length_field(self) -> str:  # type: ignore[override]
         """The field that they become."""
         return self.sequences.field
-
-    def ranges(self, index: int) -> list[FieldRange]:
-        """The bytes of the sequence, as they lie in the object."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
-        num_bytes = int(self.lengths[index]) * self.sequences.item_bytes
-        byte_range = ByteRange(self.file.key, int(self.starts[index]), num_bytes, self.file.etag)
-        return [FieldRange(self.sequences.field, "raw", byte_range)]
 
     def table(self, indices: Int64) -> Table:
         """The ranges of several sequences."""

@@ -90,23 +90,23 @@ class TokensSource(SequenceSource):
     """
 
     def __init__(self, connector: Connector, args: TokensArgs) -> None:
-        self._info = connector.stat(args.key)
+        self.file = connector.stat(args.key)
         name = connector.describe(args.key)
-        if not self._info.size:
+        if not self.file.size:
             raise SourceError(f"{name} is empty (0 bytes): there are no tokens in it")
         begin_s = time.perf_counter()
         find = _documents_of_index if args.form == "megatron" else _documents_by_end
-        dtype, starts, lengths = find(connector, args, self._info, name)
+        dtype, starts, lengths = find(connector, args, self.file, name)
         self.index_s = time.perf_counter() - begin_s
         if not len(starts):
             raise SourceError(f"{name} has no documents")
-        self._starts, self._lengths = starts[: args.limit], lengths[: args.limit]
-        for values in (self._starts, self._lengths):
+        self.starts, self.lengths = starts[: args.limit], lengths[: args.limit]
+        for values in (self.starts, self.lengths):
             values.setflags(write=False)
         self.sequences = Sequences(args.field, dtype.name, not dtype.isnative, dtype.itemsize)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self.starts)
 
     def key(self, index: int) -> str:
         """The document's number."""
@@ -118,36 +118,21 @@ class TokensSource(SequenceSource):
 
     def origin(self, index: int) -> str:
         """The key of the file."""
-        return self._info.key
-
-    @property
-    def file(self) -> ObjectInfo:
-        """The file, as it was when this source was opened."""
-        return self._info
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """The first byte of every document in the file: int64 [documents]."""
-        return self._starts
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens of every document: int64 [documents]."""
-        return self._lengths
+        return self.file.key
 
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
         """Runs of documents of about `block_bytes`, each at least one: int64 [number of runs + 1]."""
-        ends = np.cumsum(self._lengths * self.sequences.item_bytes)
+        ends = np.cumsum(self.lengths * self.sequences.item_bytes)
         numbers = np.concatenate(([0], ends[:-1])) // block_bytes
         return np.concatenate(([0], np.flatnonzero(np.diff(numbers)) + 1, [len(self)])).astype(np.int64)
 
     def packed(self) -> PackedSize:
-        return PackedSize(len(self), int(self._lengths.sum()) * self.sequences.item_bytes, self._info.size)
+        return PackedSize(len(self), int(self.lengths.sum()) * self.sequences.item_bytes, self.file.size)
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits from the type and the lengths of all documents."""
         digest = blake2b(self.sequences.dtype.encode(), digest_size=8)
-        digest.update(np.ascontiguousarray(self._lengths).data)
+        digest.update(np.ascontiguousarray(self.lengths).data)
         return digest.hexdigest()
 
 
@@ -230,9 +215,9 @@ def _npy_of(connector: Connector, args: TokensArgs, info: ObjectInfo, name: str)
     return header.dtype, header.data_start
 
 
-def _open(args: TokensArgs, connector: Connector | None) -> TokensSource:
-    assert connector is not None
-    return TokensSource(connector, args)
-
-
-TOKENS = SourceKind(TokensArgs, _open, lambda args: args.root, lambda args: {args.field: "a document's tokens"})
+TOKENS = SourceKind(
+    TokensArgs,
+    lambda args, connector: TokensSource(connector, args),
+    lambda args: args.root,
+    lambda args: {args.field: "a document's tokens"},
+)

@@ -15,10 +15,10 @@ from pydantic import Field
 
 from loaderkit._internal.system.user_cache import default_cache_dir, path_in_cache
 from loaderkit._internal.text import warn
-from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
+from loaderkit.connectors.base import Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import FormatError, SourceError
-from loaderkit.samples.sample import FieldRange, Table
+from loaderkit.samples.sample import Table
 from loaderkit.sources.base import PackedSize
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import extension_of, list_matching
@@ -234,12 +234,6 @@ class SerialFiles(SerialSource):
         """True for the last sample of a file."""
         file, _, end = self._place(index)
         return end + 1 == len(file.offsets.starts)
-
-    def ranges(self, index: int) -> list[FieldRange]:
-        """The bytes of the line or record, and of blank lines behind it that are no samples."""
-        file, item, stop = self._place(index)
-        start, end = file.offsets.starts.item(item), file.offsets.starts.item(stop)
-        return [FieldRange("", "", ByteRange(file.info.key, start, end - start, file.info.etag))]
 
     def table(self, indices: Int64s) -> Table:
         """The ranges of several samples."""

@@ -125,15 +125,10 @@ def _named(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _open(args: LinesArgs, connector: Connector | None) -> LinesSource:
-    assert connector is not None
-    return LinesSource(connector, args)
-
-
 def _fields_of(args: LinesArgs) -> dict[str, str] | None:
     if args.format == "text":
         return {"text" if args.fields is None else next(iter(args.fields)): "text"}
     return None if args.fields is None else dict.fromkeys(args.fields, "a value of JSON")
 
 
-LINES = SourceKind(LinesArgs, _open, lambda args: args.root, _fields_of)
+LINES = SourceKind(LinesArgs, lambda args, connector: LinesSource(connector, args), lambda args: args.root, _fields_of)

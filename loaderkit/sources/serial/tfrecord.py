@@ -124,9 +124,4 @@ def _value(values: Any, *, is_list: bool) -> Any:
     return int.from_bytes(data, "little", signed=True) if kind == "q" else np.float32(struct.unpack("<f", data)[0])
 
 
-def _open(args: TfrecordArgs, connector: Connector | None) -> TfrecordSource:
-    assert connector is not None
-    return TfrecordSource(connector, args)
-
-
-TFRECORD = SourceKind(TfrecordArgs, _open, lambda args: args.root)
+TFRECORD = SourceKind(TfrecordArgs, lambda args, connector: TfrecordSource(connector, args), lambda args: args.root)

@@ -403,8 +403,7 @@ class _Timed:
                     self.seconds += time.perf_counter() - self._since_s
 
 
-def _open(args: TarArgs, connector: Connector | None) -> TarSource:
-    assert connector is not None
+def _open(args: TarArgs, connector: Connector) -> TarSource:
     load = _Timed(partial(load_index, connector, cache_dir=default_cache_dir()))
     source = TarSource(connector, args, load)
     source.index_s = load.seconds

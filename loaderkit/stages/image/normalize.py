@@ -18,8 +18,7 @@ from loaderkit import native
 from loaderkit._internal.config.settings import as_tuple
 from loaderkit.engine.work import Stage
 from loaderkit.native import fallback
-from loaderkit.samples.chunk import BatchContext, SampleChunk
-from loaderkit.samples.values import image_names
+from loaderkit.samples.chunk import BatchContext, SampleChunk, image_names
 from loaderkit.stages.base import FieldNames, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind, batch_error
 from loaderkit.stages.image.ops import Finalizer

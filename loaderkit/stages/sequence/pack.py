@@ -20,8 +20,7 @@ from pydantic import Field, PositiveInt
 from loaderkit import native
 from loaderkit.engine.work import Stage
 from loaderkit.errors import StageError
-from loaderkit.samples.chunk import PackedChunk, SampleChunk, SampleFailure
-from loaderkit.samples.values import Starts
+from loaderkit.samples.chunk import PackedChunk, SampleChunk, SampleFailure, Starts
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.random import key_of, uniforms
 from loaderkit.stages.base import AddError, StageArgs, StageConfig

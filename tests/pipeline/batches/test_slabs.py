@@ -23,7 +23,7 @@ import profiles.memory
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.batches.slabs import SlabLayout, SlabPool
-from loaderkit.samples.values import FieldSpec
+from loaderkit.samples.chunk import FieldSpec
 
 
 def make_pool(**fields: tuple[tuple[int, ...], torch.dtype]) -> SlabPool:

@@ -17,8 +17,8 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.pipeline.thread_engine import make_batch_plan
-from loaderkit.samples.chunk import BatchWork, SampleChunk
-from loaderkit.samples.values import FieldSpec, GpuDecoded, Image
+from loaderkit.samples.chunk import BatchWork, FieldSpec, SampleChunk
+from loaderkit.samples.values import GpuDecoded, Image
 
 
 def source(folder: Path) -> Pipeline:

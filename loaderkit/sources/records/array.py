@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from loaderkit._internal.config.settings import as_tuple
-from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, FormatError, SourceError
 from loaderkit.sources.base import PackedSize, SourceKind
 from loaderkit.sources.formats.npy import NpyHeader, read_npy_header
 from loaderkit.sources.listing import numbered
-from loaderkit.sources.records import Records, RecordSource
+from loaderkit.sources.records.reader import Records, RecordSource
 
 DType = Literal[
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
@@ -88,9 +88,9 @@ class ArraySource(RecordSource):
     def __init__(self, connector: Connector, args: ArrayArgs) -> None:
         self._connector = connector
         self._args = args
-        self._info = connector.stat(args.key)
+        self.file = connector.stat(args.key)
         self._name = connector.describe(args.key)
-        if not self._info.size:
+        if not self.file.size:
             raise SourceError(f"{self._name} is empty (0 bytes): there are no records in it")
         dtype, is_swapped, shape, self._data_start = self._of_npy() if args.is_npy else self._of_raw()
         item_bytes = _ITEM_BYTES.get(dtype) or np.dtype(dtype).itemsize
@@ -115,12 +115,7 @@ class ArraySource(RecordSource):
 
     def origin(self, index: int) -> str:
         """The key of the file."""
-        return self._info.key
-
-    @property
-    def file(self) -> ObjectInfo:
-        """The file, as it was when this source was opened."""
-        return self._info
+        return self.file.key
 
     def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first byte of every sample in the file: int64 [n]."""
@@ -139,12 +134,12 @@ class ArraySource(RecordSource):
 
     def packed(self) -> PackedSize:
         """Windows overlap, so that the samples have more bytes than the file."""
-        return PackedSize(len(self), len(self) * self.records.num_bytes, self._info.size)
+        return PackedSize(len(self), len(self) * self.records.num_bytes, self.file.size)
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits from type, shape, window, number of samples and size of the file."""
         records = self.records
-        parts = (records.dtype, records.is_swapped, records.shape, self._args.window, self._size, self._info.size)
+        parts = (records.dtype, records.is_swapped, records.shape, self._args.window, self._size, self.file.size)
         return blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     # ------------------------------------------------------------------------------------------------- building
@@ -152,8 +147,8 @@ class ArraySource(RecordSource):
     def _of_npy(self) -> tuple[str, bool, tuple[int, ...], int]:
         """Type, whether its bytes are swapped, a record's shape, and the offset of the first record."""
         try:
-            read = partial(self._connector.read_into, self._info.key, etag=self._info.etag)
-            header = read_npy_header(read, self._info.size)
+            read = partial(self._connector.read_into, self.file.key, etag=self.file.etag)
+            header = read_npy_header(read, self.file.size)
             self._check_npy(header)
         except FormatError as error:
             raise FormatError(f"{self._name}: {error}") from None
@@ -185,17 +180,17 @@ class ArraySource(RecordSource):
                 "np.save(path, np.ascontiguousarray(array))"
             )
         whole = header.data_start + header.num_bytes
-        if whole != self._info.size:
+        if whole != self.file.size:
             problem = (
-                "truncated" if self._info.size < whole else "longer than its header says (several arrays in one file?)"
+                "truncated" if self.file.size < whole else "longer than its header says (several arrays in one file?)"
             )
             raise FormatError(
-                f"it is {problem}: {dtype.name} {list(shape)} ends at byte {whole}, the file at {self._info.size}"
+                f"it is {problem}: {dtype.name} {list(shape)} ends at byte {whole}, the file at {self.file.size}"
             )
 
     def _of_raw(self) -> tuple[str, bool, tuple[int, ...], int]:
-        begin = bytearray(min(6, self._info.size))
-        self._connector.read_into(self._info.key, 0, memoryview(begin), etag=self._info.etag)
+        begin = bytearray(min(6, self.file.size))
+        self._connector.read_into(self.file.key, 0, memoryview(begin), etag=self.file.etag)
         if begin == b"\x93NUMPY":
             raise ConfigError(
                 f"source.url: {self._name} begins like an .npy file, and its header would be read as samples: "
@@ -205,10 +200,10 @@ class ArraySource(RecordSource):
         return self._args.dtype, sys.byteorder != "little", self._args.shape or (), 0
 
     def _counted(self) -> int:
-        num_records, rest = divmod(self._info.size - self._data_start, self._record_bytes)
+        num_records, rest = divmod(self.file.size - self._data_start, self._record_bytes)
         if rest:
             raise FormatError(
-                f"{self._name} has {self._info.size} bytes, which is no multiple of a record's {self._record_bytes} "
+                f"{self._name} has {self.file.size} bytes, which is no multiple of a record's {self._record_bytes} "
                 f"({self._args.dtype} {list(self._args.shape or ())}): it is truncated, or `dtype` or `shape` is wrong"
             )
         return num_records
@@ -224,9 +219,4 @@ class ArraySource(RecordSource):
         return num_samples if self._args.limit is None else min(num_samples, self._args.limit)
 
 
-def _open(args: ArrayArgs, connector: Connector | None) -> ArraySource:
-    assert connector is not None
-    return ArraySource(connector, args)
-
-
-ARRAY = SourceKind(ArrayArgs, _open, lambda args: args.root)
+ARRAY = SourceKind(ArrayArgs, lambda args, connector: ArraySource(connector, args), lambda args: args.root)

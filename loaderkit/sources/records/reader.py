@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from loaderkit._internal.dtypes import type_in_numpy
 from loaderkit._internal.system.forks import ending_forks
-from loaderkit.connectors.base import ByteRange, ObjectInfo, Ranges, bulk_of
+from loaderkit.connectors.base import ObjectInfo, Ranges, bulk_of
 from loaderkit.connectors.ranges import gather_into
 from loaderkit.errors import STORE_FAILURES
 from loaderkit.samples.chunk import SampleChunk
-from loaderkit.samples.sample import FieldRange, Table
+from loaderkit.samples.sample import Table
 from loaderkit.samples.slots import LEAST_LENT
 from loaderkit.sources.base import ReadContext, Reader, Source
 
@@ -43,11 +43,7 @@ class RecordSource(Source):
 
     has_ranges = True
     records: Records
-
-    @property
-    @abstractmethod
-    def file(self) -> ObjectInfo:
-        """The object that holds them, as it was when the source was opened."""
+    file: ObjectInfo  # the object that holds them, as it was when the source was opened
 
     @abstractmethod
     def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -56,14 +52,6 @@ class RecordSource(Source):
     def reader(self, context: ReadContext) -> Reader:
         """A reader of records: fields are tensors, or arrays where only `batch` follows."""
         return RecordReader(self, context)
-
-    def ranges(self, index: int) -> list[FieldRange]:
-        """The bytes of the record, as they lie in the object."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        start = int(self.starts(np.array([index], np.int64))[0])
-        byte_range = ByteRange(self.file.key, start, self.records.num_bytes, self.file.etag)
-        return [FieldRange(self.records.field, "raw", byte_range)]
 
     def table(self, indices: NDArray[np.int64]) -> Table:
         """The ranges of several records."""
@@ -78,7 +66,7 @@ class RecordSource(Source):
         return self.records.field if len(self.records.shape) == 1 else None
 
     @property
-    def lengths(self) -> NDArray[np.int64] | None:
+    def lengths(self) -> NDArray[np.int64] | None:  # type: ignore[override]
         """All are of one length."""
         return np.full(len(self), self.records.shape[0], np.int64) if len(self.records.shape) == 1 else None
 

@@ -90,7 +90,9 @@ def register(name: str, item: SourceKind | StageKind | ConnectorFactory) -> None
         _check_method(name)
         STAGES.register(name, item)
     elif not callable(item) or (isinstance(item, type) and issubclass(item, (Source, Model))):
-        raise ConfigError(f"register({name!r}): {item!r} is no SourceKind, no StageKind and makes no connector of a URL")
+        raise ConfigError(
+            f"register({name!r}): {item!r} is no SourceKind, no StageKind and makes no connector of a URL"
+        )
     else:
         factory: ConnectorFactory = item  # type: ignore[assignment]  # mypy takes it for any class
         CONNECTORS.register(name, factory)

@@ -239,6 +239,7 @@ BROKEN = {
         '[project.entry-points."loaderkit.stages"]\nsolarize = "other_tools:SOLARIZE"\nresize = "other_tools:RESIZE"\n'
         'broken = "other_tools:BROKEN"\n'
         '[project.entry-points."loaderkit.sources"]\nodd = "json:dumps"\n'
+        '[project.entry-points."loaderkit.connectors"]\nlost = "other_tools:LOST"\n'
         '[tool.setuptools]\npy-modules = ["other_tools"]\n'
     ),
     "other_tools.py": "import module_that_is_nowhere\n",
@@ -277,6 +278,9 @@ def test_one_that_cannot_be_imported_is_named_where_it_is_used(with_other: Path)
     assert raised.value.problems[0].line == 5
     for part in ("'broken'", "other-tools 2.0", "other_tools:BROKEN", "module_that_is_nowhere"):
         assert part in message
+    path.write_text("source:\n  kind: files\n  url: lost://x\nstages: [read, {batch: {size: 1}}]\n")
+    with pytest.raises(ConfigError, match=r"line 3: source\.url: the connector 'lost' of the package other-tools 2\.0"):
+        loaderkit.build(path)
     with pytest.raises(ConfigError, match=r"'odd' of the package other-tools 2\.0 .* is a function, and has to be"):
         loaderkit.build(yaml_with(with_other, kind="odd"))
 

@@ -12,6 +12,7 @@ from loaderkit._internal.config.diagnostics import KeyPath, Problems, nearest
 from loaderkit._internal.config.model_errors import validate
 from loaderkit._internal.config.settings import Model
 from loaderkit.connectors.config import SourceArgs
+from loaderkit.connectors.factory import CONNECTORS, scheme_of
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.mixture import MixArgs, MixedArgs, MixedSourceConfig, MixtureArgs, mixture_args
 from loaderkit.pipeline.config.registry import SOURCES
@@ -111,6 +112,7 @@ def parse_kind(raw: dict[str, Any], path: KeyPath, problems: Problems, base: Pat
     parsed = validate(kind.args, raw, path, problems)
     url = getattr(parsed, "url", None)
     if parsed is not None and url is not None:
+        _check_scheme(url, (*path, "url"), problems)
         try:
             parsed = parsed.model_copy(update={"url": absolute_url(url, base)})
         except RuntimeError as error:  # an unknown user in ~user
@@ -137,6 +139,18 @@ def _kind_of(raw: dict[str, Any], path: KeyPath, problems: Problems) -> SourceKi
     except ConfigError as error:  # of the package that brings it
         problems.error((*path, "kind"), str(error))
         return None
+
+
+def _check_scheme(url: str, path: KeyPath, problems: Problems) -> None:
+    """Add an error for a URL whose connector is a package's that cannot be used. Nothing is said of an unknown scheme: `build`
+    may be given its connector."""
+    scheme = scheme_of(url)
+    if CONNECTORS.is_ours(scheme) or scheme not in CONNECTORS:
+        return
+    try:
+        _ = CONNECTORS[scheme]
+    except ConfigError as error:
+        problems.error(path, str(error))
 
 
 def absolute_url(url: str, base: Path) -> str:

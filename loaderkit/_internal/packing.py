@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from loaderkit._internal.dtypes import Bytes, tensor_over
+from loaderkit.errors import ConfigError
 
 _INLINE_BYTES = 4096  # smaller buffers are cheaper in the stream than in pages of their own
 
@@ -130,6 +131,17 @@ class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
 def _is_plain(value: torch.Tensor) -> bool:
     has_memory = value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized
     return has_memory and not (value.is_conj() or value.is_neg())
+
+
+def check_packs(where: str, value: Any, receiver: str, otherwise: str) -> None:
+    """Raise ConfigError if a value of the config, at `where`, cannot be sent to the process `receiver`."""
+    try:
+        pack(value)
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: {value!r} cannot be sent to {receiver}: {error}. Let it open files, locks and connections when it is "
+            f"first used; or {otherwise}"
+        ) from error
 
 
 def pack(

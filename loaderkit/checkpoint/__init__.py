@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from loaderkit.checkpoint.discovery.latest import latest
     from loaderkit.checkpoint.discovery.manifest import write_manifest
     from loaderkit.checkpoint.formats.blockwise import dequantize
-    from loaderkit.checkpoint.manager.per_rank import PerRank
-    from loaderkit.checkpoint.manager.rng import RngState
+    from loaderkit.checkpoint.manager.per_rank import PerRank, RngState
     from loaderkit.checkpoint.restore.dcp_reader import StreamReader
     from loaderkit.checkpoint.save.dcp_writer import StreamWriter
 
@@ -26,7 +25,7 @@ __getattr__ = public_names(
     __name__,
     {
         "PerRank": "loaderkit.checkpoint.manager.per_rank",
-        "RngState": "loaderkit.checkpoint.manager.rng",
+        "RngState": "loaderkit.checkpoint.manager.per_rank",
         "StreamReader": "loaderkit.checkpoint.restore.dcp_reader",  # with torch.distributed.checkpoint
         "StreamWriter": "loaderkit.checkpoint.save.dcp_writer",
         "dequantize": "loaderkit.checkpoint.formats.blockwise",

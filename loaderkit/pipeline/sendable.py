@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from loaderkit._internal.imports import import_named
-from loaderkit._internal.packing import Packed, measured, pack
+from loaderkit._internal.packing import Packed, check_packs, measured
 from loaderkit.connectors.base import Connector
-from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.extensions import kinds_for_workers
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
@@ -24,14 +23,12 @@ def check_sendable(config: PipelineConfig, connectors: Sequence[Connector | None
         "the connector": [connector for connector in connectors if connector is not None],
     }
     for where, value in sent.items():
-        try:
-            pack(value)
-        except Exception as error:
-            raise ConfigError(
-                f"{where}: {value!r} cannot be sent to the process that loads (prefetch.executor: "
-                f"{config.prefetch.executor}): {error}. Let it open files, locks and connections when it is first used; or "
-                'name a function that makes it, as "package.module:name", which is called there; or use executor: thread'
-            ) from error
+        check_packs(
+            where,
+            value,
+            f"the process that loads (prefetch.executor: {config.prefetch.executor})",
+            'name a function that makes it, as "package.module:name", which is called there; or use executor: thread',
+        )
 
 
 def sent_objects(config: PipelineConfig, most: int) -> Packed | None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from loaderkit._internal.extensions import Entry
-from loaderkit._internal.packing import pack
+from loaderkit._internal.packing import check_packs
 from loaderkit._internal.system.program_end import ProgramEndsError
 from loaderkit.checkpoint.discovery.description import Format
 from loaderkit.checkpoint.discovery.listing import url_below
@@ -177,13 +177,12 @@ def _writer_there(
 
 def _check_sendable(url: str, connectors: Mapping[str, Connector]) -> None:
     for name, connector in {**CONNECTORS.registered(), **connectors}.items():
-        try:
-            pack(connector)
-        except Exception as error:
-            raise ConfigError(
-                f"connectors: {name!r}: {connector!r} cannot be sent to the process that writes checkpoints (flush: process): "
-                f"{error}. Let it open files, locks and connections when it is first used; or use flush: thread"
-            ) from error
+        check_packs(
+            f"connectors: {name!r}",
+            connector,
+            "the process that writes checkpoints (flush: process)",
+            "use flush: thread",
+        )
     target = save_target(url, connectors)
     try:
         if traits_of(target.connector).is_in_process:

@@ -19,6 +19,7 @@ import torch
 
 from loaderkit._internal.cuda_streams import DeviceStreams
 from loaderkit._internal.system.cgroups import num_cpus
+from loaderkit._internal.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 from loaderkit.checkpoint.contents import Checksums
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
 from loaderkit.checkpoint.transfer.plan import (
@@ -33,7 +34,6 @@ from loaderkit.checkpoint.transfer.plan import (
 from loaderkit.checkpoint.transfer.stages import TransferStages
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, bulk_of, traits_of
 from loaderkit.connectors.page_cache import cached_share, parts_of
-from loaderkit.engine.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 from loaderkit.engine.watchdog import HangReport, Patience, describe_wait, stack_of
 from loaderkit.engine.work import Chunk
 from loaderkit.errors import ConfigError

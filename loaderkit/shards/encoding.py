@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from loaderkit.native.fallback import packed
+from loaderkit.native.pixels import packed
 from loaderkit.stages.base import Encoded, Image
 from loaderkit.stages.image.formats import picture_extension
 from loaderkit.stages.values import describe

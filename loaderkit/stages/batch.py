@@ -18,7 +18,6 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from loaderkit import native
 from loaderkit._internal.dtypes import all_have_dtype
 from loaderkit.engine.work import Stage
-from loaderkit.native import fallback
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import (
     AddError,
@@ -194,8 +193,7 @@ def _write_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int
                 if spec.dtype == "uint16":
                     slots.array[slot] = value.pixels.transpose(2, 0, 1)
                     return
-                kernels = native if channels == 3 and value.pixels.strides[1:] in native.PACKED else fallback
-                kernels.write_planes(slots.array, slot, value.pixels)
+                native.write_planes(slots.array, slot, value.pixels)
             return
     array = slots.array
     if isinstance(value, np.ndarray) and array is not None and value.dtype == array.dtype:

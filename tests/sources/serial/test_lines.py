@@ -6,14 +6,12 @@ import gzip
 import json
 import random
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import kernel_twins
 import numpy as np
 import pytest
-from no_kernels import without_kernels
 
 import loaderkit
 from loaderkit import Pipeline, native
@@ -21,7 +19,6 @@ from loaderkit.cli import main
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectChangedError, SourceError, StageError
-from loaderkit.native import fallback_serial
 from loaderkit.sources.serial import scan as module
 from loaderkit.sources.serial.beside import write_index
 from loaderkit.sources.serial.lines import LinesArgs, LinesSource, as_array, parse_json
@@ -64,10 +61,7 @@ def random_text(rng: random.Random) -> bytes:
     return begin + b"".join(rng.choice(pieces) for _ in range(rng.randrange(60)))
 
 
-@pytest.mark.parametrize("ways", [nullcontext, without_kernels], ids=["c", "python"])
-def test_text_against_pythons_lines(
-    ways: Callable[[], Any], rng: random.Random, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_against_pythons_lines(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(60):
         monkeypatch.setattr(module, "_BLOCK_BYTES", rng.choice([3, 7, 64, 1 << 20]))  # lines over the borders of blocks
         files = {f"{number}-{name}.txt": random_text(rng) for name in range(rng.randrange(1, 4))}
@@ -76,18 +70,14 @@ def test_text_against_pythons_lines(
             for key, data in sorted(files.items())
             for line, text in enumerate(split(data))
         ]
-        with ways():
-            if expected:
-                assert samples_of(source_of(files, format="text")) == expected
-            else:
-                with pytest.raises(SourceError, match="is empty"):
-                    source_of(files, format="text")
+        if expected:
+            assert samples_of(source_of(files, format="text")) == expected
+        else:
+            with pytest.raises(SourceError, match="is empty"):
+                source_of(files, format="text")
 
 
-@pytest.mark.parametrize("ways", [nullcontext, without_kernels], ids=["c", "python"])
-def test_objects_against_pythons_json(
-    ways: Callable[[], Any], rng: random.Random, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_against_pythons_json(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(40):
         monkeypatch.setattr(module, "_BLOCK_BYTES", rng.choice([3, 50, 1 << 20]))
         files, expected = {}, []
@@ -100,9 +90,8 @@ def test_objects_against_pythons_json(
             expected += [(f"{number}-{name}.jsonl:{line + 1}", json.loads(text)) for line, text in lines]
         if not expected:
             continue
-        with ways():
-            source = source_of(files)
-            found = samples_of(source)
+        source = source_of(files)
+        found = samples_of(source)
         assert [(key, as_lists(sample)) for key, sample in found] == expected
         for block_bytes in (1, 100, 10**6):
             bounds = source.blocks(block_bytes)
@@ -139,7 +128,7 @@ def test_the_kernel_and_its_twin(rng: random.Random) -> None:
     for _ in range(500):
         data = bytes(rng.choice(b"ab \t\r\n\n\x0b\x00") for _ in range(rng.randrange(300)))
         is_blank = rng.random() < 0.5
-        assert native.scan_lines(data, 7, is_blank) == fallback_serial.scan_lines(data, 7, is_blank)
+        assert native.scan_lines(data, 7, is_blank) == kernel_twins.scan_lines(data, 7, is_blank)
 
 
 def test_lists_of_numbers_are_arrays() -> None:

@@ -118,7 +118,7 @@ class FileConnector(BulkConnector):
         if start < 0:
             raise self._before_the_start(key, start)
         try:
-            num_read, *status, hashes, took_s = native.read_hashed(
+            (num_read, *status), hashes, took_s = native.read_hashed(
                 self._path(key), start, buffer, block_bytes, address, direct
             )
         except (OSError, ValueError) as error:

@@ -16,8 +16,10 @@ Status = tuple[int, int, int, int]
 def read_range(path: str, start: int, buffer: memoryview, direct: bool) -> Status:
     """Open, stat, read, close; only a regular file is read. `direct`: past the page cache, where the file allows it."""
 
-def read_hashed(path: str, start: int, buffer: memoryview, block: int, address: int, direct: bool) -> tuple[Any, ...]:
-    """`read_range`, then the hashes of the blocks of `block` bytes, by the C function at `address`, and the seconds they took."""
+def read_hashed(
+    path: str, start: int, buffer: memoryview, block: int, address: int, direct: bool
+) -> tuple[Status, list[int], float]:
+    """`read_range`, the hashes of the blocks of `block` bytes by the C function at `address`, and the seconds they took."""
 
 def gather_ranges(path: str, starts: Int64s, length: int, buffer: memoryview) -> Status:
     """`read_range` of several ranges of `length` bytes, concatenated in `buffer`, up to the first short one."""
@@ -80,11 +82,6 @@ def whole_jpeg_size(data: memoryview) -> tuple[int, int] | None:
     DALI 2.4.0 may crash some time after it was given a file whose segments are not contiguous; damage inside segments or in
     the scan it only refuses. Decoders on a GPU fill in a missing end without an error.
     """
-
-def scan_lines(data: bytes | memoryview, begin: int, is_blank: bool) -> tuple[bytes, bytes, bool]:
-    """Where lines begin behind those that end in `data`, which itself begins at `begin`, and which of these are blank (spaces,
-    tabs, CR), counted from the first: int64, as bytes. `is_blank`: the line that goes on at the begin is so before it; and, as
-    the third result, the one that goes on behind the end."""
 
 def crc32c(data: bytes | memoryview) -> int:
     """CRC-32C (Castagnoli) of contiguous bytes."""

@@ -7,7 +7,6 @@ import stat
 import struct
 from bisect import bisect_left, insort
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from math import lcm
@@ -32,10 +31,12 @@ def read_range(path: str, start: int, buffer: memoryview, direct: bool) -> Statu
     return _read(path, [start], [buffer])
 
 
-def read_hashed(path: str, start: int, buffer: memoryview, block: int, address: int, direct: bool) -> tuple[Any, ...]:
+def read_hashed(
+    path: str, start: int, buffer: memoryview, block: int, address: int, direct: bool
+) -> tuple[Status, list[int], float]:
     """`read_range`, and XXH3 of its blocks, whatever lies at `address`; the seconds that it took are not told."""
     status = read_range(path, start, buffer, direct)
-    return *status, [xxhash.xxh3_64_intdigest(buffer[at : at + block]) for at in range(0, len(buffer), block)], 0.0
+    return status, [xxhash.xxh3_64_intdigest(buffer[at : at + block]) for at in range(0, len(buffer), block)], 0.0
 
 
 def gather_ranges(path: str, starts: Int64s, length: int, buffer: memoryview) -> Status:
@@ -98,31 +99,6 @@ def texts(data: bytes, ends: Int64s, numbers: Int64s) -> list[str]:
         raise IndexError(f"texts {numbers.min()} to {numbers.max()} of {len(ends)}")
     starts = np.where(numbers > 0, ends[numbers - 1], 0).tolist() if len(numbers) else []
     return [data[a:b].decode("utf-8", "surrogateescape") for a, b in zip(starts, ends[numbers].tolist(), strict=True)]
-
-
-def members(
-    indices: Int64s,
-    offsets: Int64s,
-    num_members: int,
-    starts: Int64s,
-    sizes: Int64s,
-    firsts: Int64s,
-    keys: Sequence[str],
-    etags: Sequence[str | None],
-) -> tuple[list[str], list[int], list[int], list[str | None]]:
-    """(keys, starts, sizes, etags) of the members at `offsets` of samples that all have `num_members`; `firsts` are the first
-    samples of the archives."""
-    num_samples = len(starts) // max(num_members, 1)
-    if len(indices) and not 0 <= indices.min() <= indices.max() < num_samples:
-        raise IndexError(f"samples {indices.min()} to {indices.max()} of {num_samples}")
-    numbers = (indices[:, None] * num_members + offsets).ravel()
-    shards = (np.searchsorted(firsts, indices, "right") - 1).repeat(len(offsets)).tolist()
-    return (
-        [keys[shard] for shard in shards],
-        starts.take(numbers).tolist(),
-        sizes.take(numbers).tolist(),
-        [etags[shard] for shard in shards],
-    )
 
 
 _BEGIN, _END, _SEGMENT, _FRAME = b"\xff\xd8", b"\xff\xd9", struct.Struct(">BBH"), struct.Struct(">BHHB")
@@ -358,79 +334,7 @@ def take_pieces(
 
 # ------------------------------------------------------------------------------------------- serial files
 
-_CASTAGNOLI = 0x82F63B78  # bits reversed
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_MOST_LANES = 4096
-
-
-def scan_lines(data: bytes | memoryview, begin: int, is_blank: bool) -> tuple[bytes, bytes, bool]:
-    """Where lines begin behind those that end in `data`, which itself begins at `begin`, and which of these are blank (spaces,
-    tabs, CR), counted from the first: int64, as bytes. `is_blank`: the line that goes on at the begin is so before it; and, as
-    the third result, the one that goes on behind the end."""
-    array = np.frombuffer(data, np.uint8)
-    ends = np.flatnonzero(array == ord("\n"))
-    firsts = np.concatenate(([0], ends + 1)).astype(np.int64)  # of the lines, also of the one that goes on
-    stops = np.append(ends, len(array))
-    may_be_blank = (firsts == stops) | (
-        array.take(np.minimum(firsts, len(array) - 1)) <= ord(" ") if len(array) else True
-    )
-    may_be_blank[0] &= is_blank
-    lines = np.flatnonzero(may_be_blank).tolist()
-    blanks = [line for line in lines if not array[firsts[line] : stops[line]].tobytes().strip(b" \t\r")]
-    goes_on = bool(blanks) and blanks[-1] == len(ends)
-    return (begin + firsts[1:]).tobytes(), np.array(blanks[: len(blanks) - goes_on], np.int64).tobytes(), goes_on
-
-
-@cache
-def _table() -> NDArray[np.uint32]:
-    """The checksum of each byte."""
-    values: NDArray[np.uint32] = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        values = ((values >> 1) ^ np.where(values & 1, _CASTAGNOLI, 0)).astype(np.uint32)
-    return values
-
-
-@cache
-def _shift(num_bytes: int) -> tuple[int, ...]:
-    """What each of the 32 bits of a checksum becomes when `num_bytes` zeros are appended to the data."""
-    if num_bytes == 1:
-        table = _table().tolist()
-        return tuple(bit >> 8 ^ table[bit & 0xFF] for bit in (1 << place for place in range(32)))
-    half = _shift(num_bytes // 2)
-    twice = tuple(_applied(half, column) for column in half)
-    return twice if num_bytes % 2 == 0 else tuple(_applied(_shift(1), column) for column in twice)
-
-
-def _applied(columns: tuple[int, ...], crc: int) -> int:
-    result, place = 0, 0
-    while crc:
-        result ^= columns[place] if crc & 1 else 0
-        crc, place = crc >> 1, place + 1
-    return result
-
-
-def crc32c(data: bytes | memoryview) -> int:
-    """CRC-32C (Castagnoli) of contiguous bytes."""
-    array = np.frombuffer(data, np.uint8)
-    table = _table()
-    lane_bytes = 1
-    while lane_bytes * lane_bytes < min(len(array), _MOST_LANES * _MOST_LANES):
-        lane_bytes *= 2
-    num_lanes = len(array) // lane_bytes
-    crc = 0xFFFFFFFF
-    if num_lanes > 8:  # all lanes at once, each as if it were alone
-        lanes = array[: num_lanes * lane_bytes].reshape(num_lanes, lane_bytes)
-        sums = np.zeros(num_lanes, np.uint32)
-        for place in range(lane_bytes):
-            sums = (sums >> np.uint32(8)) ^ table[(sums ^ lanes[:, place]) & np.uint32(0xFF)]
-        columns = _shift(lane_bytes)
-        for lane in sums.tolist():
-            crc = _applied(columns, crc) ^ lane
-        array = array[num_lanes * lane_bytes :]
-    single = table.tolist()
-    for byte in array.tolist():
-        crc = crc >> 8 ^ single[(crc ^ byte) & 0xFF]
-    return crc ^ 0xFFFFFFFF
 
 
 Field = tuple[int, int, memoryview]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import os
 import subprocess
@@ -40,6 +41,14 @@ def either_way(pixels: Pixels, mirrored: bool) -> Pixels:
 
 
 pictures = st.builds(view, st.integers(0, 99), st.integers(1, 40), st.integers(1, 700), st.integers(0, 3))
+
+
+def test_the_stub_names_what_there_is() -> None:
+    path = Path(native.__file__).with_name("_kernels.pyi")
+    named = {
+        node.name for node in ast.parse(path.read_text()).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    assert named == {name for name in dir(compiled) if not name.startswith("_")}
 
 
 class TestSameAsTwin:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import random
 import warnings
 from pathlib import Path
 from typing import Any
 
-import kernel_twins
 import numpy as np
 import pytest
 
 import loaderkit
-from loaderkit import Pipeline, native
+from loaderkit import Pipeline
 from loaderkit.cli import main
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
@@ -124,11 +124,16 @@ def as_lists(sample: dict[str, Any]) -> dict[str, Any]:
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in sample.items()}
 
 
-def test_the_kernel_and_its_twin(rng: random.Random) -> None:
+def test_lines_of_a_block(rng: random.Random) -> None:
     for _ in range(500):
         data = bytes(rng.choice(b"ab \t\r\n\n\x0b\x00") for _ in range(rng.randrange(300)))
         is_blank = rng.random() < 0.5
-        assert native.scan_lines(data, 7, is_blank) == kernel_twins.scan_lines(data, 7, is_blank)
+        lines = data.split(b"\n")
+        are_blank = [not line.strip(b" \t\r") and (is_blank or number > 0) for number, line in enumerate(lines)]
+        starts, blanks, goes_on = module.scan_lines(data, 7, is_blank)
+        assert starts.tolist() == [*itertools.accumulate((len(line) + 1 for line in lines[:-1]), initial=7)][1:]
+        assert blanks.tolist() == [number for number, one in enumerate(are_blank[:-1]) if one]
+        assert goes_on == are_blank[-1]
 
 
 def test_lists_of_numbers_are_arrays() -> None:
@@ -261,8 +266,8 @@ class TestIndex:
         path = tmp_path / "x.txt"
         path.write_text("a\nbc\n")
         scans = []
-        scan = native.scan_lines
-        monkeypatch.setattr(native, "scan_lines", lambda *args: (scans.append(1), scan(*args))[1])  # type: ignore[func-returns-value]
+        scan = module.scan_lines
+        monkeypatch.setattr(module, "scan_lines", lambda *args: (scans.append(1), scan(*args))[1])  # type: ignore[func-returns-value]
         args = LinesArgs(url=str(tmp_path), format="text")
         for _ in range(2):
             assert [text["text"] for _, text in samples_of(LinesSource(FileConnector(tmp_path), args))] == ["a", "bc"]
@@ -285,7 +290,7 @@ class TestIndex:
         assert main(["index", str(path)]) == 0
         assert main(["index", "--check", str(path)]) == 0
         with monkeypatch.context() as patched:
-            patched.setattr(native, "scan_lines", lambda *args: pytest.fail("the file was scanned"))
+            patched.setattr(module, "scan_lines", lambda *args: pytest.fail("the file was scanned"))
             expected = samples_of(LinesSource(FileConnector(tmp_path), LinesArgs(url=str(tmp_path))))
         assert expected == [("x.jsonl:1", {"a": 1}), ("x.jsonl:3", {"a": 2})]
         path.write_text('{"a": 11}\n{"a": 2}\n')  # of the same size

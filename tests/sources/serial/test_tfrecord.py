@@ -150,14 +150,11 @@ def test_damaged_examples(rng: random.Random) -> None:
     assert 0 < num_read < 1500
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_checksums(way: Any, rng: random.Random) -> None:
-    assert way.crc32c(b"123456789") == 0xE3069283  # as in RFC 3720
+def test_checksums(rng: random.Random) -> None:
+    assert native.crc32c(b"123456789") == 0xE3069283  # as in RFC 3720
     for size in (0, 1, 7, 8, 9, 64, 500, 3000):
         data = rng.randbytes(size)
-        assert way.crc32c(data) == crc32c(data)
-    data = rng.randbytes(300_000)
-    assert way.crc32c(data) == native.crc32c(data)
+        assert native.crc32c(data) == crc32c(data)
     assert records.masked(native.crc32c(b"abc")).to_bytes(4, "little") == masked(b"abc")
 
 

@@ -2,7 +2,7 @@
 
     python -m profiles.before_after ../before [--after ../after] [--work files,restore-cold] [--out profiles/results]
 
-Both checkouts need their own C modules, built in place, or one of them is measured with its fallback:
+Both checkouts need their own C modules, built in place:
 
     cd ../before && python -c "from setuptools import setup; setup()" build_ext --inplace
 

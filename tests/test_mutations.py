@@ -22,32 +22,32 @@ def command(seed: int, first: int, last: int, *more: str) -> list[str]:
     return [sys.executable, "tests/helpers/mutants.py", "--seed", str(seed), "--numbers", str(first), str(last), *more]
 
 
-def again(seed: int, number: int, *more: str) -> str:
-    return f"\nagain: PYTHONPATH=. {' '.join(command(seed, number, number + 1, *more, '--debug'))}"
+def again(seed: int, number: int) -> str:
+    return f"\nagain: PYTHONPATH=. {' '.join(command(seed, number, number + 1, '--debug'))}"
 
 
-def outcomes(folder: Path, seed: int, first: int, last: int, *more: str) -> dict[str, int]:
+def outcomes(folder: Path, seed: int, first: int, last: int) -> dict[str, int]:
     """How often each kind of file was read or refused; fails with what else happened."""
     at = folder / "at"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])}
     ran = subprocess.run(
-        command(seed, first, last, "--at", str(at), *more), cwd=ROOT, env=environment, capture_output=True, text=True
+        command(seed, first, last, "--at", str(at)), cwd=ROOT, env=environment, capture_output=True, text=True
     )
     if ran.returncode:
         number, kind = at.read_text().split() if at.exists() else (first, "the valid files")
-        pytest.fail(f"{kind}: ended with {ran.returncode}{again(seed, int(number), *more)}\n{ran.stderr[-6000:]}")
+        pytest.fail(f"{kind}: ended with {ran.returncode}{again(seed, int(number))}\n{ran.stderr[-6000:]}")
     found: dict[str, Any] = json.loads(ran.stdout)
-    failures = [f"{one['kind']}: {one['what'][-3000:]}{again(seed, one['number'], *more)}" for one in found["failures"]]
+    failures = [f"{one['kind']}: {one['what'][-3000:]}{again(seed, one['number'])}" for one in found["failures"]]
     if failures:
         pytest.fail("\n\n".join([f"{len(failures)} failures", *failures[:5]]))
     counts: dict[str, int] = found["outcomes"]
     return counts
 
 
-def check(folder: Path, num: int, seed: int, *more: str) -> None:
+def check(folder: Path, num: int, seed: int) -> None:
     counts: dict[str, int] = {}
     for first in range(0, num, MOST_AT_ONCE):
-        for name, count in outcomes(folder, seed, first, min(first + MOST_AT_ONCE, num), *more).items():
+        for name, count in outcomes(folder, seed, first, min(first + MOST_AT_ONCE, num)).items():
             counts[name] = counts.get(name, 0) + count
     kinds = {name.split()[0] for name in counts}
     assert sum(counts.values()) == num
@@ -56,12 +56,10 @@ def check(folder: Path, num: int, seed: int, *more: str) -> None:
     assert {f"{kind} refused" for kind in kinds - {"idx", "offsets"}} <= counts.keys()
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["--without-c"], marks=pytest.mark.prove)], ids=["c", "python"])
-def test_a_sample(tmp_path: Path, more: list[str], rng: random.Random) -> None:
-    check(tmp_path, 500, rng.randrange(2**32), *more)
+def test_a_sample(tmp_path: Path, rng: random.Random) -> None:
+    check(tmp_path, 500, rng.randrange(2**32))
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize(("more", "num"), [([], 20_000), (["--without-c"], 5000)], ids=["c", "python"])
-def test_all(tmp_path: Path, more: list[str], num: int, rng: random.Random) -> None:
-    check(tmp_path, num, rng.randrange(2**32), *more)
+def test_all(tmp_path: Path, rng: random.Random) -> None:
+    check(tmp_path, 20_000, rng.randrange(2**32))

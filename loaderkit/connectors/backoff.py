@@ -7,12 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from loaderkit.errors import ChecksumError, ClosedError, TemporaryError
-
-if TYPE_CHECKING:
-    from tenacity import RetryCallState
 
 T = TypeVar("T")
 _MOST_CHECKSUM_ATTEMPTS = 3
@@ -74,51 +71,26 @@ class Retries:
         """Undo `stop`."""
         self._closing.clear()
 
-    def _again(self, function: Callable[[], T], first: TemporaryError, begin_s: float, num_stops: int) -> T:
-        import tenacity  # takes 30 ms, and is not needed while the store works
-
-        done = [first]
-        num_attempts = 0
-
-        def attempt() -> T:
-            nonlocal num_attempts
-            num_attempts += 1
-            if done:
-                raise done.pop()
-            if self._num_stops != num_stops:  # `function` would reopen what is being closed
-                raise ClosedError("the connector was closed during a retry")
-            return function()
-
-        def is_over(state: RetryCallState) -> bool:
-            outcome = state.outcome
-            error = outcome.exception() if outcome is not None else None
-            allowed = self.policy.max_attempts
-            if isinstance(error, ChecksumError):  # data damaged in the store stays damaged
-                allowed = min(allowed, _MOST_CHECKSUM_ATTEMPTS)
-            is_late = self._clock() - begin_s + state.upcoming_sleep > self.policy.total_s
-            return is_late or num_attempts >= allowed or self._closing.is_set()
-
-        def count(state: RetryCallState) -> None:
+    def _again(self, function: Callable[[], T], error: TemporaryError, begin_s: float, num_stops: int) -> T:
+        num_attempts = 1
+        while True:
+            wait_s, took_s = self._wait_s(num_attempts), self._clock() - begin_s
+            # Data that is damaged in the store stays damaged.
+            most = _MOST_CHECKSUM_ATTEMPTS if isinstance(error, ChecksumError) else num_attempts + 1
+            is_late = took_s + wait_s > self.policy.total_s
+            if is_late or num_attempts >= min(most, self.policy.max_attempts) or self._closing.is_set():
+                error.args = (f"{error} (tried {num_attempts} times in {took_s:.1f} s)", *error.args[1:])
+                raise error
             with self._lock:
                 self.num_retries += 1
-
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(TemporaryError),
-            wait=lambda state: self._wait_s(state.attempt_number),
-            stop=is_over,
-            sleep=self._rest,
-            before_sleep=count,
-            reraise=True,
-        )
-        try:
-            return retrying(attempt)
-        except TemporaryError as error:
-            took_s = self._clock() - begin_s
-            error.args = (f"{error} (tried {num_attempts} times in {took_s:.1f} s)", *error.args[1:])
-            raise
-
-    def _rest(self, seconds: float) -> None:
-        self._sleep(seconds)
+            self._sleep(wait_s)
+            if self._num_stops != num_stops:  # `function` would reopen what is being closed
+                raise ClosedError("the connector was closed during a retry")
+            num_attempts += 1
+            try:
+                return function()
+            except TemporaryError as again:
+                error = again
 
     def _wait_s(self, number: int) -> float:
         longest_s = min(self.policy.most_wait_s, self.policy.first_wait_s * 2.0 ** (number - 1))

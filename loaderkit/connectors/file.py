@@ -98,7 +98,7 @@ class FileConnector(BulkConnector):
         return BulkReads(self.read_many, self.gather_into, self.read_direct, self.read_hashed, self.scatter_into)
 
     def read_direct(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
-        """`read_into` past the page cache (O_DIRECT); through it without the C module or O_DIRECT."""
+        """`read_into` past the page cache (O_DIRECT); through it where the file system has no O_DIRECT."""
         self._read(key, start, buffer, etag, direct=True)
 
     def _read(self, key: str, start: int, buffer: memoryview, etag: str | None, *, direct: bool = False) -> None:
@@ -122,15 +122,12 @@ class FileConnector(BulkConnector):
         address: int,
         direct: bool = False,
         etag: str | None = None,
-    ) -> Hashed | None:
-        """`read_into`, or `read_direct`, with the hash of every `block_bytes` by the C function at `address`; None, and nothing
-        read, without the C module."""
-        if not native.HAS_KERNELS:
-            return None
+    ) -> Hashed:
+        """`read_into`, or `read_direct`, with the hash of every `block_bytes` by the C function at `address`."""
         if start < 0:
             raise self._before_the_start(key, start)
         try:
-            num_read, *status, hashes, took_s = native.read_hashed(
+            (num_read, *status), hashes, took_s = native.read_hashed(
                 self._path(key), start, buffer, block_bytes, address, direct
             )
         except (OSError, ValueError) as error:

@@ -1,81 +1,111 @@
-"""The public face of the C extension: every kernel as a function, in C or, without a compiler, from `fallback`.
+"""The public face of the C modules: every kernel as a function. Call them as `native.NAME(...)`.
 
-Call kernels as `native.NAME(...)`. The constants tell which kernels without a fallback exist.
+`_kernels` is required: all that decides bytes is done there, and in one way. `_jpeg` is optional: without it JPEGs are decoded
+whole, to the same pixels. Raises ImportError without `_kernels`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import time
+import zlib
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from loaderkit._internal.hashing import address_of_hash
-from loaderkit.native import fallback, fallback_serial
 
-P = ParamSpec("P")
-R = TypeVar("R")
+try:
+    from loaderkit.native import _kernels
+except ImportError as error:
+    raise ImportError(
+        f"loaderkit in {Path(__file__).parents[1]} has no C module loaderkit.native._kernels that this Python can load "
+        f"({error}), and makes no batch without: install a wheel of loaderkit, or a C compiler and the headers of Python (and "
+        "of libjpeg-turbo, for crops of JPEGs), and `pip install` loaderkit again",
+        name="loaderkit.native._kernels",
+    ) from error
+from loaderkit.native._kernels import (
+    StateClock,
+    best_fit,
+    crc32c,
+    cut,
+    delayed,
+    gather_ranges,
+    gil_wait,
+    group_names,
+    interleave,
+    interleave_lengths,
+    mark_documents,
+    members,
+    parse_example,
+    permute,
+    read_hashed,
+    read_many,
+    read_range,
+    resample,
+    scatter_ranges,
+    take_pieces,
+    tar_run,
+    texts,
+    whole_jpeg_size,
+)
+from loaderkit.native.jpegs import is_cut as _is_cut_by_simplejpeg
+from loaderkit.native.pixels import packed, write_normalized, write_planes
 
+__all__ = [
+    "CAN_RESAMPLE",
+    "HAS_JPEG",
+    "NO_CRC",
+    "SPARE_COLUMNS",
+    "ZEROS",
+    "StateClock",
+    "best_fit",
+    "crc32c",
+    "cut",
+    "decode_pieces",
+    "delayed",
+    "fill_part",
+    "gather_ranges",
+    "gil_wait",
+    "group_names",
+    "interleave",
+    "interleave_lengths",
+    "is_cut",
+    "mark_documents",
+    "members",
+    "packed",
+    "parse_example",
+    "permute",
+    "read_hashed",
+    "read_many",
+    "read_range",
+    "resample",
+    "scatter_ranges",
+    "take_pieces",
+    "tar_run",
+    "texts",
+    "whole_jpeg_size",
+    "write_normalized",
+    "write_planes",
+]
 
-def _load(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
-_kernels: Any = _load("loaderkit.native._kernels")
-_jpeg: Any = _load("loaderkit.native._jpeg")
-
-HAS_KERNELS: bool = _kernels is not None
-"""False if there was no compiler; then `StateClock`, `gil_wait`, `read_hashed` and `resample` are missing."""
-HAS_JPEG: bool = _jpeg is not None
-"""False if libjpeg-turbo's headers were missing; then JPEGs are decoded whole, and `decode_pieces` is missing."""
-CAN_RESAMPLE: bool = HAS_KERNELS and _kernels.resample([])
+CAN_RESAMPLE: bool = resample([])
 """True on a CPU with AVX2; then `resample` replaces torch's resize, within one level."""
 
+_jpeg: Any
+try:
+    _jpeg = importlib.import_module("loaderkit.native._jpeg")
+except ImportError:
+    _jpeg = None
 
-def _choose(python: Callable[P, R], module: Any = _kernels) -> Callable[P, R]:
-    """The C kernel with the name of its fallback; the fallback if there is none."""
-    kernel: Callable[P, R] = getattr(module, python.__name__, python)
-    return kernel
-
-
-best_fit = _choose(fallback.best_fit)
-crc32c = _choose(fallback_serial.crc32c)
-cut = _choose(fallback.cut)
-delayed = _choose(fallback.delayed)
-gather_ranges = _choose(fallback.gather_ranges)
-group_names = _choose(fallback.group_names)
-interleave = _choose(fallback.interleave)
-interleave_lengths = _choose(fallback.interleave_lengths)
-mark_documents = _choose(fallback.mark_documents)
-members = _choose(fallback.members)
-parse_example = _choose(fallback_serial.parse_example)
-permute = _choose(fallback.permute)
-read_many = _choose(fallback.read_many)
-read_range = _choose(fallback.read_range)
-scan_lines = _choose(fallback_serial.scan_lines)
-scatter_ranges = _choose(fallback.scatter_ranges)
-take_pieces = _choose(fallback.take_pieces)
-tar_run = _choose(fallback.tar_run)
-texts = _choose(fallback.texts)
-whole_jpeg_size = _choose(fallback.whole_jpeg_size)
-write_normalized = _choose(fallback.write_normalized)
-write_planes = _choose(fallback.write_planes)
-is_cut = _choose(fallback.is_cut, _jpeg)
-
-PACKED = frozenset({(3, 1), (-3, 1)})
-"""The strides of RGB pixels, in rows that run forwards or backwards, that `write_normalized` and `write_planes` take in C. The
-twins in `fallback` take all, and any number of channels."""
-
-# These have no fallback: see the constants above.
-StateClock: Any = getattr(_kernels, "StateClock", None)
-gil_wait: Any = getattr(_kernels, "gil_wait", None)
-read_hashed: Any = getattr(_kernels, "read_hashed", None)
-resample: Any = getattr(_kernels, "resample", None)
+HAS_JPEG: bool = _jpeg is not None
+"""False if libjpeg-turbo's headers were missing; then JPEGs are decoded whole, and `decode_pieces` is missing."""
+is_cut: Callable[[memoryview], bool] = getattr(_jpeg, "is_cut", _is_cut_by_simplejpeg)
 decode_pieces: Any = getattr(_jpeg, "decode", None)
 SPARE_COLUMNS: int = getattr(_jpeg, "BESIDE", 0)
 """The columns that `decode_pieces` may write beyond the part requested."""
@@ -101,8 +131,30 @@ def fill_part(
     for the addresses. Raises ValueError.
     """
     address = address_of_hash()
-    if HAS_KERNELS and address is not None:
-        took_s: float | None = _kernels.fill_part(memory, rows, block, hashes, is_hashed, address)
+    if address is not None:
+        took_s = _kernels.fill_part(memory, rows, block, hashes, is_hashed, address)
         if took_s is not None:
             return took_s
-    return fallback.fill_part(memory, rows, block, hashes, is_hashed)
+    return _fill_in_python(memory, rows, block, hashes, is_hashed)
+
+
+def _fill_in_python(
+    memory: NDArray[np.uint8],
+    rows: NDArray[np.int64],
+    block: int,
+    hashes: NDArray[np.uint64],
+    is_hashed: NDArray[np.bool_],
+) -> float:
+    """`fill_part` on a CPU without carry-less multiplication, or beside an xxhash that exports no function."""
+    for row in rows:
+        begin, end, source, crc = row.tolist()
+        if source:
+            ctypes.memmove(memory.ctypes.data + begin, source, end - begin)
+        else:
+            memory[begin:end] = 0
+        if crc >= 0:
+            row[3] = zlib.crc32(memory[begin:end].data, crc)
+    begin_s = time.perf_counter()
+    for number in np.flatnonzero(is_hashed).tolist():
+        hashes[number] = xxhash.xxh3_64_intdigest(memory[number * block : (number + 1) * block].data)
+    return time.perf_counter() - begin_s

@@ -17,7 +17,7 @@ logger = logging.getLogger("loaderkit")
 
 
 class Identity(NamedTuple):
-    """`digest` is that of all Python sources; `modules` are the C modules there are."""
+    """`digest` is of all Python sources; `modules` are the optional C modules there are."""
 
     version: str
     folder: str
@@ -33,7 +33,7 @@ def identity() -> Identity:
     for path in sorted(_ROOT.rglob("*.py")):
         digest.update(f"{path.relative_to(_ROOT)}\0".encode())
         digest.update(path.read_bytes())
-    modules = (("_kernels",) if native.HAS_KERNELS else ()) + (("_jpeg",) if native.HAS_JPEG else ())
+    modules = ("_jpeg",) if native.HAS_JPEG else ()
     return Identity(__version__, str(_ROOT), digest.hexdigest(), modules, native.CAN_RESAMPLE)
 
 
@@ -50,9 +50,9 @@ def check_same(program: Identity, here: Identity | None = None) -> None:
     for few, many, where in ((here, program, "where batches are to be made"), (program, here, "which the program has")):
         if missing := sorted({*many.modules} - {*few.modules}):
             raise ConfigError(
-                f"loaderkit in {few.folder}, {where}, lacks the C modules {', '.join(missing)}, which the other side has: "
-                "pictures would differ by a level by who makes them. Install the same wheel there, or what they are built with "
-                "(a C compiler; for _jpeg libjpeg-turbo's headers)"
+                f"loaderkit in {few.folder}, {where}, lacks the C modules {', '.join(missing)}, which the other side has: a "
+                "damaged JPEG could be refused by one and read by the other. Install the same wheel there, or for _jpeg "
+                "libjpeg-turbo's headers and loaderkit once more"
             )
     if here.resamples != program.resamples:
         logger.warning(

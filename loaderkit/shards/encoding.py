@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from loaderkit.native.fallback import packed
+from loaderkit.native.pixels import packed
 from loaderkit.samples.pictures import picture_extension
 from loaderkit.samples.values import Encoded, Image
 from loaderkit.stages.values import describe

@@ -18,7 +18,6 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from loaderkit import native
 from loaderkit._internal.dtypes import all_have_dtype
 from loaderkit.engine.work import Stage
-from loaderkit.native import fallback
 from loaderkit.samples.chunk import FieldSpec, SampleChunk, SampleFailure
 from loaderkit.samples.sample import Sample
 from loaderkit.samples.slots import LEAST_LENT, Slots, TakeBytes, new_tensor
@@ -185,8 +184,7 @@ def _write_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int
                 if spec.dtype == "uint16":
                     slots.array[slot] = value.pixels.transpose(2, 0, 1)
                     return
-                kernels = native if channels == 3 and value.pixels.strides[1:] in native.PACKED else fallback
-                kernels.write_planes(slots.array, slot, value.pixels)
+                native.write_planes(slots.array, slot, value.pixels)
             return
     array = slots.array
     if isinstance(value, np.ndarray) and array is not None and value.dtype == array.dtype:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from loaderkit._internal.dtypes import type_in_numpy
-from loaderkit.native.fallback import packed
+from loaderkit.native.pixels import packed
 from loaderkit.samples.sample import Sample
 from loaderkit.samples.values import GpuDecoded, Image, InPlace
 from loaderkit.stages.image.formats import converted

@@ -33,7 +33,7 @@ WORK = ROOT / "build" / "gpu_bundle"
 CALL_BYTES = 64 * 2**20
 
 # With what they need, less what is there.
-BASE = ("pydantic>=2.7", "ruamel.yaml>=0.18", "simplejpeg>=1.8.1", "tenacity>=8.3")
+BASE = ("pydantic>=2.7", "ruamel.yaml>=0.18", "simplejpeg>=1.8.1")
 THERE = ("numpy-*",)
 # Not all that DALI asks for: the rest is for readers and modules that loaderkit does not use.
 DALI = ("nvidia-dali-cuda130==2.4.*", "nvidia-nvimgcodec-cu13==0.9.*", "nvidia-nvjpeg>=13.2")

@@ -31,7 +31,7 @@ def facts(context: Context) -> None:
     report = context.report
     device = torch.cuda.get_device_name() if context.on_gpu else "cpu"
     report.add(device=device, torch=torch.__version__, cuda=str(torch.version.cuda), python=platform.python_version())
-    report.add(loaderkit=loaderkit.__version__, kernels_in_c=native.HAS_KERNELS, decodes_pieces=native.HAS_JPEG)
+    report.add(loaderkit=loaderkit.__version__, decodes_pieces=native.HAS_JPEG)
     report.add(**{name: version for name in _PACKAGES if (version := _version(name)) is not None})
     report.add(kernel=platform.release(), num_cpus=num_cpus(), cpu=_after_colon("/proc/cpuinfo", "model name"))
     report.add(memory_gib=int(_after_colon("/proc/meminfo", "MemTotal").split()[0]) / 2**20)

@@ -7,8 +7,6 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import pytest
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from no_kernels import without_kernels
 from numpy.typing import NDArray
 
 from loaderkit import native
@@ -155,16 +152,6 @@ def test_truncated_since(tmp_path: Path) -> None:
         connector.read_into("x", 0, memoryview(bytearray(10)))
 
 
-@pytest.fixture(params=["C", "Python"])
-def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With the C module and without."""
-    if request.param == "C" and not native.HAS_KERNELS:
-        pytest.skip("loaderkit was installed without a compiler")
-    with nullcontext() if request.param == "C" else without_kernels():
-        yield
-
-
-@pytest.mark.usefixtures("either_way")
 class TestGathering:
     @staticmethod
     def gathered(root: Path, starts: list[int], length: int, key: str = "x", etag: str | None = None) -> bytes:
@@ -292,7 +279,6 @@ def _outcome(connector: FileConnector, starts: NDArray[np.int64], length: int, e
     return bytes(buffer)
 
 
-@pytest.mark.skipif(not native.HAS_KERNELS, reason="loaderkit was installed without a compiler")
 def test_the_c_module_refuses_what_does_not_fit(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"0123456789")
     path = str(tmp_path / "x")
@@ -409,7 +395,6 @@ def test_a_rename_that_fails_otherwise_changes_nothing(tmp_path: Path, monkeypat
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
 
 
-@pytest.mark.skipif(not native.HAS_KERNELS, reason="loaderkit was installed without a compiler")
 class TestHashing:
     """Blocks that are hashed as they are read are those of the library, and what is wrong is said as ever."""
 

@@ -2,7 +2,6 @@
 
     python tests/helpers/mutants.py --seed 7 --numbers 0 1000           these mutations
     python tests/helpers/mutants.py --seed 7 --numbers 41 42 --debug    one of them, with the traceback of what it raises
-    --without-c                                                 as where there was no compiler
 
 Seed and number say all: the kind of file, the damage and the way to read it. Prints one JSON object.
 """
@@ -441,14 +440,11 @@ def main() -> None:
     parser.add_argument("--numbers", type=int, nargs=2, required=True)
     parser.add_argument("--only", help="one kind of file; its numbers are others than among all")
     parser.add_argument("--at", help="a file that says which mutation it is at")
-    parser.add_argument("--without-c", action="store_true")
     parser.add_argument("--debug", action="store_true")
     options = parser.parse_args()
     logging.disable()
     warnings.simplefilter("ignore")
     warnings.simplefilter("error", RuntimeWarning)  # NumPy's, of numbers that overflow
-    if options.without_c:
-        sys.modules |= {"loaderkit.native._kernels": None, "loaderkit.native._jpeg": None}  # type: ignore[dict-item]
     json.dump(run(options), sys.stdout)
 
 

@@ -321,14 +321,15 @@ def main(folder: Path, report: Path, *what: str) -> None:
     sys.addaudithook(guard)
     warnings.simplefilter("ignore")
     sys.path.append(str(Path(__file__).parent))
+    import kernel_twins
     import typer
-    from no_kernels import without_kernels
     from PIL import Image
 
+    from loaderkit import native
     from loaderkit.cli.app import app
 
-    patched = without_kernels()  # C opens files without a word to the hook
-    patched.__enter__()
+    for name in ("read_range", "read_hashed", "gather_ranges", "scatter_ranges", "read_many"):
+        setattr(native, name, getattr(kernel_twins, name))  # C opens files without a word to the hook
     command = typer.main.get_command(app)
     typer.main.__dict__["get_command"] = lambda _: command  # else most of the time would be spent making it
     Image.init()

@@ -1,27 +1,17 @@
-"""Worker clocks as they are, and as they are where loaderkit was installed without a compiler."""
+"""A clock to set, what a worker clock says, and the same accounts kept plainly."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from unittest import mock
+from collections import deque
+from itertools import pairwise
 
-import pytest
+from loaderkit.engine.metrics.histogram import Histogram
+from loaderkit.engine.metrics.slow_samples import SlowItems
+from loaderkit.engine.metrics.trace import Entry, Item
+from loaderkit.engine.metrics.worker_clock import ClockTotals, WorkerClock, WorkerStates
+from loaderkit.engine.work import Chunk
 
-from loaderkit import native
-from loaderkit.engine.metrics import worker_clock
-from loaderkit.engine.metrics.worker_clock import ClockTotals, WorkerClock
-
-
-def _in_python() -> type[WorkerClock]:
-    spec = importlib.util.spec_from_file_location("worker_clock_in_python", worker_clock.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(native, "HAS_KERNELS", False), mock.patch.dict(sys.modules, {spec.name: module}):
-        spec.loader.exec_module(module)
-    found: type[WorkerClock] = module.WorkerClock
-    return found
+_NUM_MARKS = 256  # that a worker clock remembers
 
 
 class HandClock:
@@ -34,8 +24,62 @@ class HandClock:
         return self.now
 
 
-PythonWorkerClock = _in_python()
-both = pytest.mark.parametrize("clock_type", [WorkerClock, PythonWorkerClock], ids=["as it is", "in Python"])
+class PlainClock:
+    """A worker's accounts, made from a list of all that happened; of CPU time it knows nothing."""
+
+    def __init__(self, states: WorkerStates, clock: HandClock, *, first_state: int) -> None:
+        self._states, self._clock = states, clock
+        self._marks = [(clock(), first_state)]
+        self._totals = [(0, 0, 0)] * states.num_stages
+        self._services = [Histogram() for _ in range(states.num_stages)]
+        self.slow_items = SlowItems(states.num_stages)
+        self.trace: deque[Entry] = deque()
+        self.item: Item | None = None
+
+    @property
+    def since_s(self) -> float:
+        return self._marks[-1][0]
+
+    @property
+    def open_state(self) -> int:
+        return self._marks[-1][1]
+
+    def enter(self, state: int) -> float:
+        self._marks.append((self._clock(), state))
+        self.trace.append((*self._marks[-1], self.item if state < self._states.num_stages else None))
+        return self.since_s
+
+    def served(self, stage: int, num_items: int, num_bytes: int, chunk: Chunk) -> None:
+        items, size, failed = self._totals[stage]
+        self._totals[stage] = items + num_items, size + num_bytes, failed
+        if num_items:
+            each_s = (self._clock() - self.since_s) / num_items
+            self._services[stage].add(each_s, num_items)
+            if chunk.slowest is not None or each_s > self.slow_items.least_s[stage]:
+                self.slow_items.note(stage, chunk, each_s, self._clock())
+
+    def failed(self, stage: int, count: int) -> None:
+        items, size, failed = self._totals[stage]
+        self._totals[stage] = items, size, failed + count
+
+    def counted(self) -> list[ClockTotals]:
+        rows = zip(self._totals, self._services, strict=True)
+        return [ClockTotals(*counts, cpu_s=0.0, delayed_s=0.0, services=of.counts) for counts, of in rows]
+
+    def state_s(self, now: float) -> list[float]:
+        found = [0.0] * self._states.num_states
+        for (since, state), (until, _) in pairwise(self._marks):
+            found[state] += until - since
+        found[self.open_state] += max(0.0, now - self.since_s)
+        for state, since, until in self.timeline(now, self.since_s):
+            found[state] -= until - since
+        return found
+
+    def timeline(self, start_s: float, end_s: float) -> list[tuple[int, float, float]]:
+        marks = self._marks[-_NUM_MARKS:]
+        ends = [since for since, _ in marks[1:]] + [end_s]
+        parts = [(state, max(since, start_s), min(end, end_s)) for (since, state), end in zip(marks, ends, strict=True)]
+        return [part for part in reversed(parts) if part[2] > part[1]]
 
 
 def state_s(one: WorkerClock, now: float) -> list[float]:

@@ -1,84 +1,67 @@
-"""The C module does what torch does, to the last bit, and resizes as Pillow does; without it everything still works."""
+"""The C module does what torch does, to the last bit, and resizes as Pillow does; without it an error says what to do."""
 
 from __future__ import annotations
 
+import ast
 import math
 import os
-from contextlib import nullcontext
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import kernel_twins
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from no_kernels import TWINS, without_kernels
 from PIL import Image
 
 import loaderkit
 from loaderkit import Pipeline, native
 from loaderkit.connectors.file import FileConnector
-from loaderkit.native import fallback
+from loaderkit.native.pixels import Pixels, packed
 from loaderkit.stages.image.resize import _with_pillow
 
 compiled: Any = native._kernels
 SCALE, SHIFT = (0.0171, 0.0175, 0.0174), (-2.118, -2.036, -1.804)
-needs_c = pytest.mark.skipif(compiled is None, reason="loaderkit was installed without a compiler")
 
 
-def view(seed: int, height: int, width: int, margin: int) -> fallback.Pixels:
+def view(seed: int, height: int, width: int, margin: int) -> Pixels:
     """A crop of a larger picture, so that rows do not follow one another; with `margin` 0 they do."""
     rng = np.random.default_rng(seed)
     whole = rng.integers(0, 256, (height + 2 * margin, width + 2 * margin, 3), dtype=np.uint8)
     return whole[margin : margin + height, margin : margin + width]
 
 
-def either_way(pixels: fallback.Pixels, mirrored: bool) -> fallback.Pixels:
+def either_way(pixels: Pixels, mirrored: bool) -> Pixels:
     return pixels[:, ::-1] if mirrored else pixels
 
 
 pictures = st.builds(view, st.integers(0, 99), st.integers(1, 40), st.integers(1, 700), st.integers(0, 3))
 
 
-def test_every_kernel_is_offered() -> None:
-    assert set(TWINS) == {
-        *(
-            "best_fit",
-            "crc32c",
-            "cut",
-            "delayed",
-            "fill_part",
-            "gather_ranges",
-            "group_names",
-            "interleave",
-            "interleave_lengths",
-            "is_cut",
-            "mark_documents",
-            "members",
-            "parse_example",
-            "permute",
-            "read_many",
-            "read_range",
-        ),
-        *("scan_lines", "scatter_ranges", "take_pieces", "tar_run", "texts", "whole_jpeg_size"),
-        *("write_normalized", "write_planes"),
+def test_the_stub_names_what_there_is() -> None:
+    path = Path(native.__file__).with_name("_kernels.pyi")
+    named = {
+        node.name for node in ast.parse(path.read_text()).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))
     }
+    assert named == {name for name in dir(compiled) if not name.startswith("_")}
 
 
-@needs_c
-class TestSameAsFallback:
+class TestSameAsTwin:
     @given(st.lists(st.binary(max_size=20), max_size=9))
     def test_cut(self, parts: list[bytes]) -> None:
         buffer, lengths = memoryview(b"".join(parts)), list(map(len, parts))
-        assert native.cut(buffer, lengths) == fallback.cut(buffer, lengths) == parts
+        assert native.cut(buffer, lengths) == parts
 
     @given(st.lists(st.binary(max_size=9), min_size=1, max_size=9), st.data())
     def test_texts(self, parts: list[bytes], data: st.DataObject) -> None:
         ends = np.cumsum(list(map(len, parts)), dtype=np.int64)
         places = np.array(data.draw(st.lists(st.integers(0, len(parts) - 1))), np.int64)
-        assert native.texts(b"".join(parts), ends, places) == fallback.texts(b"".join(parts), ends, places)
+        assert native.texts(b"".join(parts), ends, places) == kernel_twins.texts(b"".join(parts), ends, places)
 
     @given(st.binary(max_size=300), st.lists(st.integers(0, 400), min_size=1, max_size=6), st.integers(1, 50))
     def test_ranges(self, content: bytes, starts: list[int], length: int) -> None:
@@ -86,7 +69,7 @@ class TestSameAsFallback:
             path = f"{folder}/data"
             Path(path).write_bytes(content)
             results = []
-            for door in (native, fallback):
+            for door in (native, kernel_twins):
                 buffer = memoryview(bytearray(length * len(starts)))
                 status = door.gather_ranges(path, np.array(starts, np.int64), length, buffer)
                 one = memoryview(bytearray(length))
@@ -97,10 +80,9 @@ class TestSameAsFallback:
             assert results[0][1][: num_read // length * length] == results[1][1][: num_read // length * length]
 
 
-@needs_c
 class TestSameAsTorch:
     @given(pictures, st.integers(0, 2), st.booleans())
-    def test_write_planes(self, pixels: fallback.Pixels, slot: int, mirrored: bool) -> None:
+    def test_write_planes(self, pixels: Pixels, slot: int, mirrored: bool) -> None:
         pixels = either_way(pixels, mirrored)
         slots = np.full((3, 3, *pixels.shape[:2]), 9, np.uint8)
         native.write_planes(slots, slot, pixels)
@@ -109,7 +91,7 @@ class TestSameAsTorch:
             assert np.array_equal(slots[number], wanted)
 
     @given(pictures, st.lists(st.booleans(), min_size=1, max_size=4), st.booleans())
-    def test_write_normalized(self, pixels: fallback.Pixels, present: list[bool], mirrored: bool) -> None:
+    def test_write_normalized(self, pixels: Pixels, present: list[bool], mirrored: bool) -> None:
         pixels = either_way(pixels, mirrored)
         shape = (len(present) + 2, 3, *pixels.shape[:2])
         found, wanted = torch.full(shape, 5.0), torch.full(shape, 5.0)
@@ -121,6 +103,30 @@ class TestSameAsTorch:
                 wanted[slot] = torch.from_numpy(pixels.transpose(2, 0, 1).copy()) * column[0] + column[1]
         assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
 
+    @given(
+        st.sampled_from([1, 3, 4]),
+        st.sampled_from([(0, 1, 2), (1, 0, 2), (2, 1, 0)]),
+        st.booleans(),
+        st.integers(0, 99),
+    )
+    def test_other_layouts(self, channels: int, axes: tuple[int, int, int], mirrored: bool, seed: int) -> None:
+        """Grey, RGBA, and pixels whose channels, columns or rows do not lie side by side."""
+        shape = [5, 7]
+        shape.insert(axes.index(2), channels)
+        pixels = np.random.default_rng(seed).integers(0, 256, shape, np.uint8).transpose(np.argsort(axes).tolist())
+        pixels = np.moveaxis(pixels, pixels.shape.index(channels), 2) if pixels.shape[2] != channels else pixels
+        pixels = either_way(pixels, mirrored)
+        planes = pixels.transpose(2, 0, 1)
+        slots = np.full((2, *planes.shape), 9, np.uint8)
+        native.write_planes(slots, 1, pixels)
+        assert np.array_equal(slots[1], planes)
+        assert (slots[0] == 9).all()
+        scale, shift = SCALE[:1] * channels, SHIFT[:1] * channels
+        floats = np.zeros((3, *planes.shape), np.float32)
+        native.write_normalized(floats, 1, [pixels, None], scale, shift)
+        assert np.array_equal(floats[1], planes * np.float32(scale[0]) + np.float32(shift[0]))
+        assert not floats[2].any()
+
     @pytest.mark.parametrize("size", [(1, 1), (4, 1), (5, 4)])
     def test_pixels_of_another_size_are_not_spread_over_the_slot(self, size: tuple[int, int]) -> None:
         slots = np.full((2, 3, 4, 4), 5.0, np.float32)
@@ -129,11 +135,11 @@ class TestSameAsTorch:
         assert (slots == 5).all()
 
     @given(pictures)
-    def test_packed(self, pixels: fallback.Pixels) -> None:
-        again = fallback.packed(pixels[:, ::-1])
+    def test_packed(self, pixels: Pixels) -> None:
+        again = packed(pixels[:, ::-1])
         assert np.array_equal(again, pixels[:, ::-1])
         assert again.strides[1:] == (3, 1)
-        assert fallback.packed(pixels) is pixels, "no copy without need"
+        assert packed(pixels) is pixels, "no copy without need"
 
     @pytest.mark.parametrize(
         "call",
@@ -164,7 +170,7 @@ class TestSameAsTorch:
             call(compiled)
 
     @given(pictures, st.integers(1, 300), st.integers(1, 300))
-    def test_resize_is_pillows_within_one_level(self, pixels: fallback.Pixels, height: int, width: int) -> None:
+    def test_resize_is_pillows_within_one_level(self, pixels: Pixels, height: int, width: int) -> None:
         target = np.zeros((height, width, 3), np.uint8)
         if not native.CAN_RESAMPLE:
             pytest.skip("this CPU has no AVX2")
@@ -180,7 +186,7 @@ class TestSameAsTorch:
         st.tuples(*[st.floats(0.05, 0.5)] * 2),
     )
     def test_resize_of_a_part_is_pillows_within_one_level(
-        self, pixels: fallback.Pixels, height: int, width: int, start: Any, extent: Any
+        self, pixels: Pixels, height: int, width: int, start: Any, extent: Any
     ) -> None:
         if not native.CAN_RESAMPLE:
             pytest.skip("this CPU has no AVX2")
@@ -203,7 +209,6 @@ class TestSameAsTorch:
 
 
 class TestReading:
-    @needs_c
     def test_read_range(self, tmp_path: Path) -> None:
         path = tmp_path / "data"
         path.write_bytes(bytes(range(256)) * 40)
@@ -219,12 +224,7 @@ class TestReading:
         with pytest.raises((TypeError, BufferError)):
             compiled.read_range(str(path), 0, b"may not be written", False)
 
-    @pytest.mark.parametrize("present", [True, False])
-    def test_files_with_and_without_c(self, present: bool, tmp_path: Path) -> None:
-        with nullcontext() if present else without_kernels():
-            self.check_files(tmp_path)
-
-    def check_files(self, tmp_path: Path) -> None:
+    def test_files(self, tmp_path: Path) -> None:
         (tmp_path / "data").write_bytes(b"0123456789")
         connector = FileConnector(tmp_path)
         buffer = bytearray(4)
@@ -236,23 +236,39 @@ class TestReading:
             assert type(caught.value).__name__ == error
 
 
-def test_the_same_batches_without_c_but_for_rounding(photos: Path) -> None:
+def test_the_same_batches_without_avx2_but_for_rounding(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Order, crops and flips are the same; resized pixels within a level."""
     pipeline = Pipeline.files(photos, label="parent").shuffle(seed=1).read().decode()
     pipeline = pipeline.random_resized_crop(40).random_horizontal_flip().batch(16)
-    with without_kernels(), loaderkit.build(pipeline) as loader:
-        plain = list(loader)
     with loaderkit.build(pipeline) as loader:
         quick = list(loader)
+    monkeypatch.setattr(native, "CAN_RESAMPLE", False)
+    with loaderkit.build(pipeline) as loader:
+        plain = list(loader)
     for one, other in zip(plain, quick, strict=True):
         assert one["__key__"] == other["__key__"]
         assert (one["image"].int() - other["image"].int()).abs().max() <= 2
 
 
-def test_normalized_bytes_do_not_depend_on_c(photos: Path) -> None:
-    pipeline = Pipeline.files(photos, label="parent").shuffle(seed=1).read().decode()
-    pipeline = pipeline.center_crop(32).random_horizontal_flip().batch(16).normalize()
-    with without_kernels(), loaderkit.build(pipeline) as loader:
-        plain = torch.cat([batch["image"] for batch in loader])
-    with loaderkit.build(pipeline) as loader:
-        assert torch.equal(plain, torch.cat([batch["image"] for batch in loader]))
+@pytest.mark.fresh_interpreters
+def test_without_the_module_the_first_use_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("source: {kind: files, url: .}\nstages: [read, {batch: {size: 1}}]\n")
+    program = """
+import sys
+sys.modules["loaderkit.native._kernels"] = None
+import loaderkit
+for use in (lambda: loaderkit.build("p.yaml"), lambda: loaderkit.restore("x.safetensors")):
+    try:
+        use()
+    except ImportError as error:
+        print(error)
+from loaderkit.cli import main
+sys.exit(main(["check", "p.yaml"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    said = [*done.stdout.splitlines(), *done.stderr.splitlines()]
+    assert (done.returncode, len(said)) == (1, 3), done.stderr
+    for line in said:
+        assert f"loaderkit in {Path(native.__file__).parents[1]}" in line
+        assert "install a wheel" in line
+        assert "C compiler" in line

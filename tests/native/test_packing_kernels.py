@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 
+import kernel_twins
 import numpy as np
 import pytest
 
 from loaderkit import native
-from loaderkit.native import fallback
 
 CAPACITIES = (1, 5, 63, 64, 65, 100, 4096, 8192, 300_000)
 
 
-def test_best_fit_is_the_same_without_the_c_module(rng: random.Random) -> None:
+def test_best_fit_is_that_of_its_twin(rng: random.Random) -> None:
     draw = np.random.default_rng(rng.randrange(2**32))
     for number in range(200):
         capacity, num = int(draw.choice(CAPACITIES)), int(draw.integers(1, 300))
@@ -21,14 +21,14 @@ def test_best_fit_is_the_same_without_the_c_module(rng: random.Random) -> None:
         sizes = draw.integers(0, largest + 1, num)
         bounds = np.unique(np.concatenate(([0, num], draw.integers(0, num + 1, 3))))
         results = []
-        for module in (native, fallback):
+        for module in (native, kernel_twins):
             bins, counts = np.empty(num, np.int64), np.empty(len(bounds) - 1, np.int64)
             module.best_fit(sizes, capacity, bounds, bins, counts)
             results.append((bins.tolist(), counts.tolist()))
         assert results[0] == results[1]
 
 
-def test_marks_are_the_same_without_the_c_module(rng: random.Random) -> None:
+def test_marks_are_those_of_the_twin(rng: random.Random) -> None:
     draw = np.random.default_rng(rng.randrange(2**32))
     for dtype in (np.uint8, np.uint16, np.int32, np.int64):
         for length in (40, 37, 1000):
@@ -37,7 +37,7 @@ def test_marks_are_the_same_without_the_c_module(rng: random.Random) -> None:
             bounds = np.array([0, 4, 4, 9, 14, 18, 23])
             is_wanted = draw.random(2) < 0.7
             results = []
-            for module in (native, fallback):
+            for module in (native, kernel_twins):
                 places, numbers = (np.full((6 * wanted, length), 7, np.int32) for wanted in is_wanted)
                 tokens, starts, ends = np.full((6, length), 7, dtype), np.zeros(23 + 6, np.int32), np.zeros(6, np.int64)
                 module.mark_documents(lengths, bounds, length, places, numbers, tokens, 3 * length, starts, ends)
@@ -55,7 +55,7 @@ def test_marks_are_what_they_say() -> None:
     assert (starts[:4].tolist(), ends.tolist()) == ([10, 12, 15, 16], [2, 4])
 
 
-def test_pieces_are_taken_as_without_the_c_module(rng: random.Random) -> None:
+def test_pieces_are_taken_as_by_the_twin(rng: random.Random) -> None:
     draw = np.random.default_rng(rng.randrange(2**32))
     samples, firsts, lengths, places = draw.integers(0, 100, (4, 50))
     bounds = np.concatenate(([0], np.sort(draw.integers(0, 51, 9)), [50]))
@@ -63,12 +63,11 @@ def test_pieces_are_taken_as_without_the_c_module(rng: random.Random) -> None:
         wanted = draw.integers(0, 10, num)
         taken = [
             np.frombuffer(module.take_pieces(samples, firsts, lengths, places, bounds, wanted, 5), np.int64)
-            for module in (native, fallback)
+            for module in (native, kernel_twins)
         ]
         assert taken[0].tolist() == taken[1].tolist()
 
 
-@pytest.mark.skipif(not native.HAS_KERNELS, reason="there is no C module")
 def test_what_does_not_fit_is_refused() -> None:
     out = np.empty(2, np.int64), np.empty(1, np.int64)
     for sizes, capacity, bounds in (

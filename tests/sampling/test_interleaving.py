@@ -2,15 +2,14 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import kernel_twins
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from no_kernels import without_kernels
 from num_examples import num_examples
 
 from loaderkit import native
-from loaderkit.native import fallback
 from loaderkit.sampling.interleaving import Interleaving, whole_weights
 
 FAR = 10**12
@@ -116,16 +115,9 @@ def test_the_kernel_and_its_twin_agree(weights: list[int], start: int, num_turns
         weights = [weight + sum(weights) // 100 for weight in weights]
     begun = Interleaving(weights)._lags_at(start % 10**6)
     found = []
-    for door in (native, fallback):
+    for door in (native, kernel_twins):
         lags = begun.copy()
         sources, places = np.empty(num_turns, np.int64), np.empty(num_turns, np.int64)
         door.interleave(lags, np.array(weights), sources, places)
         found.append((lags.tolist(), sources.tolist(), places.tolist()))
     assert found[0] == found[1]
-
-
-def test_without_a_compiler() -> None:
-    weights = whole_weights([Fraction("0.123457"), Fraction("0.5"), Fraction("0.376543987654")])
-    expected = [column.tolist() for column in Interleaving(weights).at(np.arange(70_000, 70_500))]
-    with without_kernels():
-        assert [column.tolist() for column in Interleaving(weights).at(np.arange(70_000, 70_500))] == expected

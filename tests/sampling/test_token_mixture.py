@@ -7,16 +7,15 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
+import kernel_twins
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from no_kernels import without_kernels
 from num_examples import num_examples
 
 from loaderkit import native
 from loaderkit.errors import ConfigError
-from loaderkit.native import fallback
 from loaderkit.sampling import token_mixture
 from loaderkit.sampling.mix_rules import MixedSource, Stop, WeightChange
 from loaderkit.sampling.mixture import Mixture
@@ -295,7 +294,7 @@ def test_the_kernel_and_its_twin(weights: list[int], seed: int, num_turns: int) 
     lengths = rng.integers(0, 10 ** rng.integers(1, 9), (num, 200)).reshape(-1)
     starts = np.arange(num) * 200
     outcomes = []
-    for kernel in (native.interleave_lengths, fallback.interleave_lengths):
+    for kernel in (native.interleave_lengths, kernel_twins.interleave_lengths):
         lags, nexts, rows = np.zeros(num, np.int64), starts.copy(), np.zeros(num_turns, np.int64)
         ends = starts + 200
         found = kernel(lags, np.array(weights), lengths, nexts, ends, rows)
@@ -303,15 +302,6 @@ def test_the_kernel_and_its_twin(weights: list[int], seed: int, num_turns: int) 
         outcomes.append((found, again, lags.tolist(), nexts.tolist(), rows.tolist()))
         assert lags.sum() == 0
     assert outcomes[0] == outcomes[1]
-
-
-def test_without_a_compiler() -> None:
-    rng = np.random.default_rng(1)
-    changes = [WeightChange(0, (0.123457, 0.5, 0.376543)), WeightChange(900, (0.3, 0.3, 0.4))]
-    mixed = Mixed([400, 700, 300], [2, 1, None], changes, "all", rng.integers(0, 900, 1400).tolist())
-    expected = mixed.make().indices(0, np.arange(1500)).tolist()
-    with without_kernels():
-        assert mixed.make().indices(0, np.arange(1500)).tolist() == expected
 
 
 @pytest.mark.parametrize(("lengths", "message"), [([3, 3, 0, 0], "sources.s1: all 2 samples are empty")])

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from no_kernels import without_kernels
 from pydantic import TypeAdapter, ValidationError
 
 from loaderkit import native
@@ -41,11 +40,8 @@ def test_tables_are_joined_cut_and_taken_from(parts: list[list[str]], data: st.D
     places = np.array(data.draw(st.lists(st.integers(0, len(strings) - 1))) if strings else [], np.int64)
     wanted = [strings[place] for place in places]
     assert table.take(places) == wanted
-    with without_kernels():
-        assert table.take(places) == wanted
 
 
-@pytest.mark.skipif(not native.HAS_KERNELS, reason="there is no compiler here")
 def test_no_string_is_made_of_what_lies_beside() -> None:
     table = StringTable(["a", "b"])
     for place in (2, -1, 2**62):

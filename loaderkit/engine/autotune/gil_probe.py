@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from statistics import fmean
@@ -12,18 +11,13 @@ from loaderkit.engine.metrics.worker_clock import Clock
 
 _SLEEP_S = 1e-3  # a shorter sleep ends before another thread has taken the GIL
 _TAKEN_S = 1e-4  # a longer wait for the GIL means that it was taken
-_TAKEN_OR_LATE_S = 3e-4  # the same measured from Python, where the thread may also have woken up late
 _NUM_LEAST, _NUM_KEPT = 3, 32  # answers
 _NUM_FIRST, _FIRST_EVERY_S, _EVERY_S = 8, 5e-3, 0.1  # the first answers come sooner
 
 
 def gil_is_taken() -> bool:
     """Sleep for a millisecond; True if another thread holds the GIL then."""
-    if native.HAS_KERNELS:
-        return bool(native.gil_wait(_SLEEP_S) > _TAKEN_S)
-    begin_s, delayed_s = time.perf_counter(), native.delayed()
-    time.sleep(_SLEEP_S)
-    return time.perf_counter() - begin_s - _SLEEP_S - (native.delayed() - delayed_s) > _TAKEN_OR_LATE_S
+    return native.gil_wait(_SLEEP_S) > _TAKEN_S
 
 
 class GilProbe:

@@ -21,7 +21,6 @@
  *     take_pieces(samples, firsts, lengths, places, ...)     the pieces of some sequences
  *     members(indices, offsets, num_members, ...)            the ranges of the members of samples in tars
  *     texts(data, ends, places)                              some of the texts of a packed table
- *     scan_lines(data, begin, is_blank)                     where lines begin, and which are blank
  *     crc32c(data)                                           where the CPU has SSE4.2, at its speed
  *     parse_example(data, wanted)                            the features of a tf.train.Example
  *     fill_part(memory, rows, block, hashes, is_hashed, address)   a part of a file from pieces, with checksums and hashes, where
@@ -86,7 +85,6 @@ PyObject *mark_documents(PyObject *self, PyObject *args);
 PyObject *take_pieces(PyObject *self, PyObject *args);
 PyObject *members(PyObject *self, PyObject *args);
 PyObject *texts(PyObject *self, PyObject *args);
-PyObject *scan_lines(PyObject *self, PyObject *args);
 PyObject *crc32c(PyObject *self, PyObject *data);
 PyObject *parse_example(PyObject *self, PyObject *args);
 PyObject *delayed(PyObject *self, PyObject *args);

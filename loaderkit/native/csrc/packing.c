@@ -176,31 +176,13 @@ PyObject *best_fit(PyObject *self, PyObject *args) {
 }
 
 /* Fills the places of the tokens of one document, and its number, where they are wanted. */
-static inline __attribute__((always_inline)) void mark_any(int32_t *positions, int32_t *documents, int32_t count, int32_t number) {
-    for (int32_t k = 0; positions != NULL && k < count; k++) {
+static void mark(int32_t *positions, int32_t *documents, int32_t count, int32_t number) {
+    for (int32_t k = 0; k < (positions == NULL ? 0 : count); k++) {
         positions[k] = k;
     }
-    for (int32_t k = 0; documents != NULL && k < count; k++) {
+    for (int32_t k = 0; k < (documents == NULL ? 0 : count); k++) {
         documents[k] = number;
     }
-}
-
-#ifdef HAVE_AVX2
-/* The same lines, with stores of 32 bytes. */
-__attribute__((target("avx2"))) static void mark_avx2(int32_t *positions, int32_t *documents, int32_t count, int32_t number) {
-    mark_any(positions, documents, count, number);
-}
-#endif
-
-static void mark(int32_t *positions, int32_t *documents, int32_t count, int32_t number, int wide) {
-#ifdef HAVE_AVX2
-    if (wide) {
-        mark_avx2(positions, documents, count, number);
-        return;
-    }
-#endif
-    (void)wide;
-    mark_any(positions, documents, count, number);
 }
 
 /* The fields of some bins; see `mark_documents`. */
@@ -211,7 +193,7 @@ typedef struct {
 } Marks;
 
 /* Marks the documents of bin `bin`, which have these lengths. `num`: the number of starts before; returns it with this bin's. */
-static int64_t mark_bin(const Marks *marks, Py_ssize_t bin, const int64_t *lengths, int64_t count, int64_t num, int wide) {
+static int64_t mark_bin(const Marks *marks, Py_ssize_t bin, const int64_t *lengths, int64_t count, int64_t num) {
     const Py_ssize_t first = bin * marks->length;
     Py_ssize_t at = 0;
     for (int64_t i = 0; i <= count; i++) {
@@ -222,7 +204,7 @@ static int64_t mark_bin(const Marks *marks, Py_ssize_t bin, const int64_t *lengt
         }
         marks->starts[num++] = (int32_t)(marks->begin + first + at);
         mark(marks->positions == NULL ? NULL : marks->positions + first + at,
-             marks->documents == NULL ? NULL : marks->documents + first + at, (int32_t)size, is_padding ? -1 : (int32_t)i, wide);
+             marks->documents == NULL ? NULL : marks->documents + first + at, (int32_t)size, is_padding ? -1 : (int32_t)i);
         if (is_padding) {
             memset(marks->tokens + (first + at) * marks->item, 0, (size_t)(size * marks->item));
         }
@@ -279,11 +261,10 @@ PyObject *mark_documents(PyObject *self, PyObject *args) {
                 .starts = fields[3].buf,
                 .tokens = fields[2].buf,
             };
-            const int wide = have_avx2();
             PyThreadState *state = num_bins * length > MOST_MARKED ? PyEval_SaveThread() : NULL;
             int64_t end = 0;
             for (Py_ssize_t b = 0; b < num_bins; b++) {
-                ends[b] = end = mark_bin(&marks, b, lengths + firsts[b], firsts[b + 1] - firsts[b], end, wide);
+                ends[b] = end = mark_bin(&marks, b, lengths + firsts[b], firsts[b + 1] - firsts[b], end);
             }
             if (state != NULL) {
                 PyEval_RestoreThread(state);

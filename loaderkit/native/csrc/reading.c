@@ -159,9 +159,39 @@ static int open_file(const char *path, struct stat *status, int *error, int arou
     return fd;
 }
 
-/* open, fstat, read the ranges, close: (bytes read, mode, size, mtime in ns), or NULL with an OSError set. Only a regular file is
- * read. `path` is released. */
-static PyObject *read_from(PyObject *path, char *to, const Ranges *ranges, int is_around) {
+/* What is hashed while it is read: blocks of `block` bytes, and what that took. */
+typedef struct {
+    Hash hash;
+    Py_ssize_t block;
+    uint64_t *hashes;
+    long long took_ns;
+} Hashing;
+
+/* Fill `to`, and hash every block while it lies in the CPU's cache; as pread_all. Past the page cache as many blocks are read at once as
+ * make a step, else one. */
+static Py_ssize_t pread_hashed(int fd, char *around, char *to, Py_ssize_t length, long long start, Hashing *hashing) {
+    const Py_ssize_t block = hashing->block, step = around != NULL && block < STEP ? STEP / block * block : block;
+    uint64_t *hashes = hashing->hashes;
+    for (Py_ssize_t done = 0; done < length; done += step) {
+        const Py_ssize_t wanted = length - done < step ? length - done : step;
+        const Py_ssize_t got = pread_either_way(fd, around, to + done, wanted, start + done);
+        if (got < wanted) {
+            return got < 0 ? got : done + got;
+        }
+        struct timespec before, after;
+        clock_gettime(CLOCK_MONOTONIC, &before);
+        for (Py_ssize_t at = 0; at < wanted; at += block) {
+            *hashes++ = hashing->hash(to + done + at, (size_t)(wanted - at < block ? wanted - at : block));
+        }
+        clock_gettime(CLOCK_MONOTONIC, &after);
+        hashing->took_ns += ns_of(after) - ns_of(before);
+    }
+    return length;
+}
+
+/* open, fstat, read the ranges (with `hashing` the only one), close: (bytes read, mode, size, mtime in ns), or NULL with an OSError
+ * set. Only a regular file is read. `path` is released. */
+static PyObject *read_from(PyObject *path, char *to, const Ranges *ranges, int is_around, Hashing *hashing) {
     struct stat status;
     Py_ssize_t done = 0;
     int error = 0;
@@ -170,7 +200,7 @@ static PyObject *read_from(PyObject *path, char *to, const Ranges *ranges, int i
     char *around = is_around ? memory_for_step() : NULL;
     const int fd = open_file(PyBytes_AS_STRING(path), &status, &error, around != NULL);
     if (error == 0 && S_ISREG(status.st_mode)) {
-        done = pread_ranges(fd, around, to, ranges);
+        done = hashing == NULL ? pread_ranges(fd, around, to, ranges) : pread_hashed(fd, around, to, ranges->length, *ranges->starts, hashing);
         error = done < 0 ? errno : 0;
     }
     if (fd >= 0) {
@@ -186,29 +216,6 @@ static PyObject *read_from(PyObject *path, char *to, const Ranges *ranges, int i
     }
     Py_DECREF(path);
     return result;
-}
-
-
-/* Fill `to`, and hash every block while it lies in the CPU's cache; as pread_all. Past the page cache as many blocks are read at once as
- * make a step, else one. What the hashes took is added to `took_ns`. */
-static Py_ssize_t pread_hashed(int fd, char *around, char *to, Py_ssize_t length, long long start, Py_ssize_t block, Hash hash,
-                               uint64_t *hashes, long long *took_ns) {
-    const Py_ssize_t step = around != NULL && block < STEP ? STEP / block * block : block;
-    for (Py_ssize_t done = 0; done < length; done += step) {
-        const Py_ssize_t wanted = length - done < step ? length - done : step;
-        const Py_ssize_t got = pread_either_way(fd, around, to + done, wanted, start + done);
-        if (got < wanted) {
-            return got < 0 ? got : done + got;
-        }
-        struct timespec before, after;
-        clock_gettime(CLOCK_MONOTONIC, &before);
-        for (Py_ssize_t at = 0; at < wanted; at += block) {
-            *hashes++ = hash(to + done + at, (size_t)(wanted - at < block ? wanted - at : block));
-        }
-        clock_gettime(CLOCK_MONOTONIC, &after);
-        *took_ns += ns_of(after) - ns_of(before);
-    }
-    return length;
 }
 
 /* One range of a file, and the target of its bytes. Consecutive ranges of one file share `path`. */
@@ -532,7 +539,7 @@ PyObject *read_range(PyObject *self, PyObject *args) {
     }
     const int64_t only = (int64_t)start;
     const Ranges range = {.starts = &only, .count = 1, .length = buffer.len};
-    PyObject *result = read_from(path, buffer.buf, &range, is_around);
+    PyObject *result = read_from(path, buffer.buf, &range, is_around, NULL);
     PyBuffer_Release(&buffer);
     return result;
 }
@@ -551,8 +558,8 @@ static PyObject *list_of(const uint64_t *hashes, Py_ssize_t count) {
     return numbers;
 }
 
-/* read_range, and the hashes of all blocks, the last of which may be shorter. `address`: that of a C function, which the caller
- * answers for. */
+/* (what read_range gives, the hashes of all blocks, the last of which may be shorter, the seconds they took). `address`: that of a C
+ * function, which the caller answers for. */
 PyObject *read_hashed(PyObject *self, PyObject *args) {
     PyObject *path, *result = NULL;
     long long start;
@@ -566,41 +573,23 @@ PyObject *read_hashed(PyObject *self, PyObject *args) {
     }
     if (block < 1 || address == 0) {
         PyErr_SetString(PyExc_ValueError, "blocks have at least one byte, and a hash has an address");
+        Py_DECREF(path);
     } else {
+        const int64_t only = (int64_t)start;
+        const Ranges range = {.starts = &only, .count = 1, .length = buffer.len};
         const Py_ssize_t count = buffer.len / block + (buffer.len % block != 0);
-        uint64_t *hashes = PyMem_Calloc((size_t)count + 1, sizeof *hashes);
-        if (hashes == NULL) {
+        Hashing hashing = {(Hash)(uintptr_t)address, block, PyMem_Calloc((size_t)count + 1, sizeof(uint64_t)), 0};
+        if (hashing.hashes == NULL) {
             PyErr_NoMemory();
+            Py_DECREF(path);
         } else {
-            struct stat status;
-            Py_ssize_t done = 0;
-            long long took_ns = 0;
-            int error = 0;
-            memset(&status, 0, sizeof status);
-            Py_BEGIN_ALLOW_THREADS;
-            char *around = is_around ? memory_for_step() : NULL;
-            const int fd = open_file(PyBytes_AS_STRING(path), &status, &error, around != NULL);
-            if (error == 0 && S_ISREG(status.st_mode)) {
-                done = pread_hashed(fd, around, buffer.buf, buffer.len, start, block, (Hash)(uintptr_t)address, hashes, &took_ns);
-                error = done < 0 ? errno : 0;
-            }
-            if (fd >= 0) {
-                close(fd);
-            }
-            Py_END_ALLOW_THREADS;
-            PyObject *hash_list = error ? NULL : list_of(hashes, done == buffer.len ? count : 0);
-            if (error) {
-                errno = error;
-                PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path);
-            } else if (hash_list != NULL) {
-                result = Py_BuildValue("(nILLNd)", done, (unsigned int)status.st_mode, (long long)status.st_size, ns_of(status.st_mtim),
-                                       hash_list, (double)took_ns * 1e-9);
-            }
-            PyMem_Free(hashes);
+            PyObject *status = read_from(path, buffer.buf, &range, is_around, &hashing);
+            const int is_whole = status != NULL && PyLong_AsSsize_t(PyTuple_GET_ITEM(status, 0)) == buffer.len;
+            result = status == NULL ? NULL : Py_BuildValue("(NNd)", status, list_of(hashing.hashes, is_whole ? count : 0), (double)hashing.took_ns * 1e-9);
+            PyMem_Free(hashing.hashes);
         }
     }
     PyBuffer_Release(&buffer);
-    Py_DECREF(path);
     return result;
 }
 
@@ -631,7 +620,7 @@ PyObject *gather_ranges(PyObject *self, PyObject *args) {
         Py_DECREF(path);
     } else {
         const Ranges ranges = {.starts = starts.buf, .count = starts.len / 8, .length = length};
-        result = read_from(path, buffer.buf, &ranges, 0);
+        result = read_from(path, buffer.buf, &ranges, 0, NULL);
         PyBuffer_Release(&starts);
     }
     PyBuffer_Release(&buffer);
@@ -659,7 +648,7 @@ PyObject *scatter_ranges(PyObject *self, PyObject *args) {
             fits = ranges.lengths[i] >= 0 && ranges.offsets[i] >= 0 && ranges.lengths[i] <= buffer.len && ranges.offsets[i] <= buffer.len - ranges.lengths[i];
         }
         if (fits) {
-            result = read_from(path, buffer.buf, &ranges, 0); /* which releases the path */
+            result = read_from(path, buffer.buf, &ranges, 0, NULL); /* which releases the path */
         } else {
             PyErr_SetString(PyExc_IndexError, "starts, lengths and offsets must be int64 [n], and the ranges lie in the buffer");
         }

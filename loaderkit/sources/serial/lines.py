@@ -1,6 +1,6 @@
 """`kind: lines`: text and JSON Lines, a line a sample.
 
-files (listing) ──> native.scan_lines: where lines begin ──> one range a sample ──> text, or the fields of a JSON object
+files (listing) ──> scan_lines: where lines begin ──> one range a sample ──> text, or the fields of a JSON object
 
 A line ends with LF or CR LF, the last one also with the file. Text: an empty line is a sample, as for Hugging Face's `text`;
 JSON: lines of spaces are none, as for its `json`. A byte order mark at the begin of a file belongs to no line.

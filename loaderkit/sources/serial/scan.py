@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from loaderkit import native
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError
 from loaderkit.sources.serial.files import refuse_compressed
@@ -14,6 +13,7 @@ from loaderkit.sources.serial.offsets import Int64s
 
 _BLOCK_BYTES = 8 << 20
 _BOM = b"\xef\xbb\xbf"
+_IS_INK = ~np.isin(np.arange(256), list(b" \t\r\n"))
 
 
 def find_lines(connector: Connector, info: ObjectInfo) -> Iterator[tuple[Int64s, Int64s]]:
@@ -35,11 +35,25 @@ def find_lines(connector: Connector, info: ObjectInfo) -> Iterator[tuple[Int64s,
                 raise FormatError(f"{name} is UTF-16: convert it to UTF-8, as by `iconv -f UTF-16 -t UTF-8`")
             first = last = len(_BOM) if view[:3] == _BOM else 0
             yield np.array([first], np.int64), no_blanks
-        starts, blanks, is_blank = native.scan_lines(view[first:], begin + first, is_blank)
-        found = np.frombuffer(starts, np.int64)
-        yield found, np.frombuffer(blanks, np.int64) + num_lines
+        found, blanks, is_blank = scan_lines(view[first:], begin + first, is_blank)
+        yield found, blanks + num_lines
         num_lines += len(found)
         last = int(found[-1]) if len(found) else last
         begin += len(view)
     if last != info.size:  # the last line has no end
         yield np.array([info.size], np.int64), np.array([num_lines] if is_blank else [], np.int64)
+
+
+def scan_lines(data: bytes | memoryview, begin: int, is_blank: bool) -> tuple[Int64s, Int64s, bool]:
+    """Where lines begin behind those that end in `data`, which itself begins at `begin`, and which of these are blank (spaces,
+    tabs, CR), counted from the first. `is_blank`: the line that goes on at the begin is so before it; and, as the third result,
+    the one that goes on behind the end. At 1 GB/s, a fifth of that where lines begin with spaces."""
+    array = np.frombuffer(data, np.uint8)
+    ends = np.flatnonzero(array == ord("\n"))
+    firsts = np.concatenate(([0], ends + 1))  # of the lines, also of the one that goes on
+    are_blank = firsts == np.append(ends, len(array))
+    inside = firsts[: len(firsts) - (firsts[-1] == len(array))]
+    if (array[inside[~are_blank[: len(inside)]]] <= ord(" ")).any():
+        are_blank[: len(inside)] = ~np.logical_or.reduceat(_IS_INK[array], inside)
+    are_blank[0] &= is_blank
+    return begin + firsts[1:], np.flatnonzero(are_blank[:-1]), bool(are_blank[-1])

@@ -17,7 +17,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from loaderkit import native
 from loaderkit._internal.config.settings import as_tuple
 from loaderkit.engine.work import Stage
-from loaderkit.native import fallback
 from loaderkit.samples.chunk import BatchContext, SampleChunk, image_names
 from loaderkit.stages.base import FieldNames, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind, batch_error
@@ -102,10 +101,8 @@ def normalize_slots(stage: str, args: NormalizeArgs) -> Callable[[SampleChunk], 
                 assert slots is not None
                 scale, shift = factors(slots.shape[1])
                 images = [None if sample is None else sample[name].pixels for sample in chunk.samples]
-                strides = {pixels.strides[1:] for pixels in images if pixels is not None}
-                kernels = native if slots.shape[1] == 3 and strides <= native.PACKED else fallback
                 first, in_slots = chunk.in_slots(images)
-                kernels.write_normalized(slots, first, in_slots, scale, shift)
+                native.write_normalized(slots, first, in_slots, scale, shift)
         except (RuntimeError, ValueError) as error:
             raise batch_error(stage, chunk.epoch, work_item.step, str(error)) from error
 

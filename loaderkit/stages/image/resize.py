@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from loaderkit import native
-from loaderkit.native.fallback import packed
 from loaderkit.samples.values import Image
 from loaderkit.stages.values import to_tensor
 
@@ -103,8 +102,8 @@ def _with_pillow(pixels: NDArray[np.uint8], part: Part, size: tuple[int, int]) -
 
 
 def _packed_rgb(pixels: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-    """The pixels with packed rows that run forwards, as `native.resample` needs them; None unless they are RGB and the CPU and
-    the C module allow it.
+    """The pixels with packed rows that run forwards, as `native.resample` needs them; None unless they are RGB and the CPU
+    has AVX2.
 
     It resizes within one level of Pillow (antialiased) and of torch at usual sizes, in half the time of torch's kernel (100 us
     from 300 x 300 to 224 x 224).
@@ -112,7 +111,7 @@ def _packed_rgb(pixels: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
     if not native.CAN_RESAMPLE or pixels.shape[2] != 3:
         return None
     if pixels.strides[1:] != (3, 1) or pixels.strides[0] < 0:
-        pixels = packed(pixels)
+        pixels = native.packed(pixels)
     return pixels if pixels.strides[1:] == (3, 1) else None
 
 

@@ -15,7 +15,6 @@ from checkpoint_states import pack
 from file_systems import can_be_read_around, is_out_of_the_page_cache
 
 import loaderkit
-from loaderkit import native
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.checkpoint.discovery.archive import TarConnector
 from loaderkit.checkpoint.discovery.locate import locate
@@ -152,7 +151,7 @@ def test_a_restore_by_one_process_leaves_the_page_cache_alone(
     files = {path: [(0, 64_000_000)]}
     if not is_out_of_the_page_cache(path):
         pytest.skip("the files of this filesystem are nowhere but in memory")
-    for num_processes, is_left in ((1, not native.HAS_KERNELS or not can_be_read_around(path)), (2, True)):
+    for num_processes, is_left in ((1, not can_be_read_around(path)), (2, True)):
         assert is_out_of_the_page_cache(path)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_processes))
         restored = loaderkit.restore(tmp_path / name)
@@ -209,7 +208,6 @@ assert restored.keys() == expected.keys() and all(torch.equal(restored[key], val
 """
 
 
-@pytest.mark.skipif(not native.HAS_KERNELS, reason="nothing reads past the page cache without the C module")
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.usefixtures("no_launcher")
 @pytest.mark.parametrize("direct_reads", [0, 3])

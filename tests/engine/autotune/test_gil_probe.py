@@ -7,18 +7,12 @@ import threading
 import pytest
 from waiting import wait_for
 
-from loaderkit import native
 from loaderkit.engine.autotune.gil_probe import gil_is_taken
 
 
-@pytest.mark.parametrize("has_c", [True, False])
 @pytest.mark.parametrize("holds", [True, False])
-def test_whether_another_thread_holds_the_gil_is_told(
-    holds: bool, has_c: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whether_another_thread_holds_the_gil_is_told(holds: bool) -> None:
     """A thread in Python, or in a wait that lets go of the GIL. On a busy machine not every answer shows it."""
-    if not has_c:
-        monkeypatch.setattr(native, "HAS_KERNELS", False)
     is_over = threading.Event()
 
     def work() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from num_examples import num_examples
 from numbers_dataset import Numbers, hang
 from waiting import join_threads, messages_with
-from worker_clocks import PythonWorkerClock, both, cpu_s, state_s
+from worker_clocks import state_s
 
 import loaderkit
 from loaderkit import Pipeline
@@ -259,14 +258,11 @@ def test_a_rise_sums_and_is_never_negative(earlier: dict[str, float], later: dic
     assert min(found.values(), default=0.0) >= 0.0
 
 
-@both
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.01, 10)), min_size=1, max_size=40), st.floats(0, 1))
-def test_a_clock_read_late_is_that_of_the_moment(
-    clock_type: type[WorkerClock], steps: list[tuple[int, float]], share: float
-) -> None:
+def test_a_clock_read_late_is_that_of_the_moment(steps: list[tuple[int, float]], share: float) -> None:
     """The reader looked at the clock, waited for the GIL, and then read: what came in between does not count."""
     now = 100.0
-    worker_clock = clock_type(WorkerStates(3), lambda: now, first_state=3)
+    worker_clock = WorkerClock(WorkerStates(3), lambda: now, first_state=3)
     for state, seconds in steps:
         now += seconds
         worker_clock.enter(state)
@@ -369,42 +365,6 @@ class TestAnyThreadAnyTime:
             loader.close()
         if raised:
             raise raised[0]
-
-    def test_after_an_interrupt_anywhere_in_an_entry(self) -> None:
-        """Ctrl-C may come at any line while a worker's clock is written in Python: what is left of the entry can be read."""
-        num_lines = 0
-        while True:
-            clock = PythonWorkerClock(WorkerStates(1), time.perf_counter, first_state=1)
-            clock.enter(0)
-            if not is_interrupted(clock, num_lines):
-                break
-            assert len(state_s(clock, time.perf_counter())) == 4
-            assert len(cpu_s(clock)) == 1
-            num_lines += 1
-        assert num_lines > 10
-
-
-def is_interrupted(clock: WorkerClock, num_lines: int) -> bool:
-    """Let the clock enter a state, interrupted before the line behind `num_lines` lines; False if there are no more."""
-    left = num_lines
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal left
-        if event == "line" and frame.f_code.co_name == "enter":
-            left -= 1
-            if left < 0:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        clock.enter(1)
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
 
 
 def fail_seldom(sample: dict[str, Any]) -> None:

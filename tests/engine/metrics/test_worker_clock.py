@@ -1,4 +1,4 @@
-"""Worker clocks: states sum to the time there was, CPU time is the thread's, and C and Python agree."""
+"""Worker clocks: states sum to the time there was, and CPU time is the thread's."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worker_clocks import HandClock, PythonWorkerClock, both, cpu_s, state_s
+from worker_clocks import HandClock, PlainClock, cpu_s, state_s
 
-from loaderkit import native
 from loaderkit.engine.metrics.worker_clock import ClockTotals, WorkerClock, WorkerStates
 from loaderkit.samples.chunk import BatchWork, SampleChunk
 
 INDICES = np.arange(4)
 
 
-@both
 class TestClock:
     @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 10)), max_size=40))
-    def test_sums_to_the_time_there_was(self, clock_type: type[WorkerClock], steps: list[tuple[int, float]]) -> None:
+    def test_sums_to_the_time_there_was(self, steps: list[tuple[int, float]]) -> None:
         clock = HandClock()
-        worker_clock = clock_type(WorkerStates(3), clock, first_state=3)
+        worker_clock = WorkerClock(WorkerStates(3), clock, first_state=3)
         expected = [0.0] * 6
         state = 3
         for following, seconds in steps:
@@ -39,11 +37,9 @@ class TestClock:
         assert state_s(worker_clock, clock.now) == pytest.approx(expected)
 
     @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.01, 10)), min_size=1, max_size=40), st.data())
-    def test_the_timeline_is_what_happened(
-        self, clock_type: type[WorkerClock], steps: list[tuple[int, float]], data: st.DataObject
-    ) -> None:
+    def test_the_timeline_is_what_happened(self, steps: list[tuple[int, float]], data: st.DataObject) -> None:
         clock = HandClock()
-        worker_clock = clock_type(WorkerStates(3), clock, first_state=3)
+        worker_clock = WorkerClock(WorkerStates(3), clock, first_state=3)
         timeline = [(100.0, 3)]
         for state, seconds in steps:
             clock.now += seconds
@@ -62,9 +58,9 @@ class TestClock:
             found[state] = found.get(state, 0.0) + until - since
         assert found == pytest.approx(expected)
 
-    def test_a_reader_never_sees_half_an_entry(self, clock_type: type[WorkerClock]) -> None:
+    def test_a_reader_never_sees_half_an_entry(self) -> None:
         """Entries made by one thread, read by another: the sum is always the age of the clock."""
-        worker_clock = clock_type(WorkerStates(2), time.perf_counter, first_state=2)
+        worker_clock = WorkerClock(WorkerStates(2), time.perf_counter, first_state=2)
         begun = worker_clock.since_s
         stop = threading.Event()
 
@@ -85,9 +81,9 @@ class TestClock:
             stop.set()
             thread.join()
 
-    def test_cpu_time_is_that_of_the_thread(self, clock_type: type[WorkerClock]) -> None:
+    def test_cpu_time_is_that_of_the_thread(self) -> None:
         """Of what takes long, asked; of what takes a moment, taken for granted."""
-        worker_clock = clock_type(WorkerStates(2), time.perf_counter, first_state=2)
+        worker_clock = WorkerClock(WorkerStates(2), time.perf_counter, first_state=2)
         begun_s, sum_s = time.thread_time(), 0.0
         for number in range(50):
             worker_clock.enter(number % 2)
@@ -100,9 +96,9 @@ class TestClock:
         assert sum_s == pytest.approx(time.thread_time() - begun_s, rel=0.2)
         assert sum_s >= 5 * 2e-3 * 0.99
 
-    def test_what_it_computes_between_stages_is_no_stages(self, clock_type: type[WorkerClock]) -> None:
+    def test_what_it_computes_between_stages_is_no_stages(self) -> None:
         """Also where it waits for this and then for that, and the stage comes right behind."""
-        worker_clock = clock_type(WorkerStates(1), time.perf_counter, first_state=1)
+        worker_clock = WorkerClock(WorkerStates(1), time.perf_counter, first_state=1)
         for state in (0, 1, 2, 1, 0):
             worker_clock.enter(state)
             until_s = time.thread_time() + (0.02 if state else 0.002)
@@ -114,9 +110,9 @@ class TestClock:
         worker_clock.enter(1)
         assert 0.004 * 0.99 <= open_s <= cpu_s(worker_clock)[0] < 0.01
 
-    def test_another_thread_may_go_on_with_it(self, clock_type: type[WorkerClock]) -> None:
+    def test_another_thread_may_go_on_with_it(self) -> None:
         """Its CPU time has nothing to do with that of the one before, however short the time in between."""
-        worker_clock = clock_type(WorkerStates(1), time.perf_counter, first_state=1)
+        worker_clock = WorkerClock(WorkerStates(1), time.perf_counter, first_state=1)
 
         def work(seconds: float) -> None:
             until_s = time.thread_time() + seconds
@@ -134,9 +130,9 @@ class TestClock:
             thread.join()
         assert 8e-3 * 0.99 <= cpu_s(worker_clock)[0] < 12e-3
 
-    def test_a_clock_that_raises_leaves_it_as_it_was(self, clock_type: type[WorkerClock]) -> None:
+    def test_a_clock_that_raises_leaves_it_as_it_was(self) -> None:
         clock = HandClock()
-        worker_clock = clock_type(WorkerStates(1), clock, first_state=1)
+        worker_clock = WorkerClock(WorkerStates(1), clock, first_state=1)
         del clock.now
         with pytest.raises(AttributeError):
             worker_clock.enter(0)
@@ -144,7 +140,6 @@ class TestClock:
         assert state_s(worker_clock, 103.0) == pytest.approx([0, 3, 0, 0])
 
 
-@pytest.mark.skipif(not native.HAS_KERNELS, reason="there is no compiler here")
 def test_nothing_is_written_where_there_is_no_such_state() -> None:
     worker_clock: Any = WorkerClock(WorkerStates(2), time.perf_counter, first_state=2)
     summed: Any = WorkerClock.summed
@@ -179,11 +174,10 @@ def counted(*worker_clocks: WorkerClock) -> list[ClockTotals]:
     ]
 
 
-@both
 @given(st.lists(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), max_size=20), min_size=1, max_size=5))
-def test_workers_of_a_pool_are_summed(clock_type: type[WorkerClock], lives: list[list[tuple[int, float]]]) -> None:
+def test_workers_of_a_pool_are_summed(lives: list[list[tuple[int, float]]]) -> None:
     clock = HandClock()
-    worker_clocks = [clock_type(WorkerStates(3), clock, first_state=3, since_s=clock.now) for _ in lives]
+    worker_clocks = [WorkerClock(WorkerStates(3), clock, first_state=3, since_s=clock.now) for _ in lives]
     for worker_clock, life in zip(worker_clocks, lives, strict=True):
         for state, seconds in life:
             clock.now += seconds
@@ -193,7 +187,7 @@ def test_workers_of_a_pool_are_summed(clock_type: type[WorkerClock], lives: list
                 worker_clock.failed(state, 1)
     moment = clock.now - 0.3
     alone = [state_s(worker_clock, moment) for worker_clock in worker_clocks]
-    assert clock_type.summed(worker_clocks, moment)[0] == pytest.approx(
+    assert WorkerClock.summed(worker_clocks, moment)[0] == pytest.approx(
         [sum(column) for column in zip(*alone, strict=True)]
     )
     for number, row in enumerate(counted(*worker_clocks)):
@@ -213,10 +207,11 @@ STEPS = st.one_of(
 
 
 @given(st.lists(STEPS, max_size=600), st.data())
-def test_c_and_python_say_the_same(steps: list[tuple[str, int, float]], data: st.DataObject) -> None:
+def test_the_same_as_accounts_kept_plainly(steps: list[tuple[str, int, float]], data: st.DataObject) -> None:
     clock = HandClock()
-    worker_clock, other = (kind(WorkerStates(3), clock, first_state=3) for kind in (WorkerClock, PythonWorkerClock))
-    worker_clock.trace, other.trace = deque(), deque()
+    worker_clock = WorkerClock(WorkerStates(3), clock, first_state=3)
+    other = PlainClock(WorkerStates(3), clock, first_state=3)
+    worker_clock.trace = deque()
     for step, number, much in steps:
         if step == "enter":
             clock.now += much
@@ -227,14 +222,15 @@ def test_c_and_python_say_the_same(steps: list[tuple[str, int, float]], data: st
             other.failed(number, int(much))
         else:
             chunk = SampleChunk(BatchWork(epoch=0, step=0, positions=INDICES, indices=INDICES), 0, 4, INDICES)
-            for one in (worker_clock, other):
+            both: tuple[WorkerClock, PlainClock] = (worker_clock, other)
+            for one in both:
                 chunk.slowest = (float(much), 1) if number else None
                 one.served(number, int(much), 7 * number, chunk)
                 assert (chunk.slowest is None) == (not number or int(much) > 0), "the next stage is not charged with it"
     moment = data.draw(st.floats(90, clock.now + 10))
-    assert state_s(worker_clock, moment) == pytest.approx(state_s(other, moment), abs=1e-9)
+    assert state_s(worker_clock, moment) == pytest.approx(other.state_s(moment), abs=1e-9)
     assert worker_clock.timeline(95.0, moment) == other.timeline(95.0, moment)
-    assert counted(worker_clock) == counted(other)
+    assert counted(worker_clock) == other.counted()
     assert [worker_clock.slow_items.kept(n) for n in range(3)] == [other.slow_items.kept(n) for n in range(3)]
     assert worker_clock.trace == other.trace
     assert (worker_clock.open_state, worker_clock.since_s) == (other.open_state, other.since_s)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import random
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from no_kernels import without_kernels
 
 import loaderkit
-from loaderkit import Pipeline, native
+from loaderkit import Pipeline
 from loaderkit.cli import main
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectChangedError, SourceError, StageError
-from loaderkit.native import fallback_serial
 from loaderkit.samples.values import as_array
 from loaderkit.sources.serial import scan as module
 from loaderkit.sources.serial.beside import write_index
@@ -65,10 +62,7 @@ def random_text(rng: random.Random) -> bytes:
     return begin + b"".join(rng.choice(pieces) for _ in range(rng.randrange(60)))
 
 
-@pytest.mark.parametrize("ways", [nullcontext, without_kernels], ids=["c", "python"])
-def test_text_against_pythons_lines(
-    ways: Callable[[], Any], rng: random.Random, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_against_pythons_lines(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(60):
         monkeypatch.setattr(module, "_BLOCK_BYTES", rng.choice([3, 7, 64, 1 << 20]))  # lines over the borders of blocks
         files = {f"{number}-{name}.txt": random_text(rng) for name in range(rng.randrange(1, 4))}
@@ -77,18 +71,14 @@ def test_text_against_pythons_lines(
             for key, data in sorted(files.items())
             for line, text in enumerate(split(data))
         ]
-        with ways():
-            if expected:
-                assert samples_of(source_of(files, format="text")) == expected
-            else:
-                with pytest.raises(SourceError, match="is empty"):
-                    source_of(files, format="text")
+        if expected:
+            assert samples_of(source_of(files, format="text")) == expected
+        else:
+            with pytest.raises(SourceError, match="is empty"):
+                source_of(files, format="text")
 
 
-@pytest.mark.parametrize("ways", [nullcontext, without_kernels], ids=["c", "python"])
-def test_objects_against_pythons_json(
-    ways: Callable[[], Any], rng: random.Random, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_against_pythons_json(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(40):
         monkeypatch.setattr(module, "_BLOCK_BYTES", rng.choice([3, 50, 1 << 20]))
         files, expected = {}, []
@@ -101,9 +91,8 @@ def test_objects_against_pythons_json(
             expected += [(f"{number}-{name}.jsonl:{line + 1}", json.loads(text)) for line, text in lines]
         if not expected:
             continue
-        with ways():
-            source = source_of(files)
-            found = samples_of(source)
+        source = source_of(files)
+        found = samples_of(source)
         assert [(key, as_lists(sample)) for key, sample in found] == expected
         for block_bytes in (1, 100, 10**6):
             bounds = source.blocks(block_bytes)
@@ -136,11 +125,16 @@ def as_lists(sample: dict[str, Any]) -> dict[str, Any]:
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in sample.items()}
 
 
-def test_the_kernel_and_its_twin(rng: random.Random) -> None:
+def test_lines_of_a_block(rng: random.Random) -> None:
     for _ in range(500):
         data = bytes(rng.choice(b"ab \t\r\n\n\x0b\x00") for _ in range(rng.randrange(300)))
         is_blank = rng.random() < 0.5
-        assert native.scan_lines(data, 7, is_blank) == fallback_serial.scan_lines(data, 7, is_blank)
+        lines = data.split(b"\n")
+        are_blank = [not line.strip(b" \t\r") and (is_blank or number > 0) for number, line in enumerate(lines)]
+        starts, blanks, goes_on = module.scan_lines(data, 7, is_blank)
+        assert starts.tolist() == [*itertools.accumulate((len(line) + 1 for line in lines[:-1]), initial=7)][1:]
+        assert blanks.tolist() == [number for number, one in enumerate(are_blank[:-1]) if one]
+        assert goes_on == are_blank[-1]
 
 
 def test_lists_of_numbers_are_arrays() -> None:
@@ -273,8 +267,8 @@ class TestIndex:
         path = tmp_path / "x.txt"
         path.write_text("a\nbc\n")
         scans = []
-        scan = native.scan_lines
-        monkeypatch.setattr(native, "scan_lines", lambda *args: (scans.append(1), scan(*args))[1])  # type: ignore[func-returns-value]
+        scan = module.scan_lines
+        monkeypatch.setattr(module, "scan_lines", lambda *args: (scans.append(1), scan(*args))[1])  # type: ignore[func-returns-value]
         args = LinesArgs(url=str(tmp_path), format="text")
         for _ in range(2):
             assert [text["text"] for _, text in samples_of(LinesSource(FileConnector(tmp_path), args))] == ["a", "bc"]
@@ -297,7 +291,7 @@ class TestIndex:
         assert main(["index", str(path)]) == 0
         assert main(["index", "--check", str(path)]) == 0
         with monkeypatch.context() as patched:
-            patched.setattr(native, "scan_lines", lambda *args: pytest.fail("the file was scanned"))
+            patched.setattr(module, "scan_lines", lambda *args: pytest.fail("the file was scanned"))
             expected = samples_of(LinesSource(FileConnector(tmp_path), LinesArgs(url=str(tmp_path))))
         assert expected == [("x.jsonl:1", {"a": 1}), ("x.jsonl:3", {"a": 2})]
         path.write_text('{"a": 11}\n{"a": 2}\n')  # of the same size

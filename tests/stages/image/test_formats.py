@@ -25,7 +25,7 @@ from loaderkit import Pipeline, native
 from loaderkit.cli import main
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, StageError
-from loaderkit.native import fallback
+from loaderkit.native.jpegs import is_cut
 from loaderkit.samples.chunk import BatchWork, SampleChunk
 from loaderkit.samples.pictures import FORMATS, Format
 from loaderkit.samples.sample import Sample
@@ -343,7 +343,7 @@ def test_what_nobody_can_tell_is_read(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_without_libjpeg_only_the_first_complaint_is_known(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "HAS_JPEG", False)
-    monkeypatch.setattr(native, "is_cut", fallback.is_cut)
+    monkeypatch.setattr(native, "is_cut", is_cut)
     for name in ("baseline", "grey", "CMYK", "chroma 4:4:1", "YCCK"):
         data = JPEGS[name]
         if way != "piece":

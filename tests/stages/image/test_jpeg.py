@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 
+import kernel_twins
 import pytest
 from conftest import make_photo
 from hypothesis import given
@@ -9,7 +10,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from loaderkit import native
-from loaderkit.native import fallback
 from loaderkit.stages.image.formats import jpeg_size
 
 WHOLE = make_photo(1)
@@ -18,7 +18,7 @@ WHOLE = make_photo(1)
 def whole_jpeg_size(data: memoryview) -> tuple[int, int] | None:
     """By the kernel, whose twin has to agree."""
     size = native.whole_jpeg_size(data)
-    assert size == fallback.whole_jpeg_size(data)
+    assert size == kernel_twins.whole_jpeg_size(data)
     return size
 
 

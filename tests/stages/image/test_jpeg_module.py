@@ -31,7 +31,7 @@ def test_the_module_is_there_where_it_can_be_built(tmp_path: Path) -> None:
     """Its build may fail without a word, and then nothing else here would run."""
     (tmp_path / "probe.c").write_text(PROBE)
     compiler = shutil.which("cc")
-    if compiler is None or not native.HAS_KERNELS:
+    if compiler is None:
         pytest.skip("there is no compiler here")
     command = [compiler, str(tmp_path / "probe.c"), "-ljpeg", "-o", str(tmp_path / "probe")]
     if subprocess.run(command, capture_output=True, check=False).returncode == 0:

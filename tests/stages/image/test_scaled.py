@@ -48,9 +48,7 @@ def batches(folder: Path, scaled: bool, shrink: dict[str, Any], *between: str) -
 SHRINKS: list[dict[str, Any]] = [{"random_resized_crop": {"size": 32}}, {"resize": {"size": [48, 40]}}]
 
 
-@pytest.mark.parametrize(
-    "with_c", [pytest.param(True, marks=pytest.mark.skipif(not native.HAS_KERNELS, reason="no C")), False]
-)
+@pytest.mark.parametrize("with_c", [True, False])
 @pytest.mark.parametrize("shrink", SHRINKS, ids=["crop", "resize"])
 @pytest.mark.parametrize("between", [(), ("color_jitter",)])
 def test_pixels_differ_by_a_few_levels(

@@ -1,27 +1,18 @@
-"""The C kernels in NumPy, torch and Python, for installations without a compiler and as the tests' oracle.
-
-Each function has the name, the arguments and the results of its C kernel.
-"""
+"""The kernels of `native` in NumPy and Python, as oracles: each has the name, the arguments and the results of its C kernel."""
 
 from __future__ import annotations
 
-import ctypes
-import io
 import os
 import stat
 import struct
-import time
-import zlib
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from math import lcm
 from typing import Any
 
 import numpy as np
-import simplejpeg
-import torch
 import xxhash
 from numpy.typing import NDArray
 
@@ -31,12 +22,21 @@ Int64s = NDArray[np.int64]
 Status = tuple[int, int, int, int]
 """(bytes read, mode, size, time of change in ns) of a file."""
 
+
 # ------------------------------------------------------------------------------------------------ files
 
 
 def read_range(path: str, start: int, buffer: memoryview, direct: bool) -> Status:
     """Open, stat, read, close; only a regular file is read. `direct` (past the page cache) is ignored here."""
     return _read(path, [start], [buffer])
+
+
+def read_hashed(
+    path: str, start: int, buffer: memoryview, block: int, address: int, direct: bool
+) -> tuple[Status, list[int], float]:
+    """`read_range`, and XXH3 of its blocks, whatever lies at `address`; the seconds that it took are not told."""
+    status = read_range(path, start, buffer, direct)
+    return status, [xxhash.xxh3_64_intdigest(buffer[at : at + block]) for at in range(0, len(buffer), block)], 0.0
 
 
 def gather_ranges(path: str, starts: Int64s, length: int, buffer: memoryview) -> Status:
@@ -51,7 +51,7 @@ def scatter_ranges(path: str, starts: Int64s, lengths: Int64s, offsets: Int64s, 
     return _read(path, starts.tolist(), (buffer[begin:end] for begin, end in places))
 
 
-def read_many(  # noqa: PLR0917 - as in C
+def read_many(
     path_of: Callable[[str], str | None],
     keys: list[str],
     starts: list[int],
@@ -90,30 +90,6 @@ def _pread_all(fd: int, start: int, buffer: memoryview) -> int:
     return num_read
 
 
-def cut(buffer: memoryview, lengths: list[int]) -> list[bytes]:
-    """The parts of a buffer, of these lengths."""
-    ends = np.cumsum(lengths).tolist()
-    return [bytes(buffer[end - length : end]) for length, end in zip(lengths, ends, strict=True)]
-
-
-def fill_part(
-    memory: NDArray[np.uint8], rows: Int64s, block: int, hashes: NDArray[np.uint64], is_hashed: NDArray[np.bool_]
-) -> float:
-    """Copy pieces to memory, make their CRC-32, and hash blocks; see `native.fill_part`."""
-    for row in rows:
-        begin, end, source, crc = row.tolist()
-        if source:
-            ctypes.memmove(memory.ctypes.data + begin, source, end - begin)
-        else:
-            memory[begin:end] = 0
-        if crc >= 0:
-            row[3] = zlib.crc32(memory[begin:end].data, crc)
-    begin_s = time.perf_counter()
-    for number in np.flatnonzero(is_hashed).tolist():
-        hashes[number] = xxhash.xxh3_64_intdigest(memory[number * block : (number + 1) * block].data)
-    return time.perf_counter() - begin_s
-
-
 # ---------------------------------------------------------------------------------------------- samples
 
 
@@ -123,41 +99,6 @@ def texts(data: bytes, ends: Int64s, numbers: Int64s) -> list[str]:
         raise IndexError(f"texts {numbers.min()} to {numbers.max()} of {len(ends)}")
     starts = np.where(numbers > 0, ends[numbers - 1], 0).tolist() if len(numbers) else []
     return [data[a:b].decode("utf-8", "surrogateescape") for a, b in zip(starts, ends[numbers].tolist(), strict=True)]
-
-
-def members(  # noqa: PLR0917 - as in C
-    indices: Int64s,
-    offsets: Int64s,
-    num_members: int,
-    starts: Int64s,
-    sizes: Int64s,
-    firsts: Int64s,
-    keys: Sequence[str],
-    etags: Sequence[str | None],
-) -> tuple[list[str], list[int], list[int], list[str | None]]:
-    """(keys, starts, sizes, etags) of the members at `offsets` of samples that all have `num_members`; `firsts` are the first
-    samples of the archives."""
-    num_samples = len(starts) // max(num_members, 1)
-    if len(indices) and not 0 <= indices.min() <= indices.max() < num_samples:
-        raise IndexError(f"samples {indices.min()} to {indices.max()} of {num_samples}")
-    numbers = (indices[:, None] * num_members + offsets).ravel()
-    shards = (np.searchsorted(firsts, indices, "right") - 1).repeat(len(offsets)).tolist()
-    return (
-        [keys[shard] for shard in shards],
-        starts.take(numbers).tolist(),
-        sizes.take(numbers).tolist(),
-        [etags[shard] for shard in shards],
-    )
-
-
-def tar_run(data: bytearray, offset: int, end: int, size: int) -> tuple[bytes, bytes, bytes, int]:
-    """(names, starts, sizes, next offset) of the plain members in a part of a tar: here none, so each header is parsed."""
-    return b"", b"", b"", offset
-
-
-def group_names(names: bytes, num: int) -> Any:
-    """The samples of a tar's members: here None, so they are grouped one by one."""
-    return None
 
 
 _BEGIN, _END, _SEGMENT, _FRAME = b"\xff\xd8", b"\xff\xd9", struct.Struct(">BBH"), struct.Struct(">BHHB")
@@ -224,7 +165,7 @@ def interleave(lags: Int64s, weights: Int64s, sources: Int64s, places: Int64s) -
     lags += len(sources) * weights - total * np.array(counts, np.int64)
 
 
-def interleave_lengths(  # noqa: PLR0917 - as in C
+def interleave_lengths(
     lags: Int64s, weights: Int64s, lengths: Int64s, nexts: Int64s, ends: Int64s, rows: Int64s
 ) -> int:
     """`interleave` with turns of unequal length; see `sampling.token_mixture`. Source m has the turns of the lengths
@@ -306,76 +247,6 @@ def _scale(values: Int64s, key: U64, below: Int64s) -> Int64s:
     return mixed.view(np.int64)
 
 
-# ----------------------------------------------------------------------------------------------- pixels
-
-Pixels = NDArray[np.uint8]
-
-
-def write_planes(slots: NDArray[np.uint8], slot: int, pixels: Pixels) -> None:
-    """Write uint8 [H, W, C] into `slots[slot]`, uint8 [C, H, W]; the C kernel takes packed RGB, mirrored or not."""
-    torch.from_numpy(slots)[slot].copy_(_planes(pixels))
-
-
-def write_normalized(
-    slots: NDArray[np.float32],
-    first: int,
-    images: list[Pixels | None],
-    scale: tuple[float, ...],
-    shift: tuple[float, ...],
-) -> None:
-    """Write images, uint8 [H, W, C], into the slots from `slots[first]` on, float32 [C, H, W], as value * scale + shift, each
-    operation rounded. None leaves its slot unchanged."""
-    tensor = torch.from_numpy(slots)
-    if any(pixels is not None and pixels.shape[:2] != slots.shape[2:] for pixels in images):
-        raise ValueError("the slots must have the pixels' size")
-    for slot, pixels in enumerate(images, first):
-        if pixels is not None:
-            tensor[slot].copy_(_planes(pixels)).mul_(_column(scale)).add_(_column(shift))
-
-
-def packed(pixels: Pixels) -> Pixels:
-    """The image with packed rows that run forwards; a copy unless it has them."""
-    if pixels.shape[2] != 3 or pixels.strides[1:] != (-3, 1):
-        return np.ascontiguousarray(pixels) if any(stride < 0 for stride in pixels.strides) else pixels
-    # NumPy copies negative strides in 200 us at 224 x 224, torch mirrors in 7.
-    flipped: Pixels = torch.flip(torch.from_numpy(np.ascontiguousarray(pixels[:, ::-1])), (1,)).numpy()
-    return flipped
-
-
-def _planes(pixels: Pixels) -> torch.Tensor:
-    pixels = packed(pixels)
-    return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
-
-
-def _column(values: tuple[float, ...]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device="cpu").reshape(-1, 1, 1)
-
-
-def is_cut(data: memoryview) -> bool:
-    """True for a JPEG that was truncated, even if an end marker or filler was appended."""
-    for mode in ("GRAY", "CMYK"):  # all but four-channel images convert to grey
-        try:
-            simplejpeg.decode_jpeg(data, mode)
-        except Exception as error:  # only the first problem is named, and some chroma subsamplings are unknown
-            if "premature end" in str(error).lower():
-                return True
-        else:
-            return False
-    return False
-
-
-# ----------------------------------------------------------------------------------------------- clocks
-
-
-def delayed() -> float:
-    """Seconds that the calling thread was runnable without a CPU, as Linux counts them; 0 if it does not."""
-    try:
-        with io.FileIO("/proc/thread-self/schedstat") as file:
-            return int(file.read(64).split()[1]) * 1e-9
-    except (OSError, ValueError, IndexError):
-        return 0.0
-
-
 # ------------------------------------------------------------------------------------------------ packing
 
 
@@ -409,7 +280,7 @@ def best_fit(sizes: Int64s, capacity: int, bounds: Int64s, bins: Int64s, counts:
         counts[window] = num_bins
 
 
-def mark_documents(  # noqa: PLR0917 - as in C
+def mark_documents(
     lengths: Int64s,
     firsts: Int64s,
     length: int,
@@ -440,7 +311,7 @@ def mark_documents(  # noqa: PLR0917 - as in C
         ends[number] = end
 
 
-def take_pieces(  # noqa: PLR0917 - as in C
+def take_pieces(
     samples: Int64s,
     firsts: Int64s,
     lengths: Int64s,
@@ -459,3 +330,100 @@ def take_pieces(  # noqa: PLR0917 - as in C
     return bytearray(
         np.concatenate([samples[rows], firsts[rows], lengths[rows], moved, ends]).astype(np.int64).tobytes()
     )
+
+
+# ------------------------------------------------------------------------------------------- serial files
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+Field = tuple[int, int, memoryview]
+"""The number of a field, the type it has on the wire, and its bytes."""
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """A number, and where it ends."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if at == len(data):
+            raise ValueError("a number is cut off")
+        byte = data[at]
+        at += 1
+        if shift == 63 and byte > 1:
+            break
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise ValueError("a number has more than 64 bits")
+
+
+def _fields(data: memoryview, most: int, other: int = -1) -> Iterator[Field]:
+    """The fields with numbers up to `most`, which have the type of bytes, or `other`."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        number, kind = tag >> 3, tag & 7
+        if tag >> 32 or not number:
+            raise ValueError("a field has no number that there is")
+        if number <= most and kind not in (_BYTES, other):
+            raise ValueError("a field is not of its type")
+        begin = at
+        if kind == _BYTES:
+            size, begin = _varint(data, at)
+            at = begin + size
+            if at > len(data):
+                raise ValueError("a length reaches beyond what holds it")
+        elif kind == _VARINT:
+            _, at = _varint(data, at)
+        elif kind in (_FIXED32, _FIXED64):
+            at += 4 if kind == _FIXED32 else 8
+            if at > len(data):
+                raise ValueError("a value is cut off")
+        else:
+            raise ValueError("a field is a group")
+        if number <= most:
+            yield number, kind, data[begin:at]
+
+
+def parse_example(data: bytes | memoryview, wanted: Container[str] | None) -> dict[str, Any]:
+    """The features of a serialised tf.train.Example (`wanted`: only those of these names): a list of bytes, ("f", bytearray) of
+    float32 or ("q", bytearray) of int64, little-endian. Features without any kind are left out, and fields that are not known.
+    Raises ValueError for what is none, or not whole."""
+    features: dict[str, Any] = {}
+    for number, _, map_of_features in _fields(memoryview(data), 2):
+        if number == 2:
+            raise ValueError("it is a SequenceExample, not an Example")
+        for _, _, entry in _fields(map_of_features, 1):
+            parts: dict[int, memoryview] = {}
+            for part, _, content in _fields(entry, 2):
+                if part in parts:
+                    raise ValueError("a feature has two names or values")
+                parts[part] = content
+            name = str(parts.get(1, b""), "utf-8")
+            if wanted is None or name in wanted:
+                values = _values(parts.get(2, memoryview(b"")))
+                if values is not None:
+                    features[name] = values
+    return features
+
+
+def _values(feature: memoryview) -> Any:
+    values: Any = None
+    before = 0
+    for kind, _, content in _fields(feature, 3):
+        if kind != before:  # the last of several kinds holds
+            before, values = kind, [] if kind == 1 else bytearray()
+        if kind == 1:
+            values += [bytes(one) for _, _, one in _fields(content, 1)]
+        elif kind == 2:
+            for _, _, floats in _fields(content, 1, _FIXED32):
+                if len(floats) % 4:
+                    raise ValueError("a list of floats is cut off")
+                values += floats
+        else:
+            for _, _, packed in _fields(content, 1, _VARINT):
+                at = 0
+                while at < len(packed):
+                    number, at = _varint(packed, at)
+                    values += struct.pack("<Q", number)
+    return values if before < 2 else ("f" if before == 2 else "q", values)

@@ -1,0 +1,21 @@
+"""What `_jpeg` says of JPEGs, by simplejpeg where that module could not be built."""
+
+from __future__ import annotations
+
+import simplejpeg
+
+
+def is_cut(data: memoryview) -> bool:
+    """True for a JPEG that was truncated, even if an end marker or filler was appended.
+
+    Of a file with several faults simplejpeg names the first alone, so a cut that is another is missed; `_jpeg` finds all.
+    """
+    for mode in ("GRAY", "CMYK"):  # all but four-channel images convert to grey
+        try:
+            simplejpeg.decode_jpeg(data, mode)
+        except Exception as error:  # some chroma subsamplings are unknown
+            if "premature end" in str(error).lower():
+                return True
+        else:
+            return False
+    return False

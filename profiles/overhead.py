@@ -29,7 +29,6 @@ from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.cli.demo.photos import demo_data
 from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.worker_clock import WorkerClock
-from loaderkit.engine.work import Chunk
 from profiles.record import record
 
 
@@ -39,7 +38,7 @@ class Silent(WorkerClock):
     def enter(self, state: int) -> float:
         return 0.0
 
-    def served(self, stage: int, num_items: int, num_bytes: int, chunk: Chunk | None = None) -> None:
+    def served(self, stage: int, num_items: int, num_bytes: int, chunk: object = None) -> None:
         pass
 
 

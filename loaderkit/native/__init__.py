@@ -29,31 +29,6 @@ except ImportError as error:
         "of libjpeg-turbo, for crops of JPEGs), and `pip install` loaderkit again",
         name="loaderkit.native._kernels",
     ) from error
-from loaderkit.native._kernels import (
-    StateClock,
-    best_fit,
-    crc32c,
-    cut,
-    delayed,
-    gather_ranges,
-    gil_wait,
-    group_names,
-    interleave,
-    interleave_lengths,
-    mark_documents,
-    members,
-    parse_example,
-    permute,
-    read_hashed,
-    read_many,
-    read_range,
-    resample,
-    scatter_ranges,
-    take_pieces,
-    tar_run,
-    texts,
-    whole_jpeg_size,
-)
 from loaderkit.native.jpegs import is_cut as _is_cut_by_simplejpeg
 from loaderkit.native.pixels import packed, write_normalized, write_planes
 
@@ -93,6 +68,30 @@ __all__ = [
     "write_normalized",
     "write_planes",
 ]
+
+StateClock = _kernels.StateClock
+best_fit = _kernels.best_fit
+crc32c = _kernels.crc32c
+cut = _kernels.cut
+delayed = _kernels.delayed
+gather_ranges = _kernels.gather_ranges
+gil_wait = _kernels.gil_wait
+group_names = _kernels.group_names
+interleave = _kernels.interleave
+interleave_lengths = _kernels.interleave_lengths
+mark_documents = _kernels.mark_documents
+members = _kernels.members
+parse_example = _kernels.parse_example
+permute = _kernels.permute
+read_hashed = _kernels.read_hashed
+read_many = _kernels.read_many
+read_range = _kernels.read_range
+resample = _kernels.resample
+scatter_ranges = _kernels.scatter_ranges
+take_pieces = _kernels.take_pieces
+tar_run = _kernels.tar_run
+texts = _kernels.texts
+whole_jpeg_size = _kernels.whole_jpeg_size
 
 CAN_RESAMPLE: bool = resample([])
 """True on a CPU with AVX2; then `resample` replaces torch's resize, within one level."""

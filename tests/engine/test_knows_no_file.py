@@ -29,7 +29,7 @@ def named(source: str) -> Iterator[str]:
         elif isinstance(node, ast.Compare) and any(
             isinstance(part, ast.Attribute) and part.attr == "kind" for part in (node.left, *node.comparators)
         ):
-            texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
+            texts = [str(one.value) for one in ast.walk(node) if isinstance(one, ast.Constant)]
             yield from (text for text in texts if text in STAGES)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -35,9 +35,9 @@ class Holder:
 
 def drawn(rng: random.Random, depth: int, *, holds: bool = True) -> Any:
     """Any value; `holds`: objects may stand in it."""
-    again = {"depth": depth + 1, "holds": holds}
+    again: dict[str, Any] = {"depth": depth + 1, "holds": holds}
     size = rng.randrange(4)
-    kinds = [
+    kinds: list[Callable[[], Any]] = [
         lambda: torch.full((size,), float(size)),
         rng.random,
         lambda: (1, torch.ones(1)),

@@ -78,7 +78,7 @@ class Stats(Snapshot):
         given = tokens if self.sources and self.sources[0].share_of == "tokens" else samples
         whole, rows = sum(source.due for source in self.sources), []
         for number, source in enumerate(self.sources):
-            counts = {
+            counts: dict[str, Any] = {
                 "weight": source.due / whole if whole else 0.0,
                 "share": given[number] / max(1, sum(given)),
                 "num_samples": samples[number],

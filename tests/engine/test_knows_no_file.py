@@ -29,8 +29,8 @@ def named(source: str) -> Iterator[str]:
         elif isinstance(node, ast.Compare) and any(
             isinstance(part, ast.Attribute) and part.attr == "kind" for part in (node.left, *node.comparators)
         ):
-            texts = [str(one.value) for one in ast.walk(node) if isinstance(one, ast.Constant)]
-            yield from (text for text in texts if text in STAGES)
+            texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
+            yield from (text for text in texts if isinstance(text, str) and text in STAGES)
 
 
 @pytest.mark.parametrize("path", sorted(ENGINE.rglob("*.py")), ids=lambda path: str(path.relative_to(ENGINE)))

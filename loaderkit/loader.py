@@ -294,7 +294,7 @@ class Loader(DataLoaderParts):
         position of its own order, with a warning: some samples of the epoch may come twice or not at all."""
         self._executors.check_open()
         given = State.from_dict(dict(state) if isinstance(state, Mapping) else state)
-        restored = with_later_changes(given, self._fingerprint, self._plan.positions_before)
+        restored = with_later_changes(given, self._fingerprint, self._plan.order.positions_before)
         seed, schedule = self._plan.config.order.seed, self._plan.schedule
         restored.check(seed=seed, fingerprint=self._fingerprint, num_samples=schedule.samples_in, accept=accept)
         self._iteration, self._asked = self._iteration + 1, None

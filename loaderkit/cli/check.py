@@ -101,10 +101,11 @@ def _row_groups(plan: ExecutionPlan) -> dict[str, Any]:
     from loaderkit.sources.base import RowSource
     from loaderkit.sources.forecast import decoded_share
 
-    source, schedule = plan.source, plan.schedule
+    source, schedule, share = plan.source, plan.schedule, None
     if not isinstance(source, RowSource):
         return {}
-    share = decoded_share(source, plan.order(), schedule.rank, schedule.world_size) if _is_plain(plan) else None
+    if plan.order.unit == "samples":  # else samples come in another order than in that of the source
+        share = decoded_share(source, plan.order, schedule.rank, schedule.world_size)
     return {
         "row_groups": {
             "num": len(source.group_bytes),
@@ -114,11 +115,6 @@ def _row_groups(plan: ExecutionPlan) -> dict[str, Any]:
             "shuffle": plan.config.order.shuffle,
         }
     }
-
-
-def _is_plain(plan: ExecutionPlan) -> bool:
-    """True if samples come in the order of the source alone."""
-    return plan.packing is None and plan.batching is None
 
 
 def _said_of_row_groups(facts: dict[str, Any]) -> Iterator[str]:

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from loaderkit.connectors.base import Connector, counters_of, traits_of
 from loaderkit.connectors.config import ReadAheadArgs, SourceArgs, StoreArgs
@@ -92,7 +90,7 @@ class CompiledStages:
         if any(STAGES[stage.kind].runs_user_code for stage in config.stages[len(self.context.before_batch) :]):
             return specs  # it may make other fields
         known = [*specs, *(f"{name}_sizes" for name, spec in specs.items() if spec.kind == "pad"), "__key__"]
-        known += ["__source__"] if config.mixture is not None else []
+        known += ["__source__"] if config.members else []
         for name in config.output or ():
             if name not in known and name != "__wrapped__":
                 raise ConfigError(f"output names the field {name!r}, but batches have {', '.join(known)}")
@@ -131,7 +129,8 @@ def compile_stages(plan: OpenedPipeline) -> CompiledStages:
     context = CompileContext(
         source=plan.source,
         gives=config.kind.gives,
-        connector=used[0] if plan.mixture is None else None,
+        connector=None if config.members else used[0],
+        order=plan.order,
         seed=config.order.seed,
         on_bad_sample=config.errors.on_bad_sample,
         stages=config.stages,
@@ -140,9 +139,7 @@ def compile_stages(plan: OpenedPipeline) -> CompiledStages:
         early_stream=stream if lowering is not None and lowering.graph.device is not None else None,
         in_slots=None if lowering is not None else _stage_in_slots(config, stream),
         is_seeded=any(getattr(stage.args, "seeded", False) for stage in config.all_stages),
-        packing=plan.packing,
         output=config.output,
-        batching=plan.batching,
     )
     stages = _compile(context, lowering, partial(_compile_parts, plan, used))
     if plan.slowdown is not None:
@@ -194,9 +191,8 @@ def _compile_parts(
 ) -> list[Stage]:
     """`read` of a mixture: for each source one that reads it, with the stages that it has of its own behind."""
     assert isinstance(plan.source, MixtureSource)
-    assert plan.config.mixture is not None
     stages = []
-    for number, member in enumerate(plan.config.mixture.members):
+    for number, member in enumerate(plan.config.members):
         own = replace(read, name=f"{read.name}.{member.name}")
         part = replace(
             context,
@@ -275,15 +271,11 @@ def _stage_in_slots(config: PipelineConfig, stream: Stream | None) -> StageConfi
 def _read_ahead(plan: OpenedPipeline) -> list[_ReadAhead | None]:
     """How each source is read ahead from a remote store; None for local stores and inline."""
     config = plan.config
-    if config.mixture is None:
-        # Batches by length have samples of all blocks of a window.
-        by_block = config.order.shuffle == "block" and plan.batching is None
-        bounds = plan.source.blocks(config.order.block.block) if by_block else None
-        return [_ahead_of(plan, config.source, plan.source, plan.connector, bounds)]
+    if not config.members:
+        return [_ahead_of(plan, config.source, plan.source, plan.connector)]
     assert isinstance(plan.source, MixtureSource)
-    members = zip(config.mixture.members, plan.source.parts, plan.connectors, strict=True)
-    # A source's lanes are not those of a rank, so its blocks are not fetched as wholes.
-    return [_ahead_of(plan, member.args, part, connector, None) for member, part, connector in members]
+    members = zip(config.members, plan.source.parts, plan.connectors, strict=True)
+    return [_ahead_of(plan, member.args, part, connector) for member, part, connector in members]
 
 
 def _ahead_of(
@@ -291,7 +283,6 @@ def _ahead_of(
     args: SourceArgs,
     source: Source,
     connector: Connector | None,
-    bounds: NDArray[np.int64] | None,
 ) -> _ReadAhead | None:
     config, shard = plan.config, plan.shard
     if not isinstance(args, StoreArgs) or connector is None or plan.executor == "inline":
@@ -299,18 +290,16 @@ def _ahead_of(
     if not traits_of(connector).is_remote:
         return None
     num_batches = _MOST_BATCHES if config.prefetch.batches == "auto" else config.prefetch.batches
-    mean_samples = plan.schedule.batch_size if plan.batching is None else plan.batching.mean_samples
-    num_samples = plan.schedule.num_samples if plan.batching is None else plan.batching.num_samples(0)
+    mean_samples, num_samples = plan.order.mean_samples(plan.schedule.batch_size), plan.order.num_samples(0)
     forecast = Forecast(
         source,
-        plan.order(),
+        plan.order,
         plan.schedule,
         num_epochs=config.order.epochs,
-        bounds=bounds,
         shard=shard,
-        chosen=None if plan.mixture is None else _choice(plan, source),
-        packing=plan.packing,
-        batching=plan.batching,
+        chosen=Chosen(partial(plan.order.spans, source.name), source.is_own)
+        if isinstance(source, SourcePart)
+        else None,
     )
     reading = ReadAheadConnector(
         connector,
@@ -325,10 +314,3 @@ def _ahead_of(
         slack=256 + 2 * (num_batches + 2) * mean_samples,
     )
     return _ReadAhead(reading, forecast, args.read_ahead)
-
-
-def _choice(plan: OpenedPipeline, part: Source) -> Chosen:
-    """What a forecast of one source reads of the mixture."""
-    assert isinstance(part, SourcePart)
-    assert plan.mixture is not None
-    return Chosen(partial(plan.mixture.spans, part.name), part.is_own)

@@ -40,7 +40,8 @@ def compare_side_by_side(plan: ExecutionPlan) -> SideBySide | None:
     """The first samples made alone, twice, then in several threads at once; None without user code before `batch`, or where it
     is an iterable's, or seeded, which never runs so. What differs alone, too, says nothing."""
     context = plan.compiled.context
-    if plan.mixture is not None or plan.packing is not None or plan.config.kind.is_stream or context.is_seeded:
+    core = plan.order.core
+    if core.sources or plan.order.unit == "sequences" or plan.config.kind.is_stream or context.is_seeded:
         return None
     users = [stage for stage in context.before_batch if STAGES[stage.kind].runs_user_code]
     declared = [stage.name for stage in users if isinstance(stage.args, CallArgs) and stage.args.thread_safe is True]

@@ -224,7 +224,7 @@ def _made(
 ) -> tuple[ShardRecord, bytearray, bytes]:
     first, end = int(job.bounds[number]), int(job.bounds[number + 1])
     positions = np.arange(first, end, dtype=np.int64)
-    indices = job.plan.order().indices(0, positions)
+    indices = job.plan.order.for_thread().indices(0, positions)
     keys = job.tar_keys(indices) if job.format == "tar" else []
     shard, records = TarShard(Extensions(job.layout.fields)), bytearray()
     num_samples = num_dropped = done = 0

@@ -287,8 +287,9 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     if context.gives == "sequences":
         assert isinstance(context.source, SequenceSource)
         is_packed = len(context.before_batch) > 1 and context.kind_of(context.before_batch[1]).packs
-        if is_packed and context.packing is not None and context.mixed is None:
-            run = read_pieces(context.source, connector, failed, context.packing.length)
+        length = context.order.length if is_packed and context.mixed is None else None
+        if length is not None:
+            run = read_pieces(context.source, connector, failed, length)
         else:
             value_of = partial(_numbers, context.source.sequences, as_arrays=is_last)
             run = read_ranges(context.source, connector, failed, value_of=value_of, reuse=context.may_reuse)

@@ -1,13 +1,11 @@
-"""From a pipeline with `pack` to its sequences: the lengths of all samples, the order of sequences, their work and names."""
+"""The lengths of all samples, by which `pack`, `batch` with `tokens` and `mix: {by: tokens}` are planned."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,15 +15,14 @@ from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError, StageError
+from loaderkit.pipeline.config.mixture import MixtureArgs
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.sampling.packing import PackedOrder, Pieces
-from loaderkit.sampling.schedule import UNKNOWN, EpochSizes, SamplePermutation
+from loaderkit.pipeline.fingerprint import arguments_of, text_of
 from loaderkit.sources.base import RecordSource, SequenceSource, Source
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.sources.sequences.lengths import LengthIndex
 from loaderkit.stages.base import BatchWork, SampleChunk, StageConfig
 from loaderkit.stages.batch import BatchArgs
-from loaderkit.stages.sequence.chunk import PackedChunk
 from loaderkit.stages.sequence.pack import PackArgs
 from loaderkit.stages.values import as_tensor
 
@@ -44,16 +41,8 @@ def planned_stage(config: PipelineConfig) -> StageConfig | None:
     return pack_stage(config) or next(batches, None)
 
 
-def mixture_lengths(config: PipelineConfig, source: MixtureSource) -> NDArray[np.int64]:
-    """The lengths of all samples, of which the sources of a mixture have shares: those that `pack` or `batch` is planned by, or
-    else those in the sources. Raises ConfigError if they are not known."""
-    stage = planned_stage(config)
-    if stage is not None:
-        lengths = known_lengths(config, source)
-        lengths = _measured(config, source) if lengths is None else lengths
-        if lengths is None:
-            raise ConfigError(f"mix.by: tokens: {_unknown(stage, source)}")
-        return lengths
+def lengths_in(args: MixtureArgs, source: MixtureSource) -> NDArray[np.int64]:
+    """The lengths of all samples that the sources of a mixture know themselves. Raises ConfigError if one does not."""
     known = {part.name: _lengths_in(part, None) for part in source.parts}
     if missing := [name for name, own in known.items() if own is None]:
         raise ConfigError(
@@ -61,7 +50,7 @@ def mixture_lengths(config: PipelineConfig, source: MixtureSource) -> NDArray[np
             "an array know it, and for other sources, with `pack` behind the tokenizer, `loaderkit index --lengths` finds it "
             "out; else mix by sample"
         )
-    if config.mixture is not None and (own := [member.name for member in config.mixture.members if member.stages]):
+    if own := [member.name for member in args.members if member.stages]:
         logger.warning(
             "mix.by: tokens: samples of %s count with the tokens that they have in the source: what stages of their own "
             "change or drop is not seen. With `pack`, or `batch: {tokens: ...}`, and `loaderkit index --lengths` it is",
@@ -83,69 +72,14 @@ def _unknown(stage: StageConfig, source: Source) -> str:
     )
 
 
-def packed_order(
-    config: PipelineConfig,
-    source: Source,
-    order: SamplePermutation,
-    num_positions: int,
-    *,
-    lengths: NDArray[np.int64] | None = None,
-    sizes: EpochSizes | None = None,
-) -> PackedOrder | None:
-    """The sequences that `pack` makes of the samples at the positions of `order`; None without `pack`. `lengths`, if they were
-    loaded before. `sizes`, if epochs differ. Raises ConfigError if the lengths of the documents are not known, or one is too
-    long."""
-    stage = pack_stage(config)
-    if stage is None:
-        return None
-    args = stage.args
-    assert isinstance(args, PackArgs)
-    lengths = planned_lengths(config, source, num_positions, lengths)
-    _check_lengths(stage.name, args, source, lengths)
-    return PackedOrder(
-        order,
-        num_positions,
-        lengths,
-        length=args.length,
-        window=args.window,
-        seed=config.order.seed,
-        is_even=args.cost == "attention",
-        sizes=sizes,
-    )
-
-
-def planned_lengths(
-    config: PipelineConfig, source: Source, num_positions: int, lengths: NDArray[np.int64] | None
-) -> NDArray[np.int64]:
-    """The lengths of all samples, `lengths` if they were loaded before, for a plan of epochs of `num_positions`: int64
-    [samples]. Raises ConfigError if they are not known, or epochs have no end."""
-    stage = planned_stage(config)
-    assert stage is not None
-    if num_positions >= UNKNOWN:
-        raise ConfigError(
-            f"stages.{stage.name}: it is planned by epochs, and this mixture has no end: use another `stop` than never, or "
-            "`epochs` for its sources"
-        )
+def planned_lengths(config: PipelineConfig, stage: StageConfig, source: Source) -> NDArray[np.int64]:
+    """The lengths of all samples that `stage` is planned by: int64 [samples]. Raises ConfigError if they are not known."""
+    lengths = known_lengths(config, source)
     if lengths is None:
-        lengths = known_lengths(config, source)
-    if lengths is None:
-        lengths = _measured(config, source)
+        lengths = _measured(config, stage, source)
     if lengths is None:
         raise ConfigError(_unknown(stage, source))
-    if not lengths.any():
-        raise ConfigError(f"stages.{stage.name}: all {len(lengths)} samples are empty")
     return lengths
-
-
-def _check_lengths(name: str, args: PackArgs, source: Source, lengths: NDArray[np.int64]) -> None:
-    too_long = np.flatnonzero(lengths > args.length)
-    if args.split == "never" and len(too_long):
-        first = int(too_long[0])
-        raise ConfigError(
-            f"stages.{name}.split: {len(too_long)} of {len(lengths)} documents are longer than `length: {args.length}`, the "
-            f"first {source.key(first)!r} with {lengths[first]} tokens: set `split: long` to cut them, make `length` larger, "
-            "or leave them out of the source"
-        )
 
 
 def known_lengths(config: PipelineConfig, source: Source) -> NDArray[np.int64] | None:
@@ -157,7 +91,7 @@ def known_lengths(config: PipelineConfig, source: Source) -> NDArray[np.int64] |
     assert isinstance(stage.args, (PackArgs, BatchArgs))
     field = stage.args.field
     if isinstance(source, MixtureSource):
-        if config.mixture is None or any(member.stages for member in config.mixture.members):
+        if any(member.stages for member in config.members):
             return None
         lengths = [_lengths_in(part, field) for part in source.parts]
         known = [one for one in lengths if one is not None]
@@ -175,15 +109,13 @@ def _lengths_in(source: Source, field: str | None) -> NDArray[np.int64] | None:
     return None
 
 
-def _measured(config: PipelineConfig, source: Source) -> NDArray[np.int64] | None:
+def _measured(config: PipelineConfig, stage: StageConfig, source: Source) -> NDArray[np.int64] | None:
     """The lengths that `loaderkit index --lengths` has kept; None: there are none. Raises ConfigError if some samples were bad
     then, and none may be."""
     found = length_index(config, source).load(len(source))
     if found is None:
         return None
     lengths, num_bad = found
-    stage = planned_stage(config)
-    assert stage is not None
     if num_bad and config.errors.on_bad_sample == "raise":
         raise ConfigError(
             f"stages.{stage.name}: {num_bad} samples were bad when `loaderkit index --lengths` measured them, so they are in "
@@ -206,24 +138,13 @@ def length_index(config: PipelineConfig, source: Source) -> LengthIndex:
     assert isinstance(stage.args, (PackArgs, BatchArgs))
     parts: list[Any] = [config.source_kind, len(source), source.fingerprint(), stage.args.field, config.order.seed]
     parts.append(config.source.model_dump(mode="python", include={"fields", "label", "field"}, exclude_none=True))
-    if config.mixture is not None:
-        parts += [[member.kind, [_said(own) for own in member.stages]] for member in config.mixture.members]
-    for before in config.stages[: config.stages.index(stage)]:
-        parts.append(_said(before))
-    return LengthIndex(default_cache_dir(), json.dumps(parts, sort_keys=True, default=_name_of))
+    parts += [[member.kind, [_described(own) for own in member.stages]] for member in config.members]
+    parts += [_described(before) for before in config.stages[: config.stages.index(stage)]]
+    return LengthIndex(default_cache_dir(), text_of(parts))
 
 
-def _said(stage: StageConfig) -> list[Any]:
-    args = {
-        name: value
-        for name, value in stage.args
-        if name not in ("workers", "timeout", "thread_safe", "device", "regions", "on_gpu_error")
-    }
-    return [stage.kind, stage.name, args]
-
-
-def _name_of(value: Any) -> str:
-    return getattr(value, "__qualname__", None) or repr(value)
+def _described(stage: StageConfig) -> list[Any]:
+    return [stage.kind, stage.name, arguments_of(stage, of="lengths")]
 
 
 # ---------------------------------------------------------------------------------------------------- measuring
@@ -285,33 +206,3 @@ def _length_of(sample: dict[str, Any], stage: StageConfig, key: str) -> int:
         wanted = "[n]" if stage.kind == "pack" else "[n, ...]"
         raise StageError(f"{where}: its field {field!r} is {list(shape)}, not {wanted}", stage=stage.name, key=key)
     return int(shape[0])
-
-
-# ---------------------------------------------------------------------------------------------------- the sequences' work
-
-
-def packed_chunk(
-    packing: PackedOrder, work_item: BatchWork, lo: int, hi: int, sequences: NDArray[np.int64]
-) -> PackedChunk:
-    """The work on slots [lo, hi) of a batch, which hold these sequences."""
-    return PackedChunk(work_item, lo, hi, sequences, packing.pieces(work_item.epoch, sequences))
-
-
-def document_chunk(
-    packing: PackedOrder, work_item: BatchWork, lo: int, hi: int, documents: NDArray[np.int64]
-) -> PackedChunk:
-    """The work on one slot that holds the beginning of one document, alone."""
-    length = np.minimum(packing.lengths_of(documents), packing.length)
-    zero = np.zeros(1, np.int64)
-    return PackedChunk(work_item, lo, hi, documents, Pieces(documents, zero, length, zero, np.array([0, 1])))
-
-
-def sequence_keys(packing: PackedOrder, source: Source, epoch: int, sequences: NDArray[np.int64]) -> list[str]:
-    """Of every sequence the keys of its documents; of a piece also which of its tokens: "4 17[8192:9000] 5"."""
-    pieces = packing.pieces(epoch, sequences)
-    samples, firsts, lengths = pieces.samples, pieces.firsts, pieces.lengths
-    keys = source.keys(samples)
-    for row in (lengths < packing.lengths_of(samples)).nonzero()[0].tolist():
-        keys[row] += f"[{firsts[row]}:{firsts[row] + lengths[row]}]"
-    ends = pieces.bounds.tolist()
-    return [" ".join(keys[begin:end]) for begin, end in pairwise(ends)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,12 +14,13 @@ from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.config.mixture import MixtureArgs
-from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
 from loaderkit.pipeline.fingerprint import arguments_of, text_of
+from loaderkit.pipeline.run_samples import StageRuns, chunk_of, run_samples
 from loaderkit.sources.base import RecordSource, SequenceSource, Source
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.sources.sequences.lengths import LengthIndex
-from loaderkit.stages.base import BatchWork, SampleChunk, StageConfig
+from loaderkit.stages.base import SampleChunk, StageConfig
 from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.sequence.pack import PackArgs
 from loaderkit.stages.values import as_tensor
@@ -151,41 +150,35 @@ def _described(stage: StageConfig) -> list[Any]:
 
 
 def measure_lengths(
-    source: Source, stages: Sequence[Stage], wanted: StageConfig, *, raises: bool
+    source: Source, stages: Sequence[Stage], wanted: StageConfig, prefetch: PrefetchArgs, *, raises: bool
 ) -> Iterator[tuple[NDArray[np.int64], int]]:
     """Run all samples through the stages, which are those before `wanted` and `batch`, and yield their lengths in canonical
     order, some at a time, and how many of those are bad: 0 is the length of these, which are warned about, and of those that
-    are dropped. Raises StageError, with `raises` also for a bad sample. Closes the stages."""
-    begins = range(0, len(source), _CHUNK)
-    run = [stage for stage in stages if stage.scope == "sample" and stage.kind != "batch"]
+    are dropped. Raises StageError, with `raises` also for a bad sample, and StallTimeout as `run_samples` does. Closes the
+    stages."""
+    size = len(source)
+    chunks = (chunk_of(np.arange(begin, min(begin + _CHUNK, size))) for begin in range(0, size, _CHUNK))
+    run = StageRuns([(one.name, one.run) for one in stages if one.scope == "sample" and one.kind != "batch"])
     try:
-        with ThreadPoolExecutor(num_cpus(), thread_name_prefix="loaderkit-lengths") as pool:
-            try:
-                yield from pool.map(partial(_lengths_from, source, run, wanted, raises), begins)
-            finally:
-                pool.shutdown(cancel_futures=True)  # an error is not to wait for all the others
+        for chunk in run_samples(run, chunks, num_threads=num_cpus(), prefetch=prefetch, key=source.key):
+            yield _lengths_in_chunk(chunk, source, wanted, raises=raises)
     finally:
         for one in stages:
             if one.close is not None:
                 one.close()
 
 
-def _lengths_from(
-    source: Source, stages: Sequence[Stage], wanted: StageConfig, raises: bool, begin: int
+def _lengths_in_chunk(
+    chunk: SampleChunk, source: Source, wanted: StageConfig, *, raises: bool
 ) -> tuple[NDArray[np.int64], int]:
-    indices = np.arange(begin, min(begin + _CHUNK, len(source)), dtype=np.int64)
-    work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices)
-    chunk = SampleChunk(work_item, 0, len(indices), indices)
-    for stage in stages:
-        stage.run(chunk)
     if chunk.failures and raises:
         raise chunk.failures[min(chunk.failures)]
     for error in chunk.failures.values():
         logger.warning("bad sample, of length 0 in the index: %s", error)
-    lengths = np.zeros(len(indices), np.int64)
+    lengths = np.zeros(len(chunk), np.int64)
     for row, sample in enumerate(chunk.samples):
         if sample is not None:
-            lengths[row] = _length_of(sample, wanted, source.key(int(indices[row])))
+            lengths[row] = _length_of(sample, wanted, source.key(chunk.index_of(row)))
     return lengths, len(chunk.failures)
 
 

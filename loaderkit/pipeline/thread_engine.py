@@ -16,10 +16,11 @@ from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.pipeline.batches.assembler import BatchAssembler, BatchShape
 from loaderkit.pipeline.batches.contents import contents_of
 from loaderkit.pipeline.batches.cursor import BatchCursor
-from loaderkit.pipeline.batches.first_samples import Look, specs_of_all_parts, specs_of_first
+from loaderkit.pipeline.batches.first_samples import specs_of_all_parts, specs_of_first
 from loaderkit.pipeline.batches.memory import BatchMemory
 from loaderkit.pipeline.batches.plan import BatchPlan, MakeChunk
 from loaderkit.pipeline.execution_plan import ExecutionPlan
+from loaderkit.pipeline.run_samples import StageRuns
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.base import Source
 from loaderkit.sources.iterable import IterableSource, Pass
@@ -80,7 +81,7 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
     )
     # A mixture's `read` is several stages; those behind the ones that run here act on batches.
     runs = compiled.context.sample_runs
-    look = Look([(stage.name, run) for stage, run in zip(compiled.stages, runs, strict=False)])
+    look = StageRuns([(stage.name, run) for stage, run in zip(compiled.stages, runs, strict=False)])
     return BatchPlan(
         BatchCursor(
             order,
@@ -120,7 +121,7 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
 
 
 def _find_specs(
-    plan: ExecutionPlan, make_single: MakeChunk, run: Look
+    plan: ExecutionPlan, make_single: MakeChunk, run: StageRuns
 ) -> Callable[[Pass | None], Mapping[str, FieldSpec]]:
     """How the fields of a batch are found."""
     specs_of = plan.compiled.specs_of

@@ -166,7 +166,7 @@ def _tried(plan: ExecutionPlan, maker: SampleMaker, form: Format) -> tuple[Sampl
     contents: dict[str, set[str]] = {}
     for position in positions:
         index = order.indices(0, positions[positions == position])
-        made = maker.make(np.array([position], np.int64), index)
+        (made,) = maker.make([(np.array([position], np.int64), index)])
         if made.failures:
             first_error = first_error or made.failures[0].error
         if (sample := made.samples[0]) is None:

@@ -15,15 +15,15 @@ from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.errors import ClosedError, ConfigError, MissingExtraError, StallTimeout, WorkerDiedError
 from loaderkit.integrations.iterable_dataset import BatchesDataset
-from loaderkit.pipeline.bad_samples import BadSamples
-from loaderkit.pipeline.batch_numbers import DataLoaderParts, EpochIterator, NextCall
 from loaderkit.pipeline.config.builder import Pipeline, to_config
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.pipeline.empty_batches import EmptyBatches
+from loaderkit.pipeline.delivery.bad_samples import BadSamples
+from loaderkit.pipeline.delivery.batch_numbers import DataLoaderParts, EpochIterator, NextCall
+from loaderkit.pipeline.delivery.empty_batches import EmptyBatches
+from loaderkit.pipeline.delivery.source_accounts import SourceAccounts
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
-from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle, open_metrics
-from loaderkit.pipeline.source_accounts import SourceAccounts
+from loaderkit.pipeline.executors.executor_lifecycle import ExecutorLifecycle, open_metrics
 from loaderkit.ranks.place import given_place, other_ranks, ranks_now
 from loaderkit.sampling.mix_rules import with_later_changes
 from loaderkit.sampling.state import State

@@ -45,7 +45,7 @@ def check(
         return
     prefetch = described(pipeline, assignments).prefetch
     if prefetch.is_remote:
-        from loaderkit.pipeline.process_setup import check_depth  # late, as torch is
+        from loaderkit.pipeline.executors.process_setup import check_depth  # late, as torch is
 
         check_depth(prefetch)
     from loaderkit.sources.files import FilesSource  # late, as torch is
@@ -182,8 +182,8 @@ def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
     stages drew from which of the process's generators. `changed_fields`: those that were others when it was made again."""
     from loaderkit._internal.compare import differ
     from loaderkit.loader import Loader
-    from loaderkit.pipeline.bad_samples import BadSamples
     from loaderkit.pipeline.config.registry import STAGES
+    from loaderkit.pipeline.delivery.bad_samples import BadSamples
 
     BadSamples(plan.config.errors)  # raises for a quarantine file that cannot be written ...
     errors = plan.config.errors.model_copy(update={"quarantine": None})  # ... but looking is not to write to it
@@ -384,7 +384,7 @@ def explain(
             console.tell(f"# {of_tensors.name}, with every default filled in")
             console.tell(of_tensors.to_yaml(defaults=True).rstrip())
         return
-    from loaderkit.pipeline.engine_factory import describe_tuning
+    from loaderkit.pipeline.executors.engine_factory import describe_tuning
 
     with closing(open_plan(pipeline, assignments)) as plan:
         if mix:

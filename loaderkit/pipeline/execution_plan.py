@@ -46,8 +46,8 @@ class ExecutionPlan(OpenedPipeline):
 
     @property
     def may_move(self) -> bool:
-        """True if worker processes may take over from threads, for user code that is not declared; see `process_move.py`. Of an
-        iterable each process would take all."""
+        """True if worker processes may take over from threads, for user code that is not declared; see
+        `executors/process_move.py`. Of an iterable each process would take all."""
         is_auto = self.config.prefetch.executor == "auto" and self.executor == "thread"
         may = is_auto and not self.is_shared and not self.config.kind.is_stream
         return may and any(stage.lock is not None for stage in self.compiled.stages)

@@ -77,7 +77,8 @@ def planned_lengths(config: PipelineConfig, stage: StageConfig, source: Source) 
     if lengths is None:
         lengths = _measured(config, stage, source)
     if lengths is None:
-        raise ConfigError(_unknown(stage, source))
+        by = "mix.by: tokens: " if isinstance(config.source, MixtureArgs) and config.source.mix.by == "tokens" else ""
+        raise ConfigError(f"{by}{_unknown(stage, source)}")
     return lengths
 
 

@@ -19,8 +19,8 @@ from loaderkit.engine.metrics.interval import Interval, StageFacts, measure, mor
 from loaderkit.engine.metrics.stalls import RELEASE
 from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
 from loaderkit.pipeline.config.validation import check_structure
-from loaderkit.pipeline.process_setup import check_depth
-from loaderkit.pipeline.sendable import check_sendable
+from loaderkit.pipeline.executors.process_setup import check_depth
+from loaderkit.pipeline.executors.sendable import check_sendable
 from loaderkit.profile.report_parts import Setting, VerdictPart
 
 _MOST_PROCESSES = 8  # each imports all that the functions need, and several ranks may share the machine

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
-from loaderkit.pipeline.batch_numbers import DataLoaderParts
+from loaderkit.pipeline.delivery.batch_numbers import DataLoaderParts
 from loaderkit.profile.recording import Profile
 from loaderkit.profile.watched.iterator import open_watched
 from loaderkit.profile.watched.recorder import Recorder

@@ -21,9 +21,9 @@ from loaderkit.errors import ConfigError, MissingExtraError
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.config.model import PrefetchArgs, RayArgs
 from loaderkit.pipeline.execution_plan import ExecutionPlan
-from loaderkit.pipeline.live_settings import is_tuned
-from loaderkit.pipeline.sendable import check_sendable, named_in_main
-from loaderkit.pipeline.thread_engine import make_worker_engine, with_main
+from loaderkit.pipeline.executors.live_settings import is_tuned
+from loaderkit.pipeline.executors.sendable import check_sendable, named_in_main
+from loaderkit.pipeline.executors.thread_engine import make_worker_engine, with_main
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.iterable import IterableSource
 from loaderkit.stages.image.formats import pillow_limits

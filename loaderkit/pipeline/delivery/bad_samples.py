@@ -22,8 +22,8 @@ from loaderkit.engine.contracts import Delivery
 from loaderkit.errors import ConfigError, ConnectorError, StageError, TooManyBadSamplesError, printable
 from loaderkit.pipeline.config.model import ErrorsArgs
 from loaderkit.pipeline.execution_plan import ExecutionPlan
+from loaderkit.pipeline.executors.thread_engine import make_batch_plan
 from loaderkit.pipeline.run_samples import StageRuns, chunk_of, run_samples
-from loaderkit.pipeline.thread_engine import make_batch_plan
 from loaderkit.sources.base import Source
 from loaderkit.stages.base import SampleChunk
 

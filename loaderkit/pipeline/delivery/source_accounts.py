@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from loaderkit.engine.metrics.snapshot import SourceState
 from loaderkit.engine.metrics.stats import Stats
-from loaderkit.pipeline.bad_samples import BadSamples
+from loaderkit.pipeline.delivery.bad_samples import BadSamples
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 
 

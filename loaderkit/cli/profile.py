@@ -232,7 +232,8 @@ def _subset(plan: ExecutionPlan) -> Any:
     if plan.connector is None:
         return Subset(num_batches, None, "what a data set of Python objects reads is not known")
     positions = schedule.positions(0, 0, num_batches) % schedule.num_samples
-    paths = files_of(source, plan.connector, plan.order.samples(0, positions).tolist())
+    samples = [index for reads in plan.order.reads(0, positions, 0, 1) for index in reads.samples.tolist()]
+    paths = files_of(source, plan.connector, samples)
     return Subset(num_batches, paths, "the samples are in a store, whose own caches cannot be emptied from here")
 
 

@@ -290,7 +290,7 @@ def _ahead_of(
     if not traits_of(connector).is_remote:
         return None
     num_batches = _MOST_BATCHES if config.prefetch.batches == "auto" else config.prefetch.batches
-    mean_samples, num_samples = plan.order.mean_samples(plan.schedule.batch_size), plan.order.num_samples(0)
+    mean_samples, _ = plan.order.slots_of(plan.schedule.batch_size)
     forecast = Forecast(
         source,
         plan.order,
@@ -310,7 +310,7 @@ def _ahead_of(
         # Row groups are so large that memory alone says how many.
         num_samples=_ALL
         if isinstance(source, RowSource)
-        else min(_NUM_AHEAD + 2 * forecast.window, num_samples // plan.schedule.world_size + _NUM_LEAST),
+        else min(_NUM_AHEAD + 2 * forecast.window, plan.order.num_samples(0) // plan.schedule.world_size + _NUM_LEAST),
         slack=256 + 2 * (num_batches + 2) * mean_samples,
     )
     return _ReadAhead(reading, forecast, args.read_ahead)

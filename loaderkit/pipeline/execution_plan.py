@@ -142,7 +142,7 @@ def compile_pipeline(
             config.batch_size or 1,
             config.batch.drop_last,
             wraps=not kind.is_stream,
-            sizes=order.sizes,
+            sizes=order if order.epochs_differ else None,
         )
         schedule = _checked_schedule(sampler, config)
         inline_reason = None if is_shared(config, place) else why_inline(config, source, connector)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 
 import numpy as np
@@ -70,44 +73,46 @@ def run_samples(
             yield chunk
         return
     prefetch = prefetch or PrefetchArgs()
-    waiting: SimpleQueue[_Job | None] = SimpleQueue()
-    ahead: deque[_Job] = deque()
-    threads = _started(run, waiting, num_threads)
+    queue: SimpleQueue[tuple[Future[SampleChunk], SampleChunk] | None] = SimpleQueue()
+    threads = _started(num_threads, partial(_work, run, queue))
+    ahead: deque[Future[SampleChunk]] = deque()
+
+    def first() -> SampleChunk:
+        patience = Patience(prefetch.timeout, prefetch.on_timeout == "raise", "sample")
+        while ahead[0] not in wait([ahead[0]], patience.next_s).done:
+            patience.ends(lambda: _described(run, key, threads))
+        return ahead.popleft().result()
+
     try:
         for chunk in chunks:
-            job = _Job(chunk)
-            ahead.append(job)
-            waiting.put(job)
+            ahead.append(Future())
+            queue.put((ahead[-1], chunk))
             if len(ahead) > 2 * num_threads:
-                yield _finished(ahead.popleft(), run, prefetch, key, threads)
+                yield first()
         while ahead:
-            yield _finished(ahead.popleft(), run, prefetch, key, threads)
+            yield first()
     finally:
-        for job in ahead:  # an error is not to wait for all the others
-            job.is_cancelled = True
+        for future in ahead:  # an error is not to wait for all the others
+            future.cancel()
         for _ in threads:
-            waiting.put(None)
+            queue.put(None)
         for thread in threads:
             thread.join(_JOIN_S)
 
 
-class _Job:
-    """A chunk to run, or that has run."""
+def _started(num_threads: int, work: Callable[[], None]) -> list[threading.Thread]:
+    """Threads that do `work`, in each of which torch computes alone."""
+    ready = threading.Barrier(num_threads + 1)
 
-    def __init__(self, chunk: SampleChunk) -> None:
-        self.chunk = chunk
-        self.done = threading.Event()
-        self.error: BaseException | None = None
-        self.is_cancelled = False
+    def begin(compute_alone: Callable[[], None]) -> None:
+        compute_alone()
+        with suppress(threading.BrokenBarrierError):
+            ready.wait()
+            work()
 
-
-def _started(run: StageRuns, waiting: SimpleQueue[_Job | None], num_threads: int) -> list[threading.Thread]:
     with ONE_AT_A_TIME, new_thread_default_kept() as compute_alone:
-        ready = threading.Barrier(num_threads + 1)
         threads = [
-            threading.Thread(
-                target=_work, args=(run, waiting, compute_alone, ready), name=f"loaderkit-samples-{number}", daemon=True
-            )
+            threading.Thread(target=begin, args=(compute_alone,), name=f"loaderkit-samples-{number}", daemon=True)
             for number in range(num_threads)
         ]
         try:
@@ -120,40 +125,20 @@ def _started(run: StageRuns, waiting: SimpleQueue[_Job | None], num_threads: int
     return threads
 
 
-def _work(
-    run: StageRuns, waiting: SimpleQueue[_Job | None], compute_alone: Callable[[], None], ready: threading.Barrier
-) -> None:
-    compute_alone()
-    try:
-        ready.wait()
-    except threading.BrokenBarrierError:
-        return
-    while (job := waiting.get()) is not None:
-        try:
-            if not job.is_cancelled:
-                run(job.chunk)
-        except BaseException as error:
-            job.error = error
-        job.done.set()
+def _work(run: StageRuns, queue: SimpleQueue[tuple[Future[SampleChunk], SampleChunk] | None]) -> None:
+    while (job := queue.get()) is not None:
+        future, chunk = job
+        if future.set_running_or_notify_cancel():
+            try:
+                run(chunk)
+                future.set_result(chunk)
+            except BaseException as error:
+                future.set_exception(error)
 
 
-def _finished(
-    job: _Job, run: StageRuns, prefetch: PrefetchArgs, key: Callable[[int], str], threads: list[threading.Thread]
-) -> SampleChunk:
-    patience = Patience(prefetch.timeout, prefetch.on_timeout == "raise", "sample")
-    while not job.done.wait(patience.next_s):
-        patience.ends(lambda: _described(run, key, threads))
-    if job.error is not None:
-        raise job.error
-    return job.chunk
-
-
-def _described(run: StageRuns, key: Callable[[int], str], threads: list[threading.Thread]) -> HangReport:
-    place = run.place()
-    lines = [stack_of(thread) for thread in threads]
-    if place is None:
-        return HangReport("\n".join(lines))
-    stage, chunk = place
-    keys = keys_of(chunk, key)
-    lines.insert(0, f"in {stage}, at sample {' to '.join(map(repr, keys))}")
+def _described(run: StageRuns, key: Callable[[int], str], threads: Sequence[threading.Thread]) -> HangReport:
+    lines, stage, keys = [stack_of(thread) for thread in threads], None, list[str]()
+    if (place := run.place()) is not None:
+        stage, keys = place[0], keys_of(place[1], key)
+        lines.insert(0, f"in {stage}, at sample {' to '.join(map(repr, keys))}")
     return HangReport("\n".join(lines), stage, keys[0] if len(keys) == 1 else None)

@@ -52,10 +52,16 @@ class SampleOrder(ABC):
 
     unit: Literal["samples", "sequences", "batches"] = "samples"
     """What lies at a position."""
+    epochs_differ = False  # in length
     length: int | None = None  # of sequences, in tokens
+    knows_lengths = False  # True: the order goes by the lengths of samples
     block_bounds: Int64 | None = None
     """Where blocks of neighbours come together: the first sample of every block and, last, the number of samples."""
     block_spread = 0  # the positions, about, from a block's first sample to its last one
+    sources: Sequence[MixedSource] = ()
+    """Those that take turns; none: there is one source."""
+    share_of: Literal["samples", "tokens"] = "samples"
+    """What the weights of sources are shares of."""
 
     @abstractmethod
     def num_positions(self, epoch: int) -> int:
@@ -75,24 +81,13 @@ class SampleOrder(ABC):
         """The order of samples that this one is made of."""
         return self
 
-    @property
-    def sizes(self) -> SampleOrder | None:
-        """This order if its epochs differ in length."""
-        return None
-
     def num_samples(self, epoch: int) -> int:
         """The samples of an epoch; of packed ones the sequences."""
         return self.num_positions(epoch)
 
-    def samples(self, epoch: int, positions: Int64) -> Int64:
-        """The samples that lie at positions, one after another: int64 [n]."""
-        return self.indices(epoch, positions)
-
     def keys(self, epoch: int, indices: Int64, keys_of: Callable[[Int64], list[str]]) -> list[str]:
         """The names of what is in the slots of a batch, from `keys_of` samples."""
         return keys_of(indices)
-
-    knows_lengths = False  # True: the order goes by the lengths of samples
 
     def lengths_of(self, samples: Int64) -> Int64:
         """The tokens of some samples, where they are known: int64 [n]."""
@@ -102,42 +97,29 @@ class SampleOrder(ABC):
         """The parts of a state's fingerprint that tell this order from another one of the same sources and shuffle."""
         return {}
 
-    # ------------------------------------------------------------------------------------------------------ batches
+    def slots_of(self, batch_size: int) -> tuple[int, int]:
+        """(about how many, at most) slots of a batch of that many positions."""
+        return batch_size, batch_size
 
-    def mean_samples(self, batch_size: int) -> int:
-        """About the slots of a batch of that many positions."""
-        return batch_size
-
-    def most_samples(self, batch_size: int) -> int:
-        """No batch of that many positions has more slots."""
-        return batch_size
-
-    def in_batches(
-        self, epoch: int, positions: Int64, *, num_positions: int, batch_size: int, start: int, world_size: int
-    ) -> BatchSamples:
-        """What one rank's next batches hold. Their `positions` are those of a `BatchSampler` of `num_positions`, counted from
-        `start`; those past the end wrap."""
-        wrapped = None
+    def in_batches(self, epoch: int, positions: Int64, batch_size: int, start: int, world_size: int) -> BatchSamples:
+        """What one rank's next batches hold. Their `positions` are those of a `BatchSampler`, counted from `start`; those past
+        the end wrap."""
+        num_positions, wrapped = self.num_positions(epoch), None
         if positions[-1] >= num_positions:
             wrapped = positions >= num_positions
             positions = positions % num_positions
         indices = self.indices(epoch, positions)
-        num_batches = -(-len(positions) // batch_size)
-        bounds = np.minimum(np.arange(num_batches + 1) * batch_size, len(positions))
+        bounds = np.minimum(np.arange(-(-len(positions) // batch_size) + 1) * batch_size, len(positions))
         return BatchSamples(indices.copy() if indices is positions else indices, positions, bounds, wrapped)
 
-    def reads(
-        self, epoch: int, positions: Int64, *, num_positions: int, start: int, world_size: int
-    ) -> Iterator[Reads]:
+    def reads(self, epoch: int, positions: Int64, start: int, world_size: int) -> Iterator[Reads]:
         """What must be read for positions as above, some at a time."""
-        indices = self.indices(epoch, positions % num_positions)
+        indices = self.indices(epoch, positions % self.num_positions(epoch))
         yield Reads(indices, np.arange(len(indices)), len(indices))
 
     def blocks_of_rank(self, epoch: int, rank: int, world_size: int) -> NDArray[np.bool_]:
         """bool [blocks]: the blocks of which a rank has at least half of the samples."""
         return np.zeros(0, np.bool_)
-
-    # ------------------------------------------------------------------------------------------------ before a position
 
     def positions_before(self, epoch: int, position: int) -> int:
         """The first position of `core` that nothing before `position` depends on."""
@@ -147,12 +129,11 @@ class SampleOrder(ABC):
         """The positions of `core` that surely come before a position, and about how many do."""
         return position, position
 
-    # -------------------------------------------------------------------------- several sources, by positions of `core`
+    def spans(self, name: str, epoch: int) -> list[tuple[int, int]]:
+        """The parts [begin, end) of an epoch among which one of several sources has samples."""
+        return [(0, self.num_positions(epoch))]
 
-    sources: Sequence[MixedSource] = ()
-    """Those that take turns; none: there is one source."""
-    share_of: Literal["samples", "tokens"] = "samples"
-    """What the weights of sources are shares of."""
+    # ---------------------------------------------------------------------------------------- several sources, of `core`
 
     def places(self, epoch: int, position: int) -> list[int]:
         """The place of every source in its own sequence, from epoch 0 on, before a position of an epoch."""
@@ -162,13 +143,47 @@ class SampleOrder(ABC):
         """The segments of an epoch that begin before a position."""
         return []
 
-    def spans(self, name: str, epoch: int) -> list[tuple[int, int]]:
-        """The parts [begin, end) of an epoch among which a source has samples, by positions of this order."""
-        return [(0, self.num_positions(epoch))]
-
     def explained(self) -> list[Mapping[str, object]]:
         """The course of an epoch, segment by segment; see `mixture.explained`."""
         return []
+
+
+class WrappedOrder(SampleOrder):
+    """An order of what is made of samples, planned by their lengths. From any thread.
+
+    What is defined here holds where positions are those of the inner order.
+    """
+
+    epochs_differ = True
+    knows_lengths = True
+
+    def __init__(self, inner: SampleOrder) -> None:
+        self._inner = inner
+
+    def for_thread(self) -> Self:
+        return self
+
+    @property
+    def core(self) -> SampleOrder:
+        return self._inner.core
+
+    def indices(self, epoch: int, positions: Int64) -> Int64:
+        return positions
+
+    def num_positions(self, epoch: int) -> int:
+        return self._inner.num_positions(epoch)
+
+    def lengths_of(self, samples: Int64) -> Int64:
+        return self._inner.lengths_of(samples)
+
+    def digests(self) -> dict[str, str]:
+        return self._inner.digests()
+
+    def positions_before(self, epoch: int, position: int) -> int:
+        return self._inner.positions_before(epoch, position)
+
+    def num_before(self, epoch: int, position: int) -> tuple[int, int]:
+        return self._inner.num_before(epoch, position)
 
 
 def digest_of(lengths: Int64) -> str:

@@ -14,12 +14,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from loaderkit import native
-from loaderkit.sampling.order import Int64, Reads, SampleOrder, digest_of
+from loaderkit.sampling.order import Int64, Reads, SampleOrder, WrappedOrder, digest_of
 from loaderkit.sampling.permutation import Bijection
 from loaderkit.sampling.random import key_of
 
@@ -53,11 +53,10 @@ Fill = Callable[[Int64, int, Int64, Int64, Int64], None]
 of every window): puts the sizes of windows into bins. int64: [n], [windows + 1], [n], [windows]."""
 
 
-class PackedOrder(SampleOrder):
+class PackedOrder(WrappedOrder):
     """The sequences of every epoch. From any thread; in memory the lengths, 8 bytes a span and epoch, and some spans."""
 
     unit = "sequences"
-    knows_lengths = True
     length: int
 
     def __init__(
@@ -75,9 +74,9 @@ class PackedOrder(SampleOrder):
         """`lengths`: of every sample of `order`, by its index (in a mixture modulo their number). `is_even`: neighbouring
         sequences cost about the same in attention, so that ranks take as long; else their order is random, or with
         `keeps_order` that of the bins. `fill` puts pieces into bins."""
+        super().__init__(order.for_thread())  # which is called under the lock
         self.length = length
         self._lengths = lengths
-        self._order = order.for_thread()  # called under the lock alone
         self._window = window
         self._seed = seed
         self._fill = fill
@@ -97,29 +96,12 @@ class PackedOrder(SampleOrder):
         self.__dict__.update(state)
         self._lock = threading.Lock()
 
-    def for_thread(self) -> Self:
-        return self
-
-    @property
-    def core(self) -> SampleOrder:
-        return self._order.core
-
-    @property
-    def sizes(self) -> SampleOrder | None:
-        return self
-
     def num_positions(self, epoch: int) -> int:
         return int(self._starts_of(epoch)[-1])
-
-    def indices(self, epoch: int, positions: Int64) -> Int64:
-        return positions
 
     def positions_before(self, epoch: int, position: int) -> int:
         num_spans = int(np.searchsorted(self._starts_of(epoch), position, side="left"))
         return min(num_spans * self._span, self.num_packed(epoch))
-
-    def samples(self, epoch: int, positions: Int64) -> Int64:
-        return self.pieces(epoch, positions).samples
 
     def keys(self, epoch: int, indices: Int64, keys_of: Callable[[Int64], list[str]]) -> list[str]:
         """Of every sequence the keys of its documents; of a piece also which of its tokens: "4 17[8192:9000] 5"."""
@@ -131,10 +113,8 @@ class PackedOrder(SampleOrder):
         ends = pieces.bounds.tolist()
         return [" ".join(keys[begin:end]) for begin, end in pairwise(ends)]
 
-    def reads(
-        self, epoch: int, positions: Int64, *, num_positions: int, start: int, world_size: int
-    ) -> Iterator[Reads]:
-        sequences = positions % num_positions
+    def reads(self, epoch: int, positions: Int64, start: int, world_size: int) -> Iterator[Reads]:
+        sequences = positions % self.num_positions(epoch)
         for first in range(0, len(sequences), _READ_AT_ONCE):
             pieces = self.pieces(epoch, sequences[first : first + _READ_AT_ONCE])
             counts = np.diff(pieces.bounds)
@@ -187,7 +167,7 @@ class PackedOrder(SampleOrder):
         return lengths
 
     def digests(self) -> dict[str, str]:
-        return {**self._order.digests(), "lengths": digest_of(self._lengths)}
+        return {**self._inner.digests(), "lengths": digest_of(self._lengths)}
 
     def _starts_of(self, epoch: int) -> Int64:
         """The first sequence of every span and, last, the number of sequences: int64 [spans + 1]."""
@@ -200,7 +180,7 @@ class PackedOrder(SampleOrder):
 
     def num_packed(self, epoch: int) -> int:
         """The samples of an epoch that are packed, with those of length 0, which are in no sequence."""
-        return self._order.num_positions(epoch)
+        return self._inner.num_positions(epoch)
 
     def _count(self, epoch: int) -> Int64:
         counts = []
@@ -225,7 +205,7 @@ class PackedOrder(SampleOrder):
 
     def _lengths_at(self, epoch: int, begin: int, end: int) -> tuple[Int64, Int64]:
         """The samples at positions [begin, end), and their lengths."""
-        samples = self._order.indices(epoch, np.arange(begin, end, dtype=np.int64))
+        samples = self._inner.indices(epoch, np.arange(begin, end, dtype=np.int64))
         return samples, self.lengths_of(samples)
 
     def _span_of(self, epoch: int, number: int) -> Pieces:

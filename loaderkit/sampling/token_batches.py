@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from loaderkit.sampling.order import BatchSamples, Int64, Reads, SampleOrder
+from loaderkit.sampling.order import BatchSamples, Int64, Reads, WrappedOrder
 from loaderkit.sampling.packing import PackedOrder
 
 _READ_AT_ONCE = 64  # batches
@@ -95,100 +93,51 @@ def _least_area(sizes: list[int], capacity: int) -> int:
     return high
 
 
-class TokenBatches(SampleOrder):
-    """The batches of every epoch, which are the sequences of a `PackedOrder`. From any thread."""
+class TokenBatches(WrappedOrder):
+    """The batches of every epoch, which are the sequences of a `PackedOrder`."""
 
     unit = "batches"
-    knows_lengths = True
 
     def __init__(self, order: PackedOrder, most_samples: int) -> None:
-        """`most_samples` is more than no batch has."""
+        """No batch has more than `most_samples`."""
+        super().__init__(order)
         self.order = order
         self._most_samples = most_samples
 
-    def for_thread(self) -> Self:
-        return self
-
-    @property
-    def core(self) -> SampleOrder:
-        return self.order.core
-
-    @property
-    def sizes(self) -> SampleOrder | None:
-        return self
-
-    def num_positions(self, epoch: int) -> int:
-        return self.order.num_positions(epoch)
-
     def num_samples(self, epoch: int) -> int:
-        """See `SampleOrder`; with those of length 0, which are in no batch."""
         return self.order.num_packed(epoch)
 
-    def indices(self, epoch: int, positions: Int64) -> Int64:
-        return positions
+    def slots_of(self, batch_size: int) -> tuple[int, int]:
+        return max(1, self.num_samples(0) // self.num_positions(0)), self._most_samples
 
-    def samples(self, epoch: int, positions: Int64) -> Int64:
-        return self.order.samples(epoch, positions)
-
-    def lengths_of(self, samples: Int64) -> Int64:
-        return self.order.lengths_of(samples)
-
-    def digests(self) -> dict[str, str]:
-        return self.order.digests()
-
-    def positions_before(self, epoch: int, position: int) -> int:
-        return self.order.positions_before(epoch, position)
-
-    def num_before(self, epoch: int, position: int) -> tuple[int, int]:
-        return self.order.num_before(epoch, position)
-
-    def mean_samples(self, batch_size: int) -> int:
-        return max(1, batch_size * self.num_samples(0) // self.num_positions(0))
-
-    def most_samples(self, batch_size: int) -> int:
-        return batch_size * self._most_samples
-
-    def in_batches(
-        self, epoch: int, positions: Int64, *, num_positions: int, batch_size: int, start: int, world_size: int
-    ) -> BatchSamples:
+    def in_batches(self, epoch: int, positions: Int64, batch_size: int, start: int, world_size: int) -> BatchSamples:
         """See `SampleOrder`, with batches of one position, n > 0 of them.
 
         If there is no batch left for some ranks in the last step, all ranks share those that there are. So nothing comes twice,
         unless they have fewer samples than there are ranks.
         """
-        num_batches, last = num_positions, int(positions[-1])
+        num_batches, last, wrapped = self.num_positions(epoch), int(positions[-1]), None
         rank = (last - start) % world_size
         if last - rank + world_size <= num_batches:
             pieces = self.order.pieces(epoch, positions)
-            return _batches_of(positions, pieces.samples.copy(), pieces.bounds, None)  # the plan keeps its own
-        shared = self.order.pieces(epoch, np.arange(last - rank, num_batches))
-        rows, is_repeated = _share_of(shared.bounds, rank, world_size)
-        samples, bounds = shared.samples[rows], np.array([0, len(rows)])
-        if len(positions) > 1:
-            pieces = self.order.pieces(epoch, positions[:-1])
-            samples = np.concatenate((pieces.samples, samples))
-            bounds = np.append(pieces.bounds, len(samples))
-        wrapped = np.zeros(len(samples), np.bool_)
-        wrapped[bounds[-2] :] = is_repeated
-        return _batches_of(positions, samples, bounds, wrapped)
+            samples, bounds = pieces.samples.copy(), pieces.bounds  # the plan keeps its own
+        else:
+            shared = self.order.pieces(epoch, np.arange(last - rank, num_batches))
+            rows, is_repeated = _share_of(shared.bounds, rank, world_size)
+            samples, bounds = shared.samples[rows], np.array([0, len(rows)])
+            if len(positions) > 1:
+                pieces = self.order.pieces(epoch, positions[:-1])
+                samples = np.concatenate((pieces.samples, samples))
+                bounds = np.append(pieces.bounds, len(samples))
+            wrapped = np.zeros(len(samples), np.bool_)
+            wrapped[bounds[-2] :] = is_repeated
+        return BatchSamples(samples, np.repeat(positions, np.diff(bounds)), bounds, wrapped)
 
-    def reads(
-        self, epoch: int, positions: Int64, *, num_positions: int, start: int, world_size: int
-    ) -> Iterator[Reads]:
+    def reads(self, epoch: int, positions: Int64, start: int, world_size: int) -> Iterator[Reads]:
         for first in range(0, len(positions), _READ_AT_ONCE):
-            samples = self.in_batches(
-                epoch,
-                positions[first : first + _READ_AT_ONCE],
-                num_positions=num_positions,
-                batch_size=1,
-                start=start,
-                world_size=world_size,
-            ).indices
+            some = positions[first : first + _READ_AT_ONCE]
+            samples = self.in_batches(epoch, some, 1, start, world_size).indices
             yield Reads(samples, np.arange(len(samples)), len(samples))
-
-
-def _batches_of(positions: Int64, samples: Int64, bounds: Int64, wrapped: NDArray[np.bool_] | None) -> BatchSamples:
-    return BatchSamples(samples, np.repeat(positions, np.diff(bounds)), bounds, wrapped)
 
 
 def _share_of(bounds: Int64, rank: int, world_size: int) -> tuple[Int64, bool]:

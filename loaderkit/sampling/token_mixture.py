@@ -168,6 +168,7 @@ class TokenMixture(SampleOrder):
     of the last epochs, and some blocks. About 5 M positions a second. Indices are those of `SourceOrders`.
     """
 
+    epochs_differ = True
     share_of = "tokens"
     knows_lengths = True
 
@@ -211,10 +212,6 @@ class TokenMixture(SampleOrder):
         self._lock = threading.RLock()
 
     def for_thread(self) -> Self:
-        return self
-
-    @property
-    def sizes(self) -> SampleOrder | None:
         return self
 
     def num_positions(self, epoch: int) -> int:

@@ -141,13 +141,7 @@ class Forecast:
                 positions = self._mine(group, num_batches)
                 num_batches += -(-len(group) // schedule.batch_size)
                 if self._has_samples_in(spans, group, schedule.num_samples):
-                    for reads in self._order.reads(
-                        epoch,
-                        positions,
-                        num_positions=schedule.num_samples,
-                        start=position,
-                        world_size=schedule.world_size,
-                    ):
+                    for reads in self._order.reads(epoch, positions, position, schedule.world_size):
                         yield from self._of_reads(epoch, reads, num_samples)
                         num_samples += reads.num_slots
                     continue

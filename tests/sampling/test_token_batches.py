@@ -124,14 +124,7 @@ def dealt(batches: TokenBatches, epoch: int, start: int, world_size: int) -> lis
         step = 0
         while step < num:
             size = random.Random(rank).choice([1, 3, num])
-            taken = batches.in_batches(
-                epoch,
-                sampler.positions(start, step, size),
-                num_positions=sampler.num_samples,
-                batch_size=1,
-                start=start,
-                world_size=world_size,
-            )
+            taken = batches.in_batches(epoch, sampler.positions(start, step, size), 1, start, world_size)
             wrapped = np.zeros(len(taken.indices), bool) if taken.wrapped is None else taken.wrapped
             for begin, end in pairwise(taken.bounds.tolist()):
                 column.append((taken.indices[begin:end].tolist(), wrapped[begin:end].tolist()))

@@ -138,13 +138,7 @@ class BatchCursor:
 
     def _next_block(self) -> _Block:
         order, schedule = self._order, self._schedule
-        num_steps = max(1, _BLOCK_POSITIONS // order.mean_samples(schedule.batch_size))
-        samples = order.in_batches(
-            self._epoch,
-            schedule.positions(self._start, self._step, num_steps),
-            num_positions=schedule.num_samples,
-            batch_size=schedule.batch_size,
-            start=self._start,
-            world_size=schedule.world_size,
-        )
+        num_steps = max(1, _BLOCK_POSITIONS // order.slots_of(schedule.batch_size)[0])
+        positions = schedule.positions(self._start, self._step, num_steps)
+        samples = order.in_batches(self._epoch, positions, schedule.batch_size, self._start, schedule.world_size)
         return _Block(self._step, self._step + num_steps, samples)

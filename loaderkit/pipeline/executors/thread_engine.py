@@ -68,7 +68,7 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
     """The batches of a plan; `allocator` gives shared memory."""
     config, compiled, shard, schedule = plan.config, plan.compiled, plan.shard, plan.schedule
     batch, early, order = config.batch, compiled.context.early_stream, plan.order
-    most_samples, mean_samples = order.most_samples(schedule.batch_size), order.mean_samples(schedule.batch_size)
+    mean_samples, most_samples = order.slots_of(schedule.batch_size)
     contents = contents_of(order, plan.source, skips=config.errors.on_bad_sample == "skip")
     shape = BatchShape(
         most_samples,

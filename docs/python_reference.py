@@ -14,8 +14,8 @@ from loaderkit.connectors.base import GatherInto, Hashed, ReadHashed, ReadInto, 
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.integrations.ray import RayRows
 from loaderkit.metrics.writers import log
-from loaderkit.pipeline.batch_numbers import DataLoaderParts
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
+from loaderkit.pipeline.delivery.batch_numbers import DataLoaderParts
 from loaderkit.pipeline.tensor_loader import TensorLoader
 from loaderkit.profile.watched.watch import Watched
 

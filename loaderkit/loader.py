@@ -15,15 +15,15 @@ from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.errors import ClosedError, ConfigError, MissingExtraError, StallTimeout, WorkerDiedError
 from loaderkit.integrations.iterable_dataset import BatchesDataset
-from loaderkit.pipeline.bad_samples import BadSamples
-from loaderkit.pipeline.batch_numbers import DataLoaderParts, EpochIterator, NextCall
 from loaderkit.pipeline.config.builder import Pipeline, to_config
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.pipeline.empty_batches import EmptyBatches
+from loaderkit.pipeline.delivery.bad_samples import BadSamples
+from loaderkit.pipeline.delivery.batch_numbers import DataLoaderParts, EpochIterator, NextCall
+from loaderkit.pipeline.delivery.empty_batches import EmptyBatches
+from loaderkit.pipeline.delivery.source_accounts import SourceAccounts
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
-from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle, open_metrics
-from loaderkit.pipeline.source_accounts import SourceAccounts
+from loaderkit.pipeline.executors.executor_lifecycle import ExecutorLifecycle, open_metrics
 from loaderkit.ranks.place import given_place, other_ranks, ranks_now
 from loaderkit.sampling.mix_rules import with_later_changes
 from loaderkit.sampling.state import State
@@ -294,7 +294,7 @@ class Loader(DataLoaderParts):
         position of its own order, with a warning: some samples of the epoch may come twice or not at all."""
         self._executors.check_open()
         given = State.from_dict(dict(state) if isinstance(state, Mapping) else state)
-        restored = with_later_changes(given, self._fingerprint, self._plan.positions_before)
+        restored = with_later_changes(given, self._fingerprint, self._plan.order.positions_before)
         seed, schedule = self._plan.config.order.seed, self._plan.schedule
         restored.check(seed=seed, fingerprint=self._fingerprint, num_samples=schedule.samples_in, accept=accept)
         self._iteration, self._asked = self._iteration + 1, None

@@ -40,7 +40,7 @@ def lognormal(num: int, mean: float) -> NDArray[np.int64]:
 
 def order_of(lengths: NDArray[np.int64]) -> PackedOrder:
     order = GlobalOrder(len(lengths), 0)
-    return PackedOrder(order, len(lengths), lengths, length=LENGTH, window=WINDOW, seed=0, is_even=True)
+    return PackedOrder(order, lengths, length=LENGTH, window=WINDOW, seed=0, is_even=True)
 
 
 def plan(num: int = 5_000_000) -> dict[str, Any]:

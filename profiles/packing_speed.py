@@ -85,7 +85,7 @@ def bare_pieces(path: Path, dtype: str, lengths: NDArray[np.int64], length: int,
     marks = np.zeros((2, size, length), np.int32)
     item, memory = tokens.itemsize, tokens.data.cast("B")
     order = GlobalOrder(len(lengths), 0)
-    packed = PackedOrder(order, len(lengths), lengths, length=length, window=WINDOW, seed=0, is_even=True)
+    packed = PackedOrder(order, lengths, length=length, window=WINDOW, seed=0, is_even=True)
     first_bytes = (np.cumsum(lengths) - lengths) * item
     ranges = []
     for begin in range(0, packed.num_samples(0) - size, size):

@@ -39,7 +39,6 @@ def plan_of(
     order, in_order = GlobalOrder(len(lengths), 0), fill is fill_in_order
     return PackedOrder(
         order,
-        len(lengths),
         lengths,
         length=tokens,
         window=window,

@@ -45,7 +45,7 @@ def check(
         return
     prefetch = described(pipeline, assignments).prefetch
     if prefetch.is_remote:
-        from loaderkit.pipeline.process_setup import check_depth  # late, as torch is
+        from loaderkit.pipeline.executors.process_setup import check_depth  # late, as torch is
 
         check_depth(prefetch)
     # A batch of the real size: a sample alone would hide that others have other shapes, or that memory is too small.
@@ -112,8 +112,8 @@ def _row_groups(plan: ExecutionPlan) -> dict[str, Any]:
     groups, schedule, share = plan.source.row_groups, plan.schedule, None
     if groups is None:
         return {}
-    if _is_plain(plan):
-        share = decoded_share(groups, len(plan.source), plan.order(), schedule.rank, schedule.world_size)
+    if plan.order.unit == "samples":  # else samples come in another order than in that of the source
+        share = decoded_share(groups, len(plan.source), plan.order, schedule.rank, schedule.world_size)
     return {
         "row_groups": {
             "num": len(groups.group_bytes),
@@ -123,11 +123,6 @@ def _row_groups(plan: ExecutionPlan) -> dict[str, Any]:
             "shuffle": plan.config.order.shuffle,
         }
     }
-
-
-def _is_plain(plan: ExecutionPlan) -> bool:
-    """True if samples come in the order of the source alone."""
-    return plan.packing is None and plan.batching is None
 
 
 def _said_of_row_groups(facts: dict[str, Any]) -> Iterator[str]:
@@ -173,8 +168,8 @@ def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
     stages drew from which of the process's generators. `changed_fields`: those that were others when it was made again."""
     from loaderkit._internal.compare import differ
     from loaderkit.loader import Loader
-    from loaderkit.pipeline.bad_samples import BadSamples
     from loaderkit.pipeline.config.registry import STAGES
+    from loaderkit.pipeline.delivery.bad_samples import BadSamples
 
     BadSamples(plan.config.errors)  # raises for a quarantine file that cannot be written ...
     errors = plan.config.errors.model_copy(update={"quarantine": None})  # ... but looking is not to write to it
@@ -373,7 +368,7 @@ def explain(
             console.tell(f"# {of_tensors.name}, with every default filled in")
             console.tell(of_tensors.to_yaml(defaults=True).rstrip())
         return
-    from loaderkit.pipeline.engine_factory import describe_tuning
+    from loaderkit.pipeline.executors.engine_factory import describe_tuning
 
     with closing(open_plan(pipeline, assignments)) as plan:
         if mix:

@@ -13,16 +13,15 @@ if TYPE_CHECKING:
 
 def explain_mix(plan: ExecutionPlan, as_json: bool) -> None:
     """Tell the course of an epoch, segment by segment. Raises ConfigError for a single source."""
-    from loaderkit.sampling.token_mixture import TokenMixture
-
-    if plan.mixture is None:
+    order = plan.order.core
+    if not order.sources:
         raise ConfigError(f"explain --mix: {plan.config.name} has one `source`, and nothing to mix: list `sources`")
-    segments = plan.mixture.explained()
+    segments = order.explained()
     explained = {
         "pipeline": plan.config.name,
-        "by": "tokens" if isinstance(plan.mixture, TokenMixture) else "sample",
+        "by": "tokens" if order.share_of == "tokens" else "sample",
         "num_samples": segments[-1]["end"],
-        "sources": {source.name: source.num_samples for source in plan.mixture.sources},
+        "sources": {source.name: source.num_samples for source in order.sources},
         "segments": segments,
     }
     if as_json:

@@ -227,17 +227,13 @@ def _subset(plan: ExecutionPlan) -> Any:
 
     schedule, source = plan.schedule, plan.source
     num_batches = min(MOST_BATCHES, schedule.num_batches())
-    if plan.mixture is not None:
+    if plan.order.core.sources:
         return Subset(num_batches, None, "the files of a mixture are not put out of the page cache")
     if plan.connector is None:
         return Subset(num_batches, None, "what a data set of Python objects reads is not known")
     positions = schedule.positions(0, 0, num_batches) % schedule.num_samples
-    indices = plan.order().indices(0, positions)
-    if plan.packing is not None:
-        indices = plan.packing.pieces(0, indices).samples
-    if plan.batching is not None:
-        indices = plan.batching.order.pieces(0, indices).samples
-    paths = files_of(source, plan.connector, indices.tolist())
+    samples = [index for reads in plan.order.reads(0, positions, 0, 1) for index in reads.samples.tolist()]
+    paths = files_of(source, plan.connector, samples)
     return Subset(num_batches, paths, "the samples are in a store, whose own caches cannot be emptied from here")
 
 

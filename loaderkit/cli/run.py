@@ -108,7 +108,7 @@ def run(
 
 
 def _retry_quarantined(pipeline: Path, quarantine: Path, assignments: list[str] | None, as_json: bool) -> None:
-    from loaderkit.pipeline.bad_samples import indices_of, read_quarantine, retry_quarantined
+    from loaderkit.pipeline.delivery.bad_samples import indices_of, read_quarantine, retry_quarantined
     from loaderkit.stages.time_limit import NotCalledError
 
     lines = read_quarantine(quarantine)

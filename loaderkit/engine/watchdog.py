@@ -26,13 +26,14 @@ class HangReport(NamedTuple):
 
 
 class Patience:
-    """One wait for a batch: how long to wait at a time, and when to warn or raise.
+    """One wait, for a batch or a sample: how long to wait at a time, and when to warn or raise.
 
     A quarter of the limit passes until the first warning, the limit until the second, which is the error if `raises`; then
     a warning comes whenever the limit has passed again.
     """
 
-    def __init__(self, limit_s: float, raises: bool) -> None:
+    def __init__(self, limit_s: float, raises: bool, noun: str = "batch") -> None:
+        self._noun = noun
         self._limit_s = limit_s
         self._raises = raises
         self._waited_s = 0.0
@@ -44,7 +45,7 @@ class Patience:
         hang = report()
         where = f", it is in {hang.stage}" if hang.stage is not None else ""
         where += f", at sample {hang.key!r}" if hang.key is not None else ""
-        text = f"no batch for {self._waited_s:g} s{where} ({keys.TIMEOUT} is {self._limit_s:g} s)\n{hang.text}"
+        text = f"no {self._noun} for {self._waited_s:g} s{where} ({keys.TIMEOUT} is {self._limit_s:g} s)\n{hang.text}"
         is_over = self._waited_s >= self._limit_s
         if is_over and self._raises:
             raise StallTimeout(text, waited_s=self._waited_s, stage=hang.stage, key=hang.key)
@@ -66,7 +67,7 @@ def describe_wait(
     stage = key = None
     if work_item is None and preparing is not None:
         stage, chunk = preparing
-        keys_at = _keys_at(chunk, key_of)
+        keys_at = keys_of(chunk, key_of)
         key = keys_at[0] if len(keys_at) == 1 else None
         at = " to ".join(map(repr, keys_at))
         lines.append(f"the first samples are looked at for what a batch holds: in {stage}, at sample {at}")
@@ -78,20 +79,20 @@ def describe_wait(
         for chunk in inside:
             since, state = chunk.marks[-1]
             where = stage_names[state] if state >= 0 else "a queue"
-            keys = " to ".join(map(repr, _keys_at(chunk, key_of)))
+            keys = " to ".join(map(repr, keys_of(chunk, key_of)))
             lines.append(f"  {chunk}: in {where} for {now_s - since:.1f} s, at sample {keys}")
         lines += [f"  {chunk}: taken by no worker yet" for chunk in work_item.chunks if not chunk.marks]
         if inside:
             last = min(inside, key=lambda chunk: len(chunk.marks))
             state = last.marks[-1][1]
             stage = stage_names[state] if state >= 0 else None
-            keys_at = _keys_at(last, key_of)
+            keys_at = keys_of(last, key_of)
             key = keys_at[0] if len(keys_at) == 1 else None
     lines += [stack_of(thread) for thread in threads]
     return HangReport("\n".join(lines), stage, key)
 
 
-def _keys_at(chunk: Chunk, key_of: Callable[[int], str]) -> list[str]:
+def keys_of(chunk: Chunk, key_of: Callable[[int], str]) -> list[str]:
     """The key of the sample a stage works on; of the first and the last if it takes all at once."""
     current = chunk.current  # a worker may write it meanwhile
     if isinstance(current, list):

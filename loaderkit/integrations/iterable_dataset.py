@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.batch_numbers import DataLoaderParts
+from loaderkit.pipeline.delivery.batch_numbers import DataLoaderParts
 
 
 class BatchesDataset(IterableDataset[Any]):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from loaderkit.pipeline.batch_numbers import DataLoaderParts
+from loaderkit.pipeline.delivery.batch_numbers import DataLoaderParts
 
 _LOADER = "loader"
 

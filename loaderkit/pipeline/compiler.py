@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from loaderkit.connectors.base import Connector, counters_of, traits_of
 from loaderkit.connectors.config import ReadAheadArgs, SourceArgs, StoreArgs
@@ -95,7 +93,7 @@ class CompiledStages:
         if any(STAGES[stage.kind].runs_user_code for stage in config.stages[len(self.context.before_batch) :]):
             return specs  # it may make other fields
         known = [*specs, *(f"{name}_sizes" for name, spec in specs.items() if spec.kind == "pad"), "__key__"]
-        known += ["__source__"] if config.mixture is not None else []
+        known += ["__source__"] if config.members else []
         for name in config.output or ():
             if name not in known and name != "__wrapped__":
                 raise ConfigError(f"output names the field {name!r}, but batches have {', '.join(known)}")
@@ -123,7 +121,8 @@ def compile_stages(plan: OpenedPipeline) -> CompiledStages:
     lowering = _lower(config, stream, plan.num_workers)
     context = CompileContext(
         source=plan.source,
-        connector=used[0] if plan.mixture is None else None,
+        connector=None if config.members else used[0],
+        order=plan.order,
         seed=config.order.seed,
         on_bad_sample=config.errors.on_bad_sample,
         stages=config.stages,
@@ -132,11 +131,9 @@ def compile_stages(plan: OpenedPipeline) -> CompiledStages:
         early_stream=stream if lowering is not None and lowering.graph.device is not None else None,
         in_slots=None if lowering is not None else _stage_in_slots(config, stream),
         is_seeded=any(getattr(stage.args, "seeded", False) for stage in config.all_stages),
-        packing=plan.packing,
         output=config.output,
-        batching=plan.batching,
     )
-    stages = _compile(context, lowering, None if plan.mixture is None else partial(_compile_parts, plan, used))
+    stages = _compile(context, lowering, partial(_compile_parts, plan, used) if config.members else None)
     if plan.slowdown is not None:
         stages = [slowed(stage, plan.slowdown) for stage in stages]
     pools = plan_pools(stages, plan.num_workers)
@@ -186,9 +183,8 @@ def _compile_parts(
 ) -> list[Stage]:
     """`read` of a mixture: for each source one that reads it, with the stages that it has of its own behind."""
     assert isinstance(plan.source, MixtureSource)
-    assert plan.config.mixture is not None
     stages = []
-    for number, member in enumerate(plan.config.mixture.members):
+    for number, member in enumerate(plan.config.members):
         own = replace(read, name=f"{read.name}.{member.name}")
         part = replace(
             context,
@@ -267,17 +263,12 @@ def _stage_in_slots(config: PipelineConfig, stream: Stream | None) -> StageConfi
 def _read_ahead(plan: OpenedPipeline) -> list[_ReadAhead | None]:
     """How each source is read ahead from a remote store; None for local stores and inline."""
     config = plan.config
-    if config.mixture is None:
-        # Batches by length have samples of all blocks of a window.
-        by_block = config.order.shuffle == "block" and plan.batching is None
-        bounds = plan.source.blocks(config.order.block.block) if by_block else None
-        return [_ahead_of(plan, config.source, plan.source, plan.connector, bounds=bounds)]
+    if not config.members:
+        return [_ahead_of(plan, config.source, plan.source, plan.connector)]
     assert isinstance(plan.source, MixtureSource)
-    members = zip(config.mixture.members, plan.source.parts, plan.connectors, strict=True)
-    # A source's lanes are not those of a rank, so its blocks are not fetched as wholes.
+    members = zip(config.members, plan.source.parts, plan.connectors, strict=True)
     return [
-        _ahead_of(plan, member.args, part.inner, connector, chosen=_choice(plan, part))
-        for member, part, connector in members
+        _ahead_of(plan, member.args, part.inner, connector, _choice(plan, part)) for member, part, connector in members
     ]
 
 
@@ -286,8 +277,6 @@ def _ahead_of(
     args: SourceArgs,
     source: Source,
     connector: Connector | None,
-    *,
-    bounds: NDArray[np.int64] | None = None,
     chosen: Chosen | None = None,
 ) -> _ReadAhead | None:
     config, shard = plan.config, plan.shard
@@ -296,18 +285,14 @@ def _ahead_of(
     if not traits_of(connector).is_remote:
         return None
     num_batches = _MOST_BATCHES if config.prefetch.batches == "auto" else config.prefetch.batches
-    mean_samples = plan.schedule.batch_size if plan.batching is None else plan.batching.mean_samples
-    num_samples = plan.schedule.num_samples if plan.batching is None else plan.batching.num_samples(0)
+    mean_samples, _ = plan.order.slots_of(plan.schedule.batch_size)
     forecast = Forecast(
         source,
-        plan.order(),
+        plan.order,
         plan.schedule,
         num_epochs=config.order.epochs,
-        bounds=bounds,
         shard=shard,
         chosen=chosen,
-        packing=plan.packing,
-        batching=plan.batching,
     )
     reading = ReadAheadConnector(
         connector,
@@ -318,7 +303,7 @@ def _ahead_of(
         # Row groups are so large that memory alone says how many.
         num_samples=_ALL
         if source.row_groups is not None
-        else min(_NUM_AHEAD + 2 * forecast.window, num_samples // plan.schedule.world_size + _NUM_LEAST),
+        else min(_NUM_AHEAD + 2 * forecast.window, plan.order.num_samples(0) // plan.schedule.world_size + _NUM_LEAST),
         slack=256 + 2 * (num_batches + 2) * mean_samples,
     )
     return _ReadAhead(reading, forecast, args.read_ahead)
@@ -326,5 +311,4 @@ def _ahead_of(
 
 def _choice(plan: OpenedPipeline, part: SourcePart) -> Chosen:
     """What a forecast of one source reads of the mixture."""
-    assert plan.mixture is not None
-    return Chosen(partial(plan.mixture.spans, part.name), part.is_own, part.own_of)
+    return Chosen(partial(plan.order.spans, part.name), part.is_own, part.own_of)

@@ -13,34 +13,23 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.batches.packing import mixture_lengths, packed_order
-from loaderkit.pipeline.batches.token_batches import token_batches
 from loaderkit.pipeline.compiler import CompiledStages, compile_stages
-from loaderkit.pipeline.config.mixture import MixtureArgs
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.executor_rule import with_executor
 from loaderkit.pipeline.inline_rule import why_inline
-from loaderkit.pipeline.opened import OpenedPipeline, order_of, orders_of
+from loaderkit.pipeline.opened import OpenedPipeline
+from loaderkit.pipeline.orders import order_of
 from loaderkit.pipeline.ranks.share_check import check_shared, is_shared
 from loaderkit.ranks.place import Place, given_place, ranks_now
-from loaderkit.sampling.mix_rules import MixedSource
-from loaderkit.sampling.mixture import Mixture
-from loaderkit.sampling.schedule import (
-    BatchSampler,
-    EpochSizes,
-)
+from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.shard import Shard
-from loaderkit.sampling.token_mixture import TokenMixture
-from loaderkit.sources.base import OwnedConnector
-from loaderkit.sources.mixture import MixtureSource, open_mixture
+from loaderkit.sources.base import OwnedConnector, Source
+from loaderkit.sources.mixture import open_mixture
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.slowed import Slowdown
 
@@ -57,8 +46,8 @@ class ExecutionPlan(OpenedPipeline):
 
     @property
     def may_move(self) -> bool:
-        """True if worker processes may take over from threads, for user code that is not declared; see `process_move.py`. Of an
-        iterable each process would take all."""
+        """True if worker processes may take over from threads, for user code that is not declared; see
+        `executors/process_move.py`. Of an iterable each process would take all."""
         is_auto = self.config.prefetch.executor == "auto" and self.executor == "thread"
         may = is_auto and not self.is_shared and not self.config.kind.is_stream
         return may and any(stage.lock is not None for stage in self.compiled.stages)
@@ -132,41 +121,28 @@ def compile_pipeline(
     given = connectors or {}
     with ExitStack() as opened:  # closed if anything below raises
         begin_s = time.perf_counter()
-        mixture: Mixture | TokenMixture | None = None
         parts: tuple[OwnedConnector, ...] = ()
         connector, owns_connector = None, False
-        lengths: NDArray[np.int64] | None = None
-        sizes: EpochSizes | None = None
-        if config.mixture is None:
+        source: Source
+        if not (members := config.members):
             source, (connector, owns_connector) = kind.open_with(config.source, given, opened)
-            num_samples = len(source)
         else:
-            members = config.mixture.members
             source, parts = open_mixture(
                 [(member.name, SOURCES[member.kind], member.args) for member in members],
                 given,
                 opened,
                 share_labels=not any(STAGES[stage.kind].runs_user_code for one in members for stage in one.stages),
             )
-            if config.mixture.mix.by == "tokens":
-                lengths = mixture_lengths(config, source)
-            mixture = _mixture_of(config, config.mixture, source, lengths)
-            sizes = mixture if isinstance(mixture, TokenMixture) else None
-            num_samples = mixture.num_samples if isinstance(mixture, Mixture) else mixture.num_samples(0)
         list_s = time.perf_counter() - begin_s
-        order = order_of(config, source, mixture)
-        packing = packed_order(config, source, order, num_samples, lengths=lengths, sizes=sizes)
-        batching = token_batches(config, source, order, num_samples, lengths=lengths, sizes=sizes)
-        planned = packing if batching is None else batching.order
-        num_samples = num_samples if planned is None else planned.num_samples(0)
+        order = order_of(config, source)
         sampler = BatchSampler(
-            num_samples,
+            order.num_positions(0),
             place.rank,
             place.world_size,
             config.batch_size or 1,
             config.batch.drop_last,
             wraps=not kind.is_stream,
-            sizes=planned or sizes,
+            sizes=order if order.epochs_differ else None,
         )
         schedule = _checked_schedule(sampler, config)
         inline_reason = None if is_shared(config, place) else why_inline(config, source, connector)
@@ -174,6 +150,7 @@ def compile_pipeline(
             config,
             source,
             connector,
+            order,
             schedule,
             1 if inline_reason is not None else _num_workers(config),
             slowdown,
@@ -181,29 +158,13 @@ def compile_pipeline(
             list_s=list_s - source.index_s,
             index_s=source.index_s,
             inline_reason=inline_reason,
-            packing=packing,
-            batching=batching,
             has_given_ranks=has_given_ranks,
-            mixture=mixture,
             part_connectors=parts,
             place=place,
         )
         _ = plan.compiled  # raises here if a stage is wrong
         opened.pop_all()
     return plan
-
-
-def _mixture_of(
-    config: PipelineConfig, args: MixtureArgs, source: MixtureSource, lengths: NDArray[np.int64] | None
-) -> Mixture | TokenMixture:
-    """The course of an epoch; `lengths` are those of all samples, if weights are shares of tokens. Raises ConfigError."""
-    sources = [
-        MixedSource(member.name, len(part), args.num_passes(member))
-        for member, part in zip(args.members, source.parts, strict=True)
-    ]
-    if lengths is None:
-        return Mixture(sources, args.changes, args.mix.stop)
-    return TokenMixture(sources, args.changes, args.mix.stop, orders=orders_of(config, source), lengths=lengths)
 
 
 def _checked_schedule(schedule: BatchSampler, config: PipelineConfig) -> BatchSampler:

@@ -10,7 +10,7 @@ from loaderkit._internal.config.diagnostics import Problems
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
 from loaderkit.pipeline.config.validation import check_structure
-from loaderkit.pipeline.sendable import check_sendable
+from loaderkit.pipeline.executors.sendable import check_sendable
 
 logger = logging.getLogger("loaderkit")
 

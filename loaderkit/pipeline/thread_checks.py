@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -17,7 +16,7 @@ from loaderkit._internal.compare import differ
 from loaderkit.pipeline.compiler import compile_stages
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.pipeline.execution_plan import ExecutionPlan
-from loaderkit.samples.chunk import BatchWork, SampleChunk
+from loaderkit.pipeline.run_samples import StageRuns, chunk_of, run_samples
 from loaderkit.stages.call import CallArgs
 
 _NUM_THREADS, _NUM_ROUNDS = 4, 4
@@ -39,7 +38,8 @@ def compare_side_by_side(plan: ExecutionPlan) -> SideBySide | None:
     """The first samples made alone, twice, then in several threads at once; None without user code before `batch`, or where it
     is an iterable's, or seeded, which never runs so. What differs alone, too, says nothing."""
     context = plan.compiled.context
-    if plan.mixture is not None or plan.packing is not None or plan.config.kind.is_stream or context.is_seeded:
+    core = plan.order.core
+    if core.sources or plan.order.unit == "sequences" or plan.config.kind.is_stream or context.is_seeded:
         return None
     users = [stage for stage in context.before_batch if STAGES[stage.kind].runs_user_code]
     declared = [stage.name for stage in users if isinstance(stage.args, CallArgs) and stage.args.thread_safe is True]
@@ -50,21 +50,22 @@ def compare_side_by_side(plan: ExecutionPlan) -> SideBySide | None:
             declared.insert(0, context.stages[0].name)
     if not names:
         return None
-    alone, number = [], 0
+    alone: list[Mapping[str, Any] | Exception] = []
+    number = 0
     begin_s = time.perf_counter()
     while number < min(len(plan.source), _MOST_SAMPLES):
         if number >= _LEAST_SAMPLES and time.perf_counter() - begin_s > _MOST_S:
             break
-        alone.append(_made(plan, number))
+        alone += _made(plan, [number])
         number += 1
-    again = [_made(plan, number) for number in range(len(alone))]
+    again = list(_made(plan, range(len(alone))))
     if any(isinstance(one, Exception) for one in (*alone, *again)):
         return None  # it is bad in any case, which the batch has said
     fields, error = set(), None
     free = _without_locks(plan)
-    with ThreadPoolExecutor(_NUM_THREADS) as pool, _switching():
+    with _switching():
         numbers = [number for number in range(len(alone)) for _ in range(_NUM_ROUNDS)]
-        for number, made in zip(numbers, pool.map(lambda number: _made(free, number), numbers), strict=True):
+        for number, made in zip(numbers, _made(free, numbers, _NUM_THREADS), strict=True):
             if isinstance(made, Exception):
                 error = error or str(made)
                 continue
@@ -79,13 +80,13 @@ def compare_side_by_side(plan: ExecutionPlan) -> SideBySide | None:
     return SideBySide(names, declared, sorted(fields), error)
 
 
-def _made(plan: ExecutionPlan, number: int) -> Mapping[str, Any] | Exception:
-    """A sample as `batch` gets it; empty if it was dropped. Or why it failed."""
-    index = np.array([number], np.int64)
-    chunk = SampleChunk(BatchWork(epoch=0, step=0, positions=index, indices=index), 0, 1, index)
-    for stage in plan.compiled.stages[: len(plan.compiled.context.before_batch)]:
-        stage.run(chunk)
-    return chunk.failures.get(0) or chunk.samples[0] or {}
+def _made(plan: ExecutionPlan, numbers: Iterable[int], num_threads: int = 0) -> Iterator[Mapping[str, Any] | Exception]:
+    """Samples as `batch` gets them, empty if they were dropped, or why they failed."""
+    run = StageRuns([(one.name, one.run) for one in plan.compiled.stages[: len(plan.compiled.context.before_batch)]])
+    chunks = (chunk_of(np.array([number], np.int64)) for number in numbers)
+    prefetch = plan.config.prefetch
+    for chunk in run_samples(run, chunks, num_threads=num_threads, prefetch=prefetch, key=plan.source.key):
+        yield chunk.failures.get(0) or chunk.samples[0] or {}
 
 
 def _without_locks(plan: ExecutionPlan) -> ExecutionPlan:

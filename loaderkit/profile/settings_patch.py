@@ -16,8 +16,8 @@ from loaderkit.diagnosis.stats import Stats
 from loaderkit.diagnosis.verdict import Setting, Verdict, say
 from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
 from loaderkit.pipeline.config.validation import check_structure
-from loaderkit.pipeline.process_setup import check_depth
-from loaderkit.pipeline.sendable import check_sendable
+from loaderkit.pipeline.executors.process_setup import check_depth
+from loaderkit.pipeline.executors.sendable import check_sendable
 from loaderkit.profile.report_parts import VerdictPart
 
 

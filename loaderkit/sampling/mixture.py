@@ -9,13 +9,15 @@ epochs it continues where the last epoch left it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 import numpy as np
 
 from loaderkit.sampling.interleaving import Int64, Interleaving
 from loaderkit.sampling.mix_rules import MixedSource, MixRules, Segment, Stop, WeightChange
-from loaderkit.sampling.schedule import UNKNOWN, GlobalOrder, SamplePermutation, SequentialOrder
+from loaderkit.sampling.order import SampleOrder
+from loaderkit.sampling.schedule import UNKNOWN, GlobalOrder, SequentialOrder
 
 
 class Mixture:
@@ -62,18 +64,14 @@ class Mixture:
         counts = self.counts(min(position, self.num_samples))
         return [epoch * total + count for total, count in zip(self.totals, counts, strict=True)]
 
-    def course(self, epoch: int, position: int) -> list[Segment]:
+    def course(self, position: int) -> list[Segment]:
         """The segments of an epoch that begin before a position."""
         return [segment for segment in self.segments if segment.begin < position]
 
-    def spans(self, name: str, epoch: int) -> list[tuple[int, int]]:
-        """The parts [begin, end) of an epoch in which a source has samples; of every epoch the same."""
+    def spans(self, name: str) -> list[tuple[int, int]]:
+        """The parts [begin, end) of an epoch in which a source has samples."""
         number = [source.name for source in self.sources].index(name)
         return [(segment.begin, segment.end) for segment in self.segments if number in segment.sources]
-
-    def explained(self) -> list[Mapping[str, object]]:
-        """The course of an epoch, segment by segment, see `explained`."""
-        return explained(self.sources, self.segments, self.totals)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_interleavings": {}}  # what they keep is for one thread of one process
@@ -135,7 +133,7 @@ class SourceOrders:
     q times the number of all. So random numbers differ from pass to pass (after 2**62 / all passes they repeat).
     """
 
-    def __init__(self, sources: Sequence[MixedSource], orders: Sequence[SamplePermutation]) -> None:
+    def __init__(self, sources: Sequence[MixedSource], orders: Sequence[SampleOrder]) -> None:
         """`orders` are those of the sources; what they call an epoch is a pass."""
         self._sizes = [source.num_samples for source in sources]
         self._orders = orders
@@ -150,18 +148,33 @@ class SourceOrders:
         indices: Int64 = passes % self._most_passes * self._total + self._firsts[source] + own
         return indices
 
+    def for_thread(self) -> SourceOrders:
+        """The same, for one thread more."""
+        own = copy(self)
+        own._orders = [order.for_thread() for order in self._orders]
+        return own
+
     def sources_of(self, indices: Int64) -> Int64:
         """The sources of some samples: int64 [n]."""
         numbers: Int64 = np.searchsorted(self._firsts, indices % self._total, side="right") - 1
         return numbers
 
 
-class MixedOrder:
-    """The order of a mixture: the sample index at each position, as of `SourceOrders`. Implements `SamplePermutation`."""
+class MixedOrder(SampleOrder):
+    """The order of a mixture: the sample index at each position, as of `SourceOrders`."""
 
-    def __init__(self, mixture: Mixture, orders: Sequence[SamplePermutation]) -> None:
+    def __init__(self, mixture: Mixture, orders: Sequence[SampleOrder]) -> None:
         self._mixture = mixture
         self._orders = SourceOrders(mixture.sources, orders)
+        self.sources = mixture.sources
+
+    def for_thread(self) -> Self:
+        own = copy(self)
+        own._mixture, own._orders = copy(self._mixture), self._orders.for_thread()
+        return own
+
+    def num_positions(self, epoch: int) -> int:
+        return self._mixture.num_samples
 
     def indices(self, epoch: int, positions: Int64) -> Int64:
         flat = positions.reshape(-1)
@@ -172,8 +185,23 @@ class MixedOrder:
             indices[chosen] = self._orders.indices(number, places[chosen])
         return indices.reshape(positions.shape)
 
+    def digests(self) -> dict[str, str]:
+        return {"mix": self._mixture.fingerprint()}
 
-def _of_passes(order: SamplePermutation, passes: Int64, places: Int64) -> Int64:
+    def places(self, epoch: int, position: int) -> list[int]:
+        return self._mixture.places(epoch, position)
+
+    def course(self, epoch: int, position: int) -> list[Segment]:
+        return self._mixture.course(position)
+
+    def spans(self, name: str, epoch: int) -> list[tuple[int, int]]:
+        return self._mixture.spans(name)
+
+    def explained(self) -> list[Mapping[str, object]]:
+        return explained(self.sources, self._mixture.segments, self._mixture.totals)
+
+
+def _of_passes(order: SampleOrder, passes: Int64, places: Int64) -> Int64:
     if isinstance(order, SequentialOrder):
         return places
     if len(passes) and passes[0] == passes[-1]:  # places ascend, but for those that wrap at an epoch's end

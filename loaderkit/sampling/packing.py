@@ -12,21 +12,21 @@ needed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from hashlib import blake2b
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from loaderkit import native
+from loaderkit.sampling.order import Int64, Reads, SampleOrder, WrappedOrder, digest_of
 from loaderkit.sampling.permutation import Bijection
 from loaderkit.sampling.random import key_of
-from loaderkit.sampling.schedule import EpochSizes, Int64, SamplePermutation
 
 _COUNTED_AT_ONCE = 400_000  # samples
 _KEPT_SPANS, _KEPT_EPOCHS, _KEPT_TAKEN = 4, 3, 16
 _SWEEP = 2048  # sequences
+_READ_AT_ONCE = 256  # sequences
 _MOST_WINDOWS = 64  # of a span
 
 
@@ -53,31 +53,30 @@ Fill = Callable[[Int64, int, Int64, Int64, Int64], None]
 of every window): puts the sizes of windows into bins. int64: [n], [windows + 1], [n], [windows]."""
 
 
-class PackedOrder:
+class PackedOrder(WrappedOrder):
     """The sequences of every epoch. From any thread; in memory the lengths, 8 bytes a span and epoch, and some spans."""
+
+    unit = "sequences"
+    length: int
 
     def __init__(
         self,
-        order: SamplePermutation,
-        num_positions: int,
+        order: SampleOrder,
         lengths: Int64,
         *,
         length: int,
         window: int,
         seed: int,
         is_even: bool,
-        sizes: EpochSizes | None = None,
         keeps_order: bool = False,
         fill: Fill = native.best_fit,
     ) -> None:
-        """`lengths`: of every sample, by its index (in a mixture modulo their number). `num_positions`: those of an epoch of
-        `order`, with `sizes` of the first. `is_even`: neighbouring sequences cost about the same in attention, so that ranks
-        take as long; else their order is random, or with `keeps_order` that of the bins. `fill` puts pieces into bins."""
+        """`lengths`: of every sample of `order`, by its index (in a mixture modulo their number). `is_even`: neighbouring
+        sequences cost about the same in attention, so that ranks take as long; else their order is random, or with
+        `keeps_order` that of the bins. `fill` puts pieces into bins."""
+        super().__init__(order.for_thread())  # which is called under the lock
         self.length = length
         self._lengths = lengths
-        self._order = order
-        self._num_positions = num_positions
-        self._sizes = sizes
         self._window = window
         self._seed = seed
         self._fill = fill
@@ -97,14 +96,30 @@ class PackedOrder:
         self.__dict__.update(state)
         self._lock = threading.Lock()
 
-    def num_samples(self, epoch: int) -> int:
-        """The number of sequences of an epoch."""
+    def num_positions(self, epoch: int) -> int:
         return int(self._starts_of(epoch)[-1])
 
-    def positions_before(self, epoch: int, sequence: int) -> int:
-        """The first position of `order` that no sequence before `sequence` depends on."""
-        num_spans = int(np.searchsorted(self._starts_of(epoch), sequence, side="left"))
-        return min(num_spans * self._span, self.num_positions(epoch))
+    def positions_before(self, epoch: int, position: int) -> int:
+        num_spans = int(np.searchsorted(self._starts_of(epoch), position, side="left"))
+        return min(num_spans * self._span, self.num_packed(epoch))
+
+    def keys(self, epoch: int, indices: Int64, keys_of: Callable[[Int64], list[str]]) -> list[str]:
+        """Of every sequence the keys of its documents; of a piece also which of its tokens: "4 17[8192:9000] 5"."""
+        pieces = self.pieces(epoch, indices)
+        samples, firsts, lengths = pieces.samples, pieces.firsts, pieces.lengths
+        keys = keys_of(samples)
+        for row in (lengths < self.lengths_of(samples)).nonzero()[0].tolist():
+            keys[row] += f"[{firsts[row]}:{firsts[row] + lengths[row]}]"
+        ends = pieces.bounds.tolist()
+        return [" ".join(keys[begin:end]) for begin, end in pairwise(ends)]
+
+    def reads(self, epoch: int, positions: Int64, start: int, world_size: int) -> Iterator[Reads]:
+        sequences = positions % self.num_positions(epoch)
+        for first in range(0, len(sequences), _READ_AT_ONCE):
+            pieces = self.pieces(epoch, sequences[first : first + _READ_AT_ONCE])
+            counts = np.diff(pieces.bounds)
+            slots = np.repeat(np.arange(len(counts)), counts)
+            yield Reads(pieces.samples, slots, len(counts), (pieces.firsts, pieces.lengths))
 
     def pieces(self, epoch: int, sequences: Int64) -> Pieces:
         """What sequences of an epoch hold: int64 [n], each in [0, num_samples(epoch))."""
@@ -135,27 +150,24 @@ class PackedOrder:
         counts = np.concatenate([np.diff(part.bounds) for part in parts])
         return Pieces(samples, firsts, lengths, places, np.concatenate(([0], np.cumsum(counts))))
 
-    def num_before(self, epoch: int, sequence: int) -> tuple[int, int]:
-        """Of the samples of an epoch, how many are in the spans before that of a sequence, so that all their sequences come
-        before it; and about how many come before it, as those of its own span lie anywhere in it."""
+    def num_before(self, epoch: int, position: int) -> tuple[int, int]:
+        # All sequences of the spans before come before this one; those of its own span have samples from anywhere in it.
         starts = self._starts_of(epoch)
-        number = int(np.searchsorted(starts, sequence, side="right")) - 1
-        begin = min(number * self._span, num_positions := self.num_positions(epoch))
+        number = int(np.searchsorted(starts, position, side="right")) - 1
+        begin = min(number * self._span, num_positions := self.num_packed(epoch))
         if number + 1 == len(starts):
             return begin, begin
         end = min(begin + self._span, num_positions)
-        return begin, begin + (end - begin) * (sequence - int(starts[number])) // int(
+        return begin, begin + (end - begin) * (position - int(starts[number])) // int(
             starts[number + 1] - starts[number]
         )
 
     def lengths_of(self, samples: Int64) -> Int64:
-        """The lengths of some samples: int64 [n]."""
         lengths: Int64 = self._lengths[samples % len(self._lengths)]
         return lengths
 
-    def digest(self) -> str:
-        """16 hexadecimal digits of the lengths."""
-        return blake2b(np.ascontiguousarray(self._lengths).data, digest_size=8).hexdigest()
+    def digests(self) -> dict[str, str]:
+        return {**self._inner.digests(), "lengths": digest_of(self._lengths)}
 
     def _starts_of(self, epoch: int) -> Int64:
         """The first sequence of every span and, last, the number of sequences: int64 [spans + 1]."""
@@ -166,14 +178,14 @@ class PackedOrder:
                 _keep(self._starts, epoch, starts, _KEPT_EPOCHS)
             return starts
 
-    def num_positions(self, epoch: int) -> int:
-        """The positions of an epoch's samples."""
-        return self._num_positions if self._sizes is None else self._sizes.num_samples(epoch)
+    def num_packed(self, epoch: int) -> int:
+        """The samples of an epoch that are packed, with those of length 0, which are in no sequence."""
+        return self._inner.num_positions(epoch)
 
     def _count(self, epoch: int) -> Int64:
         counts = []
         step = max(1, _COUNTED_AT_ONCE // self._span) * self._span
-        num_positions = self.num_positions(epoch)
+        num_positions = self.num_packed(epoch)
         for begin in range(0, num_positions, step):
             end = min(begin + step, num_positions)
             whole, _, _, of_windows = self._packed(self._lengths_at(epoch, begin, end)[1])
@@ -193,7 +205,7 @@ class PackedOrder:
 
     def _lengths_at(self, epoch: int, begin: int, end: int) -> tuple[Int64, Int64]:
         """The samples at positions [begin, end), and their lengths."""
-        samples = self._order.indices(epoch, np.arange(begin, end, dtype=np.int64))
+        samples = self._inner.indices(epoch, np.arange(begin, end, dtype=np.int64))
         return samples, self.lengths_of(samples)
 
     def _span_of(self, epoch: int, number: int) -> Pieces:
@@ -206,7 +218,7 @@ class PackedOrder:
 
     def _pack(self, epoch: int, number: int) -> Pieces:
         begin = number * self._span
-        end = min(begin + self._span, self.num_positions(epoch))
+        end = min(begin + self._span, self.num_packed(epoch))
         samples, lengths = self._lengths_at(epoch, begin, end)
         whole, rest, bins, counts = self._packed(lengths)
         num_bins = int(counts.sum())

@@ -7,6 +7,7 @@ every world size, batch size, number of workers and restart, and a saved state i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -14,34 +15,36 @@ from numpy.typing import NDArray
 
 from loaderkit._internal.splitmix import mix
 from loaderkit.errors import ConfigError
+from loaderkit.sampling.order import Int64, SampleOrder
 from loaderkit.sampling.permutation import Bijection
 from loaderkit.sampling.random import key_of
 
-Int64 = NDArray[np.int64]
 UNKNOWN = 1 << 60
 """The number of samples of what ends when it ends."""
 
 
-class SamplePermutation(Protocol):
-    """A permutation of the samples for every epoch."""
-
-    def indices(self, epoch: int, positions: Int64) -> Int64:
-        """The sample at each position: int64, same shape; positions are in [0, number of samples)."""
-
-
-class SequentialOrder:
+class SequentialOrder(SampleOrder):
     """`shuffle: none`: the canonical order in every epoch."""
+
+    def __init__(self, num_samples: int = UNKNOWN) -> None:
+        self._num_samples = num_samples
+
+    def num_positions(self, epoch: int) -> int:
+        return self._num_samples
 
     def indices(self, epoch: int, positions: Int64) -> Int64:
         return positions
 
 
-class GlobalOrder:
+class GlobalOrder(SampleOrder):
     """`shuffle: global`: any sample may come at any position; O(1) memory."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self._num_samples = num_samples
         self._seed = seed
+
+    def num_positions(self, epoch: int) -> int:
+        return self._num_samples
 
     def indices(self, epoch: int, positions: Int64) -> Int64:
         return Bijection(self._num_samples, key_of("global", self._seed, epoch))(positions)
@@ -53,7 +56,7 @@ class GlobalOrder:
         return Bijection(self._num_samples, keys if len(keys) == 1 else keys[places])(positions)
 
 
-class BlockOrder:
+class BlockOrder(SampleOrder):
     """`shuffle: block`: blocks of neighbouring samples in random order, mixed inside a sliding window.
 
     Blocks are permuted, and the n-th goes to lane n mod `lanes`; inside a lane, consecutive groups of `window` blocks are mixed
@@ -63,21 +66,21 @@ class BlockOrder:
     """
 
     def __init__(self, bounds: Int64, seed: int, *, window: int, lanes: int) -> None:
-        self._bounds = bounds
+        self.block_bounds = self._bounds = bounds
+        self.block_spread = int(np.diff(bounds).max(initial=0)) * window * lanes
         self._seed = seed
         self._window = window
         self._lanes = lanes
         self._layouts: dict[int, _Layout] = {}
 
-    @property
-    def num_lanes(self) -> int:
-        """The number of lanes that the blocks are dealt to."""
-        return self._lanes
+    def num_positions(self, epoch: int) -> int:
+        return int(self._bounds[-1])
 
-    @property
-    def window(self) -> int:
-        """The number of blocks of a lane that are mixed together."""
-        return self._window
+    def blocks_of_rank(self, epoch: int, rank: int, world_size: int) -> NDArray[np.bool_]:
+        # Position p is in lane p mod lanes and on rank p mod W, so the two agree modulo their gcd.
+        common = gcd(world_size, self._lanes)
+        mine: NDArray[np.bool_] = self.lanes_of_blocks(epoch) % common == rank % common
+        return mine & (2 * common >= world_size)
 
     def lanes_of_blocks(self, epoch: int) -> Int64:
         """The lane of every block in an epoch: int64 [blocks]. A block's samples have positions p with p mod lanes = lane,
@@ -176,7 +179,7 @@ class _Layout(NamedTuple):
 class EpochSizes(Protocol):
     """The number of samples of every epoch, where epochs differ."""
 
-    def num_samples(self, epoch: int) -> int: ...
+    def num_positions(self, epoch: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,7 @@ class BatchSampler:
 
     def of_epoch(self, epoch: int) -> BatchSampler:
         """This one, for the samples of another epoch."""
-        return self if self.sizes is None else replace(self, num_samples=self.sizes.num_samples(epoch))
+        return self if self.sizes is None else replace(self, num_samples=self.sizes.num_positions(epoch))
 
     def samples_in(self, epoch: int) -> int:
         """The number of samples of an epoch."""

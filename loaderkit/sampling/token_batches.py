@@ -9,15 +9,15 @@ samples, and holds those of neighbouring lengths; one that is not takes the sum,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from loaderkit.sampling.order import BatchSamples, Int64, Reads, WrappedOrder
 from loaderkit.sampling.packing import PackedOrder
-from loaderkit.sampling.schedule import Int64
+
+_READ_AT_ONCE = 64  # batches
 
 
 def fill_by_length(sizes: Int64, capacity: int, bounds: Int64, bins: Int64, counts: Int64) -> None:
@@ -93,53 +93,51 @@ def _least_area(sizes: list[int], capacity: int) -> int:
     return high
 
 
-class BatchSamples(NamedTuple):
-    """The samples of some batches, those of batch i from bounds[i] to bounds[i + 1]: int64 [samples], [batches + 1]. `wrapped`:
-    bool [samples], those that another rank has as well; None: there are none."""
+class TokenBatches(WrappedOrder):
+    """The batches of every epoch, which are the sequences of a `PackedOrder`."""
 
-    samples: Int64
-    bounds: Int64
-    wrapped: NDArray[np.bool_] | None
+    unit = "batches"
 
-
-@dataclass(frozen=True)
-class TokenBatches:
-    """The batches of every epoch. `order` has them as its sequences. `most_samples` is more than none of them has."""
-
-    order: PackedOrder
-    most_samples: int
+    def __init__(self, order: PackedOrder, most_samples: int) -> None:
+        """No batch has more than `most_samples`."""
+        super().__init__(order)
+        self.order = order
+        self._most_samples = most_samples
 
     def num_samples(self, epoch: int) -> int:
-        """The samples of an epoch, with those of length 0, which are in no batch."""
-        return self.order.num_positions(epoch)
+        return self.order.num_packed(epoch)
 
-    @property
-    def mean_samples(self) -> int:
-        """About the number of samples of a batch."""
-        return max(1, self.num_samples(0) // self.order.num_samples(0))
+    def slots_of(self, batch_size: int) -> tuple[int, int]:
+        return max(1, self.num_samples(0) // self.num_positions(0)), self._most_samples
 
-    def take(self, epoch: int, positions: Int64, start: int, world_size: int) -> BatchSamples:
-        """The samples of one rank's batches, one a step, at `positions` counted from position `start`; int64 [n], n > 0, as of
-        a `BatchSampler` with batches of 1.
+    def in_batches(self, epoch: int, positions: Int64, batch_size: int, start: int, world_size: int) -> BatchSamples:
+        """See `SampleOrder`, with batches of one position, n > 0 of them.
 
         If there is no batch left for some ranks in the last step, all ranks share those that there are. So nothing comes twice,
         unless they have fewer samples than there are ranks.
         """
-        num_batches, last = self.order.num_samples(epoch), int(positions[-1])
+        num_batches, last, wrapped = self.num_positions(epoch), int(positions[-1]), None
         rank = (last - start) % world_size
         if last - rank + world_size <= num_batches:
             pieces = self.order.pieces(epoch, positions)
-            return BatchSamples(pieces.samples, pieces.bounds, None)
-        shared = self.order.pieces(epoch, np.arange(last - rank, num_batches))
-        rows, is_repeated = _share_of(shared.bounds, rank, world_size)
-        samples, bounds = shared.samples[rows], np.array([0, len(rows)])
-        if len(positions) > 1:
-            pieces = self.order.pieces(epoch, positions[:-1])
-            samples = np.concatenate((pieces.samples, samples))
-            bounds = np.append(pieces.bounds, len(samples))
-        wrapped = np.zeros(len(samples), np.bool_)
-        wrapped[bounds[-2] :] = is_repeated
-        return BatchSamples(samples, bounds, wrapped)
+            samples, bounds = pieces.samples.copy(), pieces.bounds  # the plan keeps its own
+        else:
+            shared = self.order.pieces(epoch, np.arange(last - rank, num_batches))
+            rows, is_repeated = _share_of(shared.bounds, rank, world_size)
+            samples, bounds = shared.samples[rows], np.array([0, len(rows)])
+            if len(positions) > 1:
+                pieces = self.order.pieces(epoch, positions[:-1])
+                samples = np.concatenate((pieces.samples, samples))
+                bounds = np.append(pieces.bounds, len(samples))
+            wrapped = np.zeros(len(samples), np.bool_)
+            wrapped[bounds[-2] :] = is_repeated
+        return BatchSamples(samples, np.repeat(positions, np.diff(bounds)), bounds, wrapped)
+
+    def reads(self, epoch: int, positions: Int64, start: int, world_size: int) -> Iterator[Reads]:
+        for first in range(0, len(positions), _READ_AT_ONCE):
+            some = positions[first : first + _READ_AT_ONCE]
+            samples = self.in_batches(epoch, some, 1, start, world_size).indices
+            yield Reads(samples, np.arange(len(samples)), len(samples))
 
 
 def _share_of(bounds: Int64, rank: int, world_size: int) -> tuple[Int64, bool]:

@@ -16,8 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -26,7 +25,8 @@ from loaderkit.errors import ConfigError
 from loaderkit.sampling.interleaving import Int64
 from loaderkit.sampling.mix_rules import MixedSource, MixRules, Segment, Stop, WeightChange
 from loaderkit.sampling.mixture import SourceOrders, explained
-from loaderkit.sampling.schedule import UNKNOWN, SamplePermutation
+from loaderkit.sampling.order import SampleOrder, digest_of
+from loaderkit.sampling.schedule import UNKNOWN
 
 _BLOCK = 1 << 16
 _MOST_LAG = 1 << 60  # the sum of the weights times the longest sample
@@ -163,12 +163,14 @@ class _Course:
         return indices
 
 
-class TokenMixture:
+class TokenMixture(SampleOrder):
     """The samples of all positions. From any thread; in memory 24 bytes a source for every 65,536 positions that were walked,
-    of the last epochs, and some blocks. About 5 M positions a second.
-
-    Implements `SamplePermutation`, with the indices of `SourceOrders`, and `EpochSizes`.
+    of the last epochs, and some blocks. About 5 M positions a second. Indices are those of `SourceOrders`.
     """
+
+    epochs_differ = True
+    share_of = "tokens"
+    knows_lengths = True
 
     def __init__(
         self,
@@ -176,11 +178,11 @@ class TokenMixture:
         changes: Sequence[WeightChange],
         stop: Stop,
         *,
-        orders: Sequence[SamplePermutation],
+        orders: Sequence[SampleOrder],
         lengths: Int64,
     ) -> None:
         """`changes` begin with one at 0, in ascending order. `orders` are those of the sources. `lengths` are those of all
-        samples, source by source. Raises ConfigError if a source has a weight and no tokens, and as `num_samples` does."""
+        samples, source by source. Raises ConfigError if a source has a weight and no tokens, and as `num_positions` does."""
         self.rules = MixRules(sources, changes, stop)
         self.sources = self.rules.sources
         self._orders = SourceOrders(sources, orders)
@@ -209,12 +211,14 @@ class TokenMixture:
         self.__dict__.update(state)
         self._lock = threading.RLock()
 
-    def num_samples(self, epoch: int) -> int:
-        """The number of samples of an epoch; `UNKNOWN` if it has no end. Raises ConfigError as `MixRules.sources_from` does."""
+    def for_thread(self) -> Self:
+        return self
+
+    def num_positions(self, epoch: int) -> int:
+        """See `SampleOrder`. Raises ConfigError as `MixRules.sources_from` does."""
         return UNKNOWN if self.rules.stop == "never" else self._end_of(epoch).position
 
     def indices(self, epoch: int, positions: Int64) -> Int64:
-        """The sample at each position: int64, same shape."""
         flat = positions.reshape(-1)
         indices = np.empty_like(flat)
         numbers = flat // _BLOCK
@@ -225,7 +229,6 @@ class TokenMixture:
         return indices.reshape(positions.shape)
 
     def spans(self, name: str, epoch: int) -> list[tuple[int, int]]:
-        """The parts [begin, end) of an epoch in which a source has samples."""
         number = [source.name for source in self.sources].index(name)
         if self.rules.stop == "never":
             ends = [*(change.at for change in self.rules.changes[1:]), UNKNOWN]
@@ -235,7 +238,6 @@ class TokenMixture:
         return [(one.begin, one.end) for one in self._course(epoch).segments if number in one.sources]
 
     def places(self, epoch: int, position: int) -> list[int]:
-        """The place of every source in its own sequence, from epoch 0 on, before a position of an epoch."""
         number, inside = divmod(position, _BLOCK)
         with self._lock:
             course = self._course(epoch)
@@ -248,7 +250,6 @@ class TokenMixture:
             return [int(place) for place in course.stands[number].places + counts]
 
     def course(self, epoch: int, position: int) -> list[Segment]:
-        """The segments of an epoch that begin before a position."""
         with self._lock:
             course = self._course(epoch)
             while course.end is None and course.stands[-1].position < position:
@@ -271,13 +272,8 @@ class TokenMixture:
             segments = [*course.segments, here.segment]
             return explained(self.sources, segments, here.places.tolist(), here.tokens.tolist())
 
-    def fingerprint(self) -> str:
-        """See `MixRules.fingerprint`."""
-        return self.rules.fingerprint("tokens")
-
-    def digest(self) -> str:
-        """16 hexadecimal digits of the lengths."""
-        return blake2b(np.ascontiguousarray(self._lengths).data, digest_size=8).hexdigest()
+    def digests(self) -> dict[str, str]:
+        return {"mix": self.rules.fingerprint("tokens"), "lengths": digest_of(self._lengths)}
 
     # ---------------------------------------------------------------------------------------- what a walk asks for
 
@@ -290,9 +286,8 @@ class TokenMixture:
         indices = self._orders.indices(source, places)
         return indices, self.lengths_of(indices)
 
-    def lengths_of(self, indices: Int64) -> Int64:
-        """The tokens of some samples: int64 [n]."""
-        lengths: Int64 = self._lengths[indices % len(self._lengths)]
+    def lengths_of(self, samples: Int64) -> Int64:
+        lengths: Int64 = self._lengths[samples % len(self._lengths)]
         return lengths
 
     # ------------------------------------------------------------------------------------------------------ the plan

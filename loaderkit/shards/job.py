@@ -13,7 +13,7 @@ import json
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -224,7 +224,7 @@ def _made(
 ) -> tuple[ShardRecord, bytearray, bytes]:
     first, end = int(job.bounds[number]), int(job.bounds[number + 1])
     positions = np.arange(first, end, dtype=np.int64)
-    indices = job.plan.order().indices(0, positions)
+    indices = job.plan.order.for_thread().indices(0, positions)
     keys = job.tar_keys(indices) if job.format == "tar" else []
     shard, records = TarShard(Extensions(job.layout.fields)), bytearray()
     num_samples = num_dropped = done = 0
@@ -284,32 +284,18 @@ def _described(error: StageError, position: int, index: int) -> dict[str, Any]:
 
 
 def _threads_for(plan: ExecutionPlan) -> int:
-    """As many as requests are made ahead in training, where reads wait for a store."""
+    """As many as requests are made ahead in training, where reads wait for a store; 0: none but the caller's."""
     args, connector = plan.config.source, plan.connector
     if connector is None or not traits_of(connector).is_remote or not isinstance(args, StoreArgs):
-        return 1
+        return 0
     return args.read_ahead.requests
 
 
 def _chunks(maker: SampleMaker, positions: Int64, indices: Int64, num_threads: int) -> Iterator[MadeChunk]:
     """The samples in chunks, in their order; several threads work ahead."""
-    size = CHUNK if num_threads == 1 else _REMOTE_CHUNK
-    begins = range(0, len(positions), size)
-    if num_threads == 1:
-        for begin in begins:
-            yield maker.make(positions[begin : begin + size], indices[begin : begin + size])
-        return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="loaderkit-shards") as pool:
-        ahead: deque[Future[MadeChunk]] = deque()
-        try:
-            for begin in begins:
-                ahead.append(pool.submit(maker.make, positions[begin : begin + size], indices[begin : begin + size]))
-                if len(ahead) > 2 * num_threads:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)  # an error is not to wait for all the others
+    size = _REMOTE_CHUNK if num_threads else CHUNK
+    pieces = (slice(begin, begin + size) for begin in range(0, len(positions), size))
+    return maker.make(((positions[piece], indices[piece]) for piece in pieces), num_threads)
 
 
 def read_json(connector: Connector, key: str) -> dict[str, Any] | None:

@@ -157,7 +157,7 @@ def _real(url: str) -> str:
 def _tried(plan: ExecutionPlan, maker: SampleMaker, form: Format) -> tuple[SampleLayout, float, dict[str, set[str]]]:
     """What most samples look like, the bytes that one takes on average, and what each field's members hold, by some of them.
     Raises StageError, SourceError if all are bad."""
-    num = len(plan.source)
+    num, order = len(plan.source), plan.order.for_thread()
     positions = np.unique(np.linspace(0, num - 1, min(num, NUM_TRIED)).astype(np.int64))
     first_error: StageError | None = None
     sizes: list[int] = []
@@ -165,8 +165,8 @@ def _tried(plan: ExecutionPlan, maker: SampleMaker, form: Format) -> tuple[Sampl
     examples: dict[frozenset[Any], tuple[dict[str, Any], str]] = {}
     contents: dict[str, set[str]] = {}
     for position in positions:
-        index = plan.order().indices(0, positions[positions == position])
-        made = maker.make(np.array([position], np.int64), index)
+        index = order.indices(0, positions[positions == position])
+        (made,) = maker.make([(np.array([position], np.int64), index)])
         if made.failures:
             first_error = first_error or made.failures[0].error
         if (sample := made.samples[0]) is None:
@@ -212,7 +212,7 @@ def _layout_of(sample: dict[str, Any], key: str, form: Format) -> SampleLayout:
 def _sizes(plan: ExecutionPlan, mean_bytes: float, contents: dict[str, set[str]], *, is_copy: bool) -> Int64:
     """The bytes of every sample, in the order in which they are written: int64 [samples]. Of samples that are copied `contents`
     gets what each field holds."""
-    num, order = len(plan.source), plan.order()
+    num, order = len(plan.source), plan.order.for_thread()
     if not is_copy:
         ends = (np.arange(num + 1) * mean_bytes).astype(np.int64)
         return np.diff(ends)

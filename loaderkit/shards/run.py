@@ -17,8 +17,8 @@ from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.units import say_count
 from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.errors import ConnectorError, ObjectNotFoundError, SourceError, StageError, TooManyBadSamplesError
-from loaderkit.pipeline.bad_samples import BadSamples
 from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.delivery.bad_samples import BadSamples
 from loaderkit.samples.chunk import BatchWork, SampleFailure
 from loaderkit.shards import state
 from loaderkit.shards.job import ShardJob, ShardRecord, check_own, read_json

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,8 @@ from numpy.typing import NDArray
 from loaderkit.errors import USER_ERRORS, StageError
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.pipeline.execution_plan import ExecutionPlan
-from loaderkit.samples.chunk import BatchWork, SampleChunk, SampleFailure
+from loaderkit.pipeline.run_samples import StageRuns, chunk_of, run_samples
+from loaderkit.samples.chunk import SampleChunk, SampleFailure
 from loaderkit.samples.values import Image
 from loaderkit.shards.encoding import EncodedField, Original, array_of, encoded_field, original_of
 from loaderkit.stages.read import values_reader
@@ -50,36 +53,41 @@ class SampleMaker:
         self._quality, self._decodes_later, self._as_array = quality, decodes_later, as_array
         context = plan.compiled.context
         self._reader = values_reader(context.stages[0], context)
-        self._stages = [stage for stage in plan.compiled.stages if stage.kind not in ("read", "batch")]
+        stages = [stage for stage in plan.compiled.stages if stage.kind not in ("read", "batch")]
+        runs = [
+            (stage.name, partial(self._decode, stage.run) if STAGES[stage.kind].decodes else stage.run)
+            for stage in stages
+        ]
+        self._run = StageRuns([(context.stages[0].name, self._begin), *runs, (_STAGE, self._write)])
         self._failed: FailureNamer = replace(context.failed(context.stages[0]), stage=_STAGE)
-        self._memory = threading.local()
+        self._of_thread = (
+            threading.local()
+        )  # `scratch`, and by row of its chunk `originals`: what pictures were decoded from
 
-    def make(self, positions: Int64, indices: Int64) -> MadeChunk:
-        """The samples `indices`, which are to be written to these `positions`. Raises StageError if the store fails, or a
-        sample is bad and `on_bad_sample` says raise."""
-        work_item = BatchWork(epoch=0, step=0, positions=positions, indices=indices)
-        chunk = SampleChunk(work_item, 0, len(indices), indices)
-        chunk.scratch = self._memory.__dict__.setdefault("scratch", {})
-        originals = self._run(chunk)
-        made = [
-            None if sample is None else self._written(chunk, row, sample, originals[row])
-            for row, sample in enumerate(chunk.samples)
-        ]
-        raise_store_failure(chunk)
-        if chunk.failures and self._plan.config.errors.on_bad_sample == "raise":
-            raise chunk.failures[min(chunk.failures)]
-        failures = [
-            SampleFailure(row, int(indices[row]), int(positions[row]), error)
-            for row, error in sorted(chunk.failures.items())
-        ]
-        return MadeChunk(made, failures, len(chunk.dropped))
+    def make(self, chunks: Iterable[tuple[Int64, Int64]], num_threads: int = 0) -> Iterator[MadeChunk]:
+        """Samples, by chunks of their (positions, indices), which are to be written to these positions; see `run_samples`.
+        Raises StageError if the store fails, or a sample is bad and `on_bad_sample` says raise."""
+        config = self._plan.config
+        made = run_samples(
+            self._run,
+            (chunk_of(indices, positions) for positions, indices in chunks),
+            num_threads=num_threads,
+            prefetch=config.prefetch,
+            key=self._plan.source.key,
+        )
+        for chunk in made:
+            raise_store_failure(chunk)
+            if chunk.failures and config.errors.on_bad_sample == "raise":
+                raise chunk.failures[min(chunk.failures)]
+            failures = [
+                SampleFailure(row, chunk.index_of(row), chunk.position_of(row), error)
+                for row, error in sorted(chunk.failures.items())
+            ]
+            yield MadeChunk(chunk.samples, failures, len(chunk.dropped))
 
     def fail(self, position: int, index: int, reason: str) -> StageError:
         """The error of a sample that was made, and does not fit the others."""
-        chunk = SampleChunk(
-            BatchWork(epoch=0, step=0, positions=np.array([position]), indices=np.array([index])),
-            0, 1, np.array([index], np.int64),
-        )  # fmt: skip
+        chunk = chunk_of(np.array([index], np.int64), np.array([position], np.int64))
         self._failed(chunk, 0, ValueError(reason))
         return chunk.failures[0]
 
@@ -90,19 +98,25 @@ class SampleMaker:
             if stage.close is not None:
                 stage.close()
 
-    def _run(self, chunk: SampleChunk) -> list[dict[str, Original]]:
-        """Run the stages; of each sample what its pictures were decoded from."""
-        originals: list[dict[str, Original]] = [{} for _ in range(len(chunk))]
+    def _begin(self, chunk: SampleChunk) -> None:
+        chunk.scratch = self._of_thread.__dict__.setdefault("scratch", {})
+        self._of_thread.originals = [{} for _ in range(len(chunk))]
         self._reader.read(chunk)
-        for stage in self._stages:
-            decodes = STAGES[stage.kind].decodes
-            before = [dict(sample or {}) for sample in chunk.samples] if decodes else []
-            stage.run(chunk)
-            for row, values in enumerate(before):
-                for field, value in (chunk.samples[row] or {}).items():
-                    if type(value) is Image and (found := original_of(values.get(field), value)) is not None:
-                        originals[row][field] = found
-        return originals
+
+    def _decode(self, run: Callable[[SampleChunk], object], chunk: SampleChunk) -> None:
+        """Run a stage that decodes, and keep what it decoded pictures from."""
+        before = [dict(sample or {}) for sample in chunk.samples]
+        run(chunk)
+        for row, values in enumerate(before):
+            for field, value in (chunk.samples[row] or {}).items():
+                if type(value) is Image and (found := original_of(values.get(field), value)) is not None:
+                    self._of_thread.originals[row][field] = found
+
+    def _write(self, chunk: SampleChunk) -> None:
+        """Put in the place of samples what is written of them."""
+        for row, sample in enumerate(chunk.samples):
+            if sample is not None:
+                chunk.samples[row] = self._written(chunk, row, sample, self._of_thread.originals[row])
 
     def _written(
         self, chunk: SampleChunk, row: int, sample: dict[str, Any], originals: dict[str, Original]

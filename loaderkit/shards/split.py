@@ -43,9 +43,9 @@ def split_stages(config: PipelineConfig, *, keeps_encoded: bool) -> Split:
 
 
 def _check_source(config: PipelineConfig) -> None:
-    if config.mixture is not None:
+    if config.members:
         raise ConfigError(
-            f"{config.name}: it mixes {len(config.mixture.members)} sources, and shards are written of one: pack each by a "
+            f"{config.name}: it mixes {len(config.members)} sources, and shards are written of one: pack each by a "
             "pipeline of its own, and mix the shards"
         )
     if not config.kind.has_samples:

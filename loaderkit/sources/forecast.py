@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -20,14 +19,12 @@ from numpy.typing import NDArray
 from loaderkit.connectors.base import Ranges
 from loaderkit.connectors.ranges import RangeRequest, RangeSlice, coalesce
 from loaderkit.errors import SourceError
-from loaderkit.sampling.packing import PackedOrder
-from loaderkit.sampling.schedule import BatchSampler, BlockOrder, SamplePermutation
+from loaderkit.sampling.order import Reads, SampleOrder
+from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.shard import WHOLE, Shard
-from loaderkit.sampling.token_batches import TokenBatches
 from loaderkit.sources.base import RowGroups, Source
 
 _MOST_SAMPLES = 4096  # planned at a time
-_NUM_BATCHES = 64  # of unequal size, planned at a time
 _NUM_COALESCED = 256  # consecutive samples whose ranges are coalesced
 _MOST_BYTES = 8 << 20
 _MOST_COUNTED = 2_000_000  # samples, in about a second
@@ -85,7 +82,7 @@ class RowGroupReads:
         return True
 
 
-def decoded_share(groups: RowGroups, num_samples: int, order: SamplePermutation, rank: int, world_size: int) -> float:
+def decoded_share(groups: RowGroups, num_samples: int, order: SampleOrder, rank: int, world_size: int) -> float:
     """How often a rank decodes the bytes of its samples in an epoch: 1 where every row group is decoded once, by one rank.
 
     Counted over the first epoch, of a long one over its first samples.
@@ -105,32 +102,22 @@ class Forecast:
     def __init__(
         self,
         source: Source,
-        order: SamplePermutation,
+        order: SampleOrder,
         schedule: BatchSampler,
         *,
         num_epochs: int | None,
-        bounds: NDArray[np.int64] | None = None,
         shard: Shard = WHOLE,
         chosen: Chosen | None = None,
-        packing: PackedOrder | None = None,
-        batching: TokenBatches | None = None,
     ) -> None:
-        """`bounds` are the first sample of every block and, last, the number of samples, for a `BlockOrder`. `shard` is that
-        of this loading process. `packing`: positions are those of sequences, of
-        which each needs its samples. `batching`: they are those of batches."""
+        """`shard` is that of this loading process."""
         self._source = source
-        self._order = order
+        self._order = order.for_thread()
         self._schedule = schedule
         self._num_epochs = num_epochs
-        self._packing = packing
-        self._batching = batching
         self.shard = shard  # may be set before `slices` is called
-        self._bounds = bounds
+        self._bounds = order.block_bounds
         self._chosen = chosen
-        self._window = 0
-        if isinstance(order, BlockOrder) and bounds is not None:
-            longest = int(np.diff(bounds).max(initial=0))
-            self._window = longest * order.window * order.num_lanes // schedule.world_size
+        self._window = order.block_spread // schedule.world_size
 
     @property
     def window(self) -> int:
@@ -148,26 +135,19 @@ class Forecast:
             schedule = self._schedule.of_epoch(epoch)
             if schedule.num_batches() == 0:
                 return
-            spans = () if self._chosen is None or self._packing is not None else self._chosen.spans(epoch)
+            spans = () if self._chosen is None else self._chosen.spans(epoch)
             num_reads = self._row_groups.num_reads if self._row_groups is not None else 0
             for group in self._positions(schedule, position):
                 if self._row_groups is not None and self._row_groups.is_complete:
                     return
                 positions = self._mine(group, num_batches)
                 num_batches += -(-len(group) // schedule.batch_size)
-                if self._batching is not None:
-                    for first in range(0, len(positions), _NUM_BATCHES):
-                        some = positions[first : first + _NUM_BATCHES]
-                        taken = self._batching.take(epoch, some, position, schedule.world_size)
-                        yield from self._of_samples(epoch, some, taken.samples, num_samples)
-                        num_samples += len(taken.samples)
+                if self._has_samples_in(spans, group, schedule.num_samples):
+                    for reads in self._order.reads(epoch, positions, position, schedule.world_size):
+                        yield from self._of_reads(epoch, reads, num_samples)
+                        num_samples += reads.num_slots
                     continue
-                if self._packing is not None:
-                    yield from self._of_sequences(epoch, positions % schedule.num_samples, num_samples)
-                elif self._has_samples_in(spans, group, schedule.num_samples):
-                    indices = self._order.indices(epoch, positions % schedule.num_samples)
-                    yield from self._of_samples(epoch, positions, indices, num_samples)
-                elif not schedule.knows_length and all(end <= group[0] for _, end in spans):
+                if not schedule.knows_length and all(end <= group[0] for _, end in spans):
                     return  # it has no more
                 num_samples += len(positions)
             if self._row_groups is not None and self._row_groups.num_reads == num_reads:
@@ -200,10 +180,11 @@ class Forecast:
         mine: NDArray[np.int64] = positions[batches % self.shard.of == self.shard.number]
         return mine
 
-    def _of_samples(
-        self, epoch: int, positions: NDArray[np.int64], indices: NDArray[np.int64], number: int
-    ) -> list[RangeSlice]:
-        slices: list[RangeSlice] = []
+    def _of_reads(self, epoch: int, reads: Reads, number: int) -> list[RangeSlice]:
+        """The slices of what is read for slots from `number` on, in the rank's order."""
+        if reads.pieces is not None:
+            return self._of_pieces(reads, *reads.pieces, number)
+        indices, slices = reads.samples, list[RangeSlice]()
         rest = np.arange(len(indices), dtype=np.int64)
         if self._chosen is not None:
             rest = rest[self._chosen.is_own(indices)]
@@ -217,21 +198,19 @@ class Forecast:
             slices += self._slices(indices[some], some + number)
         return sorted(slices, key=lambda range_slice: range_slice.first)
 
-    def _of_sequences(self, epoch: int, sequences: NDArray[np.int64], number: int) -> Iterator[RangeSlice]:
-        """The slices of what sequences hold: pieces of samples that can be read in pieces, all that is read of others."""
-        assert self._packing is not None
-        for first in range(0, len(sequences), _NUM_COALESCED):
-            pieces = self._packing.pieces(epoch, sequences[first : first + _NUM_COALESCED])
-            owners = np.repeat(np.arange(len(pieces.bounds) - 1), np.diff(pieces.bounds)) + (number + first)
-            ranges = None
-            if self._chosen is None:
-                ranges = self._source.piece_ranges(pieces.samples, pieces.firsts, pieces.lengths)
-            if ranges is not None:
-                slices = coalesce(list(map(RangeRequest, *ranges, owners.tolist())), most_bytes=_MOST_BYTES)
-            else:
-                is_own = slice(None) if self._chosen is None else self._chosen.is_own(pieces.samples)
-                slices = self._slices(pieces.samples[is_own], owners[is_own])
-            yield from sorted(slices, key=lambda range_slice: range_slice.first)
+    def _of_pieces(
+        self, reads: Reads, firsts: NDArray[np.int64], lengths: NDArray[np.int64], number: int
+    ) -> list[RangeSlice]:
+        """The slices of pieces of samples that can be read in pieces, and of all that is read of others."""
+        owners, ranges = reads.slots + number, None
+        if self._chosen is None:
+            ranges = self._source.piece_ranges(reads.samples, firsts, lengths)
+        if ranges is not None:
+            slices = coalesce(list(map(RangeRequest, *ranges, owners.tolist())), most_bytes=_MOST_BYTES)
+        else:
+            is_own = slice(None) if self._chosen is None else self._chosen.is_own(reads.samples)
+            slices = self._slices(reads.samples[is_own], owners[is_own])
+        return sorted(slices, key=lambda range_slice: range_slice.first)
 
     def _slices(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> list[RangeSlice]:
         """The slices of samples with these indices and `numbers` in the rank's order. Of row groups they are those that are not
@@ -251,15 +230,11 @@ class Forecast:
     def _owned_blocks(self, epoch: int) -> NDArray[np.bool_]:
         """bool [blocks]: the blocks of which this rank reads at least half of the samples, which makes them worth a request."""
         if self._emitted is None or self._owned is None:
-            assert isinstance(self._order, BlockOrder)
             assert self._bounds is not None
-            schedule = self._schedule
             self._emitted = np.zeros(len(self._bounds) - 1, np.bool_)
-            # Position p is in lane p mod lanes and on rank p mod W, so the two agree modulo their gcd.
-            common = gcd(schedule.world_size, self._order.num_lanes)
             # Each of several processes needs some samples of every block: fetched singly, none is fetched twice.
-            is_worth_it = self.shard.of == 1 and 2 * common >= schedule.world_size
-            self._owned = (self._order.lanes_of_blocks(epoch) % common == schedule.rank % common) & is_worth_it
+            rank, world_size = self._schedule.rank, self._schedule.world_size
+            self._owned = self._order.blocks_of_rank(epoch, rank, world_size) & (self.shard.of == 1)
         return self._owned
 
     def _of_blocks(self, blocks: NDArray[np.int64], positions: NDArray[np.int64], number: int) -> list[RangeSlice]:

@@ -376,19 +376,20 @@ def _check_masks(chunk: SampleChunk, failed: FailureNamer) -> None:
 def _gather(failed: FailureNamer, context: CompileContext, field: str) -> Callable[[SampleChunk], None]:
     """A chunk stage that writes samples into their slots, and raises, skips or replaces bad ones."""
 
-    batching, others = context.batching, context.source.others
+    order, others = context.order, context.source.others
+    is_planned = order.unit == "batches"
     # Otherwise masks may have been left as they are, say to be compared with in full.
     keeps_together = not any(
         getattr(stage.args, "fields", None) or context.kind_of(stage).runs_user_code
         for stage in context.before_batch
         if not context.kind_of(stage).decodes
     )
-    if batching is not None:
-        others = partial(no_longer, batching.order, others)
+    if is_planned:
+        others = partial(no_longer, order, others)
 
     def write(chunk: SampleChunk) -> None:
-        if batching is not None:
-            check_lengths(chunk, field, batching.order, failed)
+        if is_planned:
+            check_lengths(chunk, field, order, failed)
         if keeps_together:
             _check_masks(chunk, failed)
         write_samples(chunk, chunk.work_item.specs, failed)

@@ -14,8 +14,7 @@ from loaderkit.connectors.base import Connector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, LoaderkitError, StageError
 from loaderkit.samples.chunk import BatchContext, SampleChunk
-from loaderkit.sampling.packing import PackedOrder
-from loaderkit.sampling.token_batches import TokenBatches
+from loaderkit.sampling.order import SampleOrder
 from loaderkit.sources.base import Source
 from loaderkit.stages.base import AddError, Scope, StageArgs, StageConfig
 from loaderkit.stages.image.boxes import Annotations, following
@@ -94,6 +93,7 @@ class CompileContext:
 
     source: Source
     connector: Connector | None
+    order: SampleOrder
     seed: int
     on_bad_sample: Literal["raise", "skip", "replace"]
     stages: tuple[StageConfig, ...]
@@ -101,9 +101,7 @@ class CompileContext:
     stream: Stream | None  # None: batches stay on the CPU
     early_stream: Stream | None  # the same, for stages before `transfer` that have tensors on a GPU
     in_slots: StageConfig | None  # the stage after `batch` that writes slots chunk by chunk
-    packing: PackedOrder | None = None  # the sequences that `pack` makes
     output: tuple[str, ...] | None = None  # the fields that the loop gets; None: all
-    batching: TokenBatches | None = None  # the batches, where `tokens` make their size
     sample_runs: list[Callable[[SampleChunk], Any]] = field(default_factory=list)  # the stages before `batch`, compiled
     mixed: str | None = None  # the name of the source, if it is one of several: stages get its rows of chunks
     is_seeded: bool = False  # a stage, also one of another source, seeds the global generators

@@ -48,7 +48,7 @@ def _read_context(stage: StageConfig, context: CompileContext) -> ReadContext:
         is_last=is_alone and len(context.before_batch) == 1,
         may_reuse=context.may_reuse,
         in_place=_in_place(context) if is_alone else None,
-        packed_length=context.packing.length if packs and is_alone and context.packing is not None else None,
+        packed_length=context.order.length if packs and is_alone else None,
     )
 
 

@@ -131,8 +131,8 @@ def test_packed_in_any_epoch(
     lengths = np.random.default_rng(mixed.seed).exponential(sizes, mixed.num_documents).astype(np.int64) + 1
 
     def packed() -> PackedOrder:
-        order, num = mixed.made()
-        return PackedOrder(order, num, lengths, length=length, window=window, seed=mixed.seed, is_even=True)
+        order, _ = mixed.made()
+        return PackedOrder(order, lengths, length=length, window=window, seed=mixed.seed, is_even=True)
 
     whole = packed()
     num = whole.num_samples(epoch)

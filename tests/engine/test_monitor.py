@@ -28,7 +28,7 @@ from loaderkit._internal.system.cgroups import cgroup_folders
 from loaderkit.engine.metrics.host import HostStats, host_stats
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.monitor import Monitor, Series
-from loaderkit.pipeline.executor_lifecycle import abandon
+from loaderkit.pipeline.executors.executor_lifecycle import abandon
 
 
 def monitors() -> list[threading.Thread]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from loaderkit import Pipeline
 from loaderkit.pipeline.config.builder import to_config
-from loaderkit.pipeline.engine_factory import make_executor
 from loaderkit.pipeline.execution_plan import compile_pipeline
+from loaderkit.pipeline.executors.engine_factory import make_executor
 
 EXECUTORS: dict[str, dict[str, Any]] = {
     "inline": {"prefetch.executor": "inline"},

@@ -26,7 +26,7 @@ MESSAGE_BYTES = 2**18
 COMMAND_BYTES = 2**14  # of an argument of the template's, in whose place a program's command is seen from outside
 _PRELOAD = (
     "loaderkit.engine.process.batch_sender",
-    "loaderkit.pipeline.process_setup",
+    "loaderkit.pipeline.executors.process_setup",
     "loaderkit.checkpoint.manager.manager",
 )
 _OUT_OF_THE_WAY = 500  # beyond the numbers of descriptors that are asked for

@@ -15,7 +15,7 @@ from loaderkit.engine.remote.contracts import MakeProcess, WorkerSpec
 from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.engine.work import Stage
 from loaderkit.pipeline.execution_plan import compile_pipeline
-from loaderkit.pipeline.process_setup import worker_engine
+from loaderkit.pipeline.executors.process_setup import worker_engine
 from loaderkit.samples.chunk import BatchContext
 from loaderkit.sampling.shard import Shard
 
@@ -36,7 +36,7 @@ def engine_with(
     plan = compile_pipeline(made.config, rank=0, world_size=1)
     spec = WorkerSpec(
         worker_engine(plan),
-        preload="loaderkit.pipeline.thread_engine",
+        preload="loaderkit.pipeline.executors.thread_engine",
         rows=replace(plan, shard=Shard(of=num_processes)).compiled.rows(),
         pools=[["read", "batch"]],
         num_batches=4,

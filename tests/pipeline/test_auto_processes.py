@@ -22,7 +22,7 @@ from loaderkit.engine.remote.contracts import WorkerSpec
 from loaderkit.engine.remote.sizes import SharedSizes
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.builder import to_config
-from loaderkit.pipeline.live_settings import LiveSettings
+from loaderkit.pipeline.executors.live_settings import LiveSettings
 
 pytestmark = pytest.mark.matrix(1)
 
@@ -186,7 +186,7 @@ class TestWhatTheyShare:
 def test_a_loop_that_waits_for_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets another process while it runs, and an error does not take it back."""
     monkeypatch.setattr(
-        "loaderkit.pipeline.engine_factory.num_cpus", lambda: 64
+        "loaderkit.pipeline.executors.engine_factory.num_cpus", lambda: 64
     )  # others may need those that there are
     pipeline = Pipeline.dataset(list(range(100_000))).shuffle("none").read().call(compute).batch(4)
     with loaderkit.build(pipeline, overrides={**AUTO, "prefetch.max_processes": 2}) as loader:
@@ -212,7 +212,7 @@ def test_a_loop_that_waits_for_python(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_processes_that_cannot_start_leave_the_loop_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("loaderkit.pipeline.engine_factory.num_cpus", lambda: 64)
+    monkeypatch.setattr("loaderkit.pipeline.executors.engine_factory.num_cpus", lambda: 64)
     pipeline = Pipeline.dataset(list(range(100_000))).shuffle("none").read().call(compute).batch(4)
     with loaderkit.build(pipeline, overrides={**AUTO, "prefetch.max_processes": 2}) as loader:
         stream = iter(loader)

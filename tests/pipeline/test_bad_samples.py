@@ -16,7 +16,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.cli import main
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.bad_samples import Quarantined, indices_of, read_quarantine
+from loaderkit.pipeline.delivery.bad_samples import Quarantined, indices_of, read_quarantine
 
 STAGES = ["read", "decode", {"random_resized_crop": {"size": 16}}, {"batch": {"size": 8}}]
 

@@ -30,7 +30,7 @@ from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.engine.base import Engine
 from loaderkit.errors import ClosedError, ConfigError, LoaderkitError
-from loaderkit.pipeline.bad_samples import BadSamples
+from loaderkit.pipeline.delivery.bad_samples import BadSamples
 
 
 @pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])

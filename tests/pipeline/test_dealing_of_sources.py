@@ -39,7 +39,7 @@ def described(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def cursor_of(plan: ExecutionPlan, shard: Shard) -> BatchCursor:
-    return BatchCursor(plan.order(), plan.schedule, shard=shard, batching=plan.batching)
+    return BatchCursor(plan.order, plan.schedule, shard=shard)
 
 
 @pytest.mark.parametrize("kind", ["mixture", "mixture by tokens", "pack", "batches of tokens"])

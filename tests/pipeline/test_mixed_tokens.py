@@ -201,7 +201,7 @@ class TestResume:
 
         config = loaderkit.Pipeline(described(folder, pack=pack, stop="all")).config
         with closing(compile_pipeline(config, rank=0, world_size=1)) as plan:
-            earliest = plan.positions_before(0, 12)
+            earliest = plan.order.positions_before(0, 12)
         assert earliest == 12 if pack is None else earliest % 40 == 0
         with loaderkit.build(changed(earliest)) as loader:
             loader.load_state_dict(state)

@@ -23,9 +23,9 @@ from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.errors import ClosedError
-from loaderkit.pipeline import process_move
 from loaderkit.pipeline.execution_plan import compile_pipeline
-from loaderkit.pipeline.process_move import ProcessMove
+from loaderkit.pipeline.executors import process_move
+from loaderkit.pipeline.executors.process_move import ProcessMove
 
 FACTOR = 3
 INLINE = {"prefetch.executor": "inline"}

@@ -21,7 +21,7 @@ Int64 = NDArray[np.int64]
 
 def packed(lengths: Int64, length: int, window: int, *, seed: int = 0, is_even: bool = True) -> PackedOrder:
     order = GlobalOrder(len(lengths), seed)
-    return PackedOrder(order, len(lengths), lengths, length=length, window=window, seed=seed, is_even=is_even)
+    return PackedOrder(order, lengths, length=length, window=window, seed=seed, is_even=is_even)
 
 
 def all_pieces(order: PackedOrder, epoch: int) -> Pieces:
@@ -166,7 +166,7 @@ def test_positions_follow_epochs_of_different_sizes() -> None:
 
 def test_in_canonical_order_windows_follow_it() -> None:
     lengths = np.array([3, 5, 2, 6, 1, 1, 9])
-    order = PackedOrder(SequentialOrder(), 7, lengths, length=8, window=3, seed=0, is_even=True)
+    order = PackedOrder(SequentialOrder(7), lengths, length=8, window=3, seed=0, is_even=True)
     pieces = all_pieces(order, 0)
     assert {tuple(sorted(pieces.samples[b:e].tolist())) for b, e in zip(pieces.bounds, pieces.bounds[1:], strict=False)} <= {
         (0, 1), (2,), (0,), (1,), (1, 2), (0, 2), (3, 4, 5), (3, 4), (5,), (4, 5), (3,), (6,),

@@ -11,7 +11,8 @@ from num_examples import num_examples
 from numpy.typing import NDArray
 
 from loaderkit.errors import StateError
-from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
+from loaderkit.sampling.order import SampleOrder
+from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SequentialOrder
 from loaderkit.sampling.state import State
 
 Int64 = NDArray[np.int64]
@@ -247,7 +248,7 @@ def test_resuming_with_other_ranks_and_batches_covers_exactly_the_rest(data: st.
 @settings(max_examples=num_examples(40))
 def test_the_interleaved_sequence_is_that_of_one_rank(sizes: list[int], seed: int, mode: str) -> None:
     num_samples = sum(sizes)
-    order: SamplePermutation = (
+    order: SampleOrder = (
         GlobalOrder(num_samples, seed) if mode == "global" else BlockOrder(bounds_of(sizes), seed, window=2, lanes=4)
     )
     alone = order.indices(0, np.arange(num_samples)).tolist()

@@ -25,9 +25,7 @@ def planned(
     lengths: Int64, fill: Fill, *, tokens: int = TOKENS, window: int = 20, seed: int = 0, is_even: bool = True
 ) -> PackedOrder:
     order = GlobalOrder(len(lengths), seed)
-    return PackedOrder(
-        order, len(lengths), lengths, length=tokens, window=window, seed=seed, is_even=is_even, fill=fill
-    )
+    return PackedOrder(order, lengths, length=tokens, window=window, seed=seed, is_even=is_even, fill=fill)
 
 
 def batches_of(order: PackedOrder, epoch: int) -> list[list[int]]:
@@ -93,7 +91,7 @@ def test_no_batches_are_fewer_and_none_of_as_many_more_even(lengths: list[int], 
 def test_in_order_each_batch_takes_what_fits(fill: Fill, lengths: list[int], window: int) -> None:
     sizes = np.array(lengths)
     order = PackedOrder(
-        SequentialOrder(), len(sizes), sizes, length=TOKENS, window=window, seed=0, is_even=False, keeps_order=True, fill=fill
+        SequentialOrder(len(sizes)), sizes, length=TOKENS, window=window, seed=0, is_even=False, keeps_order=True, fill=fill
     )  # fmt: skip
     wanted: list[list[int]] = []
     for begin in range(0, len(lengths), window):
@@ -120,16 +118,16 @@ def dealt(batches: TokenBatches, epoch: int, start: int, world_size: int) -> lis
     """[step][rank] -> (samples, which are repeated), by as many calls for each rank as it has batches, or one."""
     columns = []
     for rank in range(world_size):
-        sampler = BatchSampler(batches.order.num_samples(epoch), rank, world_size, 1, False)
+        sampler = BatchSampler(batches.num_positions(epoch), rank, world_size, 1, False)
         num = sampler.num_batches(start)
         column = []
         step = 0
         while step < num:
             size = random.Random(rank).choice([1, 3, num])
-            taken = batches.take(epoch, sampler.positions(start, step, size), start, world_size)
-            wrapped = np.zeros(len(taken.samples), bool) if taken.wrapped is None else taken.wrapped
+            taken = batches.in_batches(epoch, sampler.positions(start, step, size), 1, start, world_size)
+            wrapped = np.zeros(len(taken.indices), bool) if taken.wrapped is None else taken.wrapped
             for begin, end in pairwise(taken.bounds.tolist()):
-                column.append((taken.samples[begin:end].tolist(), wrapped[begin:end].tolist()))
+                column.append((taken.indices[begin:end].tolist(), wrapped[begin:end].tolist()))
             step += size
         columns.append(column)
     assert len({len(column) for column in columns}) == 1

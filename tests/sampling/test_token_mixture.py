@@ -19,7 +19,8 @@ from loaderkit.errors import ConfigError
 from loaderkit.sampling import token_mixture
 from loaderkit.sampling.mix_rules import MixedSource, Stop, WeightChange
 from loaderkit.sampling.mixture import Mixture
-from loaderkit.sampling.schedule import UNKNOWN, BatchSampler, GlobalOrder, SamplePermutation, SequentialOrder
+from loaderkit.sampling.order import SampleOrder
+from loaderkit.sampling.schedule import UNKNOWN, BatchSampler, GlobalOrder, SequentialOrder
 from loaderkit.sampling.token_mixture import TokenMixture
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8, 16)
@@ -41,7 +42,7 @@ class Mixed(NamedTuple):
         return [MixedSource(f"s{n}", *one) for n, one in enumerate(zip(self.sizes, self.passes, strict=True))]
 
     @property
-    def orders(self) -> list[SamplePermutation]:
+    def orders(self) -> list[SampleOrder]:
         return [GlobalOrder(size, self.seed + number) for number, size in enumerate(self.sizes)]
 
     def make(self) -> TokenMixture:

@@ -16,10 +16,10 @@ def index_lengths(path: Path, as_json: bool) -> None:
     cache directory. Raises LoaderkitError."""
     import numpy as np
 
-    from loaderkit.pipeline.batches.packing import known_lengths, length_index, measure_lengths, planned_stage
-    from loaderkit.pipeline.config.mixture import mixture_args
+    from loaderkit.pipeline.config.mixture import MixtureArgs, mixture_args
     from loaderkit.pipeline.config.parsing import load_yaml
     from loaderkit.pipeline.execution_plan import compile_pipeline
+    from loaderkit.pipeline.lengths import known_lengths, length_index, measure_lengths, planned_stage
     from loaderkit.stages.batch import BatchArgs
 
     config = load_yaml(path)
@@ -28,9 +28,9 @@ def index_lengths(path: Path, as_json: bool) -> None:
         raise ConfigError(f"{path}: there is neither `pack` nor `tokens` in `batch`, and only they need lengths")
     number = config.stages.index(stage)
     before = replace(config, stages=(*config.stages[:number], replace(config.stage("batch"), args=BatchArgs(size=1))))
-    if config.mixture is not None:  # by tokens it would need the lengths that are looked for
-        mix = config.mixture.mix.model_copy(update={"by": "sample"})
-        before = replace(before, source=mixture_args(config.mixture.members, mix))
+    if isinstance(config.source, MixtureArgs):  # by tokens it would need the lengths that are looked for
+        mix = config.source.mix.model_copy(update={"by": "sample"})
+        before = replace(before, source=mixture_args(config.members, mix))
     plan = compile_pipeline(replace(before, output=None), rank=0, world_size=1)
     with closing(plan):
         index = length_index(config, plan.source)
@@ -41,7 +41,9 @@ def index_lengths(path: Path, as_json: bool) -> None:
                 parts = []
                 num_measured = 0
                 raises = config.errors.on_bad_sample == "raise"
-                for part, num_bad_here in measure_lengths(plan.source, plan.compiled.stages, stage, raises=raises):
+                for part, num_bad_here in measure_lengths(
+                    plan.source, plan.compiled.stages, stage, config.prefetch, raises=raises
+                ):
                     parts.append(part)
                     num_bad += num_bad_here
                     num_measured += len(part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import isinf
 from typing import Any, Literal
 
@@ -13,14 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from loaderkit.errors import ConfigError, StageError
-from loaderkit.pipeline.batches.packing import sequence_keys
-from loaderkit.pipeline.batches.source_counts import DocumentCounter, SourceCounter
+from loaderkit.pipeline.batches.source_counts import CountBySource
 from loaderkit.samples.chunk import BatchWork
 from loaderkit.samples.slots import Slots, TakeBytes, new_tensor
 from loaderkit.samples.values import GpuDecoded
-from loaderkit.sampling.packing import PackedOrder
-from loaderkit.sources.base import Source
-from loaderkit.sources.mixture import MixtureSource
 
 
 @dataclass(frozen=True)
@@ -46,22 +42,15 @@ class BatchAssembler:
 
     def __init__(
         self,
-        source: Source,
+        keys: Callable[[int, NDArray[np.int64]], list[str]],
         shape: BatchShape,
+        count: CountBySource | None = None,
         run: Callable[..., Any] | None = None,
-        *,
-        packing: PackedOrder | None = None,
-        lengths_of: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
     ) -> None:
-        """`run` calls the function that assembles a batch: `TransferStream.run` where fields of it lie on a GPU. `packing`:
-        samples are sequences of these. `lengths_of`: see `SourceCounter`."""
-        self._keys = partial(_keys, source) if packing is None else partial(sequence_keys, packing, source)
-        self._counter: SourceCounter | DocumentCounter | None = None
-        if isinstance(source, MixtureSource):
-            skips = shape.policy == "skip"
-            self._counter = SourceCounter(source, lengths_of, skips=skips)
-            if packing is not None:
-                self._counter = DocumentCounter(source, packing, skips=skips)
+        """`keys` names what is in slots, from (epoch, indices). `count` counts by source, if there are several. `run` calls the
+        function that assembles a batch: `TransferStream.run` where fields of it lie on a GPU."""
+        self._keys = keys
+        self._count = count
         self._shape = shape
         self._run = run
 
@@ -77,7 +66,7 @@ class BatchAssembler:
         slots = self._kept_slots(work_item) if work_item.failures or work_item.dropped else None
         if slots is not None:
             work_item.num_skipped = num_slots - len(slots) - work_item.num_dropped
-        numbers = None if self._counter is None else self._counter.count(work_item, slots)
+        numbers = None if self._count is None else self._count(work_item, slots)
         batch: dict[str, Any] = {}
         if slots is not None and not len(slots):
             if not shape.skips_empty:
@@ -173,10 +162,6 @@ def _stack_rows(rows: list[GpuDecoded]) -> torch.Tensor:
         tensor = rows[group[0]].tensor.to(first.device)
         stacked[group] = tensor[[rows[place].row for place in group]]
     return stacked
-
-
-def _keys(source: Source, epoch: int, indices: NDArray[np.int64]) -> list[str]:
-    return source.keys(indices)
 
 
 def _bounds_of(starts: list[NDArray[np.int32]], length: int, slots: NDArray[np.int64] | None) -> torch.Tensor:

@@ -10,22 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.samples.chunk import BatchWork
-from loaderkit.sampling.schedule import BatchSampler, SamplePermutation
+from loaderkit.sampling.order import BatchSamples, SampleOrder
+from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.shard import WHOLE, Shard
-from loaderkit.sampling.token_batches import TokenBatches
 
 _BLOCK_POSITIONS = 8192  # computed at once: one batch of 64 at a time costs ten times as much a position
 
 
 class _Block(NamedTuple):
-    """The samples of the batches [step, end_step), computed at once. The other arrays: [samples of those batches]."""
+    """The samples of the batches [step, end_step), computed at once."""
 
     step: int
     end_step: int
-    bounds: NDArray[np.int64]  # the first sample of each, and the number of them last
-    positions: NDArray[np.int64]
-    indices: NDArray[np.int64]
-    wrapped: NDArray[np.bool_] | None
+    samples: BatchSamples
 
 
 class BatchCursor:
@@ -33,22 +30,20 @@ class BatchCursor:
 
     def __init__(
         self,
-        order: SamplePermutation,
+        order: SampleOrder,
         schedule: BatchSampler,
         *,
         num_epochs: int | None = None,
         shard: Shard = WHOLE,
         on_seek: Callable[[int, int, Shard], None] | None = None,
-        batching: TokenBatches | None = None,
     ) -> None:
         """`on_seek` is called with (epoch, position, shard) whenever the next batch does not follow the last one, or is dealt
-        otherwise. With `batching` positions are those of batches, which have the samples that it planned."""
-        self._order = order
+        otherwise."""
+        self._order = order.for_thread()
         self._schedule = self._of_all = schedule  # that of the current epoch, and of any
         self._num_epochs = num_epochs
         self._shard = shard
         self._on_seek = on_seek
-        self._batching = batching
         self._block: _Block | None = None
         self._borders: deque[tuple[tuple[int, int], Shard | None]] = deque()  # ahead, with the shard from there on
         self._is_redealt = False  # since the last seek
@@ -136,26 +131,14 @@ class BatchCursor:
         block = self._block
         if block is None or self._step >= block.end_step:
             block = self._block = self._next_block()
-        slots = slice(*block.bounds[self._step - block.step : self._step - block.step + 2].tolist())
+        indices, positions, bounds, wrapped = block.samples
+        slots = slice(*bounds[self._step - block.step : self._step - block.step + 2].tolist())
         # Slices that only this batch uses: bad samples are replaced in `indices`.
-        return block.positions[slots], block.indices[slots], None if block.wrapped is None else block.wrapped[slots]
+        return positions[slots], indices[slots], None if wrapped is None else wrapped[slots]
 
     def _next_block(self) -> _Block:
-        batching, size = self._batching, self._schedule.batch_size
-        num_steps = max(1, _BLOCK_POSITIONS // (size if batching is None else batching.mean_samples))
-        positions = self._schedule.positions(self._start, self._step, num_steps)
-        if batching is not None:
-            taken = batching.take(self._epoch, positions, self._start, self._schedule.world_size)
-            of_batches = np.repeat(positions, np.diff(taken.bounds))
-            indices = taken.samples.copy()  # the plan keeps its own
-            return _Block(self._step, self._step + num_steps, taken.bounds, of_batches, indices, taken.wrapped)
-        num_samples = self._schedule.num_samples
-        wrapped = None
-        if positions[-1] >= num_samples:
-            wrapped = positions >= num_samples
-            positions %= num_samples
-        indices = self._order.indices(self._epoch, positions)
-        if indices is positions:
-            indices = positions.copy()
-        bounds = np.minimum(np.arange(num_steps + 1) * size, len(positions))
-        return _Block(self._step, self._step + num_steps, bounds, positions, indices, wrapped)
+        order, schedule = self._order, self._schedule
+        num_steps = max(1, _BLOCK_POSITIONS // order.slots_of(schedule.batch_size)[0])
+        positions = schedule.positions(self._start, self._step, num_steps)
+        samples = order.in_batches(self._epoch, positions, schedule.batch_size, self._start, schedule.world_size)
+        return _Block(self._step, self._step + num_steps, samples)

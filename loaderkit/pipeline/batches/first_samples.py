@@ -3,15 +3,14 @@ those of every source, which must agree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from threading import get_ident
 
 import numpy as np
-from numpy.typing import NDArray
 
 from loaderkit.errors import ConfigError, SourceError, StageError
 from loaderkit.pipeline.batches.plan import MakeChunk
+from loaderkit.pipeline.run_samples import StageRuns, chunk_of, run_samples
 from loaderkit.samples.chunk import BatchWork, FieldSpec, SampleChunk
 from loaderkit.samples.sample import Sample
 from loaderkit.sampling.permutation import Bijection
@@ -23,34 +22,14 @@ from loaderkit.stages.runner import raise_store_failure
 
 _MOST_AT_ONCE = 32  # sources
 _NUM_FIRST, _NUM_ELSEWHERE = 1000, 9000  # the samples looked at for one that `filter` keeps
-# Besides the first: so many, and of at most so many bytes together; at least the second number where it leaves a type open.
+# Untyped data shows 32 more samples after the first, or as many as 1 MiB holds. At least 8 of them are looked at, however large
+# they are, if the first one leaves a type open (None, or an empty list).
 _NUM_EXAMPLES, _NUM_LEAST, _EXAMPLES_BYTES = 32, 8, 1 << 20
-
-
-class Look:
-    """Runs the stages before `batch`, (name, run) each, and knows where it is; in any number of threads."""
-
-    def __init__(self, runs: Sequence[tuple[str, Callable[[SampleChunk], object]]]) -> None:
-        self._runs = runs
-        self._places: dict[int, tuple[str, SampleChunk]] = {}  # by thread
-
-    def __call__(self, chunk: SampleChunk) -> None:
-        thread = get_ident()
-        try:
-            for name, run in self._runs:
-                self._places[thread] = name, chunk
-                run(chunk)
-        finally:
-            self._places.pop(thread, None)
-
-    def place(self) -> tuple[str, SampleChunk] | None:
-        """The stage that it is in, and the chunk; of several, the one that began first. From any thread."""
-        return next(iter(self._places.copy().values()), None)
 
 
 def specs_of_first(
     source: Source,
-    run: Callable[[SampleChunk], None],
+    run: StageRuns,
     specs_of: Callable[[Examples], Mapping[str, FieldSpec]],
     stream: Pass | None,
     *,
@@ -67,17 +46,13 @@ def specs_of_first(
     """
     errors: list[StageError] = []
     num_dropped = 0
-    for place in _candidates(len(source)) if stream is None else range(_NUM_FIRST + _NUM_ELSEWHERE):
-        index = first + place
-        indices = np.array([index], np.int64)
-        work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices, end=index + 1)
-        work_item.stream = None if stream is None else Preview(stream)
-        chunk = make_chunk(work_item, 0, 1, indices)
-        run(chunk)
+    places = _candidates(len(source)) if stream is None else range(_NUM_FIRST + _NUM_ELSEWHERE)
+    for chunk in run_samples(run, _singles((first + place for place in places), stream, make_chunk)):
         if stream is not None and stream.num_items is not None:
             break
         sample = chunk.samples[0]
         if sample is not None:
+            index = int(chunk.work_item.indices[0])
             others = (
                 _other_examples(source, run, stream, sample, index, first=first) if make_chunk is SampleChunk else []
             )
@@ -102,7 +77,7 @@ def specs_of_first(
 
 def _other_examples(
     source: Source,
-    run: Callable[[SampleChunk], None],
+    run: StageRuns,
     stream: Pass | None,
     sample: Sample,
     index: int,
@@ -116,13 +91,12 @@ def _other_examples(
         return []
     num = min(_NUM_EXAMPLES, _EXAMPLES_BYTES // max(1, num_bytes_of_sample(sample)))
     num = max(num, _NUM_LEAST if is_undecided_one else 1)
-    pairs: Iterator[tuple[int, Sample | None]]
     if stream is None:
-        chunk = _run_all(run, np.array(_around(index - first, len(source), num), np.int64) + first)
-        pairs = zip(chunk.indices.tolist(), chunk.samples, strict=True)
+        others = np.array(_around(index - first, len(source), num), np.int64) + first
+        chunks = run_samples(run, [chunk_of(others)] if len(others) else [])
     else:
         chunks = _next_of_stream(run, stream, range(index + 1, min(index + num, stream.num_peekable)))
-        pairs = ((int(chunk.indices[0]), chunk.samples[0]) for chunk in chunks)
+    pairs = (pair for chunk in chunks for pair in zip(chunk.indices.tolist(), chunk.samples, strict=True))
     return [(source.key(index), other) for index, other in pairs if other is not None]
 
 
@@ -133,28 +107,24 @@ def _around(place: int, num_samples: int, num: int) -> list[int]:
     return [other for other in dict.fromkeys([*near, *spread]) if other != place][:num]
 
 
-def _run_all(
-    run: Callable[[SampleChunk], None], indices: NDArray[np.int64], stream: Preview | None = None
-) -> SampleChunk:
-    num = len(indices)
-    work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices, end=int(indices[-1]) + 1 if num else 0)
-    work_item.stream = stream
-    chunk = SampleChunk(work_item, 0, num, indices)
-    if num:
-        run(chunk)
-    return chunk
-
-
-def _next_of_stream(run: Callable[[SampleChunk], None], stream: Pass, indices: range) -> Iterator[SampleChunk]:
-    """The next items, one by one, up to the end or an error of the stream, which the batch that it is in raises again."""
+def _singles(indices: Iterable[int], stream: Pass | None, make_chunk: MakeChunk = SampleChunk) -> Iterator[SampleChunk]:
+    """The work on one sample after another."""
     for index in indices:
-        try:
-            chunk = _run_all(run, np.array([index], np.int64), Preview(stream))
-        except SourceError:
-            return
-        if stream.num_items is not None:
-            return
-        yield chunk
+        single = np.array([index], np.int64)
+        work_item = BatchWork(epoch=0, step=0, positions=single, indices=single, end=index + 1)
+        work_item.stream = None if stream is None else Preview(stream)
+        yield make_chunk(work_item, 0, 1, single)
+
+
+def _next_of_stream(run: StageRuns, stream: Pass, indices: range) -> Iterator[SampleChunk]:
+    """The next items, one by one, up to the end or an error of the stream, which the batch that it is in raises again."""
+    try:
+        for chunk in run_samples(run, _singles(indices, stream)):
+            if stream.num_items is not None:
+                return
+            yield chunk
+    except SourceError:
+        return
 
 
 def _candidates(num_samples: int) -> Iterator[int]:
@@ -166,7 +136,7 @@ def _candidates(num_samples: int) -> Iterator[int]:
 
 def specs_of_all_parts(
     source: MixtureSource,
-    run: Callable[[SampleChunk], None],
+    run: StageRuns,
     specs_of: Callable[[Examples], Mapping[str, FieldSpec]],
     stream: Pass | None,
     *,

@@ -13,6 +13,9 @@ from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sources.mixture import MixtureSource
 
 Int64 = NDArray[np.int64]
+CountBySource = Callable[[BatchWork, Int64 | None], Int64 | None]
+"""Notes the counts of a batch, whose slots of the second argument the loop gets, None for all; returns the source of each of
+these, if each has one."""
 
 
 class SourceCounter:
@@ -26,7 +29,7 @@ class SourceCounter:
         self._skips = skips
 
     def count(self, work_item: BatchWork, kept: Int64 | None) -> Int64:
-        """Note the counts of a batch, whose slots `kept` the loop gets, None for all; returns the source of each of these."""
+        """See `CountBySource`."""
         numbers = self._source.numbers_of(work_item.indices)
         given = numbers if kept is None else numbers[kept]
         counts = SourceCounts(self._sums(given))
@@ -63,7 +66,7 @@ class DocumentCounter:
         self._skips = skips
 
     def count(self, work_item: BatchWork, kept: Int64 | None) -> None:
-        """As above. A sequence in whose slot another one stands counts as one of its first bad document's source."""
+        """See `CountBySource`. A sequence in whose slot another one stands counts as one of its first bad document's source."""
         pieces = self._packing.pieces(work_item.epoch, work_item.indices)
         numbers, begins = self._source.numbers_of(pieces.samples), pieces.firsts == 0
         failures, num_sources = work_item.failures, len(self._source.parts)

@@ -222,6 +222,11 @@ class PipelineConfig:
         return self.source if isinstance(self.source, MixtureArgs) else None
 
     @property
+    def members(self) -> tuple[MixedSourceConfig, ...]:
+        """The sources of a mixture; none for a single source."""
+        return () if self.mixture is None else self.mixture.members
+
+    @property
     def source_names(self) -> list[str] | None:
         """The names of mixed sources; None for a single source."""
         return None if self.mixture is None else self.mixture.names
@@ -229,8 +234,7 @@ class PipelineConfig:
     @property
     def all_stages(self) -> tuple[StageConfig, ...]:
         """The stages, with those that sources have of their own."""
-        own = [stage for member in self.mixture.members for stage in member.stages] if self.mixture is not None else []
-        return (*own, *self.stages)
+        return (*(stage for member in self.members for stage in member.stages), *self.stages)
 
     def stage(self, kind: str) -> StageConfig:
         """The first stage of a kind."""

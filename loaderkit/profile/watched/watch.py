@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from loaderkit.diagnosis.watched.stats import WatchedStats
-from loaderkit.pipeline.batch_numbers import DataLoaderParts
+from loaderkit.pipeline.delivery.batch_numbers import DataLoaderParts
 from loaderkit.profile.recording import Profile
 from loaderkit.profile.watched.iterator import open_watched
 from loaderkit.profile.watched.recorder import Recorder

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.values import InPlace
-from loaderkit.sampling.packing import PackedOrder
+from loaderkit.sampling.order import SampleOrder
 from loaderkit.stages.values import as_tensor
 
 
 def check_lengths(
-    chunk: SampleChunk, field: str, order: PackedOrder, failed: Callable[[SampleChunk, int, Exception], None]
+    chunk: SampleChunk, field: str, order: SampleOrder, failed: Callable[[SampleChunk, int, Exception], None]
 ) -> None:
     """Mark the samples as failed whose `field` is not as long as was planned: their batch would be larger than it may be."""
     if chunk.columns is not None and field in chunk.columns:
@@ -50,7 +50,7 @@ def _said(field: str, shape: list[int], planned: int) -> str:
 
 
 def no_longer(
-    order: PackedOrder,
+    order: SampleOrder,
     others: Callable[[int, NDArray[np.float64]], NDArray[np.int64]],
     index: int,
     draws: NDArray[np.float64],

@@ -57,8 +57,8 @@ class PackArgs(StageArgs):
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     assert isinstance(stage.args, PackArgs)
-    assert context.packing is not None
-    packer = _Packer(stage.args, context.packing, context.failed(stage), context)
+    assert isinstance(context.order, PackedOrder)
+    packer = _Packer(stage.args, context.order, context.failed(stage), context)
     return stage.ready("sample", packer.run)
 
 
@@ -198,7 +198,7 @@ class _Packer:
     def _replace(self, chunk: PackedChunk, slot: int, error: StageError) -> None:
         """Put another sequence of the epoch into a slot, drawn from (seed, epoch, sequence)."""
         work_item, original = chunk.work_item, chunk.sequences[slot - chunk.lo : slot - chunk.lo + 1]
-        num_sequences = self._packing.num_samples(chunk.epoch)
+        num_sequences = self._packing.num_positions(chunk.epoch)
         draws = uniforms(key_of("replace", self._seed, chunk.epoch), original, _NUM_REPLACEMENTS)[0]
         for sequence in (draws * num_sequences).astype(np.int64):
             wanted = np.array([sequence])

@@ -22,7 +22,8 @@ from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.ranges import RangeRequest, RangeSlice, coalesce
 from loaderkit.diagnosis.stats import Stats
 from loaderkit.errors import ObjectChangedError, TemporaryError
-from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
+from loaderkit.sampling.order import SampleOrder
+from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SequentialOrder
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.files.source import FilesArgs, FilesSource
 from loaderkit.sources.forecast import Forecast
@@ -321,16 +322,14 @@ class TestForecast:
         store = MemoryConnector({f"{n:03}.bin": bytes(1 + n) for n in range(num)})
         source = FilesSource(store, FilesArgs(url="memory://"))
         bounds = source.blocks(50)
-        orders: dict[str, SamplePermutation] = {
+        orders: dict[str, SampleOrder] = {
             "global": GlobalOrder(num, seed),
-            "none": SequentialOrder(),
+            "none": SequentialOrder(num),
             "block": BlockOrder(bounds, seed, window=2, lanes=3),
         }
         for rank in range(world_size):
             schedule = BatchSampler(num, rank, world_size, 3, False)
-            forecast = Forecast(
-                source, orders[order], schedule, num_epochs=2, bounds=bounds if order == "block" else None
-            )
+            forecast = Forecast(source, orders[order], schedule, num_epochs=2)
             pieces = list(forecast.slices(0, min(start, num)))
             assert [piece.first for piece in pieces] == sorted(piece.first for piece in pieces)
             number = 0
@@ -357,7 +356,7 @@ class TestForecast:
         store = MemoryConnector({f"{n:03}.bin": bytes(1 + n) for n in range(num)})
         source = FilesSource(store, FilesArgs(url="memory://"))
         bounds = source.blocks(50)
-        order: SamplePermutation = BlockOrder(bounds, 1, window=2, lanes=3) if is_block else GlobalOrder(num, 1)
+        order: SampleOrder = BlockOrder(bounds, 1, window=2, lanes=3) if is_block else GlobalOrder(num, 1)
         schedule = BatchSampler(num, 0, 1, 3, False)
         wanted: list[list[str]] = [[] for _ in range(num_processes)]
         batch = 0
@@ -372,7 +371,6 @@ class TestForecast:
                 order,
                 schedule,
                 num_epochs=2,
-                bounds=bounds if is_block else None,
                 shard=Shard(process, num_processes),
             )
             pieces = list(forecast.slices(0, min(start, num)))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from loaderkit import Pipeline
 from loaderkit.engine.autotune.chunk_sizer import ChunkSizer, trim
 from loaderkit.pipeline.execution_plan import compile_pipeline
-from loaderkit.pipeline.thread_engine import make_batch_plan
+from loaderkit.pipeline.executors.thread_engine import make_batch_plan
 
 
 def sizes_of(fixed_s: float, each_s: float, *, num_batches: int = 30, batch: int = 64, workers: int = 2) -> list[int]:

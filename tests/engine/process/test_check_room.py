@@ -15,7 +15,7 @@ from loaderkit.engine.process.shared_memory import Allocator, SharedArena, check
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.batches.plan import BatchPlan
 from loaderkit.pipeline.execution_plan import compile_pipeline
-from loaderkit.pipeline.thread_engine import make_batch_plan
+from loaderkit.pipeline.executors.thread_engine import make_batch_plan
 from loaderkit.sampling.shard import Shard
 
 MIB = 2**20

@@ -33,7 +33,7 @@ from loaderkit.engine.remote.remote_process import RemoteProcess
 from loaderkit.errors import ConfigError, StageError, WorkerDiedError
 from loaderkit.pipeline.batches.plan import BatchPlan
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
-from loaderkit.pipeline.thread_engine import make_batch_plan
+from loaderkit.pipeline.executors.thread_engine import make_batch_plan
 from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.shard import WHOLE, Shard
 

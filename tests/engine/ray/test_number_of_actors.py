@@ -18,8 +18,8 @@ from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.ray.cluster import RaySettings, num_that_fit
 from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.pipeline.config.builder import to_config
-from loaderkit.pipeline.engine_factory import make_executor
 from loaderkit.pipeline.execution_plan import compile_pipeline
+from loaderkit.pipeline.executors.engine_factory import make_executor
 
 pytestmark = pytest.mark.usefixtures("ray_nodes")
 

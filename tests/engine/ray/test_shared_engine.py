@@ -24,8 +24,8 @@ from loaderkit.engine.ray.shared_engine import SharedEngine
 from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.errors import ClosedError, StageError, WorkerDiedError
 from loaderkit.pipeline.config.builder import to_config
-from loaderkit.pipeline.engine_factory import make_executor
 from loaderkit.pipeline.execution_plan import compile_pipeline
+from loaderkit.pipeline.executors.engine_factory import make_executor
 
 NUM_BYTES = 20_000_000
 

@@ -26,8 +26,8 @@ from loaderkit.engine.remote.process_table import ProcessTable
 from loaderkit.engine.remote.remote_process import RemoteProcess
 from loaderkit.errors import ClosedError, WorkerDiedError
 from loaderkit.pipeline.config.builder import to_config
-from loaderkit.pipeline.engine_factory import make_executor
 from loaderkit.pipeline.execution_plan import compile_pipeline
+from loaderkit.pipeline.executors.engine_factory import make_executor
 from loaderkit.sampling.dealing import BatchDealing
 from loaderkit.sampling.shard import Shard
 

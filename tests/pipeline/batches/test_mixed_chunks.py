@@ -14,7 +14,7 @@ from mixtures import augmented_mixture
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.pipeline.execution_plan import compile_pipeline
-from loaderkit.pipeline.thread_engine import make_batch_plan
+from loaderkit.pipeline.executors.thread_engine import make_batch_plan
 from loaderkit.samples.chunk import BatchWork
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.stages.parts import MixedChunk

@@ -16,7 +16,7 @@ from PIL import Image as Pillow
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.pipeline.execution_plan import compile_pipeline
-from loaderkit.pipeline.thread_engine import make_batch_plan
+from loaderkit.pipeline.executors.thread_engine import make_batch_plan
 from loaderkit.samples.chunk import BatchWork, FieldSpec, SampleChunk
 from loaderkit.samples.values import GpuDecoded, Image
 

@@ -26,12 +26,12 @@ from loaderkit.engine.metrics.stalls import START
 from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.errors import ConfigError, WorkerDiedError
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.pipeline.engine_factory import describe_tuning
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.executor_rule import in_processes
-from loaderkit.pipeline.live_settings import LiveSettings, make_tuner
-from loaderkit.pipeline.process_setup import is_small, make_remote_engine
-from loaderkit.pipeline.sendable import sent_objects
+from loaderkit.pipeline.executors.engine_factory import describe_tuning
+from loaderkit.pipeline.executors.live_settings import LiveSettings, make_tuner
+from loaderkit.pipeline.executors.process_setup import is_small, make_remote_engine
+from loaderkit.pipeline.executors.sendable import sent_objects
 
 _LOOK_S, _WINDOW_S = 0.25, 0.5
 # The start of a process takes 1 to 3 s of one CPU: by then as much was lost to threads as is paid for the move.

@@ -14,16 +14,16 @@ from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.process.shared_memory import Allocator
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.pipeline.batches.assembler import BatchAssembler, BatchShape
+from loaderkit.pipeline.batches.contents import contents_of
 from loaderkit.pipeline.batches.cursor import BatchCursor
-from loaderkit.pipeline.batches.first_samples import Look, specs_of_all_parts, specs_of_first
+from loaderkit.pipeline.batches.first_samples import specs_of_all_parts, specs_of_first
 from loaderkit.pipeline.batches.memory import BatchMemory
-from loaderkit.pipeline.batches.packing import document_chunk, packed_chunk
 from loaderkit.pipeline.batches.plan import BatchPlan, MakeChunk
 from loaderkit.pipeline.config.extensions import Kinds
 from loaderkit.pipeline.execution_plan import ExecutionPlan
-from loaderkit.samples.chunk import FieldSpec, SampleChunk
+from loaderkit.pipeline.run_samples import StageRuns
+from loaderkit.samples.chunk import FieldSpec
 from loaderkit.sampling.shard import Shard
-from loaderkit.sampling.token_mixture import TokenMixture
 from loaderkit.sources.base import Source
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.sources.objects.iterable import Pass
@@ -76,10 +76,9 @@ def with_kinds(
 def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> BatchPlan:
     """The batches of a plan; `allocator` gives shared memory."""
     config, compiled, shard, schedule = plan.config, plan.compiled, plan.shard, plan.schedule
-    batch, early, batching = config.batch, compiled.context.early_stream, plan.batching
-    most_samples = mean_samples = schedule.batch_size
-    if batching is not None:
-        most_samples, mean_samples = batching.most_samples, batching.mean_samples
+    batch, early, order = config.batch, compiled.context.early_stream, plan.order
+    mean_samples, most_samples = order.slots_of(schedule.batch_size)
+    contents = contents_of(order, plan.source, skips=config.errors.on_bad_sample == "skip")
     shape = BatchShape(
         most_samples,
         batch.pad_value,
@@ -91,20 +90,15 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
     )
     # A mixture's `read` is several stages; those behind the ones that run here act on batches.
     runs = compiled.context.sample_runs
-    look = Look([(stage.name, run) for stage, run in zip(compiled.stages, runs, strict=False)])
-    packing, in_order = plan.packing, plan.source.in_order
-    make_chunk: MakeChunk = SampleChunk
-    make_single: MakeChunk = SampleChunk
-    if packing is not None:
-        make_chunk, make_single = partial(packed_chunk, packing), partial(document_chunk, packing)
+    look = StageRuns([(stage.name, run) for stage, run in zip(compiled.stages, runs, strict=False)])
+    in_order = plan.source.in_order
     return BatchPlan(
         BatchCursor(
-            plan.order(),
+            order,
             schedule,
             num_epochs=config.order.epochs,
             shard=shard,
             on_seek=compiled.on_seek,
-            batching=batching,
         ),
         BatchMemory(
             most_samples,
@@ -114,21 +108,20 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
             pinned_for=plan.pinned_for or compiled.device,
             allocator=allocator,
             mean_samples=mean_samples,
-            num_tokens=None if batching is None else batch.tokens,
+            num_tokens=batch.tokens if order.unit == "batches" else None,
         ),
         BatchAssembler(
-            plan.source,
+            partial(order.keys, keys_of=plan.source.keys),
             shape,
+            contents.count_sources,
             None if early is None else early.run,
-            packing=packing,
-            lengths_of=plan.mixture.lengths_of if isinstance(plan.mixture, TokenMixture) else None,
         ),
         key=plan.source.key,
-        find_specs=_find_specs(plan, make_single, look),
+        find_specs=_find_specs(plan, contents.make_single, look),
         preparing=look.place,
-        make_chunk=make_chunk,
-        make_single=make_single,
-        sources_of=plan.source.numbers_of if isinstance(plan.source, MixtureSource) and packing is None else None,
+        make_chunk=contents.make_chunk,
+        make_single=contents.make_single,
+        sources_of=contents.sources_of,
         batch_size=mean_samples,
         whole_chunks=compiled.lowering is not None,
         begin_pass=None if in_order is None else partial(in_order.begin_pass, schedule=schedule, shard=shard),
@@ -136,7 +129,7 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
 
 
 def _find_specs(
-    plan: ExecutionPlan, make_single: MakeChunk, run: Look
+    plan: ExecutionPlan, make_single: MakeChunk, run: StageRuns
 ) -> Callable[[Pass | None], Mapping[str, FieldSpec]]:
     """How the fields of a batch are found."""
     specs_of = plan.compiled.specs_of

@@ -38,10 +38,8 @@ def sent_objects(config: PipelineConfig, most: int) -> Packed | None:
 
 def _objects(config: PipelineConfig) -> dict[str, Any]:
     """What the user gave as objects, or by name, by the place in the config."""
-    if config.mixture is None:
-        named = {"source": (config.kind, config.source)}
-    else:
-        named = {f"sources.{one.name}": (SOURCES[one.kind], one.args) for one in config.mixture.members}
+    named = {f"sources.{one.name}": (SOURCES[one.kind], one.args) for one in config.members}
+    named = named or {"source": (config.kind, config.source)}
     found = {
         f"{name}.{key}": value for name, (kind, args) in named.items() for key, value in kind.objects(args).items()
     }

@@ -19,13 +19,12 @@ from loaderkit.engine.restarts import Restarts
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.errors import ConfigError, MissingExtraError
 from loaderkit.pipeline.batches.cursor import BatchCursor
-from loaderkit.pipeline.batches.packing import sequence_keys
 from loaderkit.pipeline.config.extensions import kinds_for_workers
 from loaderkit.pipeline.config.model import PrefetchArgs, RayArgs
 from loaderkit.pipeline.execution_plan import ExecutionPlan
-from loaderkit.pipeline.live_settings import is_tuned
-from loaderkit.pipeline.sendable import check_sendable, named_in_main
-from loaderkit.pipeline.thread_engine import make_worker_engine, with_kinds, with_main
+from loaderkit.pipeline.executors.live_settings import is_tuned
+from loaderkit.pipeline.executors.sendable import check_sendable, named_in_main
+from loaderkit.pipeline.executors.thread_engine import make_worker_engine, with_kinds, with_main
 from loaderkit.sampling.shard import Shard
 from loaderkit.stages.image.formats import pillow_limits
 
@@ -96,14 +95,12 @@ def restarts_of(plan: ExecutionPlan) -> Restarts:
 
 def _keys_at(plan: ExecutionPlan, epoch: int, position: int) -> list[str]:
     """The `__key__` of the batch that begins at `position`, as far as bad samples have not changed it."""
-    cursor = BatchCursor(plan.order(), plan.schedule)
+    cursor = BatchCursor(plan.order, plan.schedule)
     cursor.seek(epoch, position)
     work_item = cursor.next()
     if work_item is None:
         return []
-    if plan.packing is not None:
-        return sequence_keys(plan.packing, plan.source, work_item.epoch, work_item.indices)
-    return plan.source.keys(work_item.indices)
+    return plan.order.keys(work_item.epoch, work_item.indices, plan.source.keys)
 
 
 def worker_engine(ahead: ExecutionPlan) -> Callable[[Callable[[int], Bytes], Shard], ThreadEngine]:

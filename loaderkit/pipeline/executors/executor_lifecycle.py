@@ -18,13 +18,13 @@ from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.monitor import Monitor, Series
 from loaderkit.errors import ClosedError
-from loaderkit.pipeline.engine_factory import describe_tuning, make_executor
 from loaderkit.pipeline.execution_plan import ExecutionPlan
-from loaderkit.pipeline.live_settings import LiveSettings, make_tuner
+from loaderkit.pipeline.executors.engine_factory import describe_tuning, make_executor
+from loaderkit.pipeline.executors.live_settings import LiveSettings, make_tuner
 
 if TYPE_CHECKING:
     from loaderkit.metrics.endpoint import Export
-    from loaderkit.pipeline.process_move import ProcessMove, SentObjects
+    from loaderkit.pipeline.executors.process_move import ProcessMove, SentObjects
 
 logger = logging.getLogger("loaderkit")
 
@@ -87,7 +87,7 @@ class ExecutorLifecycle:
         if not self.plan.may_move or self._clock is not time.perf_counter:  # which other processes read, too
             return None
         # Late: most loaders have no user code, and it takes a twentieth of the time to the first batch.
-        from loaderkit.pipeline.process_move import ProcessMove
+        from loaderkit.pipeline.executors.process_move import ProcessMove
 
         return ProcessMove(self.plan)
 

@@ -22,8 +22,9 @@ from loaderkit.engine.contracts import Delivery
 from loaderkit.errors import ConfigError, ConnectorError, StageError, TooManyBadSamplesError, printable
 from loaderkit.pipeline.config.model import ErrorsArgs
 from loaderkit.pipeline.execution_plan import ExecutionPlan
-from loaderkit.pipeline.thread_engine import make_batch_plan
-from loaderkit.samples.chunk import BatchWork
+from loaderkit.pipeline.executors.thread_engine import make_batch_plan
+from loaderkit.pipeline.run_samples import StageRuns, chunk_of, run_samples
+from loaderkit.samples.chunk import SampleChunk
 from loaderkit.sources.base import Source
 
 _BLOCK = 65_536  # keys looked through at a time
@@ -173,20 +174,20 @@ def retry_quarantined(
     execution = replace(execution, config=replace(execution.config, errors=errors))
     plan = make_batch_plan(execution)
     plan.prepare()
-    stages = [stage for stage in execution.compiled.stages if stage.scope == "sample"]
-    try:
+
+    def chunks() -> Iterator[SampleChunk]:
         for line, index in indices.items():
             single = np.array([index], np.int64)
-            work_item = BatchWork(
-                epoch=line.epoch, step=0, positions=np.array([line.position], np.int64), indices=single
-            )
+            work_item = chunk_of(single, np.array([line.position], np.int64), line.epoch).work_item
             work_item.specs = plan.specs
             work_item.fields = plan.memory.take()
             work_item.values = {name: [None] for name, spec in plan.specs.items() if spec.kind != "slab"}
-            chunk = plan.make_single(work_item, 0, 1, single)
-            for stage in stages:
-                stage.run(chunk)
-            yield line, next((failure.error for failure in work_item.failures), None)
+            yield plan.make_single(work_item, 0, 1, single)
+
+    run = StageRuns([(stage.name, stage.run) for stage in execution.compiled.stages if stage.scope == "sample"])
+    try:
+        for line, chunk in zip(indices, run_samples(run, chunks()), strict=True):
+            yield line, next((failure.error for failure in chunk.work_item.failures), None)
     finally:
         for stage in execution.compiled.stages:
             if stage.close is not None:

@@ -15,7 +15,7 @@ from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.pipeline.config.model import RayArgs
 from loaderkit.pipeline.execution_plan import ExecutionPlan
-from loaderkit.pipeline.thread_engine import make_batch_plan, make_thread_engine
+from loaderkit.pipeline.executors.thread_engine import make_batch_plan, make_thread_engine
 
 logger = logging.getLogger("loaderkit")
 
@@ -29,7 +29,7 @@ def make_executor(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Exec
         in_order.check_readers(plan.schedule.world_size, num_processes)
     if plan.is_remote:
         # Late: it takes a tenth of the time to the first batch.
-        from loaderkit.pipeline.process_setup import make_remote_engine
+        from loaderkit.pipeline.executors.process_setup import make_remote_engine
 
         return make_remote_engine(plan)
     if plan.executor == "inline":
@@ -87,7 +87,7 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tu
             prefetch.processes,
         )
     if plan.is_remote:
-        from loaderkit.pipeline.process_setup import check_processes, pools_of_processes  # late, as above
+        from loaderkit.pipeline.executors.process_setup import check_processes, pools_of_processes  # late, as above
 
         check_processes(plan, clock)
         pools = pools_of_processes(plan)

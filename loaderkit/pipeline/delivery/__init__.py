@@ -1,0 +1,1 @@
+"""What the loop gets: the iterator and its batches by number; and what is noted of batches as they are delivered."""

@@ -1,0 +1,99 @@
+"""What tells one pipeline from another: in a saved state, and in the name of the kept lengths of its samples."""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from typing import Any, Literal
+
+from loaderkit.pipeline.config.mixture import MixedSourceConfig, MixtureArgs
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.sampling.order import SampleOrder
+from loaderkit.sources.base import Source, shortened
+from loaderkit.sources.mixture import MixtureSource
+from loaderkit.stages.base import StageConfig
+from loaderkit.stages.batch import BatchArgs
+
+_OF_SPEED = frozenset({"workers", "timeout", "thread_safe", "device", "regions", "on_gpu_error"})
+"""Arguments with which samples are made faster, or elsewhere, and not otherwise."""
+_OF_BAD_SAMPLES = frozenset({"max_pixels", "formats", "on_empty_batch"})
+"""Arguments that say what is refused, and change nothing of what is delivered."""
+
+
+def arguments_of(stage: StageConfig, *, of: Literal["bytes", "lengths"]) -> dict[str, Any]:
+    """The arguments of a stage that decide what it makes of a sample.
+
+    The `bytes` of a delivered sample do not depend on what is refused; arguments at their defaults are left out, so that a
+    release may add one, and `name`, which stands beside them. The `lengths` of all samples have 0 for what is refused, and are
+    measured again for any argument that is new.
+    """
+    if of == "lengths":
+        return {name: value for name, value in stage.args if name not in _OF_SPEED}
+    left_out = _OF_SPEED | _OF_BAD_SAMPLES | {"name"}
+    defaults = type(stage.args).model_fields
+    return {name: value for name, value in stage.args if name not in left_out and value != defaults[name].default}
+
+
+def text_of(values: Any) -> str:
+    """JSON text of arguments. Functions and classes are in it by their names, other objects by that of their class."""
+    return json.dumps(values, sort_keys=True, default=_name_of)
+
+
+def _name_of(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or type(value).__qualname__
+
+
+def fingerprint_of(config: PipelineConfig, source: Source, order: SampleOrder) -> dict[str, str]:
+    """The values that must be equal for a saved state to mean the same samples; not the URL or settings of speed."""
+    digests, shuffle, block = order.digests(), config.order.shuffle, config.order.block
+    values = _of_sources(config, source)
+    if "mix" in digests:
+        values["mix"] = digests.pop("mix")
+    values["order"] = (
+        f"block of {block.block} bytes, window {block.window}, lanes {block.lanes}" if shuffle == "block" else shuffle
+    )
+    values["stages"] = " > ".join(stage.name for stage in config.stages if stage.kind != "transfer")
+    values |= digests
+    if order.unit == "batches":
+        values["batches"] = _of_batches(config.batch)
+    if source.classes is not None:
+        values["classes"] = shortened(source.classes)
+    if named := config.source.model_dump(mode="python", include={"fields", "label"}, exclude_none=True):
+        values["fields"] = json.dumps(named, sort_keys=True, default=list)
+    for stage in config.stages:
+        if stage.kind not in ("read", "batch", "transfer"):
+            values[f"stages.{stage.name}"] = _of_stage(stage)
+    return values
+
+
+def _of_sources(config: PipelineConfig, source: Source) -> dict[str, str]:
+    if not isinstance(config.source, MixtureArgs):
+        size = "" if config.kind.is_stream else f" of {len(source)} samples"
+        return {"data": f"{config.source_kind}{size}, digest {source.fingerprint()}"}
+    assert isinstance(source, MixtureSource)
+    pairs = zip(config.source.members, source.parts, strict=True)
+    return {"sources": " ".join(_of_member(config.source, member, part) for member, part in pairs)}
+
+
+def _of_member(args: MixtureArgs, member: MixedSourceConfig, part: Source) -> str:
+    """Short: a state with 20 sources is to stay below 1 KiB."""
+    named = member.args.model_dump(mode="python", include={"fields", "label"}, exclude_none=True)
+    values = (
+        member.kind,
+        part.fingerprint(),
+        part.classes,
+        sorted(named.items()),
+        args.num_passes(member),
+        *map(_of_stage, member.stages),
+    )
+    digest = blake2b(repr(values).encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
+    return f"{member.name}:{len(part)}:{digest}"
+
+
+def _of_batches(args: BatchArgs) -> str:
+    form = args.ragged.get(args.field, "pad")
+    return f"{args.tokens} tokens of {args.field!r}, {form}, window {args.window}, cost {args.cost}"
+
+
+def _of_stage(stage: StageConfig) -> str:
+    return f"{stage.kind} {text_of(arguments_of(stage, of='bytes'))}"

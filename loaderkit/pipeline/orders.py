@@ -1,0 +1,140 @@
+"""From a config and its listed source to the order of an epoch: shuffled samples, mixed, and packed or cut by tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaderkit import native
+from loaderkit.errors import ConfigError
+from loaderkit.pipeline.config.mixture import MixtureArgs
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.lengths import lengths_in, planned_lengths, planned_stage
+from loaderkit.sampling.mix_rules import MixedSource
+from loaderkit.sampling.mixture import MixedOrder, Mixture
+from loaderkit.sampling.order import SampleOrder
+from loaderkit.sampling.packing import PackedOrder
+from loaderkit.sampling.random import key_of
+from loaderkit.sampling.schedule import BlockOrder, GlobalOrder, SequentialOrder
+from loaderkit.sampling.token_batches import TokenBatches, fill_by_length, fill_in_order, fill_in_order_by_sum
+from loaderkit.sampling.token_mixture import TokenMixture
+from loaderkit.sources.base import Source
+from loaderkit.sources.mixture import MixtureSource
+from loaderkit.stages.base import StageConfig
+from loaderkit.stages.batch import BatchArgs
+from loaderkit.stages.sequence.pack import PackArgs
+
+_WINDOW_IN_ORDER = 32768  # samples: batches end with it, so that no plan needs all samples before
+Int64 = NDArray[np.int64]
+
+
+def order_of(config: PipelineConfig, source: Source) -> SampleOrder:
+    """The order of a config's epochs. Raises ConfigError if it goes by lengths that are not known, or do not fit."""
+    stage = planned_stage(config)
+    if stage is None:
+        return _order_of_samples(config, source, None)
+    if isinstance(config.source, MixtureArgs) and config.source.mix.stop == "never":
+        raise ConfigError(
+            f"stages.{stage.name}: it is planned by epochs, and this mixture has no end: use another `stop` than never, or "
+            "`epochs` for its sources"
+        )
+    lengths = planned_lengths(config, stage, source)
+    order = _order_of_samples(config, source, lengths)
+    if not lengths.any():
+        raise ConfigError(f"stages.{stage.name}: all {len(lengths)} samples are empty")
+    make = _packed if isinstance(stage.args, PackArgs) else _cut_by_tokens
+    return make(config, stage, source, order, lengths)
+
+
+def _order_of_samples(config: PipelineConfig, source: Source, lengths: Int64 | None) -> SampleOrder:
+    """The order before samples are packed or cut; `lengths` are those that a stage is planned by."""
+    args = config.source
+    if not isinstance(args, MixtureArgs):
+        return _shuffled(config, source, config.order.seed)
+    assert isinstance(source, MixtureSource)
+    orders = [_shuffled(config, part, key_of("source", config.order.seed, part.name)) for part in source.parts]
+    sources = [
+        MixedSource(member.name, len(part), args.num_passes(member))
+        for member, part in zip(args.members, source.parts, strict=True)
+    ]
+    if args.mix.by == "sample":
+        return MixedOrder(Mixture(sources, args.changes, args.mix.stop), orders)
+    lengths = lengths_in(args, source) if lengths is None else lengths
+    return TokenMixture(sources, args.changes, args.mix.stop, orders=orders, lengths=lengths)
+
+
+def _shuffled(config: PipelineConfig, source: Source, seed: int) -> SampleOrder:
+    order = config.order
+    if order.shuffle == "global":
+        return GlobalOrder(len(source), seed)
+    if order.shuffle == "block":
+        bounds = source.blocks(order.block.block)
+        return BlockOrder(bounds, seed, window=order.block.window, lanes=order.block.lanes)
+    return SequentialOrder(len(source))
+
+
+def _packed(
+    config: PipelineConfig, stage: StageConfig, source: Source, order: SampleOrder, lengths: Int64
+) -> SampleOrder:
+    """The sequences that `pack` makes of samples."""
+    args = stage.args
+    assert isinstance(args, PackArgs)
+    too_long = np.flatnonzero(lengths > args.length)
+    if args.split == "never" and len(too_long):
+        first = int(too_long[0])
+        raise ConfigError(
+            f"stages.{stage.name}.split: {len(too_long)} of {len(lengths)} documents are longer than `length: {args.length}`, "
+            f"the first {source.key(first)!r} with {lengths[first]} tokens: set `split: long` to cut them, make `length` "
+            "larger, or leave them out of the source"
+        )
+    return PackedOrder(
+        order,
+        lengths,
+        length=args.length,
+        window=args.window,
+        seed=config.order.seed,
+        is_even=args.cost == "attention",
+    )
+
+
+def _cut_by_tokens(
+    config: PipelineConfig, stage: StageConfig, source: Source, order: SampleOrder, lengths: Int64
+) -> SampleOrder:
+    """The batches that `batch: {tokens: N}` makes of samples."""
+    args = stage.args
+    assert isinstance(args, BatchArgs)
+    assert args.tokens is not None
+    _check_tokens(stage.name, args, source, lengths)
+    window = args.window or _WINDOW_IN_ORDER
+    is_padded = args.ragged.get(args.field) != "list"
+    in_order = fill_in_order if is_padded else fill_in_order_by_sum
+    by_length = fill_by_length if is_padded else native.best_fit
+    planned = PackedOrder(
+        order,
+        lengths,
+        length=args.tokens,
+        window=window,
+        seed=config.order.seed,
+        is_even=args.window > 0 and args.cost == "attention",
+        keeps_order=args.window == 0,
+        fill=by_length if args.window else in_order,
+    )
+    shortest = int(lengths[lengths > 0].min())
+    return TokenBatches(planned, min(window, args.tokens // shortest))
+
+
+def _check_tokens(name: str, args: BatchArgs, source: Source, lengths: Int64) -> None:
+    assert args.tokens is not None
+    too_long = np.flatnonzero(lengths > args.tokens)
+    if len(too_long):
+        first = int(too_long[0])
+        raise ConfigError(
+            f"stages.{name}.tokens: {len(too_long)} of {len(lengths)} samples are longer than a batch of {args.tokens} tokens, "
+            f"the first {source.key(first)!r} with {lengths[first]}: allow at least {lengths.max()}, cut them (`call`), or "
+            "leave them out (`filter`)"
+        )
+    if args.field not in args.ragged and lengths.min() < lengths.max():
+        raise ConfigError(
+            f"stages.{name}.ragged: samples have {lengths.min()} to {lengths.max()} tokens in {args.field!r}: say how a batch "
+            f"holds them, `ragged: {{{args.field}: pad}}` or `list`"
+        )

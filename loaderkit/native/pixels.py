@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loaderkit.native import _kernels
-
+_kernels: Any = importlib.import_module("loaderkit.native._kernels")
 Pixels = NDArray[np.uint8]
 _PACKED = frozenset({(3, 1), (-3, 1)})  # strides of RGB in rows that run forwards or backwards
 

@@ -204,6 +204,7 @@ class TestImport:
             "build",
             "checkpoint",
             "errors",
+            "extend",
             "metrics",
             "restore",
             "watch",

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -325,7 +326,7 @@ def test_the_digest_tells_layouts_apart(one: State, other: State) -> None:
             }
         )
         digests.append(planner.digest())
-        plans.append(repr(planner.create_local_plan()))
+        plans.append(repr(replace(planner.create_local_plan(), samples=())))  # those are of values
     assert (digests[0] == digests[1]) == (plans[0] == plans[1])
 
 

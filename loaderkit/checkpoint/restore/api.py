@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -79,17 +79,14 @@ def restore(
 
     def restored(url: str | os.PathLike[str]) -> Any:
         with ExitStack() as stack:
-            transfer: Callable[[OpenCheckpoint, RestoreTask], Restored] = OpenCheckpoint.restored
-            if several is not None:
-                group = stack.enter_context(multi_rank.rank_group(*several, timeout_s))
-                transfer = partial(multi_rank.transfer, group)
+            group = stack.enter_context(multi_rank.rank_group(*several, timeout_s)) if several is not None else None
             source = stack.enter_context(OpenCheckpoint.open(url, connectors, memory, verify, export=export))
             source.tell_beside()
-            settings: dict[str, Any] = {"concurrency": concurrency, "progress": progress}
-            types = parse_device(device), parse_dtype(dtype)
+            transfer = source.restored if group is None else partial(multi_rank.transfer, group, source)
+            wanted = _Wanted(parse_device(device), parse_dtype(dtype), parse_keys(keys), concurrency, progress)
             if into is None:
-                return _new(source, transfer, *types, parse_keys(keys), nested=nested, **settings)
-            return _filled(source, transfer, into, *types, parse_keys(keys), strict=strict, **settings)
+                return _new(source, transfer, wanted, nested=nested)
+            return _filled(source, transfer, wanted, into, strict=strict)
 
     try:
         return restored(url)
@@ -99,41 +96,37 @@ def restore(
         return restore_next(restored, url, error, connectors or {}, is_alone=several is None)
 
 
-def _new(
-    source: OpenCheckpoint,
-    transfer: Callable[[OpenCheckpoint, RestoreTask], Restored],
-    device: torch.device | None,
-    dtype: torch.dtype | str | None,
-    globs: Sequence[str] | None,
-    *,
-    nested: bool,
-    **settings: Any,
-) -> Any:
+class _Wanted(NamedTuple):
+    """What is to be read, and how."""
+
+    device: torch.device | None
+    dtype: torch.dtype | str | None
+    globs: Sequence[str] | None
+    concurrency: int | Literal["auto"]
+    progress: Callable[[Progress], None] | None
+
+
+_Transfer = Callable[[RestoreTask], Restored]
+
+
+def _new(source: OpenCheckpoint, transfer: _Transfer, wanted: _Wanted, *, nested: bool) -> Any:
     """New tensors and the plain values, by name or nested."""
+    device, dtype, globs, concurrency, progress = wanted
     if dtype == "target":
         raise ConfigError("dtype 'target' needs `into`: without it there are no tensors whose types could be meant")
     tensors, values = choose(source.contents, globs)
     device = device or _CPU
     wait_for_queued([device])
     make_requests = partial(new_tensors, names=tensors, device=device, dtype=dtype)
-    made, plain = transfer(source, RestoreTask(tensors, values, make_requests, [device], **settings))
+    made, plain = transfer(RestoreTask(tensors, values, make_requests, [device], concurrency, progress))
     hand_over(made.values())
     flat: dict[str, Any] = {name: made[name] for name in tensors} | plain
     return nested_state(source, flat, globs) if nested else with_versions(source.contents, flat)
 
 
-def _filled(  # noqa: PLR0917
-    source: OpenCheckpoint,
-    transfer: Callable[[OpenCheckpoint, RestoreTask], Restored],
-    into: Any,
-    device: torch.device | None,
-    dtype: torch.dtype | str | None,
-    globs: Sequence[str] | None,
-    *,
-    strict: bool,
-    **settings: Any,
-) -> Any:
+def _filled(source: OpenCheckpoint, transfer: _Transfer, wanted: _Wanted, into: Any, *, strict: bool) -> Any:
     """`into`, its tensors filled and its plain values replaced."""
+    device, dtype, globs, concurrency, progress = wanted
     leaves = leaves_of_target(into, source.contents)
     structure = source.structure()
     if structure.containers:
@@ -144,9 +137,9 @@ def _filled(  # noqa: PLR0917
     devices = {tensor.device for tensor in targets.values()}
     wait_for_queued(devices)
     make_requests = partial(given_tensors, targets=targets, dtype=dtype, device=device)
-    task = RestoreTask(tensors, values, make_requests, devices, **settings)
+    task = RestoreTask(tensors, values, make_requests, devices, concurrency, progress)
     try:
-        _, plain = transfer(source, task)
+        _, plain = transfer(task)
     except BaseException as error:
         name_touched(error, task.touched)
         raise

@@ -457,6 +457,6 @@ def test_nothing_is_left_of_many_saves(tmp_path: Path) -> None:
             checkpoints.save(step, state_of(step), wait=True)
             num_files.append(len(os.listdir("/proc/self/fd")))
             num_threads.append(threading.active_count())
-    assert max(num_files[5:]) <= min(num_files[5:]) + 2
-    assert max(num_threads[5:]) <= min(num_threads[5:]) + 1
+    assert max(num_files[5:]) <= num_files[5] + 2  # what other tests left may be closed meanwhile
+    assert max(num_threads[5:]) <= num_threads[5] + 1
     assert len(names(tmp_path)) == 2

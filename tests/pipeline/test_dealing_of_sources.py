@@ -12,9 +12,11 @@ from dealt import MOVES, Simulation
 from mixtures import counted, numbers
 from token_files import random_documents, write_megatron
 
+import loaderkit
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.config.builder import to_config
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
+from loaderkit.pipeline.executors.process_setup import keys_at
 from loaderkit.sampling.shard import Shard
 
 
@@ -54,4 +56,17 @@ def test_the_sequence_stays(kind: str, world_size: int, tmp_path: Path, rng: ran
         for _ in range(150):
             simulation.move("step")
         assert simulation.dealing.border is None
+    plan.close()
+
+
+@pytest.mark.parametrize("kind", ["mixture", "mixture by tokens", "pack", "batches of tokens"])
+def test_a_batch_that_kills_its_process_is_named(kind: str, tmp_path: Path, rng: random.Random) -> None:
+    """By the keys that the batch at a position has."""
+    world_size = rng.randint(1, 3)
+    rank = rng.randrange(world_size)
+    plan = compile_pipeline(to_config(described(kind, tmp_path)), rank=rank, world_size=world_size)
+    with loaderkit.build(described(kind, tmp_path), rank=rank, world_size=world_size) as loader:
+        for _ in range(5):
+            begin, batch = loader.state_dict(), next(iter(loader))
+            assert keys_at(plan, begin["epoch"], begin["position"]) == batch["__key__"]
     plan.close()

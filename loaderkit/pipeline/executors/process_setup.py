@@ -90,10 +90,10 @@ def restarts_of(plan: ExecutionPlan) -> Restarts:
     impossible = ""
     if isinstance(plan.source, IterableSource):
         impossible = "prefetch.restarts does not apply: an iterable gives its items once, so no batch can be made again"
-    return Restarts(plan.config.prefetch.restarts, keys_at=partial(_keys_at, plan), impossible=impossible)
+    return Restarts(plan.config.prefetch.restarts, keys_at=partial(keys_at, plan), impossible=impossible)
 
 
-def _keys_at(plan: ExecutionPlan, epoch: int, position: int) -> list[str]:
+def keys_at(plan: ExecutionPlan, epoch: int, position: int) -> list[str]:
     """The `__key__` of the batch that begins at `position`, as far as bad samples have not changed it."""
     cursor = BatchCursor(plan.order, plan.schedule)
     cursor.seek(epoch, position)

@@ -66,7 +66,8 @@ def test_a_batch_that_kills_its_process_is_named(kind: str, tmp_path: Path, rng:
     rank = rng.randrange(world_size)
     plan = compile_pipeline(to_config(described(kind, tmp_path)), rank=rank, world_size=world_size)
     with loaderkit.build(described(kind, tmp_path), rank=rank, world_size=world_size) as loader:
-        for _ in range(5):
-            begin, batch = loader.state_dict(), next(iter(loader))
+        begin = loader.state_dict()
+        for batch in loader:
             assert keys_at(plan, begin["epoch"], begin["position"]) == batch["__key__"]
+            begin = loader.state_dict()
     plan.close()

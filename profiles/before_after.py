@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -208,7 +209,7 @@ def _compared(title: str, unit: str, rates: dict[str, list[float]]) -> dict[str,
 @contextmanager
 def turns_of(tree: Path, program: str, *arguments: str) -> Iterator[Callable[[], float]]:
     """A process with the package of `tree` that runs a program, ready to begin; each call has it work again and returns the
-    figure that it prints."""
+    figure that it prints. Between two of them it is stopped, with all its processes: none reads ahead in another's turn."""
     process = subprocess.Popen(
         [sys.executable, "-c", program, *arguments],
         cwd=tree,
@@ -216,22 +217,27 @@ def turns_of(tree: Path, program: str, *arguments: str) -> Iterator[Callable[[],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     assert process.stdin is not None
     assert process.stdout is not None
     requests, answers = process.stdin, process.stdout
 
     def turn() -> float:
+        os.killpg(process.pid, signal.SIGCONT)
         requests.write("\n")
         requests.flush()
-        return float(answers.readline())
+        try:
+            return float(answers.readline())
+        finally:
+            os.killpg(process.pid, signal.SIGSTOP)
 
     try:
         package = Path(answers.readline().strip())
         assert package.is_relative_to(tree), f"{package} is not of {tree}"
         yield turn
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 

@@ -93,8 +93,13 @@ if __name__ == "__main__":
         return num / passed_s
 
     rate(20)  # the tuner has decided, and processes have taken over
+    begin_s = time.perf_counter()
+    while contestant == "dataset" and loader.stats().tuning.executor != "process":
+        assert time.perf_counter() < begin_s + 100, "it has not moved into processes"
+        rate(1)
     if contestant != "dataloader":
-        print(contestant, loader.stats().tuning.executor, file=sys.stderr, flush=True)
+        tuning = loader.stats().tuning
+        print(contestant, tuning.executor, tuning.processes, tuning.batches, file=sys.stderr, flush=True)
     for _ in sys.stdin:
         rate(1)
         print(rate(seconds), flush=True)

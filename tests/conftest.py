@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _posixsubprocess
 import compileall
 import gc
 import io
@@ -149,6 +150,7 @@ def forked_programs(request: pytest.FixtureRequest, program_template: Template |
     with pytest.MonkeyPatch.context() as patch:
         if program_template is not None and request.node.get_closest_marker("fresh_interpreters") is None:
             patch.setattr(subprocess, "_fork_exec", program_template.fork_exec)
+            patch.setattr(_posixsubprocess, "fork_exec", program_template.fork_exec)  # multiprocessing's "spawn"
         yield
 
 

@@ -22,6 +22,10 @@ ARGUMENTS = {  # a program that is not here fails: give it small work to do
     "restore_fsdp.py": ["--steps", "3"],
     "train_gpt.py": ["--steps", "3", "--speeches", "60"],
 }
+MARKS = {
+    "restore_fsdp.py": [pytest.mark.integration],
+    "train_gpt.py": [pytest.mark.prove],  # tests/elastic/test_gpt.py trains by it, too
+}
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node"]
 LAUNCHED = {name: [*TORCHRUN, "2"] for name in ("restore_fsdp.py", "train_gpt.py")}  # by what, if not by python alone
 
@@ -55,10 +59,7 @@ def run_here(
 
 @pytest.mark.parametrize(
     "program",
-    [  # tests/elastic/test_gpt.py trains by train_gpt.py, too
-        pytest.param(path, id=path.name, marks=[pytest.mark.prove] if path.name == "train_gpt.py" else [])
-        for path in PROGRAMS
-    ],
+    [pytest.param(path, id=path.name, marks=MARKS.get(path.name, [])) for path in PROGRAMS],
 )
 def test_every_example_runs(
     program: Path,

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from hashlib import blake2b
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -56,14 +58,20 @@ _MAIN = ("__main__", "__mp_main__")
 """The names of the module that another process does not run again; the second is its name in a child of multiprocessing."""
 
 
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+
+
 class _Tensors:
     """Pickles tensors by their memory instead of in torch's file format."""
 
     def __init__(self) -> None:
         self._storages: dict[tuple[int, int], _Storage] = {}
+        self.generators: set[str] = set()  # the types of those that were met
 
     def reduce(self, value: Any) -> Any:
         """NotImplemented for what is pickled as it is elsewhere."""
+        if isinstance(value, _GENERATORS):
+            self.generators.add(f"{type(value).__module__}.{type(value).__qualname__}")
         if type(value) is torch.UntypedStorage and value.device.type == "cpu":
             # Of a subclass of Tensor, say. torch's own way fails to read back what it wrote.
             whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
@@ -97,25 +105,25 @@ class _ByName(pickle.Pickler):
     ) -> None:
         super().__init__(file, 5, buffer_callback=callback)
         self._refused = () if is_same_main else _MAIN
-        self._tensors = _Tensors()
+        self.tensors = _Tensors()
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (FunctionType, type)):
             if value.__module__ in self._refused:
                 raise pickle.PicklingError(f"{value.__qualname__} is defined in {value.__module__}")
             return NotImplemented
-        return self._tensors.reduce(value)
+        return self.tensors.reduce(value)
 
 
 class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def __init__(self, file: Any, callback: Callable[[pickle.PickleBuffer], Any]) -> None:
         super().__init__(file, 5, buffer_callback=callback)
-        self._tensors = _Tensors()
+        self.tensors = _Tensors()
         if (main := sys.modules.get("__mp_main__")) is not None:
             cloudpickle.register_pickle_by_value(main)
 
     def reducer_override(self, value: Any) -> Any:
-        reduced = self._tensors.reduce(value)
+        reduced = self.tensors.reduce(value)
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
@@ -154,16 +162,24 @@ def _pack(
     return file.getvalue(), buffers
 
 
-def packed_bytes(value: Any, most: int) -> int | None:
-    """The bytes of the stream and the buffers; None: more than `most`, which takes no memory to find out. Raises the errors of
-    pickle."""
+class Packed(NamedTuple):
+    """What a value comes to when it is packed: its bytes, a digest of them, and the types of the random generators in it."""
+
+    num_bytes: int
+    digest: bytes
+    generators: frozenset[str]
+
+
+def measured(value: Any, most: int) -> Packed | None:
+    """The stream and the buffers that `pack` would make, without making them; None: more than `most` bytes. Raises the errors
+    of pickle."""
     try:
-        return _count(_ByName, value, most)
+        return _measured(_ByName, value, most)
     except _TooManyError:
         return None
     except Exception:
         try:
-            return _count(_ByValue, value, most)
+            return _measured(_ByValue, value, most)
         except _TooManyError:
             return None
 
@@ -172,26 +188,28 @@ class _TooManyError(Exception):
     pass
 
 
-def _count(make: Callable[..., pickle.Pickler], value: Any, most: int) -> int:
-    num_bytes = 0
+def _measured(make: Callable[..., _ByName | _ByValue], value: Any, most: int) -> Packed:
+    num_bytes, digest = 0, blake2b(digest_size=16)
 
-    def add(num: int) -> int:
+    def add(data: memoryview) -> int:
         nonlocal num_bytes
-        num_bytes += num
+        num_bytes += data.nbytes
         if num_bytes > most:
             raise _TooManyError
-        return num
+        digest.update(data)
+        return data.nbytes
 
     class File:
         @staticmethod
         def write(data: Any) -> int:
-            return add(memoryview(data).nbytes)
+            return add(memoryview(data))
 
     def leave_out(buffer: pickle.PickleBuffer) -> None:
-        add(buffer.raw().nbytes)
+        add(buffer.raw())
 
-    make(File, leave_out).dump(value)
-    return num_bytes
+    pickler = make(File, leave_out)
+    pickler.dump(value)
+    return Packed(num_bytes, digest.digest(), frozenset(pickler.tensors.generators))
 
 
 def unpack(stream: bytes | memoryview, buffers: Iterable[Any]) -> Any:

@@ -14,18 +14,21 @@ from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _LOOK_S = 0.1
+_all_locks: WeakSet[FairLock] = WeakSet()
 
 
 class _Place:
-    """In the queue for a lock. Its thread holds `lock` from before it queues until it is through."""
+    """In the queue for a lock. Its thread holds `lock` from before it queues until it is through, and `inside` while it has
+    its turn. The one behind it takes `lock` for a moment; nobody else takes `inside`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.inside = threading.Lock()
         self.thread = threading.get_ident()
         self.before: _Place | None = None  # that has to be through first
 
@@ -40,6 +43,11 @@ class FairLock:
     """
 
     def __init__(self) -> None:
+        self._begin_anew()
+        _all_locks.add(self)
+
+    def _begin_anew(self) -> None:
+        """Nobody has it, and nobody waits."""
         self._queueing = threading.Lock()
         self._last: _Place | None = None
         self._current: _Place | None = None
@@ -47,7 +55,7 @@ class FairLock:
     def is_held(self) -> bool:
         """Whether this thread has it."""
         place = self._current
-        return place is not None and place.thread == threading.get_ident() and place.lock.locked()
+        return place is not None and place.thread == threading.get_ident() and place.inside.locked()
 
     def run(self, function: Callable[[], R], look: Callable[[], None] | None = None) -> R:
         """What the function returns, which runs with the lock held. `look` is called where it must be waited for, and several
@@ -57,7 +65,8 @@ class FairLock:
         place = _Place()
         with place.lock:
             self._wait(place, look)
-            return function()
+            with place.inside:
+                return function()
 
     def _wait(self, place: _Place, look: Callable[[], None] | None) -> None:
         with self._queueing:
@@ -95,7 +104,8 @@ def _begin_anew() -> None:
     """In a fork's child: no thread of its parent's is there to let go of a lock."""
     global _finding  # noqa: PLW0603 - a property of the process
     _finding = threading.Lock()
-    _of_objects.clear()
+    for lock in _all_locks:
+        lock._begin_anew()
 
 
 os.register_at_fork(after_in_child=_begin_anew)

@@ -223,19 +223,68 @@ def test_whose_code_runs() -> None:
     assert owner_of(len) is len
 
 
-def test_a_forks_child_waits_for_no_thread_of_its_parent() -> None:
+def test_a_holder_that_asks_again_waits_like_any_other(rng: random.Random) -> None:
+    """Wherever those behind it are stopped between two lines: they have its lock, or are about to."""
+    lock, is_over, never = FairLock(), False, threading.Event()
+    inside: list[int] = []
+    most = 0
+
+    def act() -> None:
+        nonlocal most
+        inside.append(threading.get_ident())
+        never.wait(0.006)  # longer than they stop for
+        most = max(most, len(inside))
+        inside.pop()
+
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            if frame.f_code.co_filename != user_code.__file__:
+                return None
+            if event == "line" and draw.random() < 0.3:
+                never.wait(0.003)  # the others go on
+            return trace
+
+        sys.settrace(trace)
+        while not is_over:
+            lock.run(act, lambda: None)
+
+    others = [threading.Thread(target=work, args=(rng.randrange(2**32),)) for _ in range(2)]
+    for thread in others:
+        thread.start()
+    for _ in range(50):
+        lock.run(act, lambda: None)
+        never.wait(0.001)  # the next one takes its lock
+    is_over = True
+    for thread in others:
+        thread.join(60)
+    assert most == 1
+
+
+@pytest.mark.parametrize("is_used_before", [False, True])
+def test_a_forks_child_waits_for_no_thread_of_its_parent(is_used_before: bool) -> None:
     meter, has_lock, may_end = Meter(), threading.Event(), threading.Event()
+    of_loader = FairLock()
+    of_parent = UserLock(of_loader, meter)  # of a loader that was built and has not begun
+    if is_used_before:
+        of_parent.run(partial(meter, 1))
 
     def hold() -> None:
         has_lock.set()
         may_end.wait(60)
 
-    thread = threading.Thread(target=UserLock(FairLock(), meter).held(hold))
-    thread.start()
-    has_lock.wait(60)
+    threads = [threading.Thread(target=UserLock(FairLock(), meter).held(hold))]
+    threads += [threading.Thread(target=UserLock(of_loader).held(hold))] if is_used_before else []
+    for thread in threads:
+        has_lock.clear()
+        thread.start()
+        has_lock.wait(60)
     pid = os.fork()
     if pid == 0:
-        UserLock(FairLock(), meter).run(lambda: os._exit(0), lambda: os._exit(1))
+        new = UserLock(FairLock(), meter)
+        new.run(lambda: of_parent.run(lambda: os._exit(0), lambda: os._exit(2)), lambda: os._exit(1))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     may_end.set()
-    thread.join(60)
+    for thread in threads:
+        thread.join(60)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from power_cut import DroppingConnector
 from seaweed import Seaweed
 
@@ -152,7 +153,7 @@ def write_all(writes: Writes, key: str, data: memoryview, order: Callable[[list[
 def test_parts_in_any_order_from_several_threads(kind: str) -> None:
     large = not kind.endswith("memory") or kind == "fsspec-memory"
 
-    @settings(max_examples=5 if large else 40)
+    @settings(max_examples=5 if large else num_examples(40))
     @given(
         num_parts=st.integers(0, 3),
         more=st.sampled_from([0, 1, 511, 4096, 70_001, -1, -4096]),

@@ -13,6 +13,7 @@ import pytest
 from elastic_cases import WORLD_SIZES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from numpy.typing import NDArray
 from scipy.stats import chi2
 
@@ -94,13 +95,13 @@ def check_mixture(mixed: Mixed, epoch: int, start: int, segments: Segments) -> N
 
 
 @given(mixtures(ends=False), st.integers(0, 10**12), SEGMENTS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 def test_a_mixture_far_from_its_begin(mixed: Mixed, start: int, segments: Segments) -> None:
     check_mixture(mixed, 0, start, segments)
 
 
 @given(mixtures(ends=True), st.integers(0, 10**6), st.integers(0, 400), SEGMENTS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 def test_a_mixture_in_any_epoch(mixed: Mixed, epoch: int, start: int, segments: Segments) -> None:
     check_mixture(mixed, epoch, start, segments)
 
@@ -123,7 +124,7 @@ def packed_rows(order: PackedOrder, epoch: int, sequences: Int64) -> list[Any]:
     start=st.integers(0, 100),
     segments=SEGMENTS,
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 def test_packed_in_any_epoch(
     mixed: Mixed, sizes: float, length: int, window: int, epoch: int, start: int, segments: Segments
 ) -> None:

@@ -127,6 +127,7 @@ def _program_of(words: list[str]) -> dict[str, Any] | None:
         return {"kind": "script", "program": words[0], "safe": False, "argv": words}
     if words[0] != sys.executable:
         return None
+    words = [word for number, word in enumerate(words) if (number, word) != (1, "-B")]  # what is compiled is not kept
     is_safe = words[1:2] == ["-P"]
     words = words[2:] if is_safe else words[1:]
     if words[:1] in (["-c"], ["-m"]) and len(words) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -10,6 +11,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from leftovers import children, nothing_left, resources  # noqa: F401 - a fixture for every test here
 from numbers_dataset import Numbers, pids_of
@@ -19,6 +21,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.errors import ClosedError
 from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.pipeline.executors import process_move
@@ -39,6 +42,21 @@ def where(sample: dict[str, Any]) -> dict[str, Any]:
 def only_with_four(sample: dict[str, Any]) -> None:
     if FACTOR != 4:
         raise RuntimeError("not here")
+
+
+class Leveled(Numbers):
+    """What the loop changes between epochs."""
+
+    level = 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), "level": self.level}
+
+
+class Drawing(Numbers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(1)
 
 
 class Locked(Numbers):
@@ -116,6 +134,7 @@ def test_it_moves_in_the_middle_of_an_epoch(at_once: None) -> None:
             Pipeline.dataset([bytes(2**10 + n) for n in range(200)]).read().call(only_with_four).batch(8),
             "its own copy, of more",
         ),
+        (Pipeline.dataset(Drawing()).read().call(scaled).batch(8), "a random generator of its own .*Generator"),
     ],
 )
 def test_what_stays_and_why(
@@ -129,6 +148,37 @@ def test_what_stays_and_why(
         assert len(list(loader)) > 0
     (record,) = [record for record in caplog.records if "stays in this process" in record.getMessage()]
     assert re.search(said, record.getMessage())
+
+
+def test_what_the_loop_changes_between_epochs_is_seen(at_once: None) -> None:
+    data = Leveled(64)
+    with loaderkit.build(Pipeline.dataset(data).shuffle(seed=3).read().batch(8)) as loader:
+        taken_until_decided(loader)
+        assert loader.stats().tuning.executor == "process"
+        for epoch in range(4):
+            list(loader)  # to its end
+            first = set(pids_of(loader))
+            if epoch % 2:
+                data.level = epoch
+            batches = list(loader)
+            assert {n for batch in batches for n in batch["level"].tolist()} == {data.level}
+            assert sorted(n for batch in batches for n in batch["x"].tolist()) == list(range(64))
+            assert (set(pids_of(loader)) == first) == (epoch % 2 == 0)
+
+
+def test_what_changes_each_time_processes_start_stays(
+    at_once: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In loops whose epochs are shorter than that takes."""
+    data, asked = Leveled(16), RemoteEngine.has_begun
+    numbers = itertools.count(1)
+    monkeypatch.setattr(RemoteEngine, "has_begun", lambda engine: next(numbers) % 5 == 0 and asked(engine))
+    with caplog.at_level(logging.WARNING), loaderkit.build(Pipeline.dataset(data).read().batch(8)) as loader:
+        while not has_decided(loader):
+            data.level += 1
+            assert len(list(loader)) == 2
+        assert loader.stats().tuning.executor == "thread"
+    assert "changed between epochs" in caplog.text
 
 
 def test_a_collected_loader_leaves_no_processes_that_start_beside_it(at_once: None) -> None:

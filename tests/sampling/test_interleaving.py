@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from no_kernels import without_kernels
+from num_examples import num_examples
 
 from loaderkit import native
 from loaderkit.native import fallback
@@ -35,7 +36,7 @@ def turns_one_by_one(weights: list[int], num_turns: int) -> list[int]:
 
 
 @given(weights_of_few)
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @example([1])
 @example([1, 1, 1, 1, 1, 20])
 @example([17, 3, 3, 3, 1, 1])
@@ -67,7 +68,7 @@ def deviations(interleaving: Interleaving, weights: list[int], begin: int, num_t
 
 
 @given(st.lists(shares, min_size=1, max_size=50), st.integers(0, FAR))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @example([1.0] * 50, FAR)
 @example([0.7, 0.3], FAR - 1)
 @example([2.0**-n for n in range(12)], FAR)

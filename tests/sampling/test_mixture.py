@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 
 from loaderkit.errors import ConfigError
 from loaderkit.sampling.interleaving import Interleaving, whole_weights
@@ -75,7 +76,7 @@ def mixtures(draw: st.DrawFn) -> tuple[list[MixedSource], list[WeightChange], St
 
 
 @given(mixtures())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 def test_the_course_of_an_epoch(mixed: tuple[list[MixedSource], list[WeightChange], Stop]) -> None:
     sources, changes, stop = mixed
     mixture = Mixture(sources, changes, stop)
@@ -92,7 +93,7 @@ def test_the_course_of_an_epoch(mixed: tuple[list[MixedSource], list[WeightChang
 
 
 @given(mixtures(), st.sampled_from(WORLD_SIZES), st.sampled_from(WORLD_SIZES), st.integers(1, 7), st.integers(0, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 def test_another_world_size_continues_the_same_sequence(
     mixed: tuple[list[MixedSource], list[WeightChange], Stop], before: int, after: int, batch_size: int, num_steps: int
 ) -> None:
@@ -125,7 +126,7 @@ def test_another_world_size_continues_the_same_sequence(
 
 
 @given(mixtures(), st.integers(0, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 def test_passes_over_a_source_are_whole_permutations_over_epochs(
     mixed: tuple[list[MixedSource], list[WeightChange], Stop], seed: int
 ) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from numpy.typing import NDArray
 
 from loaderkit.errors import StateError
@@ -102,7 +103,7 @@ def reference_block_order(sizes: list[int], dealt: list[list[int]], window: int,
 
 
 @given(SIZES, st.integers(1, 5), st.integers(1, 6), SEEDS)
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 def test_unequal_blocks_follow_the_words_of_the_design(sizes: list[int], window: int, lanes: int, seed: int) -> None:
     """With the permutation of blocks known (from blocks of one sample each), everything but the mixing is determined."""
     num_blocks, num_samples = len(sizes), sum(sizes)
@@ -175,7 +176,7 @@ def reference_batches(
 
 
 @given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 20), st.booleans(), st.floats(0, 1), st.integers(0, 3))
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 @example(10, 3, 2, False, 0.5, 0)
 @example(1, 8, 4, False, 0.0, 0)
 def test_schedule_against_dealing_one_by_one(
@@ -221,7 +222,7 @@ def test_ranks_are_disjoint_and_cover(num_samples: int, world_size: int, batch_s
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 def test_resuming_with_other_ranks_and_batches_covers_exactly_the_rest(data: st.DataObject) -> None:
     num_samples = data.draw(st.integers(1, 150))
     delivered: list[int] = []
@@ -244,7 +245,7 @@ def test_resuming_with_other_ranks_and_batches_covers_exactly_the_rest(data: st.
 
 
 @given(SIZES, SEEDS, st.sampled_from(["global", "block"]))
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 def test_the_interleaved_sequence_is_that_of_one_rank(sizes: list[int], seed: int, mode: str) -> None:
     num_samples = sum(sizes)
     order: SampleOrder = (

@@ -317,8 +317,9 @@ class Tuner:
         setting = self._awaited(window)
         if setting is None or window.cpu_share >= CPUS_FULL or not self._may(setting, up=True):
             return None
-        if any(row.alone for row in now.stages if row.name == window.cause):
-            return None  # one at a time is all that the stage allows
+        is_alone = any(row.alone for row in now.stages if row.name == window.cause)
+        if is_alone and window.alone[setting.name] * setting.value >= 1:
+            return None  # one of these is in that stage at any time, and no more may be
         is_waiting = window.computing[setting.name] < _WAITING
         num_rungs = min(4 if is_waiting else 2, self._reach.get(setting.name, 4))
         return self._try(setting, setting.rung(num_rungs), window, now, waits, num_rungs=num_rungs)

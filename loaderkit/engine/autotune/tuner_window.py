@@ -29,6 +29,7 @@ class TunerWindow(NamedTuple):
     is_in_turn: bool  # a stage that one worker at a time runs, in each process, is the limit
     busy: Mapping[str, float]  # by setting (all workers, for the number of batches): those that were busy, on average
     computing: Mapping[str, float]  # by setting: share of that time on a CPU
+    alone: Mapping[str, float]  # by setting: share of that time in stages that one worker at a time runs
     blocked: Mapping[str, float]  # by setting: share of the workers' time without room
 
     @classmethod
@@ -48,12 +49,13 @@ class TunerWindow(NamedTuple):
         if is_in_turn:  # no sizes would make anything quicker
             stalls = {}
         rows = {row.name: row for row in passed.stages}
-        busy, computing, blocked = {}, {}, {}
+        busy, computing, alone, blocked = {}, {}, {}, {}
         for setting in settings:
             mine = [rows[name] for name in setting.stages] or passed.stages
             busy_s = sum(row.busy_s for row in mine)
             busy[setting.name] = busy_s / wall_s
             computing[setting.name] = sum(row.cpu_s for row in mine) / max(busy_s, 1e-9)
+            alone[setting.name] = sum(row.busy_s for row in mine if row.alone) / max(busy_s, 1e-9)
             blocked[setting.name] = sum(row.blocked_s for row in mine) / max(sum(row.slot_s for row in mine), 1e-9)
         cpus = sum(row.cpu_s for row in passed.stages) / wall_s
         cpu_share = cpus / (cpus_each * (passed.tuning.processes or 1) or num_cpus)
@@ -71,5 +73,6 @@ class TunerWindow(NamedTuple):
             is_in_turn=is_in_turn,
             busy=busy,
             computing=computing,
+            alone=alone,
             blocked=blocked,
         )

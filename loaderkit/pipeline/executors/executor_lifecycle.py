@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import logging
 import threading
 import time
 import weakref
@@ -23,7 +24,9 @@ from loaderkit.pipeline.executors.live_settings import LiveSettings, make_tuner
 
 if TYPE_CHECKING:
     from loaderkit.metrics.endpoint import Export
-    from loaderkit.pipeline.executors.process_move import ProcessMove
+    from loaderkit.pipeline.executors.process_move import ProcessMove, SentObjects
+
+logger = logging.getLogger("loaderkit")
 
 
 class ExecutorLifecycle:
@@ -49,6 +52,7 @@ class ExecutorLifecycle:
         self._has_to_end = False  # the executor: `stop` was called, and has not returned if Ctrl-C came then
         self._move: ProcessMove | None = None  # from threads, if that may come
         self._has_decided = False  # whether it may, and where to
+        self._sent: SentObjects | None = None  # to processes that the loop was moved to
         self._recordings: list[Trace] | None = None  # of executors that have ended; None: nothing is recorded
 
     def at(self, epoch: int, position: int) -> Executor:
@@ -58,6 +62,10 @@ class ExecutorLifecycle:
         executor = self.executor  # `close` in another thread may take it away meanwhile
         if executor is not None and self._move is not None:
             executor = self._moved(executor, self._move, (epoch, position))
+        if executor is not None and self._sent is not None and self._sent.have_changed(epoch):
+            logger.info("what the worker processes were sent has changed since the last epoch: others start with it")
+            self.stop(join_s=1.0)
+            executor = None
         if executor is None:
             self.check_open()
             executor = make_executor(self.plan, self._clock)
@@ -110,7 +118,7 @@ class ExecutorLifecycle:
         try:
             self.stop()
             self.check_open()  # `close` in another thread may have come meanwhile
-            self.plan, self.settings = moved.plan, moved.settings
+            self.plan, self.settings, self._sent = moved.plan, moved.settings, moved.objects
             self._begin(moved.engine)
         except BaseException:  # Ctrl-C as well: nothing else would end the processes
             moved.engine.close(1.0)

@@ -3,7 +3,8 @@
     threads, one item of that code at a time ──lost as much time as a start takes──> processes start beside them
                                                                     ──all are awake──> they go on where the loop is
 
-A batch is what its position says, so it does not show in them who has made it. What was read ahead is dropped.
+A batch is what its position says, so it does not show in them who has made it. What was read ahead is dropped. What the loop
+changes in its objects between two epochs is seen, as by the workers of a DataLoader: other processes start then.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.stalls import START
 from loaderkit.engine.remote.executor import RemoteEngine
 from loaderkit.errors import ConfigError, WorkerDiedError
+from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.executor_rule import in_processes
 from loaderkit.pipeline.executors.engine_factory import describe_tuning
 from loaderkit.pipeline.executors.live_settings import LiveSettings, make_tuner
-from loaderkit.pipeline.executors.process_setup import make_remote_engine, packed_size
+from loaderkit.pipeline.executors.process_setup import is_small, make_remote_engine
+from loaderkit.pipeline.executors.sendable import sent_objects
 
 _LOOK_S, _WINDOW_S = 0.25, 0.5
 # The start of a process takes 1 to 3 s of one CPU: by then as much was lost to threads as is paid for the move.
@@ -37,6 +40,7 @@ _WAITED, _ALWAYS, _GAIN = 0.1, 0.7, 1.2  # shares of the time; times as fast, by
 _MOST_AT_FIRST = 4  # processes; the tuner adds to them
 _JOIN_S = 1.0
 _MOST_BYTES = 2**30  # that each process is sent
+_MOST_STARTS = 3  # of processes that take nothing over, as the objects have changed when they are awake
 logger = logging.getLogger("loaderkit")
 
 
@@ -46,6 +50,31 @@ class Moved(NamedTuple):
     plan: ExecutionPlan
     settings: LiveSettings
     engine: RemoteEngine
+    objects: SentObjects
+
+
+class SentObjects:
+    """What the user's objects were when processes got them, for an epoch."""
+
+    def __init__(self, config: PipelineConfig, epoch: int) -> None:
+        """Raises the errors of pickle."""
+        self._config = config
+        self._epoch = epoch
+        self._packed = sent_objects(config, _MOST_BYTES)
+
+    @property
+    def generators(self) -> list[str]:
+        """The types of the random generators in them."""
+        return [] if self._packed is None else sorted(self._packed.generators)
+
+    def have_changed(self, epoch: int) -> bool:
+        """True if they are others now, in another epoch; what they are in it is noted."""
+        if epoch == self._epoch:
+            return False
+        before, self._epoch = self._packed, epoch
+        with suppress(Exception):  # they cannot be sent any more: those that were go on
+            self._packed = sent_objects(self._config, _MOST_BYTES)
+        return self._packed != before
 
 
 class ProcessMove:
@@ -64,6 +93,7 @@ class ProcessMove:
         self._finalizer: weakref.finalize[..., Any] | None = None  # of what has started
         self._began_at = (0, 0)
         self._made_here: Any = None  # the batch there
+        self._num_starts = 0
         self.is_over = False  # nothing will move
 
     def look(self, settings: LiveSettings, read: Callable[[], Stats], position: tuple[int, int]) -> Moved | None:
@@ -146,7 +176,7 @@ class ProcessMove:
         """Raise ConfigError if what each process is sent would take too much memory."""
         free_bytes, _ = free_memory()
         most = min(_MOST_BYTES, (free_bytes or _MOST_BYTES * 4 * num) // (4 * num))
-        if packed_size(plan, most) is None:
+        if not is_small(plan, most):
             raise ConfigError(
                 f"each of {num} processes would have its own copy, of more than {say_bytes(most)}. Set `prefetch: {{executor: "
                 "process}` if there is memory for them, or keep the data in files or arrays, mapped."
@@ -154,6 +184,13 @@ class ProcessMove:
 
     def _begun(self, plan: ExecutionPlan, num: int, position: tuple[int, int]) -> Moved:
         self._check_size(plan, num)
+        objects = SentObjects(self._plan.config, position[0])
+        if objects.generators:
+            raise ConfigError(
+                f"it has a random generator of its own ({', '.join(objects.generators)}), of which each process would have a "
+                "copy that draws the same numbers. Take `rng` as second argument in `call`, or set `prefetch: {executor: "
+                "process}` if they may."
+            )
         tuning = describe_tuning(plan)
         settings = LiveSettings(tuning, make_tuner(plan.config, tuning))
         engine = make_remote_engine(plan)
@@ -166,7 +203,7 @@ class ProcessMove:
         except BaseException:
             engine.close(0.0)
             raise
-        return Moved(plan, settings, engine)
+        return Moved(plan, settings, engine, objects)
 
     def delivered(self, end: tuple[int, int], result: Any) -> None:
         """Keep a copy of the batch at which the processes begin, to compare theirs with; `end` is where it ends."""
@@ -178,6 +215,9 @@ class ProcessMove:
         engine = moved.engine
         try:
             if position == self._began_at or not engine.has_begun():
+                return None
+            if moved.objects.have_changed(position[0]):
+                self._begin_again()
                 return None
             found = self._found_otherwise(engine, position)
         except Exception as error:
@@ -195,6 +235,20 @@ class ProcessMove:
         self.is_over, self.started = True, None
         self._let_go()
         return moved
+
+    def _begin_again(self) -> None:
+        """End processes that do not see what the loop has changed since they started; others may start later."""
+        self._num_starts += 1
+        self.close()
+        self.is_over = self._num_starts >= _MOST_STARTS
+        self._made_here, self._begin, self._lost_s = None, None, 0.0
+        if self.is_over:
+            logger.warning(
+                "user code that is not declared `thread_safe` (%s) stays in this process, one item at a time: its objects are "
+                "changed between epochs, which are over before worker processes have started. Set `prefetch: {executor: "
+                "process}` if these need not see it",
+                ", ".join(self._names),
+            )
 
     def _found_otherwise(self, engine: RemoteEngine, position: tuple[int, int]) -> str:
         """What the processes make otherwise than the threads did, although they make the same twice: what this process has

@@ -151,10 +151,10 @@ def check_depth(prefetch: PrefetchArgs) -> None:
         )
 
 
-def packed_size(plan: ExecutionPlan, most: int) -> int | None:
-    """The bytes of what each process is sent; None: more than `most`. Raises ConfigError if it cannot be pickled."""
+def is_small(plan: ExecutionPlan, most: int) -> bool:
+    """False if what each process is sent has more than `most` bytes. Raises ConfigError if it cannot be pickled."""
     try:
-        return packing.packed_bytes(worker_engine(plan.for_workers), most)
+        return packing.measured(worker_engine(plan.for_workers), most) is not None
     except Exception:
         check_sendable(plan.for_workers.config, plan.connectors)  # names what cannot
         raise

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loaderkit._internal.imports import import_named
-from loaderkit._internal.packing import pack
+from loaderkit._internal.packing import Packed, measured, pack
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
@@ -25,6 +25,11 @@ def check_sendable(config: PipelineConfig, connectors: Sequence[Connector | None
                 f"{config.prefetch.executor}): {error}. Let it open files, locks and connections when it is first used; or "
                 'name a function that makes it, as "package.module:name", which is called there; or use executor: thread'
             ) from error
+
+
+def sent_objects(config: PipelineConfig, most: int) -> Packed | None:
+    """What the user's objects come to now when they are sent; None: more than `most` bytes. Raises the errors of pickle."""
+    return measured([_objects(config), named_in_main(config)], most)
 
 
 def _objects(config: PipelineConfig) -> dict[str, Any]:

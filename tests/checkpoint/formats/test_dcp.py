@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -81,7 +82,7 @@ class TestCover:
             tensor_in(described((9, 9), grid((9, 9), [[3], [5]])[1:]))
 
     @given(st.data())
-    @settings(max_examples=300)
+    @settings(max_examples=num_examples(300))
     def test_is_what_counting_says(self, data: st.DataObject) -> None:
         shape = tuple(data.draw(st.lists(st.integers(1, 3), max_size=3)))
         cuts = [sorted(data.draw(st.sets(st.integers(1, size - 1)))) if size > 1 else [] for size in shape]

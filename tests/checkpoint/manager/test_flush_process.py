@@ -23,6 +23,7 @@ from crashing import Mortal
 from flush_stores import Killing, children, manager_of, state_of
 from hypothesis import given, settings
 from leftovers import nothing_left  # noqa: F401 - a fixture for every test here
+from num_examples import num_examples
 from numbers_dataset import is_running
 from waiting import wait_for
 
@@ -73,7 +74,7 @@ class TestSaved:
             loaderkit.CheckpointManager(tmp_path / "process", keep={"last": 1}, flush="process") as other,
         ):
 
-            @settings(max_examples=40, deadline=None)
+            @settings(max_examples=num_examples(40), deadline=None)
             @given(flat_states())
             def compare(state: dict[str, torch.Tensor]) -> None:
                 step = next(steps)

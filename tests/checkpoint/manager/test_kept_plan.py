@@ -18,6 +18,7 @@ from crashing import Clock, Mortal
 from even_programs import bytes_by_rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -233,7 +234,7 @@ KINDS = st.sampled_from(["plain", "transposed", "strided", "tied"])
 
 
 @given(st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES), KINDS), max_size=12), st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 def test_any_tensors_on_four_ranks(
     tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[list[int], torch.dtype, str]], seed: int
 ) -> None:

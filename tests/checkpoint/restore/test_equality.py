@@ -22,6 +22,7 @@ from checkpoint_states import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import loaderkit
@@ -46,7 +47,7 @@ def assert_same(restored: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @given(flat_states())
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 def test_safetensors_equals_its_own_reader(state: dict[str, torch.Tensor]) -> None:
     state = {name: tensor.contiguous().clone() for name, tensor in state.items() if name != "__metadata__"}
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +63,7 @@ def test_safetensors_equals_its_own_reader(state: dict[str, torch.Tensor]) -> No
 
 
 @given(flat_states())
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 def test_torch_save_equals_torch_load(state: dict[str, torch.Tensor]) -> None:
     connectors = {"memory": MemoryConnector({"x.pt": saved(state)})}
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +81,7 @@ def test_torch_save_equals_torch_load(state: dict[str, torch.Tensor]) -> None:
 
 
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=3), TREES, max_size=4))
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 def test_nested_states_have_the_names_of_torch(tree: dict[str, Any]) -> None:
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -115,7 +116,7 @@ def test_torch_distributed_checkpoint_equals_its_own_reader(state: dict[str, tor
     st.integers(0, 9),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=80)
+@settings(max_examples=num_examples(80))
 def test_targets_of_any_strides_and_types_are_filled(
     dtype: torch.dtype, shape: list[int], seed: int, random: Any
 ) -> None:
@@ -139,7 +140,7 @@ def test_targets_of_any_strides_and_types_are_filled(
 
 
 @given(st.integers(1, 400), st.integers(1, 300), st.integers(0, 3))
-@settings(max_examples=30)
+@settings(max_examples=num_examples(30))
 def test_small_memory_gives_the_same_as_much(rows: int, columns: int, kind: int) -> None:
     whole = random_tensor(torch.int32, (2 * rows, columns), 1)
     tensor = (whole, whole[::2], whole.t(), whole[:, : columns // 2 + 1])[kind]
@@ -163,7 +164,7 @@ def equal_trees(one: Any, other: Any) -> bool:
 
 
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=3) | st.integers(0, 3), TREES, max_size=4))
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 def test_nested_is_what_was_saved(tree: dict[Any, Any]) -> None:
     given = {"memory": MemoryConnector({"x.pt": saved(tree)})}
     assert equal_trees(loaderkit.restore("memory://x.pt", nested=True, connectors=given), tree)

@@ -13,6 +13,7 @@ import torch
 from checkpoint_states import save_dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 
 from loaderkit.checkpoint.transfer.layout import ReadLimits
 from loaderkit.checkpoint.transfer.shared_ranges import NeededRange, assign_owners, overlap
@@ -158,7 +159,7 @@ RANGES = st.lists(
 
 
 @given(RANGES, st.integers(0, 20))
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 def test_owned_ranges_cover_what_is_needed_once(ranges: list[NeededRange], gap: int) -> None:
     limits = ReadLimits(most_bytes=64, coalesce_gap=gap, least_direct=16)
     owned = assign_owners(ranges, limits, 4)

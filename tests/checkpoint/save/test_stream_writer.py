@@ -16,6 +16,7 @@ import torch
 from checkpoint_states import flat_states, random_tensor, same, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -69,7 +70,7 @@ def loaded(path: Path, state: Any, reader: Any) -> Any:
 
 
 @given(flat_states(), st.dictionaries(st.text("xyz", min_size=1), PLAIN, max_size=3), st.sampled_from([1, 3]))
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 def test_every_reader_gets_what_was_saved(flat: dict[str, torch.Tensor], values: dict[str, Any], workers: int) -> None:
     state = {"model": flat, "values": values}
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +83,7 @@ def test_every_reader_gets_what_was_saved(flat: dict[str, torch.Tensor], values:
 
 
 @given(st.lists(tensors(), min_size=1, max_size=4), st.sampled_from([1, 2, 5]))
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 def test_tensors_of_many_parts(some: list[torch.Tensor], workers: int) -> None:
     """MemoryConnector's parts have 64 KiB: tensors end and begin in them anywhere."""
     state = {f"{n}": torch.cat([tensor.reshape(-1)] * 40_000)[: 150_001 + n] for n, tensor in enumerate(some)}

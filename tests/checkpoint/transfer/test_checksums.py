@@ -13,6 +13,7 @@ import torch
 from checkpoint_states import pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 
 import loaderkit
 from loaderkit.checkpoint import write_manifest
@@ -39,7 +40,7 @@ class Flipping(MemoryConnector):
             buffer[self._place - start] ^= 1
 
 
-@settings(max_examples=80)
+@settings(max_examples=num_examples(80))
 @given(
     lengths=st.lists(st.integers(0, 9000), min_size=1, max_size=5),
     block_bytes=st.integers(4096, 9000),
@@ -71,7 +72,7 @@ def test_a_wrong_bit_costs_a_second_read_or_the_restore(
                 loaderkit.restore("memory://", into, connectors={"memory": connector}, verify=True)
 
 
-@settings(max_examples=80)
+@settings(max_examples=num_examples(80))
 @given(
     lengths=st.lists(st.integers(0, 60_000), min_size=1, max_size=5),
     block_bytes=st.integers(4096, 9000),

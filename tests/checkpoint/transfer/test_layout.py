@@ -8,6 +8,7 @@ import torch
 from checkpoint_states import random_tensor, same, saved
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 
 from loaderkit.checkpoint.contents import TensorEntry, TensorShard, strides_of
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits, box_spans, tensor_spans
@@ -43,7 +44,7 @@ def fill(data: bytes, spans: list[ByteSpan], limits: ReadLimits) -> int:
 
 
 @given(boxes(), st.booleans(), st.integers(0, 40), st.integers(8, 200), st.sampled_from([torch.float32, None]))
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 def test_any_box(box: Any, is_archive: bool, gap: int, most: int, target_dtype: torch.dtype | None) -> None:
     tensor, offsets, sizes = box
     limits = ReadLimits(most, gap, 16)
@@ -73,7 +74,7 @@ def test_any_box(box: Any, is_archive: bool, gap: int, most: int, target_dtype: 
     begin=st.integers(0, 40),
     most=st.integers(1, 200),
 )
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 def test_a_tensor_that_lies_as_it_is_stored(shape: list[int], dtype: torch.dtype, begin: int, most: int) -> None:
     """Cut into what is read at a time, at multiples in the object, as it is cut on other ways."""
     tensor = random_tensor(dtype, tuple(shape), 1)

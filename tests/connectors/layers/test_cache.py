@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 
 from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.connectors.config import CacheArgs
@@ -78,7 +79,7 @@ class TestReading:
             assert (counters["cache_hit_bytes"] > 0) is (attempt == 1)
             inner.reads.clear()
 
-    @settings(max_examples=60)
+    @settings(max_examples=num_examples(60))
     @given(st.lists(st.tuples(st.integers(0, len(LARGE)), st.integers(1, 3 * BLOCK_BYTES)), min_size=1, max_size=4))
     def test_any_ranges_of_a_large_object(self, ranges: list[tuple[int, int]]) -> None:
         import tempfile
@@ -171,7 +172,7 @@ class TestReading:
 
 
 class TestDamage:
-    @settings(max_examples=40)
+    @settings(max_examples=num_examples(40))
     @given(
         place=st.integers(0, 10**9), how=st.sampled_from(["flip", "cut", "grow", "empty", "zero"]), large=st.booleans()
     )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from waiting import LIMIT_S, wait_for
 
 import loaderkit
@@ -263,7 +264,7 @@ class TestReading:
         assert min(start for _, start, _ in inner.reads) == 50_000
         connector.stop()
 
-    @settings(max_examples=40)
+    @settings(max_examples=num_examples(40))
     @given(
         planned=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 900), st.integers(1, 99)), max_size=30),
         wanted=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 900), st.integers(1, 99)), max_size=60),
@@ -307,7 +308,7 @@ class TestCoalescing:
 
 
 class TestForecast:
-    @settings(max_examples=60)
+    @settings(max_examples=num_examples(60))
     @given(
         num=st.integers(1, 60),
         order=st.sampled_from(["global", "none", "block"]),
@@ -342,7 +343,7 @@ class TestForecast:
             if order != "none" and world_size == 1 and start == 0:
                 assert len(pieces) == 2 * num
 
-    @settings(max_examples=40)
+    @settings(max_examples=num_examples(40))
     @given(
         num=st.integers(1, 60),
         is_block=st.booleans(),

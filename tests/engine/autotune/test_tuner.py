@@ -62,6 +62,25 @@ class TestFinding:
         for _ in range(60):
             assert simulation.run(1).workers.value <= first
 
+    @given(st.floats(0.2, 0.9))
+    @settings(max_examples=num_examples(20))
+    def test_one_that_is_a_part_of_the_work_gets_as_many_as_keep_it_busy(self, share: float) -> None:
+        """The other part is done beside it."""
+        rate = 1000.0 / share  # of one item at a time
+        simulation = Simulation(Workload(lambda workers, _: min(1000.0 * workers, rate), demand=1e4), workers=1)
+        passed = simulation.pass_time
+
+        def with_parts() -> None:
+            before_s = simulation.stats.stages[0].busy_s
+            passed()
+            one, other = simulation.stats.stages
+            rest_s = (1 - share) * (one.busy_s - before_s)
+            one.alone, one.busy_s, other.busy_s = True, one.busy_s - rest_s, other.busy_s + rest_s
+
+        simulation.pass_time = with_parts  # type: ignore[method-assign]
+        found = simulation.run(120).workers.value
+        assert share * (found + 1) > 1
+
     def test_bursts_get_a_deeper_buffer(self) -> None:
         """The workers have no room while the loop waits: what is ready is used up during the next long sample."""
         work = Workload(lambda workers, batches: 100.0 * min(batches, 10), demand=1000.0)

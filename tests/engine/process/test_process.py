@@ -35,8 +35,8 @@ from loaderkit.errors import ClosedError, ConfigError
 pytestmark = pytest.mark.matrix(1)
 
 
-@pytest.mark.fresh_interpreters
 class TestLiving:
+    @pytest.mark.fresh_interpreters
     def test_it_outlives_the_thread_that_started_it(self) -> None:
         """The kernel kills it with the thread that started it, which must therefore be one of ours."""
         loader = build(numbers())

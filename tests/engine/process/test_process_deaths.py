@@ -27,8 +27,6 @@ from loaderkit.engine.process import worker_main
 from loaderkit.engine.process.exit_reason import exit_reason
 from loaderkit.errors import WorkerDiedError
 
-pytestmark = pytest.mark.fresh_interpreters
-
 # ------------------------------------------------------------------------------------------------ deaths
 
 LAST: dict[str, Any] = {"prefetch.restarts": 0}
@@ -256,6 +254,7 @@ def start_parent(program: str, **options: Any) -> tuple[subprocess.Popen[str], i
     return ran, int(ran.stdout.readline())
 
 
+@pytest.mark.fresh_interpreters
 class TestDeathsOfTheTrainer:
     def test_killed(self) -> None:
         ran, pid = start_parent(BUSY)

@@ -15,6 +15,7 @@ import pytest
 from config_cases import Letters, double
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from pydantic import ValidationError
 
 import loaderkit
@@ -203,7 +204,7 @@ def descriptions(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(descriptions(), st.booleans())
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(100), suppress_health_check=list(HealthCheck))
 def test_yaml_round_trip(tmp_path_factory: pytest.TempPathFactory, description: dict[str, Any], defaults: bool) -> None:
     check_round_trip(tmp_path_factory.getbasetemp(), description, defaults)
 

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import loaderkit
+
+pytestmark = pytest.mark.integration
 
 PROGRAM = """
 from pathlib import Path

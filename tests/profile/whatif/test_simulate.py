@@ -171,24 +171,24 @@ def models(draw: st.DrawFn) -> PipelineModel:
 
 
 class TestLaws:
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=num_examples(16), deadline=None)
     @given(models())
     def test_no_bound_is_passed(self, model: PipelineModel) -> None:
         rate = Simulation(model).run()
         assert all(rate <= 1.15 * bound for bound in bounds(model).values()), bounds(model)
 
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=num_examples(16), deadline=None)
     @given(models(), st.integers(2, 4))
     def test_more_depth_is_never_slower(self, model: PipelineModel, factor: int) -> None:
         deeper = replace(model, batches_ahead=model.batches_ahead * factor)
         assert Simulation(deeper).run() >= 0.95 * Simulation(model).run()
 
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=num_examples(16), deadline=None)
     @given(models())
     def test_the_same_seed_gives_the_same_run(self, model: PipelineModel) -> None:
         assert Simulation(model, 3).run() == Simulation(model, 3).run()
 
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=num_examples(16), deadline=None)
     @given(models(), st.floats(1, 1e3))
     def test_nothing_changed_is_what_was_measured(self, model: PipelineModel, measured: float) -> None:
         found = predict(model, measured / Simulation(model).run())

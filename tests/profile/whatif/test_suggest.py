@@ -190,7 +190,7 @@ def test_what_build_refuses_is_not_suggested() -> None:
     assert suggested(report, inline).get("prefetch.batches", 4) >= 4
 
 
-@settings(max_examples=num_examples(20), deadline=None)
+@settings(max_examples=num_examples(8), deadline=None)
 @given(
     st.integers(1, 6),
     st.sampled_from([1, 2, 4, 16]),

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from num_examples import num_examples
 from numpy.typing import NDArray
 
 from loaderkit.errors import FormatError
@@ -153,7 +154,7 @@ def test_damaged_headers(data: bytes, message: str) -> None:
         view_npy(memoryview(data))
 
 
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 @given(place=st.integers(0, 127), value=st.integers(0, 255))
 @pytest.mark.filterwarnings("ignore")
 def test_any_damaged_byte_of_a_header_is_read_as_numpy_reads_it_or_refused(place: int, value: int) -> None:
@@ -172,7 +173,7 @@ def test_any_damaged_byte_of_a_header_is_read_as_numpy_reads_it_or_refused(place
 
 
 @pytest.mark.filterwarnings("ignore:Stored array in format")
-@settings(max_examples=50)
+@settings(max_examples=num_examples(50))
 @given(members=st.dictionaries(st.sampled_from(["a", "b/c", "über", "x.npy"]), arrays), packed=st.booleans())
 def test_archives_are_numpys(members: dict[str, NDArray[Any]], packed: bool) -> None:
     data = npz(members, packed=packed)
@@ -266,7 +267,7 @@ def test_names_are_only_names() -> None:
     assert list(view_npz(memoryview(zipped(["../../etc/x.npy", "/abs.npy"])))) == ["../../etc/x", "/abs"]
 
 
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 @given(place=st.integers(0, len(PACKED) - 1), value=st.integers(0, 255), packed=st.booleans())
 @pytest.mark.filterwarnings("ignore")
 def test_any_damaged_byte_of_an_archive_is_harmless_or_refused(place: int, value: int, packed: bool) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from num_examples import num_examples
 from tar_archives import FORMATS, Recording, archive, by_tarfile, other_kind, scanned
 
 from loaderkit.connectors.memory import MemoryConnector
@@ -44,7 +45,7 @@ ENTRIES = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=num_examples(150))
 @given(entries=ENTRIES, form=st.sampled_from(list(FORMATS)))
 def test_same_members_as_tarfile(entries: list[tarfile.TarInfo | tuple[str, bytes]], form: str) -> None:
     try:

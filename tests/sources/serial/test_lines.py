@@ -180,7 +180,7 @@ def test_fields(tmp_path: Path) -> None:
 
 
 BAD = {
-    b'{"a": 1,}': r"it is no JSON: .*, in column 9",
+    b'{"a": 1,}': r"it is no JSON: .*, in column [89]",
     b'{"a": 1} x': r"it is no JSON: Extra data, in column 10",
     b"[1]": "it is a list, not an object",
     b"null": "it is null, not an object",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,7 @@ def _described(stage: StageConfig) -> list[Any]:
 
 def measure_lengths(
     source: Source, stages: Sequence[Stage], wanted: StageConfig, prefetch: PrefetchArgs, *, raises: bool
-) -> Iterator[tuple[NDArray[np.int64], int]]:
+) -> Generator[tuple[NDArray[np.int64], int], None, None]:
     """Run all samples through the stages, which are those before `wanted` and `batch`, and yield their lengths in canonical
     order, some at a time, and how many of those are bad: 0 is the length of these, which are warned about, and of those that
     are dropped. Raises StageError, with `raises` also for a bad sample, and StallTimeout as `run_samples` does. Closes the
@@ -157,8 +158,9 @@ def measure_lengths(
     chunks = (chunk_of(np.arange(begin, min(begin + _CHUNK, size))) for begin in range(0, size, _CHUNK))
     run = StageRuns([(one.name, one.run) for one in stages if one.scope == "sample" and one.kind != "batch"])
     try:
-        for chunk in run_samples(run, chunks, num_threads=num_cpus(), prefetch=prefetch, key=source.key):
-            yield _lengths_in_chunk(chunk, source, wanted, raises=raises)
+        with closing(run_samples(run, chunks, num_threads=num_cpus(), prefetch=prefetch, key=source.key)) as made:
+            for chunk in made:
+                yield _lengths_in_chunk(chunk, source, wanted, raises=raises)
     finally:
         for one in stages:
             if one.close is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
@@ -59,13 +59,14 @@ def run_samples(
     num_threads: int = 0,
     prefetch: PrefetchArgs | None = None,
     key: Callable[[int], str] = str,
-) -> Iterator[SampleChunk]:
+) -> Generator[SampleChunk, None, None]:
     """Run chunks, and yield them in their order; their samples and failures are theirs. Raises what a stage raises for all
     samples, in place of the chunk.
 
     Without `num_threads` they run in the caller's thread, when they are asked for, as `executor: inline` does it. Else
     as many threads run twice as many ahead, and a wait for longer than `prefetch.timeout` is reported as an engine's is, with
-    the stage, the `key` of the sample and stacks; raises StallTimeout if `on_timeout` says so.
+    the stage, the `key` of the sample and stacks; raises StallTimeout if `on_timeout` says so. Close it where it is not run
+    to its end (`contextlib.closing`): its threads end then.
     """
     if not num_threads:
         for chunk in chunks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -85,8 +85,9 @@ def _made(plan: ExecutionPlan, numbers: Iterable[int], num_threads: int = 0) -> 
     run = StageRuns([(one.name, one.run) for one in plan.compiled.stages[: len(plan.compiled.context.before_batch)]])
     chunks = (chunk_of(np.array([number], np.int64)) for number in numbers)
     prefetch = plan.config.prefetch
-    for chunk in run_samples(run, chunks, num_threads=num_threads, prefetch=prefetch, key=plan.source.key):
-        yield chunk.failures.get(0) or chunk.samples[0] or {}
+    with closing(run_samples(run, chunks, num_threads=num_threads, prefetch=prefetch, key=plan.source.key)) as made:
+        for chunk in made:
+            yield chunk.failures.get(0) or chunk.samples[0] or {}
 
 
 def _without_locks(plan: ExecutionPlan) -> ExecutionPlan:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -229,25 +229,26 @@ def _made(
     shard, records = TarShard(Extensions(job.layout.fields)), bytearray()
     num_samples = num_dropped = done = 0
     bad: list[dict[str, Any]] = []
-    for made in _chunks(maker, positions, indices, _threads_for(job.plan)):
-        failures = {failure.slot: failure.error for failure in made.failures}
-        for row, sample in enumerate(made.samples):
-            position, index = int(positions[done + row]), int(indices[done + row])
-            if sample is not None and (why := _misfit(job.layout, sample)) is not None:
-                failures[row] = maker.fail(position, index, why)
-                if job.plan.config.errors.on_bad_sample == "raise":
-                    raise failures[row]
-            if row in failures:
-                bad.append(_described(failures[row], position, index))
-            elif sample is not None:
-                num_samples += 1
-                if job.format == "tar":
-                    shard.add(keys[done + row], sample)
-                else:
-                    records += next(iter(sample.values())).data.cast("B")
-        num_dropped += made.num_dropped
-        done += len(made.samples)
-        on_samples(done, len(shard.data) + len(records))
+    with closing(_chunks(maker, positions, indices, _threads_for(job.plan))) as chunks:
+        for made in chunks:
+            failures = {failure.slot: failure.error for failure in made.failures}
+            for row, sample in enumerate(made.samples):
+                position, index = int(positions[done + row]), int(indices[done + row])
+                if sample is not None and (why := _misfit(job.layout, sample)) is not None:
+                    failures[row] = maker.fail(position, index, why)
+                    if job.plan.config.errors.on_bad_sample == "raise":
+                        raise failures[row]
+                if row in failures:
+                    bad.append(_described(failures[row], position, index))
+                elif sample is not None:
+                    num_samples += 1
+                    if job.format == "tar":
+                        shard.add(keys[done + row], sample)
+                    else:
+                        records += next(iter(sample.values())).data.cast("B")
+            num_dropped += made.num_dropped
+            done += len(made.samples)
+            on_samples(done, len(shard.data) + len(records))
     if job.format == "tar" and num_samples:
         shard.finish()
     data = shard.data if job.format == "tar" else records
@@ -291,7 +292,7 @@ def _threads_for(plan: ExecutionPlan) -> int:
     return args.read_ahead.requests
 
 
-def _chunks(maker: SampleMaker, positions: Int64, indices: Int64, num_threads: int) -> Iterator[MadeChunk]:
+def _chunks(maker: SampleMaker, positions: Int64, indices: Int64, num_threads: int) -> Generator[MadeChunk, None, None]:
     """The samples in chunks, in their order; several threads work ahead."""
     size = _REMOTE_CHUNK if num_threads else CHUNK
     pieces = (slice(begin, begin + size) for begin in range(0, len(positions), size))

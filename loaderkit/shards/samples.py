@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ class SampleMaker:
             threading.local()
         )  # `scratch`, and by row of its chunk `originals`: what pictures were decoded from
 
-    def make(self, chunks: Iterable[tuple[Int64, Int64]], num_threads: int = 0) -> Iterator[MadeChunk]:
+    def make(self, chunks: Iterable[tuple[Int64, Int64]], num_threads: int = 0) -> Generator[MadeChunk, None, None]:
         """Samples, by chunks of their (positions, indices), which are to be written to these positions; see `run_samples`.
         Raises StageError if the store fails, or a sample is bad and `on_bad_sample` says raise."""
         config = self._plan.config
@@ -75,15 +76,16 @@ class SampleMaker:
             prefetch=config.prefetch,
             key=self._plan.source.key,
         )
-        for chunk in made:
-            raise_store_failure(chunk)
-            if chunk.failures and config.errors.on_bad_sample == "raise":
-                raise chunk.failures[min(chunk.failures)]
-            failures = [
-                SampleFailure(row, chunk.index_of(row), chunk.position_of(row), error)
-                for row, error in sorted(chunk.failures.items())
-            ]
-            yield MadeChunk(chunk.samples, failures, len(chunk.dropped))
+        with closing(made):
+            for chunk in made:
+                raise_store_failure(chunk)
+                if chunk.failures and config.errors.on_bad_sample == "raise":
+                    raise chunk.failures[min(chunk.failures)]
+                failures = [
+                    SampleFailure(row, chunk.index_of(row), chunk.position_of(row), error)
+                    for row, error in sorted(chunk.failures.items())
+                ]
+                yield MadeChunk(chunk.samples, failures, len(chunk.dropped))
 
     def fail(self, position: int, index: int, reason: str) -> StageError:
         """The error of a sample that was made, and does not fit the others."""

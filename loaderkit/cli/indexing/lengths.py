@@ -41,13 +41,13 @@ def index_lengths(path: Path, as_json: bool) -> None:
                 parts = []
                 num_measured = 0
                 raises = config.errors.on_bad_sample == "raise"
-                for part, num_bad_here in measure_lengths(
-                    plan.source, plan.compiled.stages, stage, config.prefetch, raises=raises
-                ):
-                    parts.append(part)
-                    num_bad += num_bad_here
-                    num_measured += len(part)
-                    show(num_measured)
+                measured = measure_lengths(plan.source, plan.compiled.stages, stage, config.prefetch, raises=raises)
+                with closing(measured):
+                    for part, num_bad_here in measured:
+                        parts.append(part)
+                        num_bad += num_bad_here
+                        num_measured += len(part)
+                        show(num_measured)
             lengths = np.concatenate(parts)
             try:
                 index.save(lengths, num_bad)

@@ -91,6 +91,7 @@ def _other_examples(
         return []
     num = min(_NUM_EXAMPLES, _EXAMPLES_BYTES // max(1, num_bytes_of_sample(sample)))
     num = max(num, _NUM_LEAST if is_undecided_one else 1)
+    chunks: Iterator[SampleChunk]
     if stream is None:
         others = np.array(_around(index - first, len(source), num), np.int64) + first
         chunks = run_samples(run, [chunk_of(others)] if len(others) else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -79,8 +80,9 @@ class TestBucket:
         place = f"cut-off-{rng.randrange(2**32)}/"
         bad = described("s3://packing/photos", s3=s3)
         bad["stages"].insert(3, calling("refuse_once", path=str(tmp_path / "calls"), at=50))
-        with pytest.raises(StageError, match=r"^shard \d of \d: call failed"):
+        with pytest.raises(StageError, match=r"^shard \d of \d: call failed") as kept:
             packed(bad, f"s3://packing/{place}", shard_bytes=20_000)
+        assert not [one for one in threading.enumerate() if one.name.startswith("loaderkit-samples")], kept.value
         assert f"{place}loaderkit-shards.json" not in self.objects(seaweed, place)
         result = packed(bad, f"s3://packing/{place}", shard_bytes=20_000)
         assert 0 < result.num_found < len(result.manifest["shards"])

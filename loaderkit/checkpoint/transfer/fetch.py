@@ -237,7 +237,8 @@ class Fill:
                     self._run(stages, chunk)
             except BaseException as error:  # raised again below, by the caller
                 with self._changed:
-                    self._error, self._is_over = None if self._is_over else error, True
+                    if not self._is_over:  # the first one: others may fail before it is raised
+                        self._error, self._is_over = error, True
                     self._changed.notify()
 
         with ONE_AT_A_TIME, new_thread_default_kept() as compute_alone:

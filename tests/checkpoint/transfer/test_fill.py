@@ -88,3 +88,24 @@ def test_nothing_is_left(rng: random.Random, num_workers: int, ends: str) -> Non
     assert threading.active_count() == num_threads
     del asked
     assert not any(tensor() is not None for tensor in tensors)
+
+
+class FailingTogether(MemoryConnector):
+    """All threads fail at the same moment."""
+
+    def __init__(self, objects: dict[str, bytes], num: int) -> None:
+        super().__init__(objects)
+        self.together = threading.Barrier(num)
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        self.together.wait(60)
+        raise ConnectorError(f"no byte {start}")
+
+
+def test_an_error_is_raised_though_others_come_before_it_is(rng: random.Random) -> None:
+    for _ in range(30):
+        data, requests = made(rng, 30)
+        connector = FailingTogether({"x": data}, 3)
+        fill = Fill(requests(), connector, {}, memory_bytes=2**20, access=Access(3))
+        with pytest.raises((ConnectorError, CheckpointError)):
+            list(fill)

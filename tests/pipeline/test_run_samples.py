@@ -84,7 +84,7 @@ def test_what_is_left_behind_ends(rng: random.Random) -> None:
     taken = rng.randint(1, 5)
     made = run_samples(StageRuns([("read", squares)]), chunks_of([1] * 50), num_threads=2)
     assert [next(made).index_of(0) for _ in range(taken)] == list(range(taken))
-    made.close()  # type: ignore[attr-defined]
+    made.close()
     assert not threads_left()
 
 

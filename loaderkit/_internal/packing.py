@@ -29,7 +29,7 @@ from loaderkit.errors import ConfigError
 _INLINE_BYTES = 4096  # smaller buffers are cheaper in the stream than in pages of their own
 
 
-class _Storage:
+class _SharedStorage:
     """The memory of a tensor, pickled once even if several tensors share it."""
 
     def __init__(self, memory: Bytes) -> None:
@@ -66,7 +66,7 @@ class _Tensors:
     """Pickles tensors by their memory instead of in torch's file format."""
 
     def __init__(self) -> None:
-        self._storages: dict[tuple[int, int], _Storage] = {}
+        self._storages: dict[tuple[int, int], _SharedStorage] = {}
         self.generators: set[str] = set()  # the types of those that were met
 
     def reduce(self, value: Any) -> Any:
@@ -91,10 +91,10 @@ class _Tensors:
         dtype = str(value.dtype).removeprefix("torch.")
         return tensor_over, (self._storage_of(flat.view(torch.uint8)), dtype, tuple(value.shape), value.stride())
 
-    def _storage_of(self, memory: torch.Tensor) -> _Storage:
+    def _storage_of(self, memory: torch.Tensor) -> _SharedStorage:
         place = (memory.data_ptr(), memory.numel())
         if place not in self._storages:
-            self._storages[place] = _Storage(memory.numpy())
+            self._storages[place] = _SharedStorage(memory.numpy())
         return self._storages[place]
 
 

@@ -116,7 +116,7 @@ def resolve(state: Any, optimizer_keys: OptimizerKeys = "numbers") -> ResolvedSt
     without running code; CheckpointError for two values of one name.
     """
     _check_is_dict(state)
-    resolver, containers = _Resolver(state, optimizer_keys), Containers()
+    resolver, containers = _Replacer(state, optimizer_keys), Containers()
     leaves = flatten(
         state, is_tensor, MAX_LEAVES, enters=no_tuples, seen=collect(containers), replaced=resolver.replaced
     )
@@ -127,7 +127,7 @@ def resolve(state: Any, optimizer_keys: OptimizerKeys = "numbers") -> ResolvedSt
     return ResolvedState(FlatState.of(leaves), containers | resolver.marked, resolver.objects)
 
 
-class _Resolver:
+class _Replacer:
     """Replaces objects in a walk; `marked` are containers that are stored as others are, `paths` those of objects by name."""
 
     def __init__(self, state: Any, optimizer_keys: OptimizerKeys) -> None:

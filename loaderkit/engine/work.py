@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from loaderkit._internal.user_code import UserLock
+from loaderkit.engine.user_code import UserLock
 
 _ALIGNMENT = 64
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from loaderkit._internal.save_log import SaveTotals
+from loaderkit.checkpoint.save_log import SaveTotals
 from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stalls import MEMORY, START, WAKEUP

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from loaderkit._internal.save_log import SAVES
+from loaderkit.checkpoint.save_log import SAVES
 from loaderkit.metrics.exported import ExportedLoader
 from loaderkit.metrics.families import CHECKPOINT_FAMILIES, PREFIX, Family, Point, checkpoint_points, family_of
 

@@ -19,14 +19,14 @@ class LoggedLoader(Protocol):
     def stats(self) -> Stats: ...
 
 
-class _Written(NamedTuple):
+class _LastWritten(NamedTuple):
     """The statistics of a loader when they were last written to a writer."""
 
     writer: Callable[[], Any] | None  # a weak reference; None: its class has none
     stats: Stats
 
 
-_LAST: WeakKeyDictionary[LoggedLoader, dict[int, _Written]] = WeakKeyDictionary()
+_LAST: WeakKeyDictionary[LoggedLoader, dict[int, _LastWritten]] = WeakKeyDictionary()
 """By loader and `id` of the writer, which need be neither hashable nor unequal to others."""
 
 
@@ -58,7 +58,7 @@ def log(loader: LoggedLoader, writer: Any, step: int) -> dict[str, float]:
     write(values, step)
     if not is_known:
         _forget_gone(by_writer)
-    by_writer[id(writer)] = _Written(_reference(writer), stats)
+    by_writer[id(writer)] = _LastWritten(_reference(writer), stats)
     return values
 
 
@@ -69,7 +69,7 @@ def _reference(writer: Any) -> Callable[[], Any] | None:
         return None
 
 
-def _forget_gone(by_writer: dict[int, _Written]) -> None:
+def _forget_gone(by_writer: dict[int, _LastWritten]) -> None:
     for key, (writer, _) in [*by_writer.items()]:
         if writer is not None and writer() is None:
             del by_writer[key]

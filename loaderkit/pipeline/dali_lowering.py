@@ -18,9 +18,9 @@ from loaderkit.samples.chunk import SampleChunk
 from loaderkit.sampling.random import uniforms
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.context import CompileContext
-from loaderkit.stages.image.dali import Renderer
-from loaderkit.stages.image.dali_graph import Graph
-from loaderkit.stages.image.dali_trial import decodes_regions
+from loaderkit.stages.image.dali.graph import Graph
+from loaderkit.stages.image.dali.renderer import Renderer
+from loaderkit.stages.image.dali.trial import decodes_regions
 from loaderkit.stages.image.decode import DecodeArgs
 from loaderkit.stages.image.normalize import NormalizeArgs, finish_of, normalize
 

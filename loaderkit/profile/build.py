@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from loaderkit._internal.save_log import SAVES, SaveRecord
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.system.numa import numa_conflict
 from loaderkit._internal.units import say_seconds
 from loaderkit._internal.version import __version__
+from loaderkit.checkpoint.save_log import SAVES, SaveRecord
 from loaderkit.diagnosis.interval import Interval
 from loaderkit.diagnosis.stage_facts import measure
 from loaderkit.diagnosis.stats import Stats

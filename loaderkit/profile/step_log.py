@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from loaderkit._internal.save_log import SAVES
+from loaderkit.checkpoint.save_log import SAVES
 from loaderkit.engine.metrics.histogram import Histogram
 
 _MOST_STEPS = 2048

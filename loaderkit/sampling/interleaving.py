@@ -46,7 +46,7 @@ def whole_weights(weights: Sequence[Fraction], most_total: int = MOST_TOTAL) -> 
     return [number // common for number in numbers]
 
 
-class _Block(NamedTuple):
+class _Turns(NamedTuple):
     """Consecutive turns: whose each is, that source's turns before it in the block, and those of all before the block."""
 
     sources: NDArray[np.uint16]
@@ -67,7 +67,7 @@ class Interleaving:
         self._period = self._total if self._total <= _LONGEST_PERIOD else None
         self._size = self._period or _BLOCK
         self._memory = self._total // min(weights) + 2  # turns after which the past is forgotten
-        self._blocks: dict[int, _Block] = {}  # the last two
+        self._blocks: dict[int, _Turns] = {}  # the last two
         self._following: tuple[int, Int64] = (0, np.zeros(len(weights), np.int64))  # a block, and the lags before it
 
     def at(self, positions: Int64) -> tuple[Int64, Int64]:
@@ -105,7 +105,7 @@ class Interleaving:
         sources, places = self.at(np.arange(lo - 1, hi, dtype=np.int64))
         return lo + int(np.flatnonzero((sources == source) & (places == number - 1))[0])
 
-    def _block(self, number: int) -> _Block:
+    def _block(self, number: int) -> _Turns:
         block = self._blocks.get(number)
         if block is None:
             block = self._made(number)
@@ -116,7 +116,7 @@ class Interleaving:
 
     _last = 0
 
-    def _made(self, number: int) -> _Block:
+    def _made(self, number: int) -> _Turns:
         first = number * self._size
         lags = self._following[1] if self._following[0] == number else self._lags_at(first)
         # The turns before are what the share of a source has in excess of its lag.
@@ -126,7 +126,7 @@ class Interleaving:
         ]
         sources, places = self._walk(lags, self._size)
         self._following = number + 1, lags
-        return _Block(sources.astype(np.uint16), places.astype(np.int32), np.array(before, np.int64))
+        return _Turns(sources.astype(np.uint16), places.astype(np.int32), np.array(before, np.int64))
 
     def _lags_at(self, position: int) -> Int64:
         """By source: position x weight - turns before x total; what it has too few, times the total."""

@@ -135,7 +135,7 @@ class _Walk:
                 self._ahead[number] = np.concatenate((indices, more)), np.concatenate((lengths, more_lengths))
 
 
-class _Course:
+class _WalkedEpoch:
     """An epoch as far as it was walked: where the sources stand at the begin of each of its blocks."""
 
     def __init__(self, begin: Int64) -> None:
@@ -198,7 +198,7 @@ class TokenMixture(SampleOrder):
                 )
         self._most_total = _MOST_LAG // max(1, int(lengths.max()))
         self._begins = [np.zeros(len(sources), np.int64)]  # the places of the sources at the begin of the first epochs
-        self._courses: dict[int, _Course] = {}
+        self._courses: dict[int, _WalkedEpoch] = {}
         self._blocks: dict[tuple[int, int], Int64] = {}
         self._lock = threading.RLock()
         for change in self.rules.changes if stop == "never" else ():
@@ -301,21 +301,21 @@ class TokenMixture(SampleOrder):
                 block = self._blocks[epoch, number] = self._made(self._course(epoch), number)
             return block
 
-    def _made(self, course: _Course, number: int) -> Int64:
+    def _made(self, course: _WalkedEpoch, number: int) -> Int64:
         while course.end is None and len(course.stands) <= number:
             course.next_block(self)
         if course.end is None and len(course.stands) == number + 1:
             return course.next_block(self)
         return _Walk(self, course.begin, course.stands[number]).turns(_BLOCK)
 
-    def _course(self, epoch: int) -> _Course:
+    def _course(self, epoch: int) -> _WalkedEpoch:
         with self._lock:
             course = self._courses.get(epoch)
             if course is None:
                 begin = self._begin_of(epoch)  # it may walk the epochs before
                 while len(self._courses) >= _KEPT_EPOCHS:
                     del self._courses[next(iter(self._courses))]
-                course = self._courses[epoch] = _Course(begin)
+                course = self._courses[epoch] = _WalkedEpoch(begin)
             return course
 
     def _begin_of(self, epoch: int) -> Int64:

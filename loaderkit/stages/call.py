@@ -23,7 +23,7 @@ from pydantic import Field, field_serializer, field_validator
 from loaderkit._internal.config.settings import Duration
 from loaderkit._internal.imports import import_named, is_name
 from loaderkit._internal.system.forks import ending_forks
-from loaderkit._internal.user_code import owner_of
+from loaderkit.engine.user_code import owner_of
 from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, ConfigError
 from loaderkit.samples.chunk import BatchContext

@@ -8,9 +8,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from loaderkit._internal.device import raise_kernel_failure
-from loaderkit._internal.user_code import FairLock, UserLock
+from loaderkit._internal.cuda.device import raise_kernel_failure
 from loaderkit.connectors.base import Connector
+from loaderkit.engine.user_code import FairLock, UserLock
 from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, LoaderkitError, StageError
 from loaderkit.samples.chunk import BatchContext, SampleChunk

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit import native
-from loaderkit._internal.device import raise_kernel_failure
+from loaderkit._internal.cuda.device import raise_kernel_failure
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS, LoaderkitError, StageError
 from loaderkit.samples.chunk import SampleChunk, SampleFailure
 from loaderkit.samples.sample import Sample

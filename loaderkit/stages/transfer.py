@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from loaderkit._internal.cuda_streams import STREAMS
-from loaderkit._internal.device import resolve_device
-from loaderkit._internal.pinned import NOT_PINNED, cannot_pin
+from loaderkit._internal.cuda.device import resolve_device
+from loaderkit._internal.cuda.pinned import NOT_PINNED, cannot_pin
+from loaderkit._internal.cuda.streams import STREAMS
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError
 from loaderkit.samples.chunk import BatchContext

@@ -18,8 +18,8 @@ from torch.utils.dlpack import from_dlpack
 from loaderkit import native
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.pipeline.config.registry import STAGES
-from loaderkit.stages.image import dali as renderer
-from loaderkit.stages.image.dali_graph import Graph, build_pipeline, import_dali, inputs_of
+from loaderkit.stages.image.dali import renderer
+from loaderkit.stages.image.dali.graph import Graph, build_pipeline, import_dali, inputs_of
 from loaderkit.stages.image.ops import Finalizer
 from profiles.gpu_session.context import Context
 from profiles.gpu_session.gpu_decoding import MEAN, STD

@@ -8,7 +8,7 @@ import importlib.util
 import time
 from typing import Any
 
-from loaderkit.stages.image.dali_trial import decodes_regions
+from loaderkit.stages.image.dali.trial import decodes_regions
 from profiles.gpu_session.context import Context, Skipped
 
 _PACKAGES = ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13", "nvidia-nvjpeg", "nvidia-cuda-runtime")

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from loaderkit.stages.image.dali_trial import decodes_regions
+from loaderkit.stages.image.dali.trial import decodes_regions
 from profiles.gpu_session.context import Context
 from profiles.gpu_session.dali_import import need_dali
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loaderkit._internal.device import raise_kernel_failure, resolve_device
+from loaderkit._internal.cuda.device import raise_kernel_failure, resolve_device
 from loaderkit.errors import DeviceError
 
 NOTE = "\nCUDA kernel errors might be asynchronously reported at some other API call"

@@ -8,8 +8,8 @@ import resource
 import numpy as np
 import pytest
 
-from loaderkit._internal import host_pages
-from loaderkit._internal.host_pages import make_all_pages, make_pages, pages
+from loaderkit._internal.cuda import host_pages
+from loaderkit._internal.cuda.host_pages import make_all_pages, make_pages, pages
 from loaderkit._internal.system.descriptors import memory_file
 
 PAGE = resource.getpagesize()

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.samples.chunk import BatchWork, SampleChunk
 from loaderkit.samples.values import Encoded
-from loaderkit.stages.image.dali import Renderer
-from loaderkit.stages.image.dali_graph import Graph
+from loaderkit.stages.image.dali.graph import Graph
+from loaderkit.stages.image.dali.renderer import Renderer
 
 SIZE = (16, 16)
 

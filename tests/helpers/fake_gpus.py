@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from loaderkit._internal.cuda_streams import STREAMS
+from loaderkit._internal.cuda.streams import STREAMS
 
 _DEVICE: Any = torch.Tensor.device
 _IS_CPU: Any = torch.Tensor.is_cpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import loaderkit
-from loaderkit._internal.save_log import SAVES
+from loaderkit.checkpoint.save_log import SAVES
 from loaderkit.errors import ConnectorError
 from loaderkit.profile.build import steps_of, utilisation
 from loaderkit.profile.render.html import to_html

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from loaderkit._internal.cuda_streams import STREAMS
+from loaderkit._internal.cuda.streams import STREAMS
 from loaderkit.stages.gpu_copies import BatchCopies
 from loaderkit.stages.transfer import TransferStream
 

@@ -38,7 +38,7 @@ class Broken:
 def broken(monkeypatch: pytest.MonkeyPatch) -> type[Broken]:
     monkeypatch.setattr("loaderkit.stages.transfer.resolve_device", lambda wanted: torch.device("cuda", 0))
     monkeypatch.setattr("loaderkit.stages.transfer.TransferStream", Broken)
-    monkeypatch.setattr("loaderkit._internal.pinned.PinnedMemory.take", lambda memory, num_bytes: None)
+    monkeypatch.setattr("loaderkit._internal.cuda.pinned.PinnedMemory.take", lambda memory, num_bytes: None)
     return Broken
 
 

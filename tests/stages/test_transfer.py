@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transferred import HAS_CUDA, Attributes, Frozen, Items, Noted, Pair, Star, assert_equal, batches, nest, pipeline
 
 import loaderkit
-from loaderkit._internal.cuda_streams import STREAMS
-from loaderkit._internal.device import resolve_device
+from loaderkit._internal.cuda.device import resolve_device
+from loaderkit._internal.cuda.streams import STREAMS
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.errors import ConfigError
 from loaderkit.stages.transfer import TransferStream

@@ -90,7 +90,7 @@ def _open_safetensors(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fe
 
 def _headers(
     checkpoint: Checkpoint, infos: list[ObjectInfo], fetch: Fetch, heads: dict[str, bytes]
-) -> Iterator[tuple[ObjectInfo, list[safetensors.Entry], dict[str, str]]]:
+) -> Iterator[tuple[ObjectInfo, list[safetensors.HeaderEntry], dict[str, str]]]:
     """(the file, its tensors, its metadata) of each; `heads` are the files' first bytes."""
     for number, info in enumerate(infos):
         if number % _MAX_RESTS == 0:
@@ -104,7 +104,9 @@ def _headers(
 
 
 @collector_off()
-def _add_entries(checkpoint: Checkpoint, info: ObjectInfo, entries: list[safetensors.Entry], prefix: str = "") -> None:
+def _add_entries(
+    checkpoint: Checkpoint, info: ObjectInfo, entries: list[safetensors.HeaderEntry], prefix: str = ""
+) -> None:
     for entry in entries:
         name, shape = prefix + entry.name, entry.shape
         _require_new(checkpoint, name, info)

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from loaderkit._internal.system.child_process import bind_to
+from loaderkit._internal.system.log_records import forward_logs
 
 if TYPE_CHECKING:
     from loaderkit.checkpoint.flush.shared_pages import MappedPages
@@ -69,7 +70,8 @@ def _serve(connection: Connection[Any, Any], send: Any) -> None:
     from loaderkit.checkpoint.flush.shared_pages import MappedPages
     from loaderkit.engine.remote.error_transport import pack_error
 
-    _forward_logs(send, level)
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # warns that there are no process groups
+    forward_logs(lambda attributes: send("log", attributes), level)
     memory = MappedPages()
     try:
         function = unpack(*pickle.loads(make))(memory)  # noqa: S301 - of our own process
@@ -101,25 +103,3 @@ def _next_call(connection: Connection[Any, Any], memory: MappedPages) -> tuple[A
         memory.add(number, descriptor)
         os.close(descriptor)
     return unpack_state(_received(connection), memory), arguments
-
-
-def _forward_logs(send: Any, level: int) -> None:
-    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # warns that there are no process groups
-    logger = logging.getLogger("loaderkit")
-    logger.addHandler(_Forwarder(send))
-    logger.setLevel(level)
-    logger.propagate = False
-
-
-class _Forwarder(logging.Handler):
-    """Sends log records to the parent, whose logger handles them."""
-
-    def __init__(self, send: Any) -> None:
-        super().__init__()
-        self._send = send
-
-    def emit(self, record: logging.LogRecord) -> None:
-        attributes = {**record.__dict__, "msg": record.getMessage(), "args": None, "exc_info": None}
-        if record.exc_info:
-            attributes["exc_text"] = logging.Formatter().formatException(record.exc_info)
-        self._send("log", attributes)

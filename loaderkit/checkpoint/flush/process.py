@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from loaderkit._internal.packing import pack
 from loaderkit._internal.system.child_process import ChildProcess, how_it_ended
 from loaderkit._internal.system.descriptors import FIRST_FREE, memory_file
+from loaderkit._internal.system.log_records import relay
 from loaderkit.checkpoint.flush import child
 from loaderkit.checkpoint.flush.shared_pages import SharedPages
 from loaderkit.checkpoint.flush.transport import pack_state
@@ -43,7 +44,7 @@ class FlushProcess:
         stream, buffers = pack(make)
         self._make = pickle.dumps((stream, [bytes(buffer) for buffer in buffers]), 5)
         self._memory = memory
-        self._running: _Running | None = None
+        self._running: _FlushChild | None = None
         self._calling = threading.Lock()
         self._is_closed = False
 
@@ -64,7 +65,7 @@ class FlushProcess:
         stream, areas = pack_state(state, self._memory)
         if self._running is None or self._running.process.has_ended:
             self._end()
-            self._running = _Running(self._make, self._memory)
+            self._running = _FlushChild(self._make, self._memory)
         try:
             outcome = self._running.call(stream, areas, arguments)
         except (EOFError, OSError) as error:
@@ -99,7 +100,7 @@ class _Outcome(NamedTuple):
     error: BaseException | None = None
 
 
-class _Running:
+class _FlushChild:
     """One process."""
 
     def __init__(self, make: bytes, memory: SharedPages) -> None:
@@ -146,9 +147,7 @@ class _Running:
                 return _Outcome(error=unpack_error(content[0], _WHO))
             if kind != "log":
                 return _Outcome(*content)
-            record = logging.makeLogRecord(content[0])
-            if logger.isEnabledFor(record.levelno):
-                logging.getLogger(record.name).handle(record)
+            relay(content[0])
 
     def death(self) -> str:
         """How the process has ended, and what to do."""

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loaderkit._internal.cuda.host_pages import make_all_pages
 from loaderkit._internal.dtypes import Bytes
-from loaderkit._internal.host_pages import make_all_pages
 from loaderkit._internal.system.descriptors import mapped, memory_file
 from loaderkit._internal.units import say_bytes
 from loaderkit.errors import CheckpointError
@@ -28,7 +28,7 @@ class AreaOffset(NamedTuple):
     start: int
 
 
-class _Area(NamedTuple):
+class _SharedArea(NamedTuple):
     file: io.FileIO
     address: int
     num_bytes: int
@@ -38,7 +38,7 @@ class SharedPages:
     """The areas of the process that copies states. An area is kept as long as an array of it."""
 
     def __init__(self) -> None:
-        self._areas: dict[int, _Area] = {}
+        self._areas: dict[int, _SharedArea] = {}
         self._numbers = itertools.count()
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
@@ -57,7 +57,7 @@ class SharedPages:
                 "save less, or use flush: thread"
             ) from error
         number = next(self._numbers)
-        self._areas[number] = _Area(file, memory.ctypes.data, num_bytes)
+        self._areas[number] = _SharedArea(file, memory.ctypes.data, num_bytes)
         weakref.finalize(memory, self._release, number).atexit = False
         return memory
 

@@ -24,7 +24,7 @@ _MAX_LEAVES = 100_000_000
 _NUM_LISTED = 8
 
 
-class _Pickler(pickle.Pickler):
+class _SharingPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, memory: SharedPages) -> None:
         super().__init__(file, 5)
         self._memory = memory
@@ -85,7 +85,7 @@ def pack_state(state: Any, memory: SharedPages) -> tuple[bytes, set[int]]:
 
 def _packed(state: Any, memory: SharedPages) -> tuple[bytes, set[int]]:
     file = io.BytesIO()
-    pickler = _Pickler(file, memory)
+    pickler = _SharingPickler(file, memory)
     pickler.dump(state)
     return file.getvalue(), pickler.areas
 

@@ -36,7 +36,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 
 
-class Entry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """One tensor: its bytes are [start, end) of the file, in C order, little-endian."""
 
     name: str
@@ -56,7 +56,7 @@ def header_end(head: bytes) -> int:
     return 8 + (int.from_bytes(head[:8], "little") if len(head) >= 8 else 0)
 
 
-def read_header(read: Read, size: int) -> tuple[list[Entry], dict[str, str]]:
+def read_header(read: Read, size: int) -> tuple[list[HeaderEntry], dict[str, str]]:
     """The tensors of a file of `size` bytes in the order of their bytes, and the header's metadata.
 
     `read(start, buffer)` fills the buffer. Two reads. Raises FormatError.
@@ -76,7 +76,7 @@ def read_header(read: Read, size: int) -> tuple[list[Entry], dict[str, str]]:
 
 
 @collector_off()
-def _entries(text: bytes, data_start: int, size: int) -> tuple[list[Entry], dict[str, str]]:
+def _entries(text: bytes, data_start: int, size: int) -> tuple[list[HeaderEntry], dict[str, str]]:
     fields = _parse(text)
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -105,7 +105,7 @@ def _parse(text: bytes) -> dict[str, Any]:
     return fields
 
 
-def _entry(name: str, value: Any, data_start: int) -> Entry:
+def _entry(name: str, value: Any, data_start: int) -> HeaderEntry:
     where = f"tensor {name!r:.200} of the safetensors header"
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
         raise FormatError(f"{where} has no dtype, shape and data_offsets")
@@ -124,14 +124,14 @@ def _entry(name: str, value: Any, data_start: int) -> Entry:
             f"{where} takes {num_bytes} bytes as {value['dtype']} {shape}, and its data_offsets {offsets} hold "
             f"{offsets[1] - offsets[0]}"
         )
-    return Entry(name, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
+    return HeaderEntry(name, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 
 def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value <= _MAX_NUMBER for value in values)
 
 
-def _check_places(entries: list[Entry], data_start: int, size: int) -> None:
+def _check_places(entries: list[HeaderEntry], data_start: int, size: int) -> None:
     for before, after in pairwise(entries):
         if after.start < before.end:
             raise FormatError(

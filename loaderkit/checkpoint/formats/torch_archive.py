@@ -169,7 +169,7 @@ def _id_of(combined: int) -> bytes:
 # ------------------------------------------------------------------------------------------------------ the pickle
 
 
-class _Storage:
+class _StorageStandIn:
     """Stands for the storage, which is no part of the pickle."""
 
 
@@ -179,7 +179,7 @@ class _Described:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    storage: _Storage
+    storage: _StorageStandIn
 
     def __reduce__(self) -> tuple[Any, ...]:
         strides = torch.empty(self.shape, dtype=self.dtype, device="meta").stride()
@@ -196,13 +196,13 @@ class _Described:
         return torch._utils._rebuild_tensor_v3, (*described, self.dtype)
 
 
-class _Pickler(pickle.Pickler):
+class _StructurePickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, described: _Described) -> None:
         super().__init__(file, protocol=2)
         self._described = described
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        if not isinstance(obj, _Storage):
+        if not isinstance(obj, _StorageStandIn):
             return None
         dtype = self._described.dtype
         num_elements = torch.Size(self._described.shape).numel()
@@ -213,6 +213,6 @@ class _Pickler(pickle.Pickler):
 
 def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     file = io.BytesIO()
-    described = _Described(dtype, shape, _Storage())
-    _Pickler(file, described).dump(described)
+    described = _Described(dtype, shape, _StorageStandIn())
+    _StructurePickler(file, described).dump(described)
     return file.getvalue()

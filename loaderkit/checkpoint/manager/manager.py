@@ -16,7 +16,6 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from loaderkit._internal.save_log import SAVES
 from loaderkit.checkpoint.manager.flush import Copies, Flush, ProcessFlush, ThreadFlush
 from loaderkit.checkpoint.manager.notice import SignalNotice, StepAgreement
 from loaderkit.checkpoint.manager.restoring import restore_newest
@@ -25,6 +24,7 @@ from loaderkit.checkpoint.manager.settings import save_settings
 from loaderkit.checkpoint.manager.tiers import Tiers
 from loaderkit.checkpoint.restore.stateful import restore_state
 from loaderkit.checkpoint.save.safetensors.writer import check_plain_values, model_config_of
+from loaderkit.checkpoint.save_log import SAVES
 from loaderkit.checkpoint.state import FlatState, leaves_of, resolve
 from loaderkit.checkpoint.structure import OWN_KEY, saved_objects, saved_structure
 from loaderkit.connectors.base import Connector

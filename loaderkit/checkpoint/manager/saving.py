@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from loaderkit._internal.save_log import SAVES, SaveRecord
 from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
 from loaderkit.checkpoint.manager.layout import LayoutPlanner
 from loaderkit.checkpoint.planning.division import Ranks
 from loaderkit.checkpoint.planning.held import Held, Unlike, check_alike, shared, without_unlike
 from loaderkit.checkpoint.save.dcp_writer import Local, Share, StreamWriter
+from loaderkit.checkpoint.save_log import SAVES, SaveRecord
 from loaderkit.checkpoint.state import FlatState
 from loaderkit.errors import CheckpointError
 from loaderkit.ranks.board import Board
@@ -139,7 +139,7 @@ class KeptPlan:
     unlike: set[str] = field(default_factory=set)  # at the coordinator: names of what ranks held with different values
 
 
-class _Place(NamedTuple):
+class _SaveBegin(NamedTuple):
     """How the coordinator begins a save. `number`, `share`: the kept plan to write by, and where to; None: agree on a plan."""
 
     url: str
@@ -208,12 +208,12 @@ class _JointSave:
             self._write_anew(digest)
         self.board.count(f"{self.key}/seen")
 
-    def _begin(self, digest: str) -> _Place:
+    def _begin(self, digest: str) -> _SaveBegin:
         """The coordinator says whether it would keep the plan, and then where this save's files go."""
         if self.board.rank > 0:
-            received: _Place = self._received("place", "a checkpoint is begun")
+            received: _SaveBegin = self._received("place", "a checkpoint is begun")
             return received
-        place = _Place(self.writer.checkpoint_id)
+        place = _SaveBegin(self.writer.checkpoint_id)
         if self.kept.number and self.kept.digest == digest:
             (plan,) = self.writer.prepare_global_plan([SavePlan([])])
             place = place._replace(number=self.kept.number, share=plan.storage_data)

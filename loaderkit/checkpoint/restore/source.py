@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from loaderkit._internal.device import resolve_device
+from loaderkit._internal.cuda.device import resolve_device
 from loaderkit._internal.units import parse_bytes
 from loaderkit.checkpoint.contents import SMALL_ARCHIVE, Checkpoint, Checksums, ShardId, TensorShard
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation, locate

@@ -87,7 +87,7 @@ def _load_alone(flat: dict[str, Any], reader: StreamReader) -> None:
     reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-class _Rest(NamedTuple):
+class _OnlySaved(NamedTuple):
     """What a container of the state gets that only the checkpoint has: paths by name, and those of what is empty."""
 
     container: Any
@@ -113,7 +113,7 @@ class _Targets:
         self._given: dict[str, Leaf] = {}  # tensors that are filled where they are
         self._plain: list[tuple[str, Leaf]] = []
         self._objects: list[ObjectPart] = []
-        self._rest: dict[tuple[str, ...], _Rest] = {}  # by place of a container
+        self._rest: dict[tuple[str, ...], _OnlySaved] = {}  # by place of a container
         self._same: dict[str, str] = {}  # names of the memory that another name fills
         self._missing: list[str] = []
         self._problems: list[str] = []
@@ -171,8 +171,8 @@ class _Targets:
         is_open = container == [] if isinstance(key, Index) else isinstance(container, MutableMapping)
         return is_open and not _has(container, key)
 
-    def _rest_at(self, place: Path, container: Any) -> _Rest:
-        return self._rest.setdefault(texts(place), _Rest(container, {}, []))
+    def _rest_at(self, place: Path, container: Any) -> _OnlySaved:
+        return self._rest.setdefault(texts(place), _OnlySaved(container, {}, []))
 
     def _add_one(self, full: str, path: Path) -> None:
         container, depth = self._place_of(path[:-1])

@@ -69,7 +69,7 @@ class Share(NamedTuple):
     work: RankWork | None = None
 
 
-class _Written(NamedTuple):
+class _WrittenFiles(NamedTuple):
     """The files that one rank has written, and the plain values that are in none of them."""
 
     attempt: str
@@ -82,7 +82,7 @@ _FILES = MetadataIndex("loaderkit:files")  # of the result that carries them
 
 
 @dataclass
-class _Running:
+class _RunningSave:
     """A save as its coordinator knows it. `is_to_clear`: no other rank writes, so that what is there of it when it ends is
     cleared on the spot."""
 
@@ -140,7 +140,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         self._token = ""
         self._held = Held([], (), frozenset(), ())
         self._target: SaveTarget | None = None
-        self._running: _Running | None = None
+        self._running: _RunningSave | None = None
         self._buffers = PartBuffers()
         self._copies = HostCopies() if copies is None else copies
         self._stats: dict[str, Any] | None = None
@@ -204,7 +204,7 @@ class StreamWriter(StorageWriter, AsyncStager):
             _clear_failed(target)
             raise
         renew = partial(put_marker, target, writes, placement)
-        self._running = _Running(placement, Heartbeat(placement.attempt, renew), is_to_clear=len(plans) == 1)
+        self._running = _RunningSave(placement, Heartbeat(placement.attempt, renew), is_to_clear=len(plans) == 1)
         local = [plan.storage_data if isinstance(plan.storage_data, Local) else None for plan in plans]
         tokens = [None if one is None else one.token for one in local]
         if self._whole is not None:
@@ -355,7 +355,7 @@ class StreamWriter(StorageWriter, AsyncStager):
 
     def _written(self, share: Share, files: list[SavedFile], values: dict[str, Any]) -> WriteResult:
         self._stats = {"ranks": {share.rank: _times_of(files)}, "commit_s": None}
-        return WriteResult(_FILES, 0, _Written(share.placement.attempt, share.rank, files, values))
+        return WriteResult(_FILES, 0, _WrittenFiles(share.placement.attempt, share.rank, files, values))
 
     def _share(self, target: SaveTarget, plan: SavePlan) -> Share:
         """What the coordinator says to this rank. Raises CheckpointError."""
@@ -386,10 +386,10 @@ class StreamWriter(StorageWriter, AsyncStager):
             raise CheckpointError(
                 f"{self._url}: another save was begun with this StreamWriter before this one was finished"
             )
-        written: list[_Written] = []
+        written: list[_WrittenFiles] = []
         stored: dict[MetadataIndex, Stored] = {}
         for result in chain.from_iterable(results):
-            if isinstance(result.storage_data, _Written):
+            if isinstance(result.storage_data, _WrittenFiles):
                 written.append(result.storage_data)
             else:
                 stored.setdefault(result.index, result.storage_data)

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from loaderkit import native
-from loaderkit._internal.cuda_streams import DeviceStreams
+from loaderkit._internal.cuda.streams import DeviceStreams
 from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
 from loaderkit._internal.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 from loaderkit.checkpoint.contents import MAX_BLOCK_BYTES
@@ -80,7 +80,7 @@ class SavedFile:
         return [f"{value:016x}" for value in np.frombuffer(self.hashes, "<u8").tolist()]
 
 
-class _Part(NamedTuple):
+class _FilePart(NamedTuple):
     """The bytes [begin, end) of a file."""
 
     file: _OpenFile
@@ -99,10 +99,10 @@ class _OpenFile:
     hashes: NDArray[np.uint64]
     times: SaveTimes = field(default_factory=SaveTimes)
 
-    def parts(self) -> list[_Part]:
+    def parts(self) -> list[_FilePart]:
         """In order; a file without bytes has none."""
         size, step = self.plan.size, self.part_bytes
-        return [_Part(self, begin, min(begin + step, size)) for begin in range(0, size, step)]
+        return [_FilePart(self, begin, min(begin + step, size)) for begin in range(0, size, step)]
 
     def saved(self) -> SavedFile:
         return SavedFile(
@@ -153,7 +153,7 @@ def _opened(plan: FilePlan, writes: Writes, prefix: str) -> _OpenFile:
 class _Workers:
     """Threads that write parts, in order."""
 
-    def __init__(self, parts: Sequence[_Part], buffers: PartBuffers, devices: Collection[torch.device]) -> None:
+    def __init__(self, parts: Sequence[_FilePart], buffers: PartBuffers, devices: Collection[torch.device]) -> None:
         self._parts = parts
         self._devices = devices
         self._next = 0
@@ -208,7 +208,7 @@ class _Workers:
             while (part := self._take()) is not None:
                 self._write(part, streams.device)
 
-    def _take(self) -> _Part | None:
+    def _take(self) -> _FilePart | None:
         with self._changed:
             if self._error is not None or self._next == len(self._parts):
                 return None
@@ -221,7 +221,7 @@ class _Workers:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _write(self, part: _Part, device: torch.device | None) -> None:
+    def _write(self, part: _FilePart, device: torch.device | None) -> None:
         fixed = part.file.plan.fixed(part.begin, part.end)
         if fixed is not None:
             self._fill_and_put(part, fixed)
@@ -229,7 +229,7 @@ class _Workers:
         with self._buffers.buffer(part.file.part_bytes, device) as buffer:
             self._fill_and_put(part, buffer[: part.end - part.begin])
 
-    def _fill_and_put(self, part: _Part, memory: NDArray[np.uint8]) -> None:
+    def _fill_and_put(self, part: _FilePart, memory: NDArray[np.uint8]) -> None:
         filler = _Filler(part, memory)
         filler.fill()
         begin_s = time.perf_counter()
@@ -243,7 +243,7 @@ class _Workers:
         filler.finish()
         self._put(part, memory, filler.times)
 
-    def _put(self, part: _Part, memory: NDArray[np.uint8], times: SaveTimes) -> None:
+    def _put(self, part: _FilePart, memory: NDArray[np.uint8], times: SaveTimes) -> None:
         begin_s = time.perf_counter()
         part.file.writer.write(part.begin, memory.data)
         times.writing_s += time.perf_counter() - begin_s
@@ -255,7 +255,7 @@ class _Filler:
     """Fills memory with a part of a file, and hashes it; what is there already, as in memory that is written from where it
     lies, is not copied."""
 
-    def __init__(self, part: _Part, memory: NDArray[np.uint8]) -> None:
+    def __init__(self, part: _FilePart, memory: NDArray[np.uint8]) -> None:
         self._part, self._memory = part, memory
         self._rows: list[tuple[int, int, int, int]] = []  # as `native.fill_part` takes them
         self._summed: list[tuple[int, TensorItem, int]] = []  # rows with bytes of tensors, from where on
@@ -336,7 +336,7 @@ class _Filler:
         self._rows.append((at, at + hi - lo, address_of(data) + lo, crc))
 
 
-def _fill_part(part: _Part, memory: NDArray[np.uint8], rows: NDArray[np.int64], blocks: NDArray[np.bool_]) -> float:
+def _fill_part(part: _FilePart, memory: NDArray[np.uint8], rows: NDArray[np.int64], blocks: NDArray[np.bool_]) -> float:
     """Do what `rows` say, note the hashes of some blocks, and return the seconds that the hashes took."""
     file, step = part.file, part.file.block_bytes
     hashes = file.hashes[part.begin // step : -(-part.end // step)]

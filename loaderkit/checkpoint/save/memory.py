@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from loaderkit._internal.cuda.host_pages import HostPins
 from loaderkit._internal.dtypes import Bytes
-from loaderkit._internal.host_pages import HostPins
 
 
 class PartBuffers:

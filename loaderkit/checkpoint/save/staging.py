@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from loaderkit._internal.host_pages import HostPins, PinnedSlices, pages
+from loaderkit._internal.cuda.host_pages import HostPins, PinnedSlices, pages
 from loaderkit.checkpoint.save.tensor_bytes import identity_of, plain_tensor
 from loaderkit.checkpoint.transfer.stages import wait_for_queued
 
@@ -21,7 +21,7 @@ _ALIGNMENT = 64
 _MAX_KEPT = 2  # one that is being written, one that is being filled
 
 
-class _Area:
+class _StagingArea:
     """Memory that one copy of a state uses at a time."""
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
@@ -64,7 +64,7 @@ class HostCopies:
 
     def __init__(self, allocate: Callable[[int], NDArray[np.uint8]] | None = None) -> None:
         self._allocate = allocate
-        self._areas: list[_Area] = []
+        self._areas: list[_StagingArea] = []
         self._pins = HostPins()
 
     def copy(self, state: Any) -> Any:
@@ -103,13 +103,13 @@ class HostCopies:
         """True if a tensor is part of a copy, which neither training nor another save changes while there is a tensor of it."""
         return tensor.device.type == "cpu" and any(area.has(tensor.data_ptr()) for area in self._areas)
 
-    def _area(self, num_bytes: int, *, is_pinned: bool) -> _Area:
+    def _area(self, num_bytes: int, *, is_pinned: bool) -> _StagingArea:
         for area in self._areas:
             if area.is_free and len(area) >= num_bytes:
                 return area
         self._areas = [area for area in self._areas if not area.is_free][: _MAX_KEPT - 1]
         allocate = self._allocate or partial(pages, is_registered=is_pinned)
-        self._areas.append(_Area(allocate(num_bytes)))
+        self._areas.append(_StagingArea(allocate(num_bytes)))
         return self._areas[-1]
 
     def close(self) -> None:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from loaderkit._internal.cuda_streams import DeviceStreams
-from loaderkit._internal.host_pages import HostPins
+from loaderkit._internal.cuda.host_pages import HostPins
+from loaderkit._internal.cuda.streams import DeviceStreams
 from loaderkit.checkpoint.contents import Checksums
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
 from loaderkit.checkpoint.transfer.plan import PreparedRead, ReadRequest, ReadTotals

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from loaderkit._internal.cuda_streams import DeviceStreams
+from loaderkit._internal.cuda.streams import DeviceStreams
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 from loaderkit.checkpoint.contents import Checksums

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from loaderkit._internal.cuda_streams import DeviceStreams
+from loaderkit._internal.cuda.streams import DeviceStreams
 from loaderkit.checkpoint.contents import Checksums
 from loaderkit.checkpoint.transfer.plan import ReadRequest, TensorPlan, limits_of
 from loaderkit.checkpoint.transfer.stages import TransferStages

@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 import xxhash
 
-from loaderkit._internal.cuda_streams import DeviceStreams
+from loaderkit._internal.cuda.host_pages import HostPins
+from loaderkit._internal.cuda.streams import DeviceStreams
 from loaderkit._internal.hashing import address_of_hash
-from loaderkit._internal.host_pages import HostPins
 from loaderkit.checkpoint.contents import Checksums
 from loaderkit.checkpoint.transfer.layout import ByteSpan
 from loaderkit.checkpoint.transfer.plan import LATENCY_GAP, CoalescedRead, ReadChunk, ReadTotals

@@ -68,7 +68,7 @@ def _info_of(key: str, metadata: Any) -> ObjectInfo:
     return ObjectInfo(key, int(metadata.size), metadata.etag.strip('"'))
 
 
-class _Part:
+class _PartRead:
     """A part of a read, fetched by one request."""
 
     call: Call[int]  # the latest request for it
@@ -227,10 +227,10 @@ class S3Connector(BulkConnector):
 
     def _read_parts(self, key: str, start: int, buffer: memoryview, etag: str | None, begin_s: float) -> None:
         size, at_once = self._split if etag is not None else _Split(self._most_part_bytes, 1)
-        parts = [_Part(start + at, buffer[at : at + size]) for at in range(0, len(buffer), size)]
+        parts = [_PartRead(start + at, buffer[at : at + size]) for at in range(0, len(buffer), size)]
         self._requests.renewing(lambda: self._read_rest(key, parts, etag, begin_s, at_once))
 
-    def _read_rest(self, key: str, parts: Sequence[_Part], etag: str | None, begin_s: float, at_once: int) -> None:
+    def _read_rest(self, key: str, parts: Sequence[_PartRead], etag: str | None, begin_s: float, at_once: int) -> None:
         """Fetch the parts that are not complete, several at a time, each with its own retries."""
         parts = [part for part in parts if not part.is_complete]
         for part, call in zip(parts, self._gets(key, parts), strict=True):
@@ -244,7 +244,7 @@ class S3Connector(BulkConnector):
             for part in parts:
                 part.call.cancel()  # after an error no other part may write
 
-    def _finish(self, part: _Part, key: str, etag: str | None, begin_s: float) -> None:
+    def _finish(self, part: _PartRead, key: str, etag: str | None, begin_s: float) -> None:
         first = part.call
         num_tries = 0
 
@@ -266,7 +266,7 @@ class S3Connector(BulkConnector):
         self._requests.retries(once, begin_s)
         self._requests.pass_on(first)
 
-    def _gets(self, key: str, parts: Sequence[_Part]) -> Sequence[Call[int]]:
+    def _gets(self, key: str, parts: Sequence[_PartRead]) -> Sequence[Call[int]]:
         return self._requests.gets(self._full(key), [(part.start, part.memory) for part in parts])
 
     @property
@@ -275,7 +275,7 @@ class S3Connector(BulkConnector):
         is_near = self._s3.part_size == "auto" and self._requests.answer_s < _NEAR_S
         return _NEAR if is_near else _Split(self._most_part_bytes, _AT_ONCE)
 
-    def _cut_short(self, key: str, part: _Part, num_read: int, etag: str | None) -> ConnectorError:
+    def _cut_short(self, key: str, part: _PartRead, num_read: int, etag: str | None) -> ConnectorError:
         """The error for a short answer: ShortReadError if the object ends there, else TruncatedError."""
         info = _info_of(key, self._requests.once(lambda client, call: client.head(self._full(key)), self.describe(key)))
         self._check_etag(info, etag)

@@ -63,7 +63,7 @@ class _Trial:
 
 
 @dataclass
-class _Rest:
+class _RestingChange:
     """The windows for which a kind of change that did not help is not tried again."""
 
     until: int = 0
@@ -96,7 +96,7 @@ class Tuner:
         self._trial: _Trial | None = None
         self._number = 0  # of the window
         self._reach: dict[str, int] = {}  # by setting: how many rungs up at most
-        self._rests: dict[tuple[str, bool], _Rest] = {}  # by setting, and whether upwards
+        self._rests: dict[tuple[str, bool], _RestingChange] = {}  # by setting, and whether upwards
         self._usual: float | None = None  # samples/s, since the last change that was kept
         self._num_odd = 0  # windows in a row whose rate was far from that
 
@@ -415,7 +415,7 @@ class Tuner:
         return self._turn(trial.setting, trial.before, self._before.now_s)
 
     def _leave_alone(self, setting: TunedSetting, *, up: bool) -> None:
-        rest = self._rests.setdefault((setting.name, up), _Rest())
+        rest = self._rests.setdefault((setting.name, up), _RestingChange())
         rest.until = self._number + rest.length
         rest.length = min(2 * rest.length, _MOST_PATIENCE)
 

@@ -10,9 +10,9 @@ from weakref import ref
 
 import numpy as np
 
-from loaderkit._internal.device import Device
+from loaderkit._internal.cuda.device import Device
+from loaderkit._internal.cuda.pinned import RegisteredMemory
 from loaderkit._internal.dtypes import Bytes
-from loaderkit._internal.pinned import RegisteredMemory
 from loaderkit.engine.process.shared_memory import Block, SharedArena
 
 

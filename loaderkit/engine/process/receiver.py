@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
+from loaderkit._internal.system.log_records import relay
 from loaderkit.engine.process import messages
 from loaderkit.engine.process.connection import WorkerConnection
 from loaderkit.engine.process.leases import LeaseTable
 from loaderkit.engine.remote import error_transport
 from loaderkit.engine.remote.contracts import ReceivedBatch
 from loaderkit.engine.remote.delivery import Delivered
-from loaderkit.engine.remote.log_records import relay
 from loaderkit.engine.watchdog import HangReport
 
 _MOST_NUMBERS = 10_000  # in one message: a socket takes none of more than 200 kB

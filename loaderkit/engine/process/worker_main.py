@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import logging
 import os
 import pickle
 import socket
@@ -26,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from loaderkit._internal.system.child_process import bind_to
 from loaderkit._internal.system.forks import ending_forks
+from loaderkit._internal.system.log_records import forward_logs
 from loaderkit.engine.remote import error_transport
-from loaderkit.engine.remote.log_records import pack_record
 from loaderkit.errors import RemoteError
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ class WorkerMain:
             from loaderkit.native.identity import Identity, check_same
 
             spec = pickle.loads(self._specs.get())  # noqa: S301 - of our own process
-            self._forward_logs(spec.pop("log_level"))
+            forward_logs(self._forward_log, spec.pop("log_level"))
             check_same(Identity(*spec.pop("program")))
             sender = ending_forks(BatchSender)(self._outbox, self._arena, **spec)
             with self._lock:
@@ -174,26 +173,8 @@ class WorkerMain:
             self._outbox.shutdown(socket.SHUT_WR)  # shutdown, since forks of this process have copies of the socket
         os._exit(0)  # an orderly exit of torch takes 0.1 s, and the user's threads may never end
 
-    def _forward_logs(self, level: int) -> None:
-        logger = logging.getLogger("loaderkit")
-        logger.addHandler(_Forwarder(self._outbox))
-        logger.setLevel(level)
-        logger.propagate = False
-
-
-class _Forwarder(logging.Handler):
-    """Sends log records to the trainer, whose logger handles them."""
-
-    def __init__(self, outbox: socket.socket) -> None:
-        super().__init__()
-        self._outbox = outbox
-
-    def emit(self, record: logging.LogRecord) -> None:
+    def _forward_log(self, attributes: dict[str, Any]) -> None:
         from loaderkit.engine.process.messages import LogMessage
 
-        attributes = pack_record(record)
-        try:
-            # Never block: the thread may hold the engine's lock, and the trainer reads only when it waits for a batch.
-            self._outbox.send(pickle.dumps(LogMessage(attributes), 5), socket.MSG_DONTWAIT)
-        except Exception:
-            print(f"loaderkit: {record.getMessage()}", file=sys.stderr)  # noqa: T201 - rather than lose it
+        # Never block: the thread may hold the engine's lock, and the trainer reads only when it waits for a batch.
+        self._outbox.send(pickle.dumps(LogMessage(attributes), 5), socket.MSG_DONTWAIT)

@@ -14,13 +14,13 @@ from typing import Any
 
 from loaderkit._internal import torch_threads
 from loaderkit._internal.config import keys
+from loaderkit._internal.system.log_records import relay
 from loaderkit.engine.process import messages
 from loaderkit.engine.process.connection import WorkerConnection
 from loaderkit.engine.process.leases import LeaseTable
 from loaderkit.engine.process.receiver import Receiver
 from loaderkit.engine.process.shared_memory import Allocator, SharedArena
 from loaderkit.engine.remote.contracts import WorkerSpec
-from loaderkit.engine.remote.log_records import relay
 from loaderkit.engine.restarts import Death
 from loaderkit.errors import WorkerDiedError
 from loaderkit.native.identity import identity

@@ -13,7 +13,6 @@ nothing heavy at its top, so that an actor answers before it has imported torch.
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import queue
 import threading
@@ -22,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from loaderkit._internal.system.log_records import forward_logs
 from loaderkit._internal.version import __version__
 from loaderkit.engine.ray import messages
 from loaderkit.engine.ray.cluster import node_here
 from loaderkit.engine.ray.surroundings import boot_id
 from loaderkit.engine.remote import error_transport
-from loaderkit.engine.remote.log_records import pack_record
 
 if TYPE_CHECKING:
     from loaderkit.engine.ray.actor_server import ActorServer
@@ -73,7 +72,7 @@ class LoadingActor:
 
     def _begin(self, packed: messages.PackedEngine, spec: messages.ActorSpec) -> None:
         spec.surroundings.enter()
-        _forward_logs(self._records, spec.log_level)
+        forward_logs(self._records.put, spec.log_level)
         importlib.import_module(spec.preload)
         from loaderkit.engine.ray.actor_server import ActorServer
         from loaderkit.native.identity import Identity, check_same
@@ -182,17 +181,6 @@ class LoadingActor:
         if records:
             self._records.put(_END)
         return records or None
-
-
-def _forward_logs(records: queue.SimpleQueue[dict[str, Any] | None], level: int) -> None:
-    class Forwarder(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.put(pack_record(record))
-
-    logger = logging.getLogger("loaderkit")
-    logger.addHandler(Forwarder())
-    logger.setLevel(level)
-    logger.propagate = False
 
 
 MOST_CALLS = 16

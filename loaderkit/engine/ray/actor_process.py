@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 
 from loaderkit._internal import torch_threads
 from loaderkit._internal.config import keys
+from loaderkit._internal.system.log_records import relay
 from loaderkit._internal.version import __version__
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.snapshot import Snapshot
@@ -29,7 +30,6 @@ from loaderkit.engine.ray.object_memory import ObjectMemory
 from loaderkit.engine.ray.shared_engine import SharedEngine
 from loaderkit.engine.ray.surroundings import Surroundings
 from loaderkit.engine.remote.contracts import WorkerSpec
-from loaderkit.engine.remote.log_records import relay
 from loaderkit.engine.restarts import Death
 from loaderkit.errors import ClosedError, ConfigError, WorkerDiedError
 from loaderkit.native.identity import identity

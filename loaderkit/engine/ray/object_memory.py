@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from loaderkit._internal.device import Device
+from loaderkit._internal.cuda.device import Device
+from loaderkit._internal.cuda.pinned import PinnedMemory
 from loaderkit._internal.dtypes import Bytes
-from loaderkit._internal.pinned import PinnedMemory
 
 _MAPS = Path("/proc/self/maps")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from loaderkit._internal.device import Device
+from loaderkit._internal.cuda.device import Device
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.remote.delivery import Delivered

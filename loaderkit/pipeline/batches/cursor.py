@@ -17,7 +17,7 @@ from loaderkit.sampling.shard import WHOLE, Shard
 _BLOCK_POSITIONS = 8192  # computed at once: one batch of 64 at a time costs ten times as much a position
 
 
-class _Block(NamedTuple):
+class _ComputedBatches(NamedTuple):
     """The samples of the batches [step, end_step), computed at once."""
 
     step: int
@@ -44,7 +44,7 @@ class BatchCursor:
         self._num_epochs = num_epochs
         self._shard = shard
         self._on_seek = on_seek
-        self._block: _Block | None = None
+        self._block: _ComputedBatches | None = None
         self._borders: deque[tuple[tuple[int, int], Shard | None]] = deque()  # ahead, with the shard from there on
         self._is_redealt = False  # since the last seek
         self._last: tuple[int, int] | None = None  # where the last batch begins, since then
@@ -136,9 +136,9 @@ class BatchCursor:
         # Slices that only this batch uses: bad samples are replaced in `indices`.
         return positions[slots], indices[slots], None if wrapped is None else wrapped[slots]
 
-    def _next_block(self) -> _Block:
+    def _next_block(self) -> _ComputedBatches:
         order, schedule = self._order, self._schedule
         num_steps = max(1, _BLOCK_POSITIONS // order.slots_of(schedule.batch_size)[0])
         positions = schedule.positions(self._start, self._step, num_steps)
         samples = order.in_batches(self._epoch, positions, schedule.batch_size, self._start, schedule.world_size)
-        return _Block(self._step, self._step + num_steps, samples)
+        return _ComputedBatches(self._step, self._step + num_steps, samples)

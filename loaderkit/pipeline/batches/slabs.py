@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from loaderkit._internal.cuda.pinned import PinnedMemory
 from loaderkit._internal.dtypes import Bytes, num_bytes_of, type_in_numpy
-from loaderkit._internal.pinned import PinnedMemory
 from loaderkit._internal.units import say_bytes
 from loaderkit.engine.process.leases import Lease
 from loaderkit.samples.chunk import FieldSpec

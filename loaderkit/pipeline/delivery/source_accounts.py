@@ -11,7 +11,7 @@ from loaderkit.pipeline.execution_plan import ExecutionPlan
 
 
 @dataclass(slots=True)
-class _Course:
+class _DeliveredRange:
     """The positions [begin, end) of an epoch that were delivered last, and what the weights of those before come to. Its
     `end` alone changes."""
 
@@ -29,7 +29,7 @@ class SourceAccounts:
         self._order = plan.order.for_thread()
         self._mixed = self._order.core.for_thread()
         self._bad_samples = bad_samples
-        self._course: _Course | None = None
+        self._course: _DeliveredRange | None = None
         self._lock = threading.Lock()
 
     def passed(self, run: int, epoch: int, begin: int, end: int) -> None:
@@ -43,7 +43,7 @@ class SourceAccounts:
         due = (0.0,) * len(self._mixed.sources)
         if course is not None and course.run == run:
             due = self._due(course)
-        self._course = _Course(run, epoch, begin, end, due)
+        self._course = _DeliveredRange(run, epoch, begin, end, due)
 
     def added_to(self, stats: Snapshot, epoch: int, position: int) -> Snapshot:
         """The statistics with the sources as they are before `position` of an epoch."""
@@ -51,12 +51,12 @@ class SourceAccounts:
             return stats
         course = self._course
         if course is None or course.run != stats.run:
-            course = _Course(stats.run, epoch, position, position, (0.0,) * len(self._mixed.sources))
+            course = _DeliveredRange(stats.run, epoch, position, position, (0.0,) * len(self._mixed.sources))
         with self._lock:
             states = self._states(course, epoch, position)
         return replace(stats, sources=states)
 
-    def _states(self, course: _Course, epoch: int, position: int) -> tuple[SourceState, ...]:
+    def _states(self, course: _DeliveredRange, epoch: int, position: int) -> tuple[SourceState, ...]:
         known, about = self._order.num_before(epoch, position)
         places = self._mixed.places(epoch, about)
         surely = places if known == about else self._mixed.places(epoch, known)
@@ -74,7 +74,7 @@ class SourceAccounts:
             for number, (source, due) in enumerate(zip(self._mixed.sources, self._due(course), strict=True))
         )
 
-    def _due(self, course: _Course) -> tuple[float, ...]:
+    def _due(self, course: _DeliveredRange) -> tuple[float, ...]:
         """What the weights come to over all positions that were delivered."""
         due = list(course.due)
         begin, end = (self._order.num_before(course.epoch, position)[1] for position in (course.begin, course.end))

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
+from loaderkit._internal.cuda.pinned import PinnedMemory
 from loaderkit._internal.garbage import close_collected
-from loaderkit._internal.pinned import PinnedMemory
 from loaderkit.engine import watchdog
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.metrics import stalls

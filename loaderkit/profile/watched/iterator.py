@@ -20,7 +20,7 @@ def open_watched(recorder: Recorder, open_inner: Callable[[], Any]) -> WatchedIt
     inner = open_inner()
     view = view_of(inner, recorder.clock)
     recorder.opened(begin_s, view)
-    return (_WithLength if hasattr(type(inner), "__len__") else WatchedIterator)(recorder, inner, view)
+    return (_SizedIterator if hasattr(type(inner), "__len__") else WatchedIterator)(recorder, inner, view)
 
 
 class WatchedIterator:
@@ -93,7 +93,7 @@ class WatchedIterator:
         return getattr(self._inner, name)
 
 
-class _WithLength(WatchedIterator):
+class _SizedIterator(WatchedIterator):
     __slots__ = ()
 
     def __len__(self) -> int:

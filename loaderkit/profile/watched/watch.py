@@ -85,12 +85,12 @@ class Watched(Generic[Batch]):
         )
 
 
-class _WithLength(Watched[Batch]):
+class _SizedWatched(Watched[Batch]):
     def __len__(self) -> int:
         return len(self._loaderkit_inner)
 
 
-class _WithItems(_WithLength[Batch]):
+class _WithItems(_SizedWatched[Batch]):
     def __getitem__(self, key: Any) -> Any:
         return self._loaderkit_inner[key]
 
@@ -132,7 +132,7 @@ def watch(iterable: Iterable[Batch], *, name: str | None = None) -> Watched[Batc
     elif hasattr(own, "__getitem__"):
         kind = _WithItems
     elif hasattr(own, "__len__"):
-        kind = _WithLength
+        kind = _SizedWatched
     return kind(iterable, name or name_of(iterable), Recorder(f"{seen.__module__}.{seen.__qualname__}"))
 
 

@@ -11,7 +11,7 @@ from checkpoint_states import flat_states, same
 from hypothesis import given
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
 
-from loaderkit._internal import host_pages
+from loaderkit._internal.cuda import host_pages
 from loaderkit.checkpoint.flush.shared_pages import MappedPages, SharedPages
 from loaderkit.checkpoint.flush.transport import ReceivedCopies, pack_state, unpack_state
 from loaderkit.checkpoint.save.staging import HostCopies

@@ -12,7 +12,7 @@ from checkpoint_states import saved
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import loaderkit
-from loaderkit._internal import host_pages
+from loaderkit._internal.cuda import host_pages
 from loaderkit.checkpoint import StreamReader
 from loaderkit.checkpoint.flush.shared_pages import SharedPages
 from loaderkit.checkpoint.save.staging import HostCopies

@@ -10,9 +10,9 @@ import pytest
 import torch
 from fake_gpus import FakeGpus
 
-from loaderkit._internal import host_pages
+from loaderkit._internal.cuda import host_pages
+from loaderkit._internal.cuda.host_pages import HostPins
 from loaderkit._internal.dtypes import Bytes
-from loaderkit._internal.host_pages import HostPins
 from loaderkit.checkpoint.flush.shared_pages import SharedPages
 from loaderkit.checkpoint.save.engine import save_files
 from loaderkit.checkpoint.save.file_plan import FilePlan, TensorItem

@@ -24,8 +24,8 @@ from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.values import Image
-from loaderkit.stages.image.dali import Renderer
-from loaderkit.stages.image.dali_trial import decodes_regions
+from loaderkit.stages.image.dali.renderer import Renderer
+from loaderkit.stages.image.dali.trial import decodes_regions
 from loaderkit.stages.image.ops import Crop, Flip, Scale, size_after
 
 Chain = Callable[[Pipeline], Pipeline]

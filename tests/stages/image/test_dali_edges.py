@@ -24,8 +24,8 @@ from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, LoaderkitError, StageError
 from loaderkit.samples.chunk import BatchWork, SampleChunk
 from loaderkit.samples.values import Encoded, GpuDecoded
-from loaderkit.stages.image.dali import Renderer
-from loaderkit.stages.image.dali_graph import Graph
+from loaderkit.stages.image.dali.graph import Graph
+from loaderkit.stages.image.dali.renderer import Renderer
 from loaderkit.stages.image.formats import jpeg_size
 from loaderkit.stages.image.geometry import ResizeArgs, resize_steps
 
@@ -304,7 +304,9 @@ class TestNoImagesFault:
         def decode(chunk: SampleChunk) -> None:
             looked_at.append(chunk.lo)
 
-        monkeypatch.setattr("loaderkit.stages.image.dali.build_pipeline", lambda dali, graph: Refusing(words, ended))
+        monkeypatch.setattr(
+            "loaderkit.stages.image.dali.renderer.build_pipeline", lambda dali, graph: Refusing(words, ended)
+        )
         chunk = SampleChunk(
             BatchWork(epoch=0, step=0, positions=np.arange(4), indices=np.arange(4)), 0, 4, np.arange(4)
         )

@@ -21,7 +21,7 @@ PHOTO = make_photo(3)
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> FailingPipelines:
     made = FailingPipelines()
-    monkeypatch.setattr("loaderkit.stages.image.dali.build_pipeline", made.build)
+    monkeypatch.setattr("loaderkit.stages.image.dali.renderer.build_pipeline", made.build)
     return made
 
 

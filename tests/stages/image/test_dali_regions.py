@@ -13,7 +13,7 @@ import torch
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.pipeline.execution_plan import compile_pipeline
-from loaderkit.stages.image import dali_trial
+from loaderkit.stages.image.dali import trial
 
 Chain = Callable[[Pipeline], Pipeline]
 
@@ -123,14 +123,14 @@ class TestTrial:
         monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
 
         def be(name: str) -> None:
-            monkeypatch.setattr(dali_trial, "_machine", lambda device: name)
+            monkeypatch.setattr(trial, "_machine", lambda device: name)
 
         be("one")
         return be
 
     def attempt(self, monkeypatch: pytest.MonkeyPatch, program: str) -> bool:
-        monkeypatch.setattr(dali_trial, "_PROGRAM", f"import os, signal, sys\n{program}")
-        return dali_trial.decodes_regions(0)
+        monkeypatch.setattr(trial, "_PROGRAM", f"import os, signal, sys\n{program}")
+        return trial.decodes_regions(0)
 
     WORKS = "print('whole images'); print('regions')"
     CRASHES = "print('whole images', flush=True); os.kill(os.getpid(), signal.SIGSEGV)"
@@ -165,21 +165,21 @@ class TestTrial:
         assert not self.attempt(monkeypatch, self.WORKS)
 
     def test_a_decoder_that_hangs_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(dali_trial, "_MOST_S", 0.5)
+        monkeypatch.setattr(trial, "_MOST_S", 0.5)
         assert not self.attempt(monkeypatch, "print('whole images', flush=True); signal.pause()")
 
     @pytest.mark.prove
     def test_dalis_own_regions_pass(self) -> None:
         """On the CPU, in another process, which finds what this one would import."""
-        assert dali_trial._tried(None) == ("", True)
+        assert trial._tried(None) == ("", True)
 
     def test_other_pixels_do_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        decoded = dali_trial._decoded
+        decoded = trial._decoded
 
         def moved(*args: Any, regions: bool) -> Any:
             crops = [crop._replace(top=0, left=0) for crop in args[2]] if regions else args[2]
             return decoded(args[0], args[1], crops, regions=regions)
 
-        monkeypatch.setattr(dali_trial, "_decoded", moved)
+        monkeypatch.setattr(trial, "_decoded", moved)
         with pytest.raises(RuntimeError, match="regions differ"):
-            dali_trial.attempt(None)
+            trial.attempt(None)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from loaderkit._internal import user_code
-from loaderkit._internal.user_code import FairLock, UserLock, owner_of
+from loaderkit.engine import user_code
+from loaderkit.engine.user_code import FairLock, UserLock, owner_of
 
 _interrupt = ctypes.PyDLL(None).PyErr_SetInterrupt  # called as trace functions are, with what it does not look at
 _interrupt.argtypes = [ctypes.py_object] * 3

@@ -21,7 +21,7 @@ from PIL import Image as Pillow
 
 from loaderkit._internal.system.child_process import how_it_ended
 from loaderkit._internal.system.user_cache import default_cache_dir, keep, path_in_cache
-from loaderkit.stages.image.dali_graph import Graph, build_pipeline, import_dali, inputs_of
+from loaderkit.stages.image.dali.graph import Graph, build_pipeline, import_dali, inputs_of
 from loaderkit.stages.image.ops import Crop, ImageOp, ImageOps, Scale
 
 logger = logging.getLogger("loaderkit")
@@ -32,7 +32,7 @@ _PROGRAM = """
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 sys.path[:] = json.loads(sys.argv[1])
-from loaderkit.stages.image.dali_trial import attempt
+from loaderkit.stages.image.dali.trial import attempt
 attempt(json.loads(sys.argv[2]))
 """
 _MOST_LEVELS = 4.0  # of 255, on average: what another way to decode a crop may change

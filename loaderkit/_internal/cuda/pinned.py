@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import torch
 
-from loaderkit._internal.device import KERNEL_FAILURES, raise_kernel_failure
+from loaderkit._internal.cuda.device import KERNEL_FAILURES, raise_kernel_failure
 from loaderkit._internal.dtypes import Bytes
 
 NOT_PINNED = "memory of batches cannot be pinned (%s): copies to the GPU are slower, and block a worker"

@@ -1,6 +1,9 @@
-"""No module imports itself through others, also where an import is deferred or for types only."""
+"""What holds of the tree as a whole: no circle of imports, deferred and typing ones included; rooms of at most 14 modules; one
+class to a name."""
 
+import ast
 import random
+from collections import Counter
 from pathlib import Path
 
 from import_graph import circle, import_graph
@@ -29,6 +32,21 @@ def test_no_circle_among_imports() -> None:
     assert len(graph) > 100
     found = circle(graph)
     assert not found, f"a circle of imports: {' -> '.join([*found, found[0]])}"
+
+
+def test_rooms_are_small() -> None:
+    modules = (path for path in Path(loaderkit.__file__).parent.rglob("*.py") if path.name != "__init__.py")
+    crowded = {str(room): num for room, num in Counter(path.parent for path in modules).items() if num > 14}
+    assert not crowded
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    paths = Path(loaderkit.__file__).parent.rglob("*.py")
+    names = Counter(
+        node.name for path in paths for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+    )
+    assert len(names) > 500
+    assert not {name for name, num in names.items() if num > 1}
 
 
 def test_kinds_of_sources_do_not_import_one_another() -> None:

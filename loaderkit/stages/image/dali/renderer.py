@@ -30,8 +30,8 @@ from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.sample import Sample
 from loaderkit.samples.values import Encoded, GpuDecoded, Image
 from loaderkit.sources.fields import IMAGE_EXTENSIONS
-from loaderkit.stages.image.dali_errors import reason_of, system_failure
-from loaderkit.stages.image.dali_graph import Graph, build_pipeline, import_dali, inputs_of
+from loaderkit.stages.image.dali.errors import reason_of, system_failure
+from loaderkit.stages.image.dali.graph import Graph, build_pipeline, import_dali, inputs_of
 from loaderkit.stages.image.ops import ImageOp, size_after
 from loaderkit.stages.values import to_tensor
 

@@ -22,7 +22,7 @@ _LOOK_S = 0.1
 _all_locks: WeakSet[FairLock] = WeakSet()
 
 
-class _Place:
+class _QueuePlace:
     """In the queue for a lock. Its thread holds `lock` from before it queues until it is through, and `inside` while it has
     its turn. The one behind it takes `lock` for a moment; nobody else takes `inside`."""
 
@@ -30,7 +30,7 @@ class _Place:
         self.lock = threading.Lock()
         self.inside = threading.Lock()
         self.thread = threading.get_ident()
-        self.before: _Place | None = None  # that has to be through first
+        self.before: _QueuePlace | None = None  # that has to be through first
 
 
 class FairLock:
@@ -49,8 +49,8 @@ class FairLock:
     def _begin_anew(self) -> None:
         """Nobody has it, and nobody waits."""
         self._queueing = threading.Lock()
-        self._last: _Place | None = None
-        self._current: _Place | None = None
+        self._last: _QueuePlace | None = None
+        self._current: _QueuePlace | None = None
 
     def is_held(self) -> bool:
         """Whether this thread has it."""
@@ -62,13 +62,13 @@ class FairLock:
         times a second except in the main thread; what it raises ends the wait."""
         if self.is_held():
             return function()
-        place = _Place()
+        place = _QueuePlace()
         with place.lock:
             self._wait(place, look)
             with place.inside:
                 return function()
 
-    def _wait(self, place: _Place, look: Callable[[], None] | None) -> None:
+    def _wait(self, place: _QueuePlace, look: Callable[[], None] | None) -> None:
         with self._queueing:
             place.before, self._last = self._last, place
         # Ctrl-C may come between `acquire` and what follows, so the main thread does not call it.

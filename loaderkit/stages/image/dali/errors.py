@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loaderkit.stages.image.dali_graph import Graph
+from loaderkit.stages.image.dali.graph import Graph
 
 _MEMORY = (
     "allocation failed",

@@ -114,7 +114,7 @@ class _Processors:
 
 
 class Simulation:
-    """One run of a model. Of `num_batches` those count that are taken while there still are others to begin with."""
+    """One run of a model. Of `num_batches` the `num_counted` first ones count: while they are taken there are others to begin."""
 
     def __init__(self, model: PipelineModel, seed: int = 0) -> None:
         self._model = model
@@ -130,11 +130,11 @@ class Simulation:
         # Behind those that count there are as many as are ahead: else they would come out of a stock that is never replaced.
         ahead = min(model.batches_ahead, model.batches_in_memory, num_counted)
         self.num_batches = num_counted + num * max(1, int(ahead) // num)
-        self._num_counted = num_counted
+        self.num_counted = num_counted
         num_samples = self.num_batches * self._batch
         rngs = np.random.default_rng(seed).spawn(len(model.stages) + 1)
         draws = iter(
-            Draws(stage.times, stage.cpu_s, stage.wait_s, num_samples, rng)
+            Draws(stage.times, stage.cpu_s, stage.wait_s, num_counted * self._batch, num_samples, rng)
             for stage, rng in zip(model.stages, rngs[1:], strict=True)
         )
         self._pools = [[(stage, next(draws)) for stage in pool.stages] for pool in model.pools]
@@ -182,10 +182,10 @@ class Simulation:
         for process in range(len(self._schedulers)):
             self._deal_out(process)
         self._take()
-        while len(self.taken_s) < self._num_counted:
+        while len(self.taken_s) < self.num_counted:
             self._step()
-        first = self._num_counted // _WARM
-        return (self._num_counted - 1 - first) * self._batch / max(self.taken_s[-1] - self.taken_s[first], 1e-12)
+        first = self.num_counted // _WARM
+        return (self.num_counted - 1 - first) * self._batch / max(self.taken_s[-1] - self.taken_s[first], 1e-12)
 
     def _step(self) -> None:
         """Advance to the next moment at which a task is done."""

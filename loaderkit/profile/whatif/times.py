@@ -119,16 +119,20 @@ USUAL = Times()
 
 
 class Draws:
-    """What a stage takes for each sample of a simulated run, and when it stands still. Deterministic by `rng`."""
+    """What a stage takes for each sample of a simulated run, and when it stands still. Deterministic by `rng`, also where a
+    run has more samples: the first ones are the same. The `num_counted` first ones take `cpu_s` and `wait_s` in the mean."""
 
-    def __init__(self, times: Times, cpu_s: float, wait_s: float, num_samples: int, rng: np.random.Generator) -> None:
+    def __init__(
+        self, times: Times, cpu_s: float, wait_s: float, num_counted: int, num_samples: int, rng: np.random.Generator
+    ) -> None:
+        of_gaps, of_sizes = rng.spawn(2)
         self._usual_cpu_s, self._usual_wait_s = cpu_s * (1 - times.slow_cpu), wait_s * (1 - times.slow_wait)
         self._factors: list[float] = rng.choice(times.factors, num_samples, p=times.weights).tolist()
         slow_cpu_s, slow_wait_s = cpu_s * times.slow_cpu, wait_s * times.slow_wait
         self._wait_share = slow_wait_s / max(slow_cpu_s + slow_wait_s, 1e-12)
         self.pauses: deque[tuple[float, float]] = deque()
         slow = np.zeros(num_samples + 1)
-        places, sizes = np.cumsum(rng.choice(times.gaps, num_samples)), rng.choice(times.sizes, num_samples)
+        places, sizes = np.cumsum(of_gaps.choice(times.gaps, num_samples)), of_sizes.choice(times.sizes, num_samples)
         if times.pause and wait_s:
             begins_s = places * times.pause_every_s
             ends_s = begins_s + sizes * times.pause * wait_s
@@ -137,7 +141,7 @@ class Draws:
             for offset in range(times.run):
                 at = 1 + offset * times.chunk + (places * times.every).astype(np.int64)
                 np.add.at(slow, at[at <= num_samples], sizes[at <= num_samples])
-        scale = num_samples * (slow_cpu_s + slow_wait_s) / max(float(slow.sum()), 1e-12)
+        scale = num_counted * (slow_cpu_s + slow_wait_s) / max(float(slow[: num_counted + 1].sum()), 1e-12)
         self._slow_s: list[float] = (np.cumsum(slow) * scale).tolist()
 
     def of(self, low: int, high: int) -> tuple[float, float]:

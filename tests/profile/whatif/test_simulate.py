@@ -125,9 +125,9 @@ class TestStraggler:
         times = Times(slow_wait=share, gaps=(1.0,), every=float(every))
         simulation = Simulation(model_of(workers, waiting(1.0, times), compute_s=compute_s, batches_ahead=depth))
         simulation.run()
-        number = simulation.num_batches
-        slow = [n for n in range(number) if n and n % every == 0]
-        services = [1.0 - share + (share * number / len(slow)) * (n in set(slow)) for n in range(number)]
+        number, counted = simulation.num_batches, simulation.num_counted
+        slow_s = share * counted / len(range(every, counted, every))
+        services = [1.0 - share + slow_s * (n > 0 and n % every == 0) for n in range(number)]
         expected = recursion(services, compute_s, workers=workers, depth=depth)
         assert len(simulation.taken_s) >= number - depth
         assert simulation.taken_s == pytest.approx(expected[: len(simulation.taken_s)])
@@ -180,8 +180,10 @@ class TestLaws:
     @settings(max_examples=num_examples(16), deadline=None)
     @given(models(), st.integers(2, 4))
     def test_more_depth_is_never_slower(self, model: PipelineModel, factor: int) -> None:
+        """Where nothing is shared. On shared CPUs work that is far ahead can take the time of what is awaited."""
+        model = replace(model, pools=model.pools[:1], cpus=64.0, gil_s=0.0, batch=1.0, chunk=1.0)
         deeper = replace(model, batches_ahead=model.batches_ahead * factor)
-        assert Simulation(deeper).run() >= 0.95 * Simulation(model).run()
+        assert Simulation(deeper).run() >= (1 - 1e-9) * Simulation(model).run()
 
     @settings(max_examples=num_examples(16), deadline=None)
     @given(models())

@@ -6,6 +6,7 @@ import _posixsubprocess
 import compileall
 import gc
 import io
+import json
 import os
 import random
 import shutil
@@ -26,6 +27,7 @@ from buckets import upload
 from fault_proxy import FaultProxy
 from forked_programs import Template
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from PIL import Image
 from requirements import require_all
 from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, find_weed
@@ -154,6 +156,9 @@ def forked_programs(request: pytest.FixtureRequest, program_template: Template |
         yield
 
 
+# Hypothesis draws numbers and texts from the source of modules that happen to be imported: with the same seed, tests in another
+# order drew other cases. Parsing all modules took each process 5 s, too.
+vars(providers)["is_local_module_file"] = lambda path: False
 # How busy a machine is decides no test.
 settings.register_profile("prove", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # Without a database: what an earlier run found is not run again.
@@ -261,6 +266,30 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write_text
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory is a folder of the test's own, with a cache of its own, on one rank."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "COLUMNS", "FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run a command that must succeed, with --json, and give its document."""
+
+    def run(*arguments: str | Path) -> Any:
+        from loaderkit.cli import main
+
+        code = main([*map(str, arguments), "--json"])
+        captured = capsys.readouterr()
+        assert code == 0, captured.err
+        return json.loads(captured.out)
+
+    return run
 
 
 @pytest.fixture(scope="session")

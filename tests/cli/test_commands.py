@@ -19,7 +19,6 @@ from loaderkit import Pipeline, build
 from loaderkit._internal.config.yaml_text import from_yaml, to_yaml
 from loaderkit.cli import main
 from loaderkit.cli.run import progress
-from loaderkit.sources.formats.tar_index import parse_wds_index
 
 SCRIPT = Path(sys.executable).parent / "loaderkit"
 
@@ -42,12 +41,8 @@ def refuse(sample):
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder of its own, with its own cache, on one rank, and with the import path put back afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
-    for name in ("RANK", "WORLD_SIZE", "COLUMNS", "FORCE_COLOR", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
+def recorder(own_folder: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The module of that name, with the import path put back afterwards."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "recorder", raising=False)
     (tmp_path / "recorder.py").write_text(RECORDER)
@@ -75,19 +70,6 @@ def recorded(pipeline: Path, function: str = "note") -> Path:
     path = pipeline.with_name("recorded.yaml")
     path.write_text(to_yaml(description))
     return path
-
-
-@pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Run a command that must succeed, with --json, and give its document."""
-
-    def run(*arguments: str | Path) -> Any:
-        code = main([*map(str, arguments), "--json"])
-        captured = capsys.readouterr()
-        assert code == 0, captured.err
-        return json.loads(captured.out)
-
-    return run
 
 
 class TestRun:
@@ -428,74 +410,3 @@ def test_a_full_disk_under_the_standard_output(pipeline: Path) -> None:
         1,
         "error: the standard output cannot be written: No space left on device\n",
     )
-
-
-class TestIndex:
-    @pytest.fixture
-    def tars(self, shards: Path, tmp_path: Path) -> list[str]:
-        shutil.copytree(shards, tmp_path / "tars")
-        return [str(path) for path in sorted((tmp_path / "tars").glob("*.tar"))]
-
-    def test_index_then_check(self, tars: list[str], ask: Callable[..., Any]) -> None:
-        found = ask("index", *tars)
-        assert (found["num_samples"], found["num_failed"]) == (60, 0)
-        assert [row["num_members"] for row in found["shards"]] == [40, 40, 40]
-        for tar, row in zip(tars, found["shards"], strict=True):
-            assert row["index"] == tar.replace(".tar", ".idx")
-            index = parse_wds_index(Path(row["index"]).read_text(), tar)
-            assert index is not None
-            with tarfile.open(tar) as opened:
-                expected = [(member.name, member.offset_data, member.size) for member in opened]
-            assert list(index) == expected
-        assert [row["status"] for row in ask("index", "--check", *tars)["shards"]] == ["ok"] * 3
-        assert sorted(path.suffix for path in Path("tars").iterdir()) == [".idx"] * 3 + [".tar"] * 3
-
-    @pytest.mark.parametrize("name", ["tars", "tars/", "file://{}/tars", "file://{}/tars/"])
-    def test_a_folder_means_its_shards(self, tars: list[str], ask: Callable[..., Any], name: str) -> None:
-        found = ask("index", name.format(Path.cwd()))
-        assert [Path(row["shard"]).absolute() for row in found["shards"]] == list(map(Path, tars))
-        assert found["num_samples"] == 60
-
-    def test_a_folder_without_shards(self, capsys: pytest.CaptureFixture[str]) -> None:
-        Path("empty").mkdir()
-        assert main(["index", "empty"]) == 1
-        assert capsys.readouterr().err == "error: empty/*.tar: there is nothing that is called so\n"
-
-    def test_missing_and_stale_ones_fail_the_check(self, tars: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["index", *tars[:2]]) == 0
-        shutil.copy(tars[2], tars[1])  # other members now
-        capsys.readouterr()
-        assert main(["index", "--check", *tars, "--json"]) == 1
-        found = json.loads(capsys.readouterr().out)
-        assert [row["status"] for row in found["shards"]] == ["ok", "stale", "missing"]
-        assert main(["index", "--check", *tars]) == 1
-        captured = capsys.readouterr()
-        assert captured.out.count("\n") == 1
-        assert [line.split(": ")[1] for line in captured.err.splitlines()] == tars[1:]
-        assert not Path(tars[2]).with_suffix(".idx").exists()
-
-    def test_a_damaged_shard_is_named_and_the_others_are_done(
-        self, tars: list[str], capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        data = Path(tars[1]).read_bytes()
-        Path(tars[1]).write_bytes(data[: len(data) // 2])
-        assert main(["index", *tars]) == 1
-        captured = capsys.readouterr()
-        assert [Path(line.partition(":")[0]).name for line in captured.out.splitlines()] == [
-            "shard-000.idx",
-            "shard-002.idx",
-        ]
-        assert captured.err.startswith("error: ")
-        assert "shard-001.tar" in captured.err
-        assert not Path(tars[1]).with_suffix(".idx").exists()
-
-    def test_shards_whose_names_end_alike_are_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["index", "train-1.5.tar", "train-1.6.tar"]) == 2
-        assert "would both have the index" in capsys.readouterr().err
-
-    def test_warnings_are_one_line(self, tars: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-        data = Path(tars[0]).read_bytes()
-        Path(tars[0]).write_bytes(data.rstrip(b"\0") + bytes(-len(data.rstrip(b"\0")) % 512))  # no end mark
-        done = subprocess.run([SCRIPT, "index", tars[0]], capture_output=True, text=True, check=True)
-        assert done.stderr.startswith("warning: ")
-        assert done.stderr.count("\n") == 1

@@ -91,4 +91,8 @@ def test_every_kind_is_completed_and_explained(kind: str) -> None:
         assert signature.parameters.keys() - {"self"} == args.model_fields.keys() - {"kind"}
         text = pydoc.plain(pydoc.render_doc(method))
         assert all(f"{name}: " in text for name in args.model_fields if name != "kind")
-    assert f" {kind}(" in pydoc.plain(pydoc.render_doc(Pipeline))
+
+
+def test_the_help_of_the_class_has_every_kind() -> None:
+    text = pydoc.plain(pydoc.render_doc(Pipeline))
+    assert all(f" {kind}(" in text for kind in [*SOURCES, *STAGES])

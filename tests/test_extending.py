@@ -12,6 +12,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import closing
+from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -307,3 +308,26 @@ def test_a_plain_pipeline_asks_for_no_entry_points(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("loaderkit._internal.extensions.entry_points", refuse)
     pipeline = Pipeline.dataset([{"x": 1}, {"x": 2}]).epochs(1).read().call(dict).batch(1)
     assert len(batches_of(pipeline)) == len(batches_of(pipeline, executor="process")) == 2
+
+
+def test_packages_are_read_again_only_where_a_folder_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hasattr` and `inspect` ask for names that nobody has, and what was installed meanwhile is there at once."""
+    read: list[str] = []
+
+    def counted(*, group: str) -> EntryPoints:
+        read.append(group)
+        return entry_points(group=group)
+
+    monkeypatch.setattr("loaderkit._internal.extensions.entry_points", counted)
+    monkeypatch.syspath_prepend(tmp_path)
+    for _ in range(5):
+        assert not hasattr(Pipeline, "posterized")
+        assert not hasattr(Pipeline, "__wrapped__")
+    assert sorted(read) == ["loaderkit.sources", "loaderkit.stages"]
+    (tmp_path / "posters-1.0.dist-info").mkdir()
+    (tmp_path / "posters-1.0.dist-info" / "METADATA").write_text("Name: posters\nVersion: 1.0\n")
+    (tmp_path / "posters-1.0.dist-info" / "entry_points.txt").write_text(
+        "[loaderkit.stages]\nposterized = loaderkit.stages.image.color:GAUSSIAN_BLUR\n"
+    )
+    assert "posterized" in dir(Pipeline)
+    assert sorted(read) == sorted(2 * ["loaderkit.sources", "loaderkit.stages"])

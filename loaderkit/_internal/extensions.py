@@ -7,10 +7,12 @@ Only a name that is not ours asks for entry points, and so does a list of all na
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from importlib.metadata import EntryPoint, entry_points
+from functools import lru_cache, partial
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from loaderkit.errors import USER_ERRORS, ConfigError
@@ -118,7 +120,7 @@ class Registry(Mapping[str, T]):
 
     def _found(self) -> list[EntryPoint]:
         """The entry points of installed packages, now: a notebook may just have installed one."""
-        return list(entry_points(group=self.group))
+        return list(_installed(self.group, tuple((place, _changed_ns(place)) for place in sys.path)))
 
     # ------------------------------------------------------------------------------------------------- registering
 
@@ -158,6 +160,19 @@ class Registry(Mapping[str, T]):
         """Know what the process that sent this has registered."""
         self._entries |= entries
         self._resolved |= entries
+
+
+@lru_cache(maxsize=8)
+def _installed(group: str, places: tuple[tuple[str, int | None], ...]) -> EntryPoints:
+    """Of the packages in these folders, which were changed then. To read those of 200 packages takes 10 ms."""
+    return entry_points(group=group)
+
+
+def _changed_ns(place: str) -> int | None:
+    try:
+        return os.stat(place or os.curdir).st_mtime_ns
+    except OSError:
+        return None  # nothing is there, or only a zip importer knows
 
 
 def origin_of(item: Any) -> str:

@@ -27,9 +27,11 @@ class _SourceNames(type):
     """Finds the sources that packages and programs add, on first use: only a metaclass is asked for a class's attribute."""
 
     def __getattr__(cls, name: str) -> Any:
-        if not name.startswith("_") and name in SOURCES:
+        if name.startswith("_"):
+            raise AttributeError(f"Pipeline has no attribute {name!r}")
+        if name in SOURCES:
             return source_method(name, SOURCES[name].args).__get__(None, cls)
-        if not name.startswith("_") and name in STAGES:
+        if name in STAGES:
             return stage_method(name, STAGES[name].args)
         raise AttributeError(f"Pipeline has no source {name!r}; {nearest(name, _public(cls))}")
 
@@ -41,7 +43,9 @@ class KindMethods(metaclass=_SourceNames):
     """The base of `Pipeline`."""
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and name in STAGES:
+        if name.startswith("_"):
+            raise AttributeError(f"a pipeline has no attribute {name!r}")
+        if name in STAGES:
             return stage_method(name, STAGES[name].args).__get__(self)
         raise AttributeError(f"a pipeline has no stage {name!r}; {nearest(name, _public(type(self)))}")
 

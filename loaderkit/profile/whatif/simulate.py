@@ -114,7 +114,7 @@ class _Processors:
 
 
 class Simulation:
-    """One run of a model. Of `num_batches` the `num_counted` first ones count: while they are taken there are others to begin."""
+    """One run of a model. Of `num_batches` the `num_counted` first ones count, which leave others to begin."""
 
     def __init__(self, model: PipelineModel, seed: int = 0) -> None:
         self._model = model
@@ -134,7 +134,7 @@ class Simulation:
         num_samples = self.num_batches * self._batch
         rngs = np.random.default_rng(seed).spawn(len(model.stages) + 1)
         draws = iter(
-            Draws(stage.times, stage.cpu_s, stage.wait_s, num_counted * self._batch, num_samples, rng)
+            Draws(stage.times, (stage.cpu_s, stage.wait_s), num_counted * self._batch, num_samples, rng)
             for stage, rng in zip(model.stages, rngs[1:], strict=True)
         )
         self._pools = [[(stage, next(draws)) for stage in pool.stages] for pool in model.pools]

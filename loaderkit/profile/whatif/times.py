@@ -120,11 +120,17 @@ USUAL = Times()
 
 class Draws:
     """What a stage takes for each sample of a simulated run, and when it stands still. Deterministic by `rng`, also where a
-    run has more samples: the first ones are the same. The `num_counted` first ones take `cpu_s` and `wait_s` in the mean."""
+    run has more samples: the first ones are the same. `means_s`: what the `num_counted` first ones take on a CPU, and wait."""
 
     def __init__(
-        self, times: Times, cpu_s: float, wait_s: float, num_counted: int, num_samples: int, rng: np.random.Generator
+        self,
+        times: Times,
+        means_s: tuple[float, float],
+        num_counted: int,
+        num_samples: int,
+        rng: np.random.Generator,
     ) -> None:
+        cpu_s, wait_s = means_s
         of_gaps, of_sizes = rng.spawn(2)
         self._usual_cpu_s, self._usual_wait_s = cpu_s * (1 - times.slow_cpu), wait_s * (1 - times.slow_wait)
         self._factors: list[float] = rng.choice(times.factors, num_samples, p=times.weights).tolist()

@@ -94,6 +94,6 @@ def test_steady_times_have_no_slow_ones() -> None:
 @given(st.floats(0, 1e-2), st.floats(0, 1e-2), st.floats(0, 0.9), st.floats(0, 0.9), st.integers(1, 4))
 def test_draws_have_the_means(cpu_s: float, wait_s: float, slow_cpu: float, slow_wait: float, run: int) -> None:
     times = Times(slow_cpu=slow_cpu, slow_wait=slow_wait, every=50.0, run=run, chunk=2)
-    draws = Draws(times, cpu_s, wait_s, 1000, 1000, np.random.default_rng(0))
+    draws = Draws(times, (cpu_s, wait_s), 1000, 1000, np.random.default_rng(0))
     found = np.sum([draws.of(low, low + 10) for low in range(0, 1000, 10)], axis=0)
     assert found == pytest.approx([1000 * cpu_s, 1000 * wait_s], abs=1e-9)

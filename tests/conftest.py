@@ -66,8 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are CPUs: a fifth of the time tests wait for processes."""
-    return 1 + len(os.sched_getaffinity(0))
+    """Two more than there are CPUs: two fifths of the time tests wait for processes, servers and time limits."""
+    return 2 + len(os.sched_getaffinity(0))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -109,6 +109,7 @@ def test_a_source_a_stage_and_a_connector_are_short() -> None:
         assert len(files[f"photo_tools/{name}.py"].splitlines()) <= MOST_LINES
 
 
+@pytest.mark.integration
 @pytest.mark.fresh_interpreters
 def test_its_contract_suites_pass(package: Path) -> None:
     """In an interpreter that has the installed package, and not the folder it was built from."""

@@ -23,7 +23,7 @@ from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
-from loaderkit.stages.base import WAITING
+from loaderkit.pipeline.config.registry import STAGES
 from profiles.bottlenecks import CASES, Case, run
 
 FOLDER = Path(__file__).parent.parent / "tests" / "diagnosis" / "recorded"
@@ -47,10 +47,14 @@ def to_json(stats: Stats) -> dict[str, Any]:
     }
 
 
+def _may_wait(kind: str) -> bool:
+    return kind in STAGES and not STAGES[kind].only_computes
+
+
 def from_json(values: Mapping[str, Any]) -> Stats:
     """The accounts that `to_json` wrote."""
     rows = [
-        StageStats(**{**row, "services": Histogram.of(dict(row["services"])), "waits": row.get("kind") in WAITING})
+        StageStats(**{**row, "services": Histogram.of(dict(row["services"])), "waits": _may_wait(row["kind"])})
         for row in values["stages"]
     ]
     return replace(

@@ -33,10 +33,6 @@ FieldNames = Annotated[
 """The fields a stage acts on; None: all fields of the right type."""
 
 
-WAITING = frozenset({"read", "transfer", "call", "filter"})
-"""Kinds that may wait for something other than a CPU or the GIL: a store, a device, what a function waits for."""
-
-
 @dataclass(frozen=True)
 class StageConfig:
     """One stage: its kind, its name (unique in the pipeline) and its arguments."""
@@ -65,7 +61,6 @@ class StageConfig:
             scope,
             run,
             workers=workers,
-            waits=self.kind in WAITING,
             close=close,
             interrupt=interrupt,
             waits_for=waits_for,

@@ -440,4 +440,4 @@ def _check(stages: Sequence[StageConfig], number: int, kinds: Mapping[str, Stage
             add_error(number, "DALI takes batches of one size: use `size`, or `decode: {device: cpu}`", "tokens")
 
 
-BATCH = StageKind(BatchArgs, "boundary", compile=_compile, check=_check, is_single=True)
+BATCH = StageKind(BatchArgs, "boundary", compile=_compile, check=_check, is_single=True, only_computes=True)

@@ -77,6 +77,7 @@ class StageKind:
     takes_16_bits: bool = False  # images may be uint16
     shrinks: bool = False  # images are cropped or resized, so seldom large after it
     is_pointwise: bool = False  # acts on each pixel alone, so it commutes with a resize
+    only_computes: bool = False  # it waits for nothing but a CPU and the GIL
     runs_user_code: bool = False  # it may keep its input, and return anything
     takes_tensors: bool = False  # it also acts on the tensors of a checkpoint
     stream: Callable[[Any], Stream | None] | None = None  # its stream, if it copies batches to a GPU
@@ -172,8 +173,8 @@ class CompileContext:
             if ops is not None and self.annotations and not MOVES_PIXELS.isdisjoint(ops.kinds):
                 function = following(function, ops, getattr(stage.args, "fields", None), self.annotations)
             run = each_sample(function, kind.num_draws, keys, failed, reuse=self.may_reuse)
-            return stage.ready("sample", run)
-        compiled = kind.compile(stage, self)
+            return replace(stage.ready("sample", run), waits=not kind.only_computes)
+        compiled = replace(kind.compile(stage, self), waits=not kind.only_computes)
         if compiled.scope == "batch":
             compiled = replace(compiled, run=_naming_batches(stage.name, compiled.run, self.stream))
         if not (kind.runs_user_code or (stage.kind == "read" and self.source.runs_user_code)):

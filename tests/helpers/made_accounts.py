@@ -12,7 +12,7 @@ from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.slow_samples import Slow
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
-from loaderkit.stages.base import WAITING
+from loaderkit.pipeline.config.registry import STAGES
 
 
 def settings_of(verdict: Verdict) -> dict[str, Any]:
@@ -21,7 +21,8 @@ def settings_of(verdict: Verdict) -> dict[str, Any]:
 
 
 def row(name: str, busy_s: float, cpu_s: float = 0.0, *, workers: int = 2, **more: Any) -> StageStats:
-    return StageStats(name, workers, busy_s=busy_s, cpu_s=cpu_s, kind=name, waits=name in WAITING, **more)
+    waits = name in STAGES and not STAGES[name].only_computes
+    return StageStats(name, workers, busy_s=busy_s, cpu_s=cpu_s, kind=name, waits=waits, **more)
 
 
 def services(*items: tuple[float, int]) -> Histogram:

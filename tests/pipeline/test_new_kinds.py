@@ -247,3 +247,17 @@ def test_they_are_methods_of_pipelines() -> None:
     pipeline = begun.shuffle(False).epochs(1).read().shift(5).batch(5)
     assert pipeline == Pipeline(PIPELINE)
     assert "shift" in pipeline.to_yaml()
+
+
+def test_a_new_stage_may_wait_for_anything_unless_it_says_that_it_only_computes() -> None:
+    """What the GIL's holders are charged with for a stage does not hold for one that asks a server."""
+    loaderkit.extend.register("pure_shift", StageKind(ShiftArgs, "sample", shift, num_draws=1, only_computes=True))
+    stages = ["read", {"shift": {"by": 5}}, {"pure_shift": {"by": 5}}, {"batch": {"size": 5}}]
+    with loaderkit.build(PIPELINE | {"stages": stages}, overrides={"prefetch.executor": "thread"}) as loader:
+        assert len([*loader]) == 2
+        assert [(row.kind, row.waits) for row in loader.stats().stages] == [
+            ("read", True),
+            ("shift", True),
+            ("pure_shift", False),
+            ("batch", False),
+        ]

@@ -24,7 +24,6 @@ from loaderkit.profile.build import ReportFacts, make_report, pipeline_subject
 from loaderkit.profile.recording import FirstBatchLog
 from loaderkit.profile.render.html import why_no_html
 from loaderkit.profile.report import Report
-from loaderkit.stages.base import WAITING
 from profiles.bottlenecks import contradictions, text_contradictions
 from profiles.reports import FOLDER
 
@@ -80,7 +79,7 @@ class Loop:
             StageStats(
                 name, 2, num_items=self._num_batches, busy_s=2 * wall_s * cpu / 3, cpu_s=wall_s * cpu / 2, kind=name,
                 blocked_s=2 * wall_s * (1 - cpu / 3), services=self._services(), num_bytes=100 * (name == "read"),
-                waits=name in WAITING,
+                waits=name != "batch",
             )
             for name, cpu in zip(STAGES, self._drawn["cpu"], strict=True)
         ]  # fmt: skip

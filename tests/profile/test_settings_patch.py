@@ -20,7 +20,6 @@ from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.report_parts import VerdictPart
 from loaderkit.profile.settings_patch import verdict_part
-from loaderkit.stages.base import WAITING
 from profiles.bottlenecks import settings_contradictions
 
 STAGES = ("read", "call", "batch", "transfer")
@@ -83,7 +82,7 @@ def with_config(drawn: dict[str, Any]) -> tuple[Stats, PipelineConfig]:
         row = StageStats(
             name, workers, num_items=1000, num_bytes=0, busy_s=busy_s, cpu_s=busy_s * cpu * (1 - late),
             delayed_s=busy_s * late, blocked_s=(slot_s - busy_s) * blocked, idle_s=slot_s * drawn["idle_share"],
-            kind=name, waits=name in WAITING, services=Histogram(),
+            kind=name, waits=name != "batch", services=Histogram(),
         )  # fmt: skip
         for seconds, count in drawn["services"].items():
             row.services.add(seconds, count)

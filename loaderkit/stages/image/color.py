@@ -304,6 +304,7 @@ COLOR_JITTER = StageKind(
     ops=color_jitter_steps,
     needs_images=True,
     is_pointwise=True,
+    only_computes=True,
 )
 RANDOM_GRAYSCALE = StageKind(
     RandomGrayscaleArgs,
@@ -313,8 +314,9 @@ RANDOM_GRAYSCALE = StageKind(
     ops=random_grayscale_steps,
     needs_images=True,
     is_pointwise=True,
+    only_computes=True,
 )
-GAUSSIAN_BLUR = StageKind(GaussianBlurArgs, "sample", gaussian_blur, num_draws=1, needs_images=True)
+GAUSSIAN_BLUR = StageKind(GaussianBlurArgs, "sample", gaussian_blur, num_draws=1, needs_images=True, only_computes=True)
 RANDOM_ERASING = StageKind(
-    RandomErasingArgs, "sample", random_erasing, num_draws=RANDOM_ERASING_DRAWS, needs_images=True
+    RandomErasingArgs, "sample", random_erasing, num_draws=RANDOM_ERASING_DRAWS, needs_images=True, only_computes=True
 )

@@ -483,4 +483,6 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     return stage.ready("sample", run)
 
 
-DECODE = StageKind(DecodeArgs, "sample", compile=_compile, check=check_decode, is_single=True, decodes=True)
+DECODE = StageKind(
+    DecodeArgs, "sample", compile=_compile, check=check_decode, is_single=True, decodes=True, only_computes=True
+)

@@ -345,9 +345,25 @@ def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return size if isinstance(size, tuple) else (size, size)
 
 
-RESIZE = StageKind(ResizeArgs, "sample", resize, ops=resize_steps, needs_images=True, takes_16_bits=True, shrinks=True)
+RESIZE = StageKind(
+    ResizeArgs,
+    "sample",
+    resize,
+    ops=resize_steps,
+    needs_images=True,
+    takes_16_bits=True,
+    shrinks=True,
+    only_computes=True,
+)
 CENTER_CROP = StageKind(
-    CenterCropArgs, "sample", center_crop, ops=center_crop_steps, needs_images=True, takes_16_bits=True, shrinks=True
+    CenterCropArgs,
+    "sample",
+    center_crop,
+    ops=center_crop_steps,
+    needs_images=True,
+    takes_16_bits=True,
+    shrinks=True,
+    only_computes=True,
 )
 RANDOM_CROP = StageKind(
     RandomCropArgs,
@@ -358,6 +374,7 @@ RANDOM_CROP = StageKind(
     needs_images=True,
     takes_16_bits=True,
     shrinks=True,
+    only_computes=True,
 )
 RANDOM_RESIZED_CROP = StageKind(
     RandomResizedCropArgs,
@@ -368,6 +385,7 @@ RANDOM_RESIZED_CROP = StageKind(
     needs_images=True,
     takes_16_bits=True,
     shrinks=True,
+    only_computes=True,
 )
 RANDOM_HORIZONTAL_FLIP = StageKind(
     RandomHorizontalFlipArgs,
@@ -377,6 +395,7 @@ RANDOM_HORIZONTAL_FLIP = StageKind(
     ops=random_horizontal_flip_steps,
     needs_images=True,
     takes_16_bits=True,
+    only_computes=True,
 )
 RANDOM_VERTICAL_FLIP = StageKind(
     RandomVerticalFlipArgs,
@@ -387,6 +406,7 @@ RANDOM_VERTICAL_FLIP = StageKind(
     runs_in_dali=False,
     needs_images=True,
     takes_16_bits=True,
+    only_computes=True,
 )
 RANDOM_ROTATION = StageKind(
     RandomRotationArgs,
@@ -396,4 +416,5 @@ RANDOM_ROTATION = StageKind(
     ops=random_rotation_steps,
     runs_in_dali=False,
     needs_images=True,
+    only_computes=True,
 )

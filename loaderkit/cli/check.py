@@ -159,7 +159,10 @@ def _said_of_threads(found: dict[str, Any]) -> str:
     why = f" ({found['error']})" if found["error"] else ""
     where = f"made in several threads at once, samples had {values}{why}"
     if found["declared"]:
-        return f"{where}: take `thread_safe: true` from {', '.join(found['declared'])}, or mend what they share"
+        return (
+            f"{where}: take `thread_safe: true` from {', '.join(found['declared'])}, or mend what they share; "
+            "a kind of another package that is not for several threads says `runs_user_code`"
+        )
     return f"{where}; one item at a time runs in each process, so do not declare {', '.join(found['stages'])}"
 
 
@@ -176,7 +179,8 @@ def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
     plan = replace(plan, config=replace(plan.config, errors=errors))
     drawn: dict[str, list[str]] = {}
     for number, stage in enumerate(plan.compiled.stages):
-        if STAGES[stage.kind].runs_user_code or (stage.kind == "read" and plan.connector is None):  # a data set's
+        runs_others_code = STAGES[stage.kind].runs_user_code or not STAGES.is_ours(stage.kind)
+        if runs_others_code or (stage.kind == "read" and plan.connector is None):  # a data set's
             plan.compiled.stages[number] = _watched(stage, drawn)
 
     def first_fields(loader: Loader) -> Mapping[str, Any]:

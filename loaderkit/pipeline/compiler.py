@@ -90,7 +90,7 @@ class CompiledStages:
             raise StageError(
                 f"{last.name} failed for sample {key!r}: the batch has no image field", stage=last.name, key=key
             )
-        if any(STAGES[stage.kind].runs_user_code for stage in config.stages[len(self.context.before_batch) :]):
+        if not all(STAGES[stage.kind].is_contained for stage in config.stages[len(self.context.before_batch) :]):
             return specs  # it may make other fields
         known = [*specs, *(f"{name}_sizes" for name, spec in specs.items() if spec.kind == "pad"), "__key__"]
         known += ["__source__"] if config.members else []

@@ -131,7 +131,7 @@ def compile_pipeline(
                 [(member.name, SOURCES[member.kind], member.args) for member in members],
                 given,
                 opened,
-                share_labels=not any(STAGES[stage.kind].runs_user_code for one in members for stage in one.stages),
+                share_labels=all(STAGES[stage.kind].is_contained for one in members for stage in one.stages),
             )
         list_s = time.perf_counter() - begin_s
         order = order_of(config, source)

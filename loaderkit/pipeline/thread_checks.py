@@ -17,6 +17,7 @@ from loaderkit.pipeline.compiler import compile_stages
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.run_samples import StageRuns, chunk_of, run_samples
+from loaderkit.stages.base import StageConfig
 from loaderkit.stages.call import CallArgs
 
 _NUM_THREADS, _NUM_ROUNDS = 4, 4
@@ -41,8 +42,10 @@ def compare_side_by_side(plan: ExecutionPlan) -> SideBySide | None:
     core = plan.order.core
     if core.sources or plan.order.unit == "sequences" or plan.config.kind.is_stream or context.is_seeded:
         return None
-    users = [stage for stage in context.before_batch if STAGES[stage.kind].runs_user_code]
-    declared = [stage.name for stage in users if isinstance(stage.args, CallArgs) and stage.args.thread_safe is True]
+    users = [
+        stage for stage in context.before_batch if STAGES[stage.kind].runs_user_code or not STAGES.is_ours(stage.kind)
+    ]
+    declared = [stage.name for stage in users if _is_declared(stage)]
     names = [stage.name for stage in users]
     if plan.source.runs_user_code:
         names.insert(0, context.stages[0].name)
@@ -78,6 +81,12 @@ def compare_side_by_side(plan: ExecutionPlan) -> SideBySide | None:
                 if differ(value, made.get(name)) and not differ(value, second.get(name))
             }
     return SideBySide(names, declared, sorted(fields), error)
+
+
+def _is_declared(stage: StageConfig) -> bool:
+    if isinstance(stage.args, CallArgs):
+        return stage.args.thread_safe is True
+    return not STAGES[stage.kind].runs_user_code
 
 
 def _made(plan: ExecutionPlan, numbers: Iterable[int], num_threads: int = 0) -> Iterator[Mapping[str, Any] | Exception]:

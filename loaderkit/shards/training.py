@@ -56,7 +56,7 @@ def check_left(config: PipelineConfig, split: Split, layout: SampleLayout) -> No
         if STAGES[stage.kind].decodes:
             return
         has_decode = any(STAGES[one.kind].decodes for one in split.left)
-        if has_decode and STAGES[stage.kind].runs_user_code and values:
+        if has_decode and not STAGES[stage.kind].is_contained and values:
             raise ConfigError(
                 f"{config.name}: {stage.name} is left for training and comes before `decode`, so it would get "
                 f"{', '.join(map(repr, values))} as bytes of the shards: put `decode` before it"

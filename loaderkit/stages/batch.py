@@ -380,7 +380,7 @@ def _gather(failed: FailureNamer, context: CompileContext, field: str) -> Callab
     is_planned = order.unit == "batches"
     # Otherwise masks may have been left as they are, say to be compared with in full.
     keeps_together = not any(
-        getattr(stage.args, "fields", None) or context.kind_of(stage).runs_user_code
+        getattr(stage.args, "fields", None) or not context.kind_of(stage).is_contained
         for stage in context.before_batch
         if not context.kind_of(stage).decodes
     )
@@ -440,4 +440,6 @@ def _check(stages: Sequence[StageConfig], number: int, kinds: Mapping[str, Stage
             add_error(number, "DALI takes batches of one size: use `size`, or `decode: {device: cpu}`", "tokens")
 
 
-BATCH = StageKind(BatchArgs, "boundary", compile=_compile, check=_check, is_single=True, only_computes=True)
+BATCH = StageKind(
+    BatchArgs, "boundary", compile=_compile, check=_check, is_single=True, only_computes=True, is_contained=True
+)

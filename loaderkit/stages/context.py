@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loaderkit._internal.cuda.device import raise_kernel_failure
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.user_code import FairLock, UserLock
 from loaderkit.engine.work import Stage
-from loaderkit.errors import USER_ERRORS, LoaderkitError, StageError
+from loaderkit.errors import USER_ERRORS, ConfigError, LoaderkitError, StageError
 from loaderkit.samples.chunk import BatchContext, SampleChunk
+from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import Encoded
 from loaderkit.sampling.order import SampleOrder
 from loaderkit.sources.base import Source
 from loaderkit.stages.base import AddError, Scope, StageArgs, StageConfig
@@ -78,7 +82,8 @@ class StageKind:
     shrinks: bool = False  # images are cropped or resized, so seldom large after it
     is_pointwise: bool = False  # acts on each pixel alone, so it commutes with a resize
     only_computes: bool = False  # it waits for nothing but a CPU and the GIL
-    runs_user_code: bool = False  # it may keep its input, and return anything
+    is_contained: bool = False  # it makes no fields but by its arguments, and keeps no memory of what it is given
+    runs_user_code: bool = False  # one thread at a time runs it, and nothing is known of what it calls
     takes_tensors: bool = False  # it also acts on the tensors of a checkpoint
     stream: Callable[[Any], Stream | None] | None = None  # its stream, if it copies batches to a GPU
     keeps_values: Callable[[Any], bool] = _no  # it commutes with `normalize`
@@ -86,6 +91,12 @@ class StageKind:
     """The dtype of the images that it can write into their slots directly after `batch`; None: it cannot."""
     objects: Callable[[Any], Mapping[str, Any]] = _nothing
     """Key -> object that the user gave for it and that is pickled to loading processes."""
+
+    def __post_init__(self) -> None:
+        if (self.make is None) == (self.compile is None) or (self.make is not None and self.scope != "sample"):
+            raise ConfigError(
+                f"StageKind({self.args.__name__}, {self.scope!r}): give `make` to a stage of samples, or `compile` to any"
+            )
 
 
 @dataclass
@@ -128,8 +139,8 @@ class CompileContext:
 
     @property
     def may_reuse(self) -> bool:
-        """False if a user's function sees samples before `batch`, as it may keep what it is given."""
-        return not any(self.kind_of(stage).runs_user_code for stage in self.before_batch)
+        """False if samples before `batch` go through what may keep the memory that it is given."""
+        return all(self.kind_of(stage).is_contained for stage in self.before_batch)
 
     @property
     def annotations(self) -> Annotations:
@@ -137,9 +148,9 @@ class CompileContext:
         return annotations_of(self.stages, self.kinds)
 
     def is_needed(self, name: str) -> bool:
-        """True if the loop gets this field of a batch, or a user's function that may read it."""
+        """True if the loop gets this field of a batch, or a stage that may read it."""
         behind = self.stages[self._batch_index + 1 :]
-        return self.output is None or name in self.output or any(self.kind_of(one).runs_user_code for one in behind)
+        return self.output is None or name in self.output or not all(self.kind_of(one).is_contained for one in behind)
 
     def keys(self, stage: StageConfig) -> StageKeys:
         """The key of its random numbers in each epoch."""
@@ -172,12 +183,17 @@ class CompileContext:
             function, ops = kind.make(stage.args), None if kind.ops is None else kind.ops(stage.args)
             if ops is not None and self.annotations and not MOVES_PIXELS.isdisjoint(ops.kinds):
                 function = following(function, ops, getattr(stage.args, "fields", None), self.annotations)
+            if not kind.is_contained:
+                function = _with_own_bytes(function)
             run = each_sample(function, kind.num_draws, keys, failed, reuse=self.may_reuse)
-            return replace(stage.ready("sample", run), waits=not kind.only_computes)
-        compiled = replace(kind.compile(stage, self), waits=not kind.only_computes)
+            compiled = stage.ready("sample", run, owner=function if kind.runs_user_code else None)
+        else:
+            compiled = kind.compile(stage, self)
+        compiled = replace(compiled, waits=not kind.only_computes)
         if compiled.scope == "batch":
             compiled = replace(compiled, run=_naming_batches(stage.name, compiled.run, self.stream))
-        if not (kind.runs_user_code or (stage.kind == "read" and self.source.runs_user_code)):
+        runs_user_code = kind.runs_user_code or (stage.kind == "read" and self.source.runs_user_code)
+        if compiled.owner is None and not runs_user_code:
             return compiled
         lock = UserLock(self.user_code, compiled.owner)
         if self.is_seeded or compiled.owner is not None:
@@ -190,6 +206,18 @@ def annotations_of(stages: Iterable[StageConfig], kinds: Mapping[str, StageKind]
     decoding = (stage.args for stage in stages if kinds[stage.kind].decodes)
     found: Annotations = getattr(next(decoding, None), "annotations", Annotations({}, ()))
     return found
+
+
+def _with_own_bytes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, for samples whose encoded fields are their own: the memory of those that were read serves others later."""
+
+    def run(sample: Sample, draws: NDArray[np.float64], memory: dict[str, Any] | None) -> Any:
+        for name, value in sample.items():
+            if type(value) is Encoded:
+                sample[name] = value._replace(data=memoryview(bytes(value.data)))
+        return function(sample, draws, memory)
+
+    return run
 
 
 def _naming_batches(

@@ -66,4 +66,4 @@ def _in_place(context: CompileContext) -> InPlaceFields | None:
     return InPlaceFields(None if decoded is None else frozenset(decoded), touched)
 
 
-READ = StageKind(ReadArgs, "sample", compile=_compile, is_single=True, takes_tensors=True)
+READ = StageKind(ReadArgs, "sample", compile=_compile, is_single=True, takes_tensors=True, is_contained=True)

@@ -260,6 +260,7 @@ TRANSFER = StageKind(
     "batch",
     compile=_compile,
     takes_tensors=True,
+    is_contained=True,
     stream=_open_stream,
     keeps_values=lambda args: args.dtype is None,
 )

@@ -200,15 +200,15 @@ def _check_fields(
         kind = STAGES[stage.kind]
         if kind.decodes:
             is_encoded = False
-        elif kind.runs_user_code and stage.kind != "filter":
-            fields = None  # the user's code may return any fields
-            is_encoded = False
         elif kind.needs_images:
             named = getattr(stage.args, "fields", None)
             if is_encoded:
                 add_error(number, f"`{stage.kind}` needs images, and these are still encoded: put `decode` before")
             elif fields is not None:
                 _check_images(number, stage.kind, named, fields, add_error)
+        if not kind.is_contained and stage.kind != "filter":
+            fields = None  # it may make any fields
+            is_encoded = False
 
 
 def _check_images(

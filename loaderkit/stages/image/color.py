@@ -305,6 +305,7 @@ COLOR_JITTER = StageKind(
     needs_images=True,
     is_pointwise=True,
     only_computes=True,
+    is_contained=True,
 )
 RANDOM_GRAYSCALE = StageKind(
     RandomGrayscaleArgs,
@@ -315,8 +316,23 @@ RANDOM_GRAYSCALE = StageKind(
     needs_images=True,
     is_pointwise=True,
     only_computes=True,
+    is_contained=True,
 )
-GAUSSIAN_BLUR = StageKind(GaussianBlurArgs, "sample", gaussian_blur, num_draws=1, needs_images=True, only_computes=True)
+GAUSSIAN_BLUR = StageKind(
+    GaussianBlurArgs,
+    "sample",
+    gaussian_blur,
+    num_draws=1,
+    needs_images=True,
+    only_computes=True,
+    is_contained=True,
+)
 RANDOM_ERASING = StageKind(
-    RandomErasingArgs, "sample", random_erasing, num_draws=RANDOM_ERASING_DRAWS, needs_images=True, only_computes=True
+    RandomErasingArgs,
+    "sample",
+    random_erasing,
+    num_draws=RANDOM_ERASING_DRAWS,
+    needs_images=True,
+    only_computes=True,
+    is_contained=True,
 )

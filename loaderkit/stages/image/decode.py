@@ -484,5 +484,12 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
 
 
 DECODE = StageKind(
-    DecodeArgs, "sample", compile=_compile, check=check_decode, is_single=True, decodes=True, only_computes=True
+    DecodeArgs,
+    "sample",
+    compile=_compile,
+    check=check_decode,
+    is_single=True,
+    decodes=True,
+    only_computes=True,
+    is_contained=True,
 )

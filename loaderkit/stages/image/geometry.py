@@ -354,6 +354,7 @@ RESIZE = StageKind(
     takes_16_bits=True,
     shrinks=True,
     only_computes=True,
+    is_contained=True,
 )
 CENTER_CROP = StageKind(
     CenterCropArgs,
@@ -364,6 +365,7 @@ CENTER_CROP = StageKind(
     takes_16_bits=True,
     shrinks=True,
     only_computes=True,
+    is_contained=True,
 )
 RANDOM_CROP = StageKind(
     RandomCropArgs,
@@ -375,6 +377,7 @@ RANDOM_CROP = StageKind(
     takes_16_bits=True,
     shrinks=True,
     only_computes=True,
+    is_contained=True,
 )
 RANDOM_RESIZED_CROP = StageKind(
     RandomResizedCropArgs,
@@ -386,6 +389,7 @@ RANDOM_RESIZED_CROP = StageKind(
     takes_16_bits=True,
     shrinks=True,
     only_computes=True,
+    is_contained=True,
 )
 RANDOM_HORIZONTAL_FLIP = StageKind(
     RandomHorizontalFlipArgs,
@@ -396,6 +400,7 @@ RANDOM_HORIZONTAL_FLIP = StageKind(
     needs_images=True,
     takes_16_bits=True,
     only_computes=True,
+    is_contained=True,
 )
 RANDOM_VERTICAL_FLIP = StageKind(
     RandomVerticalFlipArgs,
@@ -407,6 +412,7 @@ RANDOM_VERTICAL_FLIP = StageKind(
     needs_images=True,
     takes_16_bits=True,
     only_computes=True,
+    is_contained=True,
 )
 RANDOM_ROTATION = StageKind(
     RandomRotationArgs,
@@ -417,4 +423,5 @@ RANDOM_ROTATION = StageKind(
     runs_in_dali=False,
     needs_images=True,
     only_computes=True,
+    is_contained=True,
 )

@@ -163,4 +163,5 @@ NORMALIZE = StageKind(
     takes_16_bits=True,
     slot_dtype=lambda args: "float32" if args.dtype == "float32" and args.fields is None else None,
     only_computes=True,
+    is_contained=True,
 )

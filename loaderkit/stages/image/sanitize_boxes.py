@@ -83,4 +83,6 @@ def _check(stages: Sequence[StageConfig], number: int, kinds: Mapping[str, Stage
         add_error(number, f"`decode` names the boxes {', '.join(boxes)}, not {args.boxes!r}", "boxes")
 
 
-SANITIZE_BOXES = StageKind(SanitizeBoxesArgs, "sample", compile=_compile, check=_check, only_computes=True)
+SANITIZE_BOXES = StageKind(
+    SanitizeBoxesArgs, "sample", compile=_compile, check=_check, only_computes=True, is_contained=True
+)

@@ -230,4 +230,13 @@ def _check(stages: Sequence[StageConfig], number: int, kinds: Mapping[str, Stage
         add_error(number, "`pack` stands directly before `batch`: what follows acts on batches of sequences")
 
 
-PACK = StageKind(PackArgs, "sample", compile=_compile, check=_check, is_single=True, packs=True, only_computes=True)
+PACK = StageKind(
+    PackArgs,
+    "sample",
+    compile=_compile,
+    check=_check,
+    is_single=True,
+    packs=True,
+    only_computes=True,
+    is_contained=True,
+)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from loaderkit import Pipeline
 from loaderkit._internal.packing import pack, unpack
@@ -75,6 +78,21 @@ class StageContract:
                 one = {name: values[row : row + 1] for name, values in batch.items()}
                 assert_same([one], [alone[key]], f"sample {key}")
 
+    def test_the_same_behind_decode(self, pipeline: dict[str, Any]) -> None:
+        """Of pictures that `decode` made, whose memory serves others later, if the stage `is_contained`."""
+        source = pipeline["source"]
+        if STAGES[self.name].scope != "sample" or not any(_is_picture(value) for value in source["object"][0].values()):
+            pytest.skip("it acts on batches, or on no pictures")
+        encoded = [{name: _encoded(value) for name, value in sample.items()} for sample in source["object"]]
+        behind = {
+            **pipeline,
+            "source": {**source, "object": 4 * encoded},
+            "stages": ["read", "decode", *pipeline["stages"][1:]],
+        }
+        expected = epochs_of({**pipeline, "source": {**source, "object": 4 * source["object"]}}, EXECUTORS[0])
+        for prefetch in EXECUTORS:
+            assert_same(epochs_of(behind, prefetch), expected, f"behind decode, {prefetch}")
+
     # ------------------------------------------------------------------------------------------------- its description
 
     def test_its_kind_goes_to_other_processes(self) -> None:
@@ -99,3 +117,16 @@ class StageContract:
         args = STAGES[self.name].args
         assert args.__doc__
         assert all(field.description for field in args.model_fields.values())
+
+
+def _is_picture(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3
+
+
+def _encoded(value: Any) -> Any:
+    """A picture as the bytes of a PNG."""
+    if not _is_picture(value):
+        return value
+    file = io.BytesIO()
+    Image.fromarray(value).save(file, "PNG")
+    return file.getvalue()

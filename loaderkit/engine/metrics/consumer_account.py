@@ -50,8 +50,8 @@ class ConsumerAccount:
         self.num_batches = self.num_samples = self.num_dropped = 0
         self.by_source = SourceCounts()
         self.next_position: tuple[int, int] | None = None
-        """(epoch, position) behind the last batch that was given. None before any, and while one is taken: unless it is given,
-        as after Ctrl-C, it is to be made again."""
+        """(epoch, position) where the next batch begins, for sure: behind the last one that was given, or where a seek ended.
+        None while one is taken: unless it is given, as after Ctrl-C, it is to be made again."""
 
     def take(self, wait: Callable[[], Given], causes_of: Callable[[Given, float, float], dict[str, float]]) -> Given:
         """What `wait` returns, counted. `causes_of(given, begin_s, end_s)` are the seconds of that wait by cause."""

@@ -72,13 +72,16 @@ class ExecutorLifecycle:
                 self._move = self._make_move()
             self.settings.attach(executor)
             self._begin(executor)
-        if executor.account.next_position != here:
+        account = executor.account
+        if account.next_position != here:
+            account.next_position = None
             try:
                 executor.seek(*here)
             except BaseException:
                 # After Ctrl-C half of its processes may have been told, and it may take itself as there.
                 self.stop(join_s=1.0)
                 raise
+            account.next_position = here
         return executor
 
     def _make_move(self) -> ProcessMove | None:

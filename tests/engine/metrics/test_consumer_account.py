@@ -46,13 +46,12 @@ def test_sums_are_those_of_what_was_given(rng: random.Random) -> None:
     account = ConsumerAccount(lambda: now_s[0])
     assert (account.read().wall_s, account.next_position) == (0.0, None)
     account.record(1000)
+    now_s[0] += 3.0  # not counted: the first wait is later
     counted: list[Delivered] = []
     waits: list[tuple[float, float, Delivered]] = []
-    first_s = None
+    first_s = now_s[0]
 
     for number in range(200):
-        now_s[0] += rng.randint(0, 3)
-        first_s = now_s[0] if first_s is None else first_s
         given, wait_s, is_interrupted = _drawn(rng, number, number), float(rng.randint(0, 3)), rng.random() < 0.2
 
         def wait(given: Delivered = given, wait_s: float = wait_s, is_interrupted: bool = is_interrupted) -> Delivered:
@@ -70,6 +69,7 @@ def test_sums_are_those_of_what_was_given(rng: random.Random) -> None:
         else:
             assert account.take(wait, _halves) is given
             waits.append((now_s[0] - wait_s, now_s[0], given))
+            now_s[0] += rng.randint(0, 3)  # the loop's step
             is_counted = given.error is None and not given.is_end
             counted += [given] * is_counted
             assert account.next_position == ((number, number) if is_counted else None)
@@ -78,16 +78,15 @@ def test_sums_are_those_of_what_was_given(rng: random.Random) -> None:
     read = account.read()
     counters = read.counters({"read": 7.0})
     waited_s = sum(until_s - since_s for since_s, until_s, _ in waits)
+    by_source = [given.by_source.samples for given in counted if given.by_source is not None]
     assert read.waiting_since_s is None
     assert counters == {
         "now_s": now_s[0],
         "wall_s": now_s[0] - first_s,
-        "num_batches": sum(not given.is_empty for given in counted),
+        "num_batches": len([given for given in counted if not given.is_empty]),
         "num_samples": sum(given.num_items - given.num_dropped - given.num_skipped for given in counted),
         "num_dropped": sum(given.num_dropped for given in counted),
-        "by_source": SourceCounts(
-            tuple(sum(given.by_source.samples[source] for given in counted) for source in (0, 1))
-        ),
+        "by_source": SourceCounts(tuple(sum(numbers) for numbers in zip(*by_source, strict=True))),
         "waits_s": {"read": waited_s / 2 + 7.0, "decode": waited_s / 2},
     }
     handoffs = account.recorded()

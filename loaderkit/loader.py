@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from loaderkit.connectors.base import Connector
 from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.worker_clock import Clock
+from loaderkit.engine.work import Delivery
 from loaderkit.errors import ClosedError, ConfigError, MissingExtraError, StallTimeout, WorkerDiedError
 from loaderkit.integrations.iterable_dataset import BatchesDataset
 from loaderkit.pipeline.config.builder import Pipeline, to_config
@@ -27,6 +28,7 @@ from loaderkit.pipeline.executors.executor_lifecycle import ExecutorLifecycle, o
 from loaderkit.ranks.place import given_place, other_ranks, ranks_now
 from loaderkit.sampling.mix_rules import with_later_changes
 from loaderkit.sampling.state import State
+from loaderkit.stages.context import Stream
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,23 +74,20 @@ def build(
         raise
 
 
-_END = object()
-
-
 class Loader(DataLoaderParts):
     """Batches of one rank, epoch after epoch. One thread at a time iterates; `stats` may be called from any."""
 
     def __init__(self, plan: ExecutionPlan, clock: Clock = time.perf_counter, *, has_metrics: bool = False) -> None:
         """The loader closes the plan's connector. `has_metrics`: it is shown where `metrics` says. Raises ConfigError."""
-        self._plan = plan
         self._config = plan.config
         self._fingerprint = plan.fingerprint()
         self._has_ranks = plan.has_given_ranks
-        self._stream = plan.compiled.context.stream
         self._in_order = plan.source.in_order
-        self._epoch = 0  # of the last batch delivered, or of the first to come
-        self._position = 0  # samples delivered in that epoch, over all ranks
-        self._next = (0, 0)  # (epoch, position) where the next iteration begins
+        self._here = (
+            0,
+            0,
+        )  # (epoch, samples of it that were delivered, over all ranks); before any batch, of the first
+        self._next = (0, 0)  # where the next iteration begins
         self._asked: int | None = None  # its epoch, if `set_epoch` has said it
         self._iteration = 0
         self._next_call = NextCall()
@@ -108,7 +107,7 @@ class Loader(DataLoaderParts):
 
         The first `next()` takes the epoch: an iterator that is not used uses up none.
         """
-        self._executors.check_open()
+        self._executors.lifetime.check_open()
         self._take_ranks()
         if self._executors.steps is not None:
             self._executors.steps.on_epoch()
@@ -127,10 +126,18 @@ class Loader(DataLoaderParts):
 
     def start(self) -> None:
         """Start to prefetch before the first `next()`. Idempotent."""
-        self._executors.check_open()
+        self._executors.lifetime.check_open()
         self._take_ranks()
         if not self._is_over(self._next[0]):
-            self._executors.at(*self._next).start()
+            self._executors.at(self._next).start()
+
+    @property
+    def _plan(self) -> ExecutionPlan:
+        return self._executors.plan  # another one, once worker processes have taken over
+
+    @property
+    def _stream(self) -> Stream | None:
+        return self._plan.compiled.context.stream
 
     def _take_ranks(self) -> None:
         """Take rank and world size, unless they were given; later check that they are the same. Raises ConfigError."""
@@ -140,8 +147,7 @@ class Loader(DataLoaderParts):
         if now != mine:
             if self._has_ranks:
                 raise other_ranks(mine, now)
-            self._plan = self._executors.plan = self._plan.of_rank(*now)
-            self._stream = self._plan.compiled.context.stream
+            self._executors.plan = self._plan.of_rank(*now)
             if self._metrics is not None:
                 self._metrics.loader.rank = now[0]
         self._has_ranks = True
@@ -158,7 +164,7 @@ class Loader(DataLoaderParts):
     def _next_of(self, iteration: int, num_left: int | None) -> tuple[Any, int]:
         """The next batch for iterator number `iteration`, which has `num_left` batches left (None: it has not begun), and how
         many are left then."""
-        self._executors.check_open()
+        self._executors.lifetime.check_open()
         steps = self._executors.steps
         if steps is not None:
             steps.on_request()
@@ -168,60 +174,64 @@ class Loader(DataLoaderParts):
             if num_left is None:
                 num_left = self._num_to_come()
                 if num_left:
-                    self._epoch, self._position = self._next
-                    self._next, self._asked = (self._epoch + 1, 0), None
+                    self._here = self._next
+                    self._next, self._asked = (self.epoch + 1, 0), None
             if num_left == 0:
                 raise StopIteration
-            begin, num_empty = (self._epoch, self._position), 0
-            while (batch := self._deliver()) is None or batch is _END:
-                num_empty += batch is None
-                if batch is _END or num_empty == num_left:
-                    if begin[1] == 0:
-                        self._empty_batches.fail(begin[0], num_empty)
-                    raise StopIteration
+            batch, num_left = self._next_that_has_samples(num_left)
         except BaseException:
             if steps is not None:
                 steps.on_end()
             raise
         if steps is not None:  # a GPU's memory may be short, and costs nothing to drop
             steps.on_batch(batch if self._stream is None else ())
-        return batch, num_left - num_empty - 1
+        return batch, num_left
 
-    def _deliver(self) -> Any:
-        """The next batch of the current epoch; None: nothing is left of it; _END: the epoch has ended. An error stops the
+    def _next_that_has_samples(self, num_left: int) -> tuple[Any, int]:
+        """The next of the epoch's `num_left` batches of which something is left, and how many are left then. Raises
+        StopIteration if the epoch has no other."""
+        (epoch, begin), num_empty = self._here, 0
+        while num_empty < num_left:
+            delivery, batch = self._deliver()
+            if delivery.is_end:
+                break
+            if not delivery.is_empty:
+                return batch, num_left - num_empty - 1
+            num_empty += 1
+        if begin == 0:
+            self._empty_batches.fail(epoch, num_empty)
+        raise StopIteration
+
+    def _deliver(self) -> tuple[Delivery, Any]:
+        """What the executor gives next, and its batch as the loop gets it, if anything is left of it. An error stops the
         executor."""
-        executors = self._executors
-        executor = executors.at(self._epoch, self._position)
-        if executors.plan is not self._plan:  # worker processes have taken over
-            self._plan = executors.plan
-            self._stream = self._plan.compiled.context.stream
+        executors, (epoch, position) = self._executors, self._here
+        executor, stream = executors.at(self._here), self._stream
         try:
-            executors.taking()
             asked_s = time.perf_counter()
-            delivery = executor.next()
+            delivery, batch = executor.next(), None
             self._bad_samples.note(delivery, executors.run)
             if delivery.error is not None:
                 raise delivery.error
-            batch = _END if delivery.is_end else None
-            if delivery.is_empty and not delivery.is_end:
-                self._empty_batches.warn(self._epoch, self._position)
-            elif not delivery.is_empty:
-                if self._stream is not None:
-                    self._stream.hand_over(delivery.result, asked_s)
+            if not delivery.is_empty:
+                if stream is not None:
+                    stream.hand_over(delivery.result, asked_s)
                 batch = self._output(delivery.result)
+            elif not delivery.is_end:
+                self._empty_batches.warn(epoch, position)
         except BaseException as error:  # after Ctrl-C, too, a stage that hangs is not waited for
             hangs = not isinstance(error, Exception) or isinstance(error, (StallTimeout, WorkerDiedError))
             executors.stop(join_s=1.0 if hangs else 10.0)
             raise
-        if batch is _END:
-            self._position = self._plan.schedule.of_epoch(self._epoch).num_samples
-            return batch
-        self._sources.passed(executors.run, self._epoch, self._position, delivery.end)
-        self._position = delivery.end
+        if delivery.is_end:
+            self._here = epoch, self._plan.schedule.of_epoch(epoch).num_samples
+            return delivery, batch
+        self._sources.passed(executors.run, epoch, position, delivery.end)
+        self._here = epoch, delivery.end
         if self._in_order is not None:
             self._in_order.saved = delivery.source_state
-        executors.delivered(self._epoch, self._position, batch)
-        return batch
+        executors.delivered(self._here, batch)
+        return delivery, batch
 
     def _output(self, batch: dict[str, Any]) -> Any:
         """The batch as a dict, or as a tuple of the fields of `output`."""
@@ -237,7 +247,7 @@ class Loader(DataLoaderParts):
     @property
     def epoch(self) -> int:
         """The epoch of the last batch, or before any batch that of the first."""
-        return self._epoch
+        return self._here[0]
 
     @property
     def classes(self) -> list[str] | None:
@@ -256,7 +266,7 @@ class Loader(DataLoaderParts):
 
     def _epoch_to_come(self) -> int:
         """That which `set_epoch` has asked for, or that of the next batch."""
-        return self._or_next_epoch(self._epoch, self._position)[0] if self._asked is None else self._asked
+        return self._or_next_epoch(*self._here)[0] if self._asked is None else self._asked
 
     @property
     def config(self) -> PipelineConfig:
@@ -265,7 +275,7 @@ class Loader(DataLoaderParts):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`. If it would be that anyway, its position and prefetched batches are kept."""
-        self._executors.check_open()
+        self._executors.lifetime.check_open()
         if isinstance(epoch, bool):
             raise TypeError("an epoch is a whole number, not a truth value")
         epoch = operator.index(epoch)
@@ -275,12 +285,12 @@ class Loader(DataLoaderParts):
             self._next = (epoch, 0)
         self._asked = epoch
         if self._iteration == 0:
-            self._epoch, self._position = self._next
+            self._here = self._next
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop as JSON values; takes microseconds, after any batch. Batches read ahead do not count.
         After an epoch's last batch it is the beginning of the next epoch. An iterable's own state is in `source`, as it is."""
-        here = self._or_next_epoch(self._epoch, self._position)
+        here = self._or_next_epoch(*self._here)
         if here[1]:
             self._empty_batches.note_state(sys._getframe(1))
         own = None if self._in_order is None else self._in_order.state_at(*here)
@@ -292,13 +302,13 @@ class Loader(DataLoaderParts):
 
         `accept`: what may differ, by the names in that error ("seed", "mix", "stages", ...). The loader then goes on at that
         position of its own order, with a warning: some samples of the epoch may come twice or not at all."""
-        self._executors.check_open()
+        self._executors.lifetime.check_open()
         given = State.from_dict(dict(state) if isinstance(state, Mapping) else state)
         restored = with_later_changes(given, self._fingerprint, self._plan.order.positions_before)
         seed, schedule = self._plan.config.order.seed, self._plan.schedule
         restored.check(seed=seed, fingerprint=self._fingerprint, num_samples=schedule.samples_in, accept=accept)
         self._iteration, self._asked = self._iteration + 1, None
-        self._epoch, self._position = self._next = here = self._or_next_epoch(restored.epoch, restored.position)
+        self._here = self._next = here = self._or_next_epoch(restored.epoch, restored.position)
         if self._in_order is not None:
             self._executors.stop()  # the next one begins with the state
             self._in_order.resume(*here, restored.source)
@@ -323,7 +333,7 @@ class Loader(DataLoaderParts):
         ConfigError for an unknown stage, for memory that holds not even one batch, and where the system has no more threads;
         nothing is changed then.
         """
-        self._executors.check_open()
+        self._executors.lifetime.check_open()
         self._executors.settings.set(stage, workers, batches, memory)
 
     def _rest_from(self, number: int) -> Iterator[Any]:
@@ -350,7 +360,7 @@ class Loader(DataLoaderParts):
 
     def stats(self, since: Stats | None = None) -> Stats:
         """The counters up to now, with open intervals; with `since`, their rise after that moment."""
-        now = Stats.of(self._sources.added_to(self._executors.stats(), self._epoch, self._position))
+        now = Stats.of(self._sources.added_to(self._executors.stats(), *self._here))
         return now if since is None else now.since(since)
 
     def series(self) -> list[dict[str, Any]]:
@@ -394,12 +404,12 @@ class Loader(DataLoaderParts):
         return Pipeline.of(self._executors.settings.written_to(self._plan.config)).to_yaml()
 
     def __repr__(self) -> str:
-        schedule = self._plan.schedule.of_epoch(self._epoch)
+        schedule = self._plan.schedule.of_epoch(self.epoch)
         ranks = f"on rank {schedule.rank} of {schedule.world_size}" if self._has_ranks else "rank not taken yet"
         num_batches = self._empty_batches.say(schedule) if self._has_ranks else ""
-        samples = f"{self._plan.num_samples(self._epoch) if schedule.knows_length else 'any number of'} samples"
+        samples = f"{self._plan.num_samples(self.epoch) if schedule.knows_length else 'any number of'} samples"
         batches = f"{num_batches}batches of {self.batch_size or f'up to {self._plan.config.batch.tokens} tokens'}"
-        return f"<Loader {self._plan.config.name!r}: {samples}, {batches}, {ranks}, epoch {self._epoch}>"
+        return f"<Loader {self._plan.config.name!r}: {samples}, {batches}, {ranks}, epoch {self.epoch}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -412,9 +422,9 @@ class Loader(DataLoaderParts):
     def close(self) -> None:
         """Stop all threads and free memory and descriptors. Idempotent; delivered batches stay valid."""
         # Otherwise Ctrl-C has interrupted an earlier close.
-        if self._executors.is_closed and self._executors.executor is None and self._metrics is None:
+        if self._executors.lifetime.is_closed and self._executors.executor is None and self._metrics is None:
             return
-        self._executors.is_closed = True
+        self._executors.lifetime.is_closed = True
         try:
             self._executors.stop()
         finally:  # also after Ctrl-C
@@ -427,7 +437,7 @@ class Loader(DataLoaderParts):
                 self._metrics = None
 
     def __enter__(self) -> Loader:
-        self._executors.check_open()
+        self._executors.lifetime.check_open()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -5,26 +5,27 @@ A chunk runs through all stages of a pool without a hand-off. In which thread is
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from loaderkit.engine.autotune.contention_probe import ContentionProbe, SoloGate
 from loaderkit.engine.contracts import Plan
+from loaderkit.engine.lifetime import Lifetime
 from loaderkit.engine.metrics import stalls
-from loaderkit.engine.metrics.host import CpuWatch, host_stats
+from loaderkit.engine.metrics.consumer_account import ConsumerAccount
+from loaderkit.engine.metrics.host import host_stats
 from loaderkit.engine.metrics.slow_samples import SlowItems
 from loaderkit.engine.metrics.snapshot import Snapshot, StageStats, add_worker_time
-from loaderkit.engine.metrics.trace import WHOLE, Handoff, Trace, finished_lane, new_entries, num_entries
+from loaderkit.engine.metrics.trace import WHOLE, Trace, finished_lane, new_entries, num_entries
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
 from loaderkit.engine.pools import Buffer, PoolPlan
 from loaderkit.engine.turn import Turn
-from loaderkit.engine.work import Chunk, SourceCounts, Stage, WorkItem
-from loaderkit.errors import ClosedError, ConfigError
+from loaderkit.engine.work import Chunk, Stage, WorkItem
+from loaderkit.errors import ConfigError
 
 
 class WorkerPool:
@@ -94,18 +95,11 @@ class Engine(ABC):
         self._stage_names = [stage.name for stage in stages]
         worker_clocks = [pool.worker_clocks for pool in self.pools]
         self._facts = {short: stalls.WaitFacts(short, self._stage_names, worker_clocks) for short in (False, True)}
-        self.waits = stalls.Waits()
+        self.account = ConsumerAccount(clock)
         self.slow_items = SlowItems(len(stages))
-        self.num_delivered = 0
-        self.num_samples = 0
-        self.num_dropped = 0
-        self.by_source = SourceCounts()
-        self.first_wait_s: float | None = None
-        self._cpu_watch = CpuWatch()
         self._num_entries = 0  # kept of each worker's trace; 0: no trace
-        self._is_closed = False
+        self.lifetime = Lifetime()
         self._has_ended = False
-        self._pid = os.getpid()
 
     # ------------------------------------------------------------------------------------- what a subclass implements
 
@@ -114,8 +108,8 @@ class Engine(ABC):
         """Start to read ahead, if this engine does. Idempotent."""
 
     @abstractmethod
-    def _wait(self, begin_s: float) -> WorkItem:
-        """The next work item, once it is complete; the consumer has waited since `begin_s`."""
+    def _wait(self) -> WorkItem:
+        """The next work item, once it is complete."""
 
     @abstractmethod
     def _land(self, chunk: Chunk) -> WorkItem | None:
@@ -173,38 +167,15 @@ class Engine(ABC):
 
     def next(self) -> WorkItem:
         """The next work item in order, complete; its error, if it has one, is still in it."""
-        begin = self.clock()
-        if self.first_wait_s is None:
-            self.first_wait_s = begin
-            self._cpu_watch.begin()
-        self.waits.begin(begin)
-        try:
-            self.start()
-            work_item = self._wait(begin)
-            end = self.clock()
-        except BaseException:
-            self.waits.begin(None)  # only waits that end in a batch count
-            raise
-        assert work_item.last_chunk is not None
-        path = stalls.ChunkPath(work_item.opened_s, work_item.last_chunk.marks, work_item.done_s)
-        causes = self.attribute(begin, end, path)
-        self.waits.end(causes)
-        if self.waits.handoffs is not None:
-            batch = (work_item.epoch, work_item.end, len(work_item))
-            self.waits.handoffs.append(Handoff(begin, end, *batch, causes))
-        if work_item.error is None and not work_item.is_end:
-            self.num_delivered += not work_item.is_empty
-            self.num_samples += len(work_item) - work_item.num_dropped - work_item.num_skipped
-            self.num_dropped += work_item.num_dropped
-            self.by_source = self.by_source.plus(work_item.by_source)
+        work_item = self.account.take(self._wait, self._causes)
         work_item.last_chunk = None
         work_item.chunks = []
         return work_item
 
-    @property
-    def last_wait(self) -> Mapping[str, float]:
-        """See `Executor`."""
-        return self.waits.last
+    def _causes(self, work_item: WorkItem, begin_s: float, end_s: float) -> dict[str, float]:
+        assert work_item.last_chunk is not None
+        path = stalls.ChunkPath(work_item.opened_s, work_item.last_chunk.marks, work_item.done_s)
+        return self.attribute(begin_s, end_s, path)
 
     def attribute(self, begin_s: float, end_s: float, path: stalls.ChunkPath) -> dict[str, float]:
         """Seconds of the wait [begin_s, end_s) by cause, along the path of the awaited chunk."""
@@ -214,8 +185,7 @@ class Engine(ABC):
 
     def open_wait(self, begin: float | None, now: float) -> dict[str, float]:
         """Seconds by cause of the wait that the consumer has been in since `begin`; for any thread."""
-        is_fork = os.getpid() != self._pid  # a fork's child has no worker threads, and its locks may be held for ever
-        if begin is None or begin >= now or is_fork:
+        if begin is None or begin >= now or self.lifetime.is_fork:
             return {}
         head = self.head()
         if head is not None and head.is_done:
@@ -232,10 +202,8 @@ class Engine(ABC):
     def stats(self, tuning: Tuning, run: int, at_s: float | None = None) -> Snapshot:
         """The counters up to now, or to `at_s`, a moment ago; for any thread. About 0.2 ms with two workers, 1 ms with 64 and
         eight stages."""
-        waits_s, waiting_since_s, now = self.waits.read(self.clock)
-        now = now if at_s is None else min(now, at_s)
-        for cause, seconds in self.open_wait(waiting_since_s, now).items():
-            waits_s[cause] = waits_s.get(cause, 0.0) + seconds
+        read = self.account.read(at_s)
+        counters = read.counters(self.open_wait(read.waiting_since_s, read.now_s))
         rows = [StageStats.of(stage, 0) for stage in self.stages]
         for pool in self.pools:
             numbers = pool.plan.stages
@@ -244,17 +212,11 @@ class Engine(ABC):
                 rows[number].workers = pool.num_workers
             first.num_queued = self.num_queued if pool.buffer is None else len(pool.buffer)
             # Inline, one worker clock serves all pools; threads only enter the stages of their own pool.
-            add_worker_time(rows, (first, last), list(pool.worker_clocks), self.states, now)
-        host = self._cpu_watch.added_to(host_stats())
+            add_worker_time(rows, (first, last), list(pool.worker_clocks), self.states, read.now_s)
+        host = self.account.cpus.added_to(host_stats())
         return Snapshot(
             run=run,
-            now_s=now,
-            wall_s=0.0 if self.first_wait_s is None else now - self.first_wait_s,
-            num_batches=self.num_delivered,
-            num_samples=self.num_samples,
-            num_dropped=self.num_dropped,
-            by_source=self.by_source,
-            waits_s=waits_s,
+            **counters,
             stages=rows,
             num_ready=self.num_ready,
             num_open=self.num_open,
@@ -275,7 +237,7 @@ class Engine(ABC):
     def record(self) -> None:
         """Start a trace of workers and loop that keeps the last `num_entries` of each worker."""
         self._num_entries = num_entries(sum(pool.num_workers for pool in self.pools))
-        self.waits.record(self._num_entries)
+        self.account.record(self._num_entries)
         for pool in self.pools:
             for worker_clock in pool.worker_clocks:
                 self._record(worker_clock)
@@ -303,14 +265,13 @@ class Engine(ABC):
                 entries, worker_clock.trace = worker_clock.trace, None
                 if entries is not None:
                     name = f"{stages} {number}" if pool.threads else "in the loop's thread"
-                    lanes.append(finished_lane(entries, self._pid, name, names, self.clock()))
-        return Trace(lanes, self.waits.recorded())
+                    lanes.append(finished_lane(entries, self.lifetime.pid, name, names, self.clock()))
+        return Trace(lanes, self.account.recorded())
 
     def close(self, join_s: float = 10.0) -> None:
         """Stop and join the workers and drop what was read ahead. Idempotent, from any thread and any state."""
-        if os.getpid() != self._pid:
-            # None of our threads runs in a fork's child, and a lock may have been copied while it was held.
-            self._is_closed = True
+        if self.lifetime.is_fork:
+            self.lifetime.is_closed = True
             return
         if self._has_ended:
             return
@@ -327,18 +288,6 @@ class Engine(ABC):
     def abandon(self) -> None:
         """Close because the loader was collected."""
         self.close()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
-
-    def _check_usable(self) -> None:
-        if self._is_closed:
-            raise ClosedError("the loader is closed: build another one")
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                "the loader was made before a fork and used after it, where its threads do not exist: build one in each process"
-            )
 
     # --------------------------------------------------------------------------------------------- running stages
 
@@ -405,8 +354,7 @@ class Engine(ABC):
         def look() -> None:
             if worker_clock.open_state != self.states.starved:
                 worker_clock.enter(self.states.starved)
-            if self._is_closed:
-                raise ClosedError("the loader was closed while user code was waited for")
+            self.lifetime.check_awaited()
 
         def run() -> int | None:
             if worker_clock.open_state != number:

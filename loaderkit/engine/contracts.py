@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from loaderkit.engine.metrics.consumer_account import ConsumerAccount
 from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.trace import Trace
 from loaderkit.engine.metrics.tuning import Tuning
-from loaderkit.engine.work import Chunk, WorkItem
+from loaderkit.engine.work import Chunk, Delivery, WorkItem
 from loaderkit.sampling.shard import Shard
 
 
@@ -78,41 +79,11 @@ class Plan(Protocol):
         """The bytes of slabs and batches for `Snapshot.memory`, with `num_open` open work items; for any thread."""
 
 
-class Delivery(Protocol):
-    """A finished work item, or the error that came in its place, as an executor hands it to the loader."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def end(self) -> int:
-        """The position in the epoch behind it."""
-
-    @property
-    def failures(self) -> Sequence[Any]:
-        """The plan's notes on items that failed and were tolerated."""
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing is left of it: stages dropped its items, or the epoch has ended."""
-
-    @property
-    def is_end(self) -> bool:
-        """True if it is empty as the epoch has ended."""
-
-    @property
-    def source_state(self) -> Any:
-        """The source's own state behind it, if it has one."""
-
-    @property
-    def error(self) -> BaseException | None: ...
-
-    @property
-    def result(self) -> Any: ...
-
-
 class Executor(Protocol):
     """Makes batches in order, from the position of the last `seek`. One thread calls all but `stats`, `close`, `abandon`."""
+
+    account: ConsumerAccount
+    """Of what `next` gave."""
 
     def start(self) -> None:
         """Start to read ahead. Idempotent."""
@@ -122,10 +93,6 @@ class Executor(Protocol):
 
     def next(self) -> Delivery:
         """The next batch, or its error. Raises the error that stopped the executor."""
-
-    @property
-    def last_wait(self) -> Mapping[str, float]:
-        """Seconds by cause of the last `next` that gave a batch; for the thread that called it."""
 
     def resize(self, stage: str, num_workers: int) -> None:
         """Set the number of workers of the pool that runs a stage. Raises ConfigError."""

@@ -40,28 +40,29 @@ class InlineEngine(Engine):
         self._failure: BaseException | None = None
 
     def start(self) -> None:
-        self._check_usable()
+        self.lifetime.check_usable()
         if not self.pools[0].worker_clocks:
             self.pools[0].worker_clocks.append(self._new_worker_clock(self.states.blocked))
 
     def resize(self, stage: str, num_workers: int) -> NoReturn:
-        self._check_usable()
+        self.lifetime.check_usable()
         raise ConfigError(f"stage {stage!r} has no workers to resize: {keys.EXECUTOR} is inline; use thread or process")
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        self._check_usable()
+        self.lifetime.check_usable()
         with self._planning:
             self.plan.set_depth(num_batches, memory_bytes)
 
     def seek(self, epoch: int, position: int) -> None:
-        self._check_usable()
+        self.lifetime.check_usable()
         self._is_lost = False
         if self.plan.next_position != self.plan.begins_at(epoch, position):
             self.plan.seek(epoch, position)
 
     # -------------------------------------------------------------------------------------------- making a batch
 
-    def _wait(self, begin_s: float) -> WorkItem:
+    def _wait(self) -> WorkItem:
+        self.start()
         if self._failure is not None:
             raise self._failure
         if self._is_lost:
@@ -87,11 +88,10 @@ class InlineEngine(Engine):
         work_item.opened_s = self.clock()
         self._open = work_item
         for chunk in work_item.chunks:
-            if not self._is_closed:  # another thread or a stage may close the loader
+            if not self.lifetime.is_closed:  # another thread or a stage may close the loader
                 chunk.scratch = self.scratch
                 self._carry(chunk, worker_clock)
-        if self._is_closed:
-            raise ClosedError("the loader was closed while a batch was awaited")
+        self.lifetime.check_awaited()
         plan.release(work_item)
         work_item.done_s = worker_clock.enter(self.states.blocked)
         return work_item
@@ -151,7 +151,7 @@ class InlineEngine(Engine):
         self._failure = self._failure or error
 
     def _stop(self, join_s: float) -> None:
-        self._is_closed = True
+        self.lifetime.is_closed = True
         work_item = self._open
         if work_item is not None:  # the consumer makes it, in another thread
             work_item.cancelled = True

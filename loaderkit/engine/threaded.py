@@ -61,7 +61,7 @@ class ThreadEngine(Engine):
     # ------------------------------------------------------------------------------------------------ the consumer
 
     def start(self) -> None:
-        self._check_usable()
+        self.lifetime.check_usable()
         if self._is_started:
             return
         self._is_started = True
@@ -75,10 +75,10 @@ class ThreadEngine(Engine):
     def resize(self, stage: str, num_workers: int) -> None:
         """See `Engine`; surplus workers become idle after their chunk. Raises ConfigError for an unknown stage, and where the
         system has no more threads; the number of workers is unchanged then."""
-        self._check_usable()
+        self.lifetime.check_usable()
         pool = self._pool_of(stage)
         with self._sizing:
-            self._check_usable()  # a thread that starts now would never be joined
+            self.lifetime.check_usable()  # a thread that starts now would never be joined
             before = pool.num_workers
             try:
                 self._want(pool, num_workers)
@@ -110,7 +110,7 @@ class ThreadEngine(Engine):
         raise ConfigError(f"there is no stage {stage!r} to resize; there are {', '.join(self._stage_names)}")
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        self._check_usable()
+        self.lifetime.check_usable()
         self.scheduler.set_depth(num_batches, memory_bytes)
 
     def _start_missing_workers(self) -> None:
@@ -149,10 +149,11 @@ class ThreadEngine(Engine):
 
     def seek(self, epoch: int, position: int, shard: Shard | None = None) -> None:
         """See `Engine`; `shard`: see `Plan.seek`."""
-        self._check_usable()
+        self.lifetime.check_usable()
         self.scheduler.seek(epoch, position, shard)
 
-    def _wait(self, begin_s: float) -> WorkItem:
+    def _wait(self) -> WorkItem:
+        self.start()
         patience = watchdog.Patience(self._timeout_s, self._raises)
         left_s = patience.next_s
         while True:
@@ -197,7 +198,7 @@ class ThreadEngine(Engine):
                 pool.buffer.close()
             pool.gate.close()
         with self._sizing:
-            self._is_closed = True
+            self.lifetime.is_closed = True
             self._resized.notify_all()
         deadline = time.monotonic() + join_s
         for thread in [thread for pool in self.pools for thread in pool.threads]:
@@ -280,7 +281,7 @@ class ThreadEngine(Engine):
         worker_clock.enter(self.states.idle)
         pool.gate.leave(worker_clock)
         with self._sizing:
-            while not worker_clock.is_wanted and not self._is_closed:
+            while not worker_clock.is_wanted and not self.lifetime.is_closed:
                 self._resized.wait()
 
     def _process(self, pool: WorkerPool, worker_clock: WorkerClock, item: Chunk | WorkItem) -> None:

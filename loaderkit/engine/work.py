@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from operator import add
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -94,6 +94,54 @@ class WorkItem:
 
     def let_go(self) -> None:
         """Drop the references to the memory: it belongs to the result, or is free."""
+
+
+class Delivery(Protocol):
+    """A finished work item, or the error that came in its place, as an executor hands it to the loader."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def end(self) -> int:
+        """The position in the epoch behind it."""
+
+    def __len__(self) -> int:
+        """The number of its items."""
+
+    @property
+    def failures(self) -> Sequence[Any]:
+        """The plan's notes on items that failed and were tolerated."""
+
+    @property
+    def num_dropped(self) -> int:
+        """Of its items, those that a stage left out."""
+
+    @property
+    def num_skipped(self) -> int:
+        """Of its items, those that are left out since they failed."""
+
+    @property
+    def by_source(self) -> SourceCounts | None:
+        """What it holds of mixed sources."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is left of it: stages dropped its items, or the epoch has ended."""
+
+    @property
+    def is_end(self) -> bool:
+        """True if it is empty as the epoch has ended."""
+
+    @property
+    def source_state(self) -> Any:
+        """The source's own state behind it, if it has one."""
+
+    @property
+    def error(self) -> BaseException | None: ...
+
+    @property
+    def result(self) -> Any: ...
 
 
 class Chunk:

@@ -16,10 +16,11 @@ from loaderkit.checkpoint.transfer.session import TransferSession
 from loaderkit.checkpoint.transfer.stages import hand_over
 from loaderkit.connectors.base import Connector
 from loaderkit.diagnosis.stats import Stats
+from loaderkit.engine.lifetime import Lifetime
 from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
-from loaderkit.errors import ClosedError, ConfigError
+from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.stages.transfer import TransferArgs
@@ -51,7 +52,7 @@ class TensorLoader:
         moves = [stage.args for stage in config.stages if isinstance(stage.args, TransferArgs)]
         self._device = (parse_device(moves[0].device) if moves else None) or torch.device("cpu")
         self.source = OpenCheckpoint.open(args.url, connectors, config.prefetch.memory, args.verify)
-        self._is_closed = False
+        self._lifetime = Lifetime()
         try:
             names, values = choose(self.source.contents, args.keys)
             self._names = [*islice(names, args.limit)]
@@ -75,7 +76,7 @@ class TensorLoader:
 
     def fill(self) -> TransferSession:
         """Start an iteration: a session that yields lists of tensors as they are complete. This loader closes it."""
-        self._check_open()
+        self._lifetime.check_open()
         self._stop()
         prefetch = self.config.prefetch
         session = self._session = self.source.transfer_new(
@@ -119,19 +120,15 @@ class TensorLoader:
 
     def close(self) -> None:
         """Stop all threads. Idempotent; delivered tensors stay valid."""
-        self._is_closed = True
+        self._lifetime.is_closed = True
         self._stop()
         self.source.close()
 
     def __enter__(self) -> TensorLoader:
-        self._check_open()
+        self._lifetime.check_open()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ClosedError("the loader is closed: build another one")

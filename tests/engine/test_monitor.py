@@ -239,7 +239,7 @@ class TestStopping:
     def test_a_fork_while_the_scheduler_is_locked(self) -> None:
         with executor_of(numbers()) as engine:
             engine.next()
-            engine.waits.begin(0.0)  # as while the consumer waits
+            engine.account.begin(0.0)  # as while the consumer waits
             with engine.scheduler.lock:
                 pid = os.fork()
                 if pid == 0:
@@ -247,7 +247,7 @@ class TestStopping:
                     engine.stats(Tuning(), 0)
                     engine.close()
                     os._exit(7)
-            engine.waits.begin(None)
+            engine.account.begin(None)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
     def test_a_loader_that_is_garbage_in_the_monitors_own_thread(self) -> None:

@@ -203,7 +203,7 @@ def test_processes_end_if_the_threads_end_otherwise(
             stop(join_s)
             if error is KeyboardInterrupt:
                 raise KeyboardInterrupt
-            executors.is_closed = True
+            executors.lifetime.is_closed = True
 
         monkeypatch.setattr(executors, "stop", interrupted)
         with pytest.raises(error):

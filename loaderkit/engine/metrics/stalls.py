@@ -9,12 +9,10 @@ the time until another one opens its batch is `worker restart`. The parts sum to
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from loaderkit.engine.metrics.trace import Handoff
-from loaderkit.engine.metrics.worker_clock import MOMENT_S, Clock, WorkerClock
+from loaderkit.engine.metrics.worker_clock import MOMENT_S, WorkerClock
 
 START = "start"
 MEMORY = "memory"
@@ -28,49 +26,6 @@ QUEUED = -1
 """A chunk that waits for pool number n has the mark QUEUED - n."""
 
 _ARRIVED = -1_000_000  # ends the marks; no number of a queue
-
-
-class Waits:
-    """The consumer's waits: those that ended, by cause, and since when it has been in one.
-
-    Its thread writes both at once, so that a reader counts every wait once, also one that is being charged.
-    """
-
-    __slots__ = ("_state", "handoffs", "last")
-
-    def __init__(self) -> None:
-        self.last: Mapping[str, float] = {}  # the seconds by cause of the last wait that ended in a batch
-        self._state: tuple[dict[str, float], float | None] = ({}, None)
-        self.handoffs: deque[Handoff] | None = None  # while they are traced
-
-    def begin(self, now: float | None) -> None:
-        """A wait begins; None: there is none, or one ended that does not count."""
-        self._state = (self._state[0], now)
-
-    def end(self, causes: Mapping[str, float]) -> None:
-        """The wait has ended in a batch: its seconds by cause."""
-        ended, self.last = dict(self._state[0]), causes
-        for cause, seconds in causes.items():
-            ended[cause] = ended.get(cause, 0.0) + seconds
-        self._state = (ended, None)
-
-    def record(self, num_handoffs: int) -> None:
-        """Keep the last `num_handoffs` waits from now on."""
-        self.handoffs = deque(maxlen=num_handoffs)
-
-    def recorded(self) -> list[Handoff]:
-        """The waits that were kept; stops keeping them."""
-        handoffs, self.handoffs = self.handoffs, None
-        return [] if handoffs is None else list(handoffs.copy())
-
-    def read(self, clock: Clock) -> tuple[dict[str, float], float | None, float]:
-        """Seconds by cause of the waits that ended, the begin of the open wait, and a time at which both were true; for any
-        thread."""
-        while True:
-            state = self._state
-            now = clock()
-            if state is self._state:
-                return dict(state[0]), state[1], now
 
 
 class ChunkPath(NamedTuple):

@@ -9,9 +9,9 @@ import numpy as np
 import ray
 
 from loaderkit._internal.packing import pack
+from loaderkit.engine.lifetime import Lifetime
 from loaderkit.engine.ray.connection import Connection
 from loaderkit.engine.ray.messages import PackedEngine
-from loaderkit.errors import ClosedError
 
 _MOST_BYTES = 100 * 1024  # Ray would put a larger argument into the object store for each call anew
 
@@ -24,25 +24,24 @@ class SharedEngine:
         self._connection = connection
         self._lock = threading.RLock()  # a signal's handler may close the loader while this is packed
         self._argument: Any = None  # a PackedEngine, or the reference to one
-        self._is_free = False
+        self._lifetime = Lifetime()
 
     def argument(self, make_engine: Any) -> Any:
         """`make_engine` as it was at the first call. Raises the errors of pickle and Ray, and ClosedError after `free`."""
         with self._lock:
             argument = self._argument
-            if argument is None and not self._is_free:
+            if argument is None and not self._lifetime.is_closed:
                 packed = _packed(make_engine)
                 is_small = packed.stream.nbytes + sum(buffer.nbytes for buffer in packed.buffers) <= _MOST_BYTES
                 argument = packed if is_small else self._connection.do(ray.put, packed)
-            if self._is_free:
-                raise ClosedError("the loader is closed: build another one")
+            self._lifetime.check_open()
             self._argument = argument
             return argument
 
     def free(self) -> None:
         """Give the memory back; no actor is started any more."""
         with self._lock:
-            self._argument, self._is_free = None, True
+            self._argument, self._lifetime.is_closed = None, True
 
 
 def _packed(make_engine: Any) -> PackedEngine:

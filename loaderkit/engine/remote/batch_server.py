@@ -157,7 +157,7 @@ class BatchServer:
 
     def stats(self, waiting_since_s: float | None, at_s: float | None) -> Snapshot:
         """The engine's counters up to `at_s`; `waits_s` is the trainer's open wait, if any."""
-        self._engine.waits.begin(waiting_since_s)
+        self._engine.account.begin(waiting_since_s)
         stats = self._engine.stats(Tuning(), 0, at_s)
         return replace(stats, num_ready=stats.num_ready + self._num_underway)
 

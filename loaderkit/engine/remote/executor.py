@@ -17,18 +17,19 @@ have begun, batches are dealt to another number of them. Those that leave end on
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from loaderkit._internal.garbage import close_collected
+from loaderkit.engine.lifetime import Lifetime
 from loaderkit.engine.metrics import stalls
-from loaderkit.engine.metrics.host import CpuWatch, host_stats
+from loaderkit.engine.metrics.consumer_account import ConsumerAccount
+from loaderkit.engine.metrics.host import host_stats
 from loaderkit.engine.metrics.snapshot import Snapshot
-from loaderkit.engine.metrics.trace import Handoff, Trace, num_entries
+from loaderkit.engine.metrics.trace import Trace, num_entries
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.remote.contracts import MakeProcess, ReceivedBatch, WorkerSpec
 from loaderkit.engine.remote.delivery import Delivered
@@ -38,7 +39,6 @@ from loaderkit.engine.remote.sizes import SharedSizes
 from loaderkit.engine.remote.wait_causes import causes_of, start_as_restart
 from loaderkit.engine.restarts import Restarts
 from loaderkit.engine.watchdog import Patience
-from loaderkit.engine.work import SourceCounts
 from loaderkit.errors import ClosedError, WorkerDiedError
 from loaderkit.sampling.dealing import BatchDealing
 from loaderkit.sampling.schedule import BatchSampler
@@ -78,26 +78,19 @@ class RemoteEngine:
         self._generation = 0  # the number of seeks so far
         self._is_recorded = False  # the workers are traced
         self._failure: BaseException | None = None
-        self._is_closed = False
+        self.lifetime = Lifetime()
+        self.account = ConsumerAccount(time.perf_counter)
         self._has_ended = False
         self._closing = threading.RLock()  # the collector may close it within a close
-        self._pid = os.getpid()
         self._sizes = SharedSizes(spec, num_processes)
-        self._waits = stalls.Waits()
         self._awaited: RemoteProcess | None = None  # by the consumer, or the last one that was
-        self._num_delivered = 0
-        self._num_samples = 0
-        self._num_dropped = 0
         self._restarting: list[tuple[float, float]] = []  # when processes were replaced during the consumer's wait
-        self._by_source = SourceCounts()
-        self._first_wait_s: float | None = None
-        self._cpu_watch = CpuWatch()
 
     # ------------------------------------------------------------------------------------------------ the consumer
 
     def start(self) -> None:
         """Start the processes; they import what they need meanwhile. Idempotent."""
-        self._check_usable()
+        self.lifetime.check_usable()
         if self._is_started:
             return
         self._is_started = True
@@ -115,19 +108,19 @@ class RemoteEngine:
 
     def resize(self, stage: str, num_workers: int) -> None:
         """Set the workers of a stage, of all processes together; see `SharedSizes`."""
-        self._check_usable()
+        self.lifetime.check_usable()
         with self._sizes.lock:
             self._sizes.resize(self.processes, stage, num_workers)
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         """Set how far all processes together read ahead; see `SharedSizes`."""
-        self._check_usable()
+        self.lifetime.check_usable()
         with self._sizes.lock:
             self._sizes.set_depth(self.processes, num_batches, memory_bytes)
 
     def seek(self, epoch: int, position: int) -> None:
         """Continue at another position, unless the next batch begins there."""
-        self._check_usable()
+        self.lifetime.check_usable()
         if (epoch, position) == self._dealing.next_position:
             return
         try:
@@ -151,36 +144,28 @@ class RemoteEngine:
 
     def next(self) -> Delivered:
         """The next batch in order; its error, if it has one, is still in it."""
-        begin = time.perf_counter()
-        if self._first_wait_s is None:
-            self._first_wait_s = begin
-            self._cpu_watch.begin()
-        self._waits.begin(begin)
-        self._restarting = []
-        try:
-            self.start()
-            if self._failure is not None:
-                raise self._failure
-            self._redeal()
-            process = self._awaited = self.processes[self._dealing.turn]
-            batch = self._take(process)
-            end = time.perf_counter()
-        except BaseException:
-            self._waits.begin(None)  # only waits that end in a batch count
-            raise
-        self._charge(batch, begin, end, is_after_restart=process.num_cautious > 0)
-        self._sizes.count_taken(process)
-        if batch.error is None and not batch.is_end:
-            self._num_delivered += not batch.is_empty
-            self._num_samples += len(batch) - batch.num_dropped - batch.num_skipped
-            self._num_dropped += batch.num_dropped
-            self._by_source = self._by_source.plus(batch.by_source)
+        batch = self.account.take(self._wait, self._causes)
+        assert self._awaited is not None
+        self._sizes.count_taken(self._awaited)
         self._dealing.delivered(batch.epoch, batch.end)
         self._seat_held()
         if self._dealing.is_at_border:
             self._dealing.pass_border()
             self._fit_to_deal()
         return batch
+
+    def _wait(self) -> Delivered:
+        self._restarting = []
+        self.start()
+        if self._failure is not None:
+            raise self._failure
+        self._redeal()
+        self._awaited = self.processes[self._dealing.turn]
+        return self._take(self._awaited)
+
+    def _causes(self, batch: Delivered, begin_s: float, end_s: float) -> dict[str, float]:
+        is_after_restart = self._awaited is not None and self._awaited.num_cautious > 0
+        return causes_of(batch, begin_s, end_s, self._restarting, is_after_restart=is_after_restart)
 
     def has_begun(self) -> bool:
         """True once all processes answer, where the consumer asks for nothing yet: what they have made is dropped, and a seek
@@ -193,11 +178,6 @@ class RemoteEngine:
         batch = self._take(self.processes[self._dealing.turn])
         self._dealing.delivered(batch.epoch, batch.end)
         return batch
-
-    @property
-    def last_wait(self) -> Mapping[str, float]:
-        """See `Executor`."""
-        return self._waits.last
 
     def _take(self, process: RemoteProcess) -> Delivered:
         try:
@@ -239,13 +219,6 @@ class RemoteEngine:
                 left_s -= _LOOK_S
             patience.ends(process.report)
 
-    def _charge(self, batch: Delivered, begin: float, end: float, *, is_after_restart: bool) -> None:
-        """Charge the wait [begin, end) for `batch`; see `causes_of`."""
-        causes = causes_of(batch, begin, end, self._restarting, is_after_restart=is_after_restart)
-        self._waits.end(causes)
-        if self._waits.handoffs is not None:
-            self._waits.handoffs.append(Handoff(begin, end, batch.epoch, batch.end, len(batch), causes))
-
     # ------------------------------------------------------------------------------------------------------- deaths
 
     def _replace_dead(self) -> None:
@@ -258,7 +231,7 @@ class RemoteEngine:
         happens while what it has finished still goes through the trainer's stages."""
         begin = time.perf_counter()
         with self._closing, self._sizes.lock:
-            self._check_open()
+            self.lifetime.check_awaited()
             num_finished = process.drain(self._generation)
             if num_finished is None:
                 return
@@ -285,13 +258,9 @@ class RemoteEngine:
 
     def _start(self, process: RemoteProcess, *arguments: Any) -> None:
         process.start(*arguments)
-        if self._is_closed:  # by a signal's handler meanwhile, which did not see this process
+        if self.lifetime.is_closed:  # by a signal's handler meanwhile, which did not see this process
             process.close(0.0)
-        self._check_open()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ClosedError("the loader was closed while a batch was awaited")
+        self.lifetime.check_awaited()
 
     def _orders(self, process: RemoteProcess) -> list[tuple[Any, ...]]:
         """What a process has to be told that begins now."""
@@ -302,9 +271,9 @@ class RemoteEngine:
 
     def set_processes(self, num: int, refused: Callable[[str], None] = lambda reason: None) -> None:
         """See `Executor`; those that are to come start now, and the consumer gives them turns. From any thread."""
-        self._check_usable()
+        self.lifetime.check_usable()
         with self._closing, self._sizes.lock:
-            self._check_usable()
+            self.lifetime.check_usable()
             table, dealing = self._table, self._dealing
             if self._is_started:
                 numbers = range(dealing.num_behind + len(table.warming), num)
@@ -330,7 +299,7 @@ class RemoteEngine:
         if any(process.num_cautious for process in self.processes):
             return
         with self._closing, self._sizes.lock:
-            self._check_open()
+            self.lifetime.check_awaited()
             joining, reason = table.joining(self._num_wanted - num_before)
             if joining is None:
                 return
@@ -384,39 +353,34 @@ class RemoteEngine:
         """Those with turns, by number; while a border is ahead, those that have some on either side of it."""
         return self._table.seated
 
+    @property
+    def _may_ask(self) -> bool:
+        return not self.lifetime.is_closed and not self.lifetime.is_fork
+
     def stats(self, tuning: Tuning, run: int) -> Snapshot:
         """The counters of all processes together up to now; a process that does not answer counts with its last ones."""
         # One moment for all: each process answers once it has its GIL, at another time.
-        awaited, num_batches, num_samples = self._awaited, self._num_delivered, self._num_samples
-        num_dropped, by_source = self._num_dropped, self._by_source
-        waits_s, since_s, now = self._waits.read(time.perf_counter)
-        may_ask = not self._is_closed and os.getpid() == self._pid
-        stats = self._table.stats(awaited, since_s, now, may_ask=may_ask)
-        if since_s is not None:
+        awaited, read, open_wait = self._awaited, self.account.read(), dict[str, float]()
+        stats = self._table.stats(awaited, read.waiting_since_s, read.now_s, may_ask=self._may_ask)
+        if read.waiting_since_s is not None:
             waited, so_far_s = stats.waits_s, sum(stats.waits_s.values())
             if so_far_s <= 0:
                 waited, so_far_s = {stalls.START: 1.0}, 1.0
             if awaited is not None and awaited.num_cautious:
                 waited = start_as_restart(waited)
-            for cause, seconds in waited.items():
-                waits_s[cause] = waits_s.get(cause, 0.0) + seconds * (now - since_s) / so_far_s
+            wait_s = read.now_s - read.waiting_since_s
+            open_wait = {cause: seconds * wait_s / so_far_s for cause, seconds in waited.items()}
         return replace(
             stats,
             run=run,
-            now_s=now,
-            wall_s=0.0 if self._first_wait_s is None else now - self._first_wait_s,
-            num_batches=num_batches,
-            num_samples=num_samples,
-            num_dropped=num_dropped,
+            **read.counters(open_wait),
             num_restarts=self._restarts.num,
-            by_source=by_source,
-            waits_s=waits_s,
             memory={
                 **stats.memory,
                 "rss_peak_bytes": host_stats().rss_peak_bytes,
                 "process_rss_peak_bytes": stats.memory["rss_peak_bytes"],
             },
-            host=self._cpu_watch.added_to(stats.host, children_s=stats.host.cpu_s),
+            host=self.account.cpus.added_to(stats.host, children_s=stats.host.cpu_s),
             tuning=replace(
                 tuning,
                 processes=self._dealing.num_processes,
@@ -429,7 +393,7 @@ class RemoteEngine:
 
     def record(self) -> None:
         """Start a trace of workers and loop."""
-        self._waits.record(num_entries(1))
+        self.account.record(num_entries(1))
         self._is_recorded = True
         for process in self.processes:
             process.record()
@@ -437,14 +401,13 @@ class RemoteEngine:
     def recorded(self) -> Trace:
         """The trace since `record`; ends it. What a process did that has died is missing."""
         self._is_recorded = False
-        may_ask = not self._is_closed and os.getpid() == self._pid
-        return Trace(self._table.lanes() if may_ask else [], self._waits.recorded())
+        return Trace(self._table.lanes() if self._may_ask else [], self.account.recorded())
 
     def close(self, join_s: float = _JOIN_S) -> None:
         """End the processes; batches that were delivered stay valid. Idempotent, from any thread and any state."""
-        self._is_closed = True
+        self.lifetime.is_closed = True
         self._failure = None  # an error's traceback would keep all of it alive
-        if os.getpid() != self._pid:
+        if self.lifetime.is_fork:
             return  # in a fork's child the processes are not ours, nor is their memory
         with self._closing:
             if not self._has_ended:  # a second call completes a close that was interrupted
@@ -454,12 +417,3 @@ class RemoteEngine:
     def abandon(self) -> None:
         """Close because the loader was collected."""
         close_collected(self.close)
-
-    def _check_usable(self) -> None:
-        if self._is_closed:
-            raise ClosedError("the loader is closed: build another one")
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                "the loader was made before a fork and used after it, where its process answers only to the parent: build "
-                "one in each process"
-            )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaderkit.engine.contracts import Delivery
+from loaderkit.engine.work import Delivery
 from loaderkit.errors import ConfigError, ConnectorError, StageError, TooManyBadSamplesError, printable
 from loaderkit.pipeline.config.model import ErrorsArgs
 from loaderkit.pipeline.execution_plan import ExecutionPlan

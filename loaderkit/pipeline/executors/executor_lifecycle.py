@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.contracts import Executor, LoopLog
+from loaderkit.engine.lifetime import Lifetime
 from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
 from loaderkit.engine.metrics.trace import Trace
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.monitor import Monitor, Series
-from loaderkit.errors import ClosedError
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.executors.engine_factory import describe_tuning, make_executor
 from loaderkit.pipeline.executors.live_settings import LiveSettings, make_tuner
@@ -38,13 +38,12 @@ class ExecutorLifecycle:
         self._clock = clock
         tuning = describe_tuning(plan, clock)
         self.settings = LiveSettings(tuning, make_tuner(plan.config, tuning))
-        self.is_closed = False  # True: no other executor is made
+        self.lifetime = Lifetime()  # once it is closed, no other executor is made
         self.executor: Executor | None = None
         self.monitor: Monitor | None = None
         self.steps: LoopLog | None = None  # of the running profile
         self.metrics: Export | None = None  # of the loader
         self._series = Series()
-        self._next_position: tuple[int, int] | None = None  # (epoch, position) of the executor's next batch
         self.run = 0  # executors that have ended
         self._last_stats: Snapshot | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
@@ -55,32 +54,34 @@ class ExecutorLifecycle:
         self._sent: SentObjects | None = None  # to processes that the loop was moved to
         self._recordings: list[Trace] | None = None  # of executors that have ended; None: nothing is recorded
 
-    def at(self, epoch: int, position: int) -> Executor:
-        """The executor, with (epoch, position) next; a new one at first and after an error."""
-        if self._has_to_end and not self.is_closed:
+    def at(self, here: tuple[int, int]) -> Executor:
+        """The executor, with the batch at `here`, an (epoch, position), next; a new one at first and after an error."""
+        if self._has_to_end and not self.lifetime.is_closed:
             self.stop(join_s=1.0)
         executor = self.executor  # `close` in another thread may take it away meanwhile
         if executor is not None and self._move is not None:
-            executor = self._moved(executor, self._move, (epoch, position))
-        if executor is not None and self._sent is not None and self._sent.have_changed(epoch):
+            executor = self._moved(executor, self._move, here)
+        if executor is not None and self._sent is not None and self._sent.have_changed(here[0]):
             logger.info("what the worker processes were sent has changed since the last epoch: others start with it")
             self.stop(join_s=1.0)
             executor = None
         if executor is None:
-            self.check_open()
+            self.lifetime.check_open()
             executor = make_executor(self.plan, self._clock)
             if self._move is None and not self._has_decided:
                 self._move = self._make_move()
             self.settings.attach(executor)
             self._begin(executor)
-        if self._next_position != (epoch, position):
+        account = executor.account
+        if account.next_position != here:
+            account.next_position = None
             try:
-                executor.seek(epoch, position)
+                executor.seek(*here)
             except BaseException:
                 # After Ctrl-C half of its processes may have been told, and it may take itself as there.
                 self.stop(join_s=1.0)
                 raise
-            self._next_position = (epoch, position)
+            account.next_position = here
         return executor
 
     def _make_move(self) -> ProcessMove | None:
@@ -96,7 +97,6 @@ class ExecutorLifecycle:
         if self.metrics is not None:
             self.metrics.before_run()
         self.executor = executor
-        self._next_position = None
         if self.metrics is not None:
             self.metrics.loader.has_run = True
         if self._recordings is not None:
@@ -117,7 +117,7 @@ class ExecutorLifecycle:
             return executor
         try:
             self.stop()
-            self.check_open()  # `close` in another thread may have come meanwhile
+            self.lifetime.check_open()  # `close` in another thread may have come meanwhile
             self.plan, self.settings, self._sent = moved.plan, moved.settings, moved.objects
             self._begin(moved.engine)
         except BaseException:  # Ctrl-C as well: nothing else would end the processes
@@ -125,20 +125,10 @@ class ExecutorLifecycle:
             raise
         return moved.engine
 
-    def check_open(self) -> None:
-        """Raise ClosedError once the loader is closed."""
-        if self.is_closed:
-            raise ClosedError("the loader is closed: build another one")
-
-    def taking(self) -> None:
-        """Note that a batch is taken from the executor: unless it is `delivered`, as after Ctrl-C, it is to be made again."""
-        self._next_position = None
-
-    def delivered(self, epoch: int, position: int, batch: Any) -> None:
-        """Note that the executor has delivered everything before (epoch, position), `batch` last."""
+    def delivered(self, here: tuple[int, int], batch: Any) -> None:
+        """Note that the loop has everything before `here`, `batch` last."""
         if self._move is not None:
-            self._move.delivered((epoch, position), batch)
-        self._next_position = (epoch, position)
+            self._move.delivered(here, batch)
 
     def _make_monitor(self, executor: Executor) -> Monitor | None:
         """A monitor of a running executor. It must not refer to this object, which would never be collected then."""
@@ -149,7 +139,7 @@ class ExecutorLifecycle:
 
     def stop(self, join_s: float = 10.0) -> None:
         """End the executor and all its threads."""
-        if self.is_closed and (move := self._move) is not None:
+        if self.lifetime.is_closed and (move := self._move) is not None:
             move.close()
         executor, monitor = self.executor, self.monitor  # another thread's `close` may set them to None
         if executor is not None:

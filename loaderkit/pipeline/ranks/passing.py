@@ -17,10 +17,10 @@ import torch
 
 from loaderkit._internal import packing
 from loaderkit.engine.base import Engine
-from loaderkit.engine.contracts import Delivery, Executor
+from loaderkit.engine.contracts import Executor
 from loaderkit.engine.remote import error_transport
 from loaderkit.engine.remote.delivery import Delivered
-from loaderkit.engine.work import WorkItem
+from loaderkit.engine.work import Delivery, WorkItem
 from loaderkit.errors import StageError
 from loaderkit.ranks.channel import PeerChannel
 
@@ -35,7 +35,7 @@ class Passed(NamedTuple):
     generation: int
     begin: tuple[int, int]
     batch: Delivered | None
-    failure: BaseException | None = None  # of the executor that reads
+    failure: BaseException | None = None  # of the executor that reads, or of the thread that passes batches on
     num_bytes: int = 0  # of the large tensors
 
 

@@ -9,14 +9,12 @@ The thread of each rank runs ahead of its loop. Stages from a `transfer` to CUDA
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -24,14 +22,15 @@ from loaderkit._internal.cuda.pinned import PinnedMemory
 from loaderkit._internal.garbage import close_collected
 from loaderkit.engine import watchdog
 from loaderkit.engine.contracts import Executor
+from loaderkit.engine.lifetime import Lifetime
 from loaderkit.engine.metrics import stalls
-from loaderkit.engine.metrics.host import CpuWatch, host_stats
+from loaderkit.engine.metrics.consumer_account import ConsumerAccount
+from loaderkit.engine.metrics.host import host_stats
 from loaderkit.engine.metrics.snapshot import Snapshot
-from loaderkit.engine.metrics.trace import Handoff, Trace, num_entries
+from loaderkit.engine.metrics.trace import Trace, num_entries
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.remote.delivery import Delivered
-from loaderkit.engine.work import SourceCounts
 from loaderkit.errors import ClosedError, PeerError, StallTimeout
 from loaderkit.pipeline.ranks import passing
 from loaderkit.pipeline.ranks.passing import Passed
@@ -45,15 +44,6 @@ _LOOK_S = 1.0
 _MUCH_BYTES = 2**16  # a smaller tensor is not pinned
 
 logger = logging.getLogger("loaderkit")
-
-
-class _Ready(NamedTuple):
-    """A batch that waits for the loop, or the error that ended the thread."""
-
-    passed: Passed | None
-    segments: Sequence[stalls.WaitSegment] = ()
-    done_s: float = 0.0
-    failure: BaseException | None = None
 
 
 class SharedExecutor:
@@ -86,11 +76,12 @@ class SharedExecutor:
         self._raises = raises
         self._pinned = None if pinned_for is None else PinnedMemory(pinned_for)
         self._clock = clock
-        self._changed = threading.Condition()  # guards the next four
-        self._ready: deque[_Ready] = deque()
+        self.account = ConsumerAccount(clock)
+        self.lifetime = Lifetime()
+        self._changed = threading.Condition()  # guards the next three, and the end
+        self._ready: deque[Passed] = deque()
         self._generation = 0  # the number of seeks so far
         self._begin = (0, 0)  # (epoch, position) of the last of them
-        self._is_closed = False
         self._next_position = (0, 0)  # of the loop's next batch
         self._thread: threading.Thread | None = None
         self._doing = "connects"
@@ -99,18 +90,12 @@ class SharedExecutor:
         self._batch_bytes = 0
         self._closing = threading.RLock()
         self._has_ended = False
-        self._pid = os.getpid()
-        self._waits = stalls.Waits()
-        self._num_delivered = self._num_samples = self._num_dropped = 0
-        self._by_source = SourceCounts()
-        self._first_wait_s: float | None = None
-        self._cpu_watch = CpuWatch()
 
     # ------------------------------------------------------------------------------------------------ the consumer
 
     def start(self) -> None:
         """Start the thread, which connects with the other ranks. Idempotent."""
-        self._check_usable()
+        self.lifetime.check_usable()
         if self._thread is None:
             self._channel.begin()
             self._stages.begin()
@@ -119,69 +104,43 @@ class SharedExecutor:
 
     def seek(self, epoch: int, position: int) -> None:
         """Continue at another position, unless the next batch begins there."""
-        self._check_usable()
+        self.lifetime.check_usable()
         if (epoch, position) == self._next_position and self._generation:
             return
         self._next_position = (epoch, position)
         with self._changed:
             self._generation += 1
             self._begin = (epoch, position)
-            while self._ready and (passed := self._ready[0].passed) is not None:
-                if passed.generation >= self._generation:
+            while self._ready and self._ready[0].batch is not None:
+                if self._ready[0].generation >= self._generation:
                     break  # the rank that reads was here first
                 self._ready.popleft()
             self._changed.notify_all()
 
     def next(self) -> Delivered:
         """The next batch in order; its error, if it has one, is still in it. Raises PeerError."""
-        begin = self._clock()
-        if self._first_wait_s is None:
-            self._first_wait_s = begin
-            self._cpu_watch.begin()
-        self._waits.begin(begin)
-        try:
-            self.start()
-            ready = self._take()
-            end = self._clock()
-        except BaseException:
-            self._waits.begin(None)  # only waits that end in a batch count
-            raise
-        assert ready.passed is not None
-        batch = ready.passed.batch
-        assert batch is not None
-        self._charge(ready, batch, begin, end)
-        if batch.error is None and not batch.is_end:
-            self._num_delivered += not batch.is_empty
-            self._num_samples += len(batch) - batch.num_dropped - batch.num_skipped
-            self._num_dropped += batch.num_dropped
-            self._by_source = self._by_source.plus(batch.by_source)
+        batch = self.account.take(self._wait, self._causes)
         self._next_position = self._schedule.next_position_after(batch.epoch, batch.end, 0)
         return batch
 
-    @property
-    def last_wait(self) -> Mapping[str, float]:
-        """See `Executor`."""
-        return self._waits.last
-
-    def _take(self) -> _Ready:
+    def _wait(self) -> Delivered:
         """The next batch of the loop's generation. Raises what ended the thread; PeerError if another rank took other steps."""
+        self.start()
         patience = watchdog.Patience(self._timeout_s, self._raises)
         left_s = patience.next_s
         with self._changed:
             while True:
-                if self._is_closed:
-                    raise ClosedError("the loader was closed while a batch was awaited")
+                self.lifetime.check_awaited()
                 if self._ready:
-                    ready = self._ready[0]
-                    if ready.failure is not None:
-                        raise ready.failure
-                    assert ready.passed is not None
-                    is_next = ready.passed.generation == self._generation and ready.passed.begin == self._next_position
-                    if is_next:
-                        self._ready.popleft()
-                        self._changed.notify_all()
-                        return ready
-                    raise self._apart(ready.passed)
+                    passed = self._ready[0]
+                    if passed.failure is not None:
+                        raise passed.failure
+                    if passed.generation != self._generation or passed.begin != self._next_position:
+                        raise self._apart(passed)
+                    assert passed.batch is not None
+                    self._ready.popleft()
+                    self._changed.notify_all()
+                    return passed.batch
                 if self._channel.failure is not None:
                     raise self._channel.failure
                 self._changed.wait(min(left_s, _LOOK_S))
@@ -219,14 +178,15 @@ class SharedExecutor:
             lines.insert(1, f"rank {self._channel.reader} reads it: its log, or its stacks, say what it waits for")
         return watchdog.HangReport("\n".join(lines), name or self._stages.name)
 
-    def _charge(self, ready: _Ready, batch: Delivered, begin: float, end: float) -> None:
-        first_s = ready.segments[0].since_s
-        before = self._stages.name if self._num_delivered else stalls.START
-        behind = stalls.WaitSegment(ready.done_s, end, stalls.WAKEUP)
-        causes = stalls.charge([stalls.WaitSegment(begin, first_s, before), *ready.segments, behind], begin, end)
-        self._waits.end(causes)
-        if self._waits.handoffs is not None:
-            self._waits.handoffs.append(Handoff(begin, end, batch.epoch, batch.end, len(batch), causes))
+    def _causes(self, batch: Delivered, begin_s: float, end_s: float) -> dict[str, float]:
+        before = stalls.WaitSegment(begin_s, batch.segments[0].since_s, self._before)
+        behind = stalls.WaitSegment(batch.done_s, end_s, stalls.WAKEUP)
+        return stalls.charge([before, *batch.segments, behind], begin_s, end_s)
+
+    @property
+    def _before(self) -> str:
+        """What the loop waits for before the thread begins with its batch."""
+        return self._stages.name if self.account.num_batches else stalls.START
 
     # -------------------------------------------------------------------------------------------------- the thread
 
@@ -238,7 +198,7 @@ class SharedExecutor:
                 generation, here = self._pass_one(generation, here, *wanted)
         except BaseException as error:
             with self._changed:
-                self._ready.append(_Ready(None, failure=error))
+                self._ready.append(Passed(self._generation, self._begin, None, error))
                 self._changed.notify_all()
 
     def _await_room(self, generation: int, here: tuple[int, int] | None) -> tuple[int, tuple[int, int]] | None:
@@ -248,7 +208,7 @@ class SharedExecutor:
         """
         self._stages.enter_blocked()
         with self._changed:
-            while not self._is_closed:
+            while not self.lifetime.is_closed:
                 if self._generation > generation or (here is not None and len(self._ready) < _NUM_READY):
                     return self._generation, self._begin
                 self._changed.wait()
@@ -279,19 +239,19 @@ class SharedExecutor:
         self._batch_bytes = max(self._batch_bytes, passed.num_bytes)
         self._doing = "runs stages"
         batch, later = self._stages.run(passed)
-        done_s = later[-1].until_s if later else segments[-1].until_s
-        self._put(_Ready(passed._replace(batch=batch), [*segments, *later], done_s))
+        batch.segments = [*segments, *later]
+        batch.done_s = batch.segments[-1].until_s
+        self._put(passed._replace(batch=batch))
         self._doing = "waits for the loop"
         behind = self._schedule.next_position_after(batch.epoch, batch.end, 0)
         is_over = batch.error is not None or batch.is_end
         is_over = is_over or (self._num_epochs is not None and behind[0] >= self._num_epochs)
         return generation, None if is_over else behind
 
-    def _put(self, ready: _Ready) -> None:
-        assert ready.passed is not None
+    def _put(self, passed: Passed) -> None:
         with self._changed:
-            if ready.passed.generation >= self._generation:
-                self._ready.append(ready)
+            if passed.generation >= self._generation:
+                self._ready.append(passed)
                 self._changed.notify_all()
 
     def _read(self, generation: int, here: tuple[int, int]) -> tuple[Passed, Mapping[str, float]]:
@@ -303,14 +263,14 @@ class SharedExecutor:
             delivery = self._inner.next()
         except Exception as error:
             with self._changed:
-                is_closed = self._is_closed
+                is_closed = self.lifetime.is_closed
             if not is_closed:
                 with suppress(PeerError, ClosedError):
                     passing.send(self._channel, Passed(generation, here, None, error))
             raise
         finally:
             self._reads_since_s = None
-        causes = self._inner.last_wait
+        causes = self._inner.account.last_wait
         for cause, seconds in causes.items():
             self._inner_s[cause] = self._inner_s.get(cause, 0.0) + seconds
         return Passed(generation, here, passing.delivered(self._inner, delivery)), causes
@@ -337,48 +297,41 @@ class SharedExecutor:
 
     def resize(self, stage: str, num_workers: int) -> None:
         """Set the workers of a stage on the rank that reads; others have none."""
-        self._check_usable()
+        self.lifetime.check_usable()
         if self._inner is not None:
             self._inner.resize(stage, num_workers)
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         """Set how far the rank that reads reads ahead; others keep the same number of ready batches."""
-        self._check_usable()
+        self.lifetime.check_usable()
         self._memory_bytes = memory_bytes or self._memory_bytes
         if self._inner is not None:
             self._inner.set_depth(num_batches, memory_bytes)
 
     def set_processes(self, num: int, refused: Callable[[str], None]) -> None:
         """Set the number of processes of the rank that reads."""
-        self._check_usable()
+        self.lifetime.check_usable()
         if self._inner is not None:
             self._inner.set_processes(num, refused)
 
     def stats(self, tuning: Tuning, run: int) -> Snapshot:
         """The counters up to now: of the executor, if this rank has it, and of what is passed on."""
-        waits_s, since_s, now = self._waits.read(self._clock)
-        reads_since_s = self._reads_since_s
+        read, reads_since_s = self.account.read(), self._reads_since_s
         if self._inner is not None:
             stats = self._inner.stats(tuning, run)
         else:
             stats = Snapshot.empty([], self._memory_bytes)
             memory = {"open_bytes": self._batch_bytes * len(self._ready), "batch_bytes": self._batch_bytes}
-            host = self._cpu_watch.added_to(host_stats())
+            host = self.account.cpus.added_to(host_stats())
             memory["rss_peak_bytes"] = host.rss_peak_bytes
             stats = replace(stats, memory={**stats.memory, **memory}, host=host)
+        since_s, now, open_wait = read.waiting_since_s, read.now_s, dict[str, float]()
         if since_s is not None and now > since_s:
-            for cause, seconds in self._open_wait(stats, since_s, now, reads_since_s).items():
-                waits_s[cause] = waits_s.get(cause, 0.0) + seconds
+            open_wait = self._open_wait(stats, since_s, now, reads_since_s)
         return replace(
             stats,
             run=run,
-            now_s=now,
-            wall_s=0.0 if self._first_wait_s is None else now - self._first_wait_s,
-            num_batches=self._num_delivered,
-            num_samples=self._num_samples,
-            num_dropped=self._num_dropped,
-            by_source=self._by_source,
-            waits_s=waits_s,
+            **read.counters(open_wait),
             stages=[*stats.stages, *self._stages.rows(now)],
             num_ready=stats.num_ready + len(self._ready),
             tuning=tuning if stats.tuning.pids is None else replace(tuning, pids=stats.tuning.pids),
@@ -386,7 +339,7 @@ class SharedExecutor:
 
     def _open_wait(self, stats: Snapshot, since_s: float, now: float, reads_since_s: float | None) -> dict[str, float]:
         """Seconds by cause of the loop's wait since `since_s`."""
-        before = self._stages.name if self._num_delivered else stalls.START
+        before = self._before
         if reads_since_s is None:
             return {before: now - since_s}
         reading_s = min(now - since_s, max(0.0, now - reads_since_s))
@@ -400,7 +353,7 @@ class SharedExecutor:
 
     def record(self) -> None:
         """Start a trace of workers, thread and loop."""
-        self._waits.record(num_entries(1))
+        self.account.record(num_entries(1))
         self._stages.record()
         if self._inner is not None:
             self._inner.record()
@@ -408,19 +361,21 @@ class SharedExecutor:
     def recorded(self) -> Trace:
         """The trace since `record`; ends it."""
         lanes = [] if self._inner is None else self._inner.recorded().lanes
-        return Trace([*lanes, *self._stages.recorded()], self._waits.recorded())
+        return Trace([*lanes, *self._stages.recorded()], self.account.recorded())
 
     def close(self, join_s: float = 10.0) -> None:
         """Stop the thread and the executor, and leave the other ranks. Idempotent, from any thread and any state."""
-        if os.getpid() != self._pid:
-            self._is_closed = True
+        if self.lifetime.is_fork:
+            self.lifetime.is_closed = True
             return  # in a fork's child neither threads nor connections are ours
         with self._closing:
             if self._has_ended:
                 return
             with self._changed:
-                self._is_closed = True
-                error = next((ready.failure for ready in self._ready if ready.failure is not None), self._stages.error)
+                self.lifetime.is_closed = True
+                error = next(
+                    (passed.failure for passed in self._ready if passed.failure is not None), self._stages.error
+                )
                 self._changed.notify_all()
             self._stages.interrupt()
             self._channel.leave(None if isinstance(error, ClosedError) else error)
@@ -443,11 +398,3 @@ class SharedExecutor:
     def abandon(self) -> None:
         """Close because the loader was collected."""
         close_collected(self.close)
-
-    def _check_usable(self) -> None:
-        if self._is_closed:
-            raise ClosedError("the loader is closed: build another one")
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                "the loader was made before a fork and used after it, where its threads do not exist: build one in each process"
-            )

@@ -23,7 +23,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.diagnosis.diagnose import diagnose
 from loaderkit.diagnosis.stats import Stats
-from loaderkit.engine.metrics.stalls import Waits
+from loaderkit.engine.metrics.consumer_account import ConsumerAccount
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 from loaderkit.errors import ClosedError, StageError
@@ -275,22 +275,25 @@ def test_a_clock_read_late_is_that_of_the_moment(steps: list[tuple[int, float]],
 
 def test_a_wait_is_never_found_twice_nor_lost() -> None:
     """Ten thousand waits of one second by a clock of their own, read by another thread meanwhile."""
-    waits, time_s, is_over = Waits(), [0.0], threading.Event()
+    time_s, is_over = [0.0], threading.Event()
+    account = ConsumerAccount(lambda: time_s[0])
     wrong: list[tuple[float, float]] = []
 
     def look() -> None:
         while not is_over.is_set():
-            ended, since_s, now = waits.read(lambda: time_s[0])
-            found = sum(ended.values()) + (now - since_s if since_s is not None else 0.0)
-            if found != now:
-                wrong.append((found, now))
+            read = account.read()
+            found = sum(read.waits_s.values())
+            if read.waiting_since_s is not None:
+                found += read.now_s - read.waiting_since_s
+            if found != read.now_s:
+                wrong.append((found, read.now_s))
 
     reader = threading.Thread(target=look)
     reader.start()
     for second in range(10_000):
-        waits.begin(float(second))
+        account.begin(float(second))
         time_s[0] = second + 1.0
-        waits.end({"read": 0.5, "decode": 0.5})
+        account.end({"read": 0.5, "decode": 0.5})
     is_over.set()
     reader.join()
     assert not wrong

@@ -199,7 +199,8 @@ class TestLoaders:
                 entered.set()
                 release.wait(30)
 
-        loader = loaderkit.build(Pipeline.dataset(Slow(0.0)).read().call(hold).batch(4))
+        # Of two workers the other one could wait in `read`, which is user code as well, and runs when `call` does not.
+        loader = loaderkit.build(Pipeline.dataset(Slow(0.0)).read().call(hold).batch(4).prefetch(concurrency=1))
         consumer = threading.Thread(target=lambda: next(iter(loader)), daemon=True)
         consumer.start()
         assert entered.wait(30)

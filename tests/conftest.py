@@ -25,7 +25,7 @@ import pytest
 import torch
 from buckets import upload
 from fault_proxy import FaultProxy
-from forked_programs import Template
+from forked_programs import Template, a_template
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from PIL import Image
@@ -140,9 +140,8 @@ def program_template(request: pytest.FixtureRequest) -> Iterator[Template | None
     if "not prove" not in request.config.option.markexpr:
         yield None
         return
-    template = Template()
-    yield template
-    template.close()
+    with a_template() as template:
+        yield template
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +150,7 @@ def forked_programs(request: pytest.FixtureRequest, program_template: Template |
     says when forks prove as much."""
     with pytest.MonkeyPatch.context() as patch:
         if program_template is not None and request.node.get_closest_marker("fresh_interpreters") is None:
+            program_template.forks = request.node.get_closest_marker("forked_workers") is not None
             patch.setattr(subprocess, "_fork_exec", program_template.fork_exec)
             patch.setattr(_posixsubprocess, "fork_exec", program_template.fork_exec)  # multiprocessing's "spawn"
         yield

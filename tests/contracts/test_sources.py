@@ -21,6 +21,25 @@ Opened = tuple[Source, Connector | None]
 IMAGES = ("decode", {"resize": {"size": [8, 8]}})
 
 
+@pytest.fixture(scope="module")
+def folder(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What sources of every kind read, 60 samples of each."""
+    folder = tmp_path_factory.mktemp("sources")
+    np.save(folder / "x.npy", np.arange(60 * 100).reshape(60, 100))
+    np.arange(60 + 200 - 1, dtype=np.uint16).tofile(folder / "x.bin")
+    np.array([[number, 99] for number in range(60)], np.uint8).tofile(folder / "x.tokens")
+    for number in range(2):
+        rows = range(30 * number, 30 * number + 30)
+        pq.write_table(pa.table({"data": rows}), folder / f"{number}.parquet", row_group_size=1)
+    (folder / "x.jsonl").write_text("".join(f'\n{{"x": {number}}}\n' for number in range(60)))
+    (folder / "x.tfrecord").write_bytes(b"".join(record(example({"x": [number]})) for number in range(60)))
+    for number, photo in enumerate(sorted(photos.rglob("*.jpg"))):
+        for path, data in ((f"images/{number:02}.jpg", photo.read_bytes()), (f"labels/{number:02}.cls", b"7")):
+            (folder / path).parent.mkdir(exist_ok=True)
+            (folder / path).write_bytes(data)
+    return folder
+
+
 class TestSources(SourceContract):
     @pytest.fixture(
         params=["files", "joined", "tar", "array", "windows", "tokens", "parquet", "lines", "tfrecord", "dataset"]
@@ -30,42 +49,24 @@ class TestSources(SourceContract):
         request: pytest.FixtureRequest,
         photos: Path,
         shards: Path,
+        folder: Path,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> Mapping[str, Any]:
         """A source of 60 samples."""
-        np.save(tmp_path / "x.npy", np.arange(60 * 100).reshape(60, 100))
-        np.arange(60 + 200 - 1, dtype=np.uint16).tofile(tmp_path / "x.bin")
-        (tmp_path / "cache").mkdir()
-        monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
-        np.array([[number, 99] for number in range(60)], np.uint8).tofile(tmp_path / "x.tokens")
-        for number in range(2):
-            rows = range(30 * number, 30 * number + 30)
-            pq.write_table(pa.table({"data": rows}), tmp_path / f"{number}.parquet", row_group_size=1)
-        (tmp_path / "x.jsonl").write_text("".join(f'\n{{"x": {number}}}\n' for number in range(60)))
-        records = b"".join(record(example({"x": [number]})) for number in range(60))
-        (tmp_path / "x.tfrecord").write_bytes(records)
-        for number, photo in enumerate(sorted(photos.rglob("*.jpg"))):
-            for path, data in ((f"images/{number:02}.jpg", photo.read_bytes()), (f"labels/{number:02}.cls", b"7")):
-                (tmp_path / path).parent.mkdir(exist_ok=True)
-                (tmp_path / path).write_bytes(data)
+        monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path))
         pairs = {"image": "images/*.jpg", "label": "labels/*.cls"}
+        tokens = {"url": str(folder / "x.tokens"), "dtype": "uint8", "end": 99, "field": "data"}
         sources: dict[str, dict[str, Any]] = {
-            "joined": {"kind": "files", "url": str(tmp_path), "fields": pairs},
+            "joined": {"kind": "files", "url": str(folder), "fields": pairs},
             "files": {"kind": "files", "url": str(photos), "label": "parent"},
             "tar": {"kind": "tar", "url": str(shards)},
-            "array": {"kind": "array", "url": str(tmp_path / "x.npy")},
-            "windows": {"kind": "array", "url": str(tmp_path / "x.bin"), "dtype": "uint16", "window": 200},
-            "tokens": {
-                "kind": "tokens",
-                "url": str(tmp_path / "x.tokens"),
-                "dtype": "uint8",
-                "end": 99,
-                "field": "data",
-            },
-            "parquet": {"kind": "parquet", "url": str(tmp_path)},
-            "lines": {"kind": "lines", "url": str(tmp_path / "x.jsonl")},
-            "tfrecord": {"kind": "tfrecord", "url": str(tmp_path)},
+            "array": {"kind": "array", "url": str(folder / "x.npy")},
+            "windows": {"kind": "array", "url": str(folder / "x.bin"), "dtype": "uint16", "window": 200},
+            "tokens": {"kind": "tokens", **tokens},
+            "parquet": {"kind": "parquet", "url": str(folder)},
+            "lines": {"kind": "lines", "url": str(folder / "x.jsonl")},
+            "tfrecord": {"kind": "tfrecord", "url": str(folder)},
             "dataset": {"kind": "dataset", "object": [{"x": number} for number in range(60)]},
         }
         return sources[request.param]

@@ -39,6 +39,10 @@ class TestStages(StageContract):
     def chosen(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(type(self), "stage", request.param, raising=False)
 
+    @pytest.mark.matrix(4)
+    def test_worker_processes_give_the_same(self, pipeline: dict[str, Any]) -> None:
+        super().test_worker_processes_give_the_same(pipeline)
+
     @pytest.fixture
     def samples(self, rng: random.Random) -> Sequence[Mapping[str, Any]]:
         numbers = np.random.default_rng(rng.randrange(2**32))

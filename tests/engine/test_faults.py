@@ -27,7 +27,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ClosedError, LoaderkitError
 
-pytestmark = pytest.mark.matrix(1)
+pytestmark = [pytest.mark.matrix(1), pytest.mark.forked_workers]
 
 
 def with_all(name: str, cases: Iterable[Any]) -> pytest.MarkDecorator:
@@ -285,15 +285,7 @@ class TestCtrlC:
         ],
     )
     def test_where_the_interpreter_lives_on(self, executor: str, num_rounds: int) -> None:
-        command = [
-            sys.executable,
-            "-W",
-            "error",
-            str(HELPERS / "interrupt_at_random.py"),
-            executor,
-            "1",
-            str(num_rounds),
-        ]
+        command = [sys.executable, str(HELPERS / "interrupt_at_random.py"), executor, "1", str(num_rounds)]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
         assert ran.returncode == 0, ran.stderr
         assert ran.stderr == ""

@@ -115,6 +115,7 @@ def check_all(cases: list[Case], folder: Path, group: list[int]) -> None:
         assert printed.count(words) == len(ended) + sum(one.place == "records" for one in ended)
 
 
+@pytest.mark.forked_workers
 class TestForks:
     def test_some(self, rng: random.Random, tmp_path: Path, group: list[int]) -> None:
         """Threads see more ends than processes, which take seconds to start."""

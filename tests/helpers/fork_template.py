@@ -47,9 +47,15 @@ def serve(parent: int, number: int) -> Callable[[], None]:
         _import_once()
         pid = os.fork()
         if pid == 0:
-            orders.detach()  # its number will be another's
+            orders.close()
             _leave_a_fork(descriptors[0], order)
-            return _become(order, descriptors, path)
+            ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            own, theirs = (end.detach() for end in ends)  # no object closes a number that is another's by then
+            if order["forks"] and os.fork() == 0:
+                os.closerange(3, theirs)
+                os.closerange(theirs + 1, _OUT_OF_THE_WAY)
+                return serve(os.getppid(), theirs)
+            return _become(order, descriptors, path, own)
         for descriptor in descriptors:
             os.close(descriptor)
         os.waitpid(pid, 0)
@@ -81,8 +87,11 @@ def _leave_a_fork(answering: int, order: dict[str, Any]) -> None:
         answers.recv(1)  # it is their child
 
 
-def _become(order: dict[str, Any], descriptors: list[int], path: list[str]) -> Callable[[], None]:
-    """Leave nothing of the template but what it has imported; the program."""
+def _become(order: dict[str, Any], descriptors: list[int], path: list[str], own: int) -> Callable[[], None]:
+    """Leave nothing of the template but what it has imported; the program. `own` leads to a template that it asks, if it has
+    one."""
+    if order["forks"]:
+        own = fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY)
     away = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for descriptor in descriptors[1:]]
     os.closerange(3, _OUT_OF_THE_WAY)
     for descriptor, number in zip(away, order["numbers"], strict=True):
@@ -100,6 +109,10 @@ def _become(order: dict[str, Any], descriptors: list[int], path: list[str]) -> C
     _show(order["command"])
     sys.orig_argv[:] = order["command"]
     sys.argv[:] = order["argv"]
+    if order["forks"]:
+        forked_programs = importlib.import_module("forked_programs")
+        forked_programs.use(forked_programs.Template(socket.socket(fileno=own), forks=True))
+        del sys.modules["forked_programs"]
     del sys.modules["fork_template"]
     main = vars(sys.modules["__main__"])
     for name in set(main) - {"__builtins__", "__loader__", "__spec__", "__package__", "__doc__"}:

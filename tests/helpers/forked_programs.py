@@ -4,10 +4,14 @@ A fresh interpreter that imports torch takes 2 s of CPU, and the tests begin hun
 own. A fork is a process all the same: it has memory, descriptors, a pid and an end of its own, runs the same program, is a
 child of the process that asked for it, and dies with it. What only a fresh interpreter proves (what it imports, its hash seed,
 its limits) tests marked `fresh_interpreters` prove, and `make prove` begins no others.
+
+What such a program begins is a fresh interpreter, except in tests marked `forked_workers`: a program that is a fork cannot ask
+for forks of another's template, which would not be its children, so there each has a template of its own, forked before it.
 """
 
 from __future__ import annotations
 
+import _posixsubprocess
 import ctypes
 import json
 import os
@@ -16,6 +20,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +38,40 @@ _READ_EARLY = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "M
 _start_fresh = subprocess._fork_exec  # type: ignore[attr-defined]
 
 
-class Template:
-    """The process whose forks become programs. It imports torch before the first one, and ends with what makes it."""
+@contextmanager
+def a_template() -> Iterator[Template]:
+    """A process that imports torch before its first fork, and ends with this one."""
+    orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    helpers = Path(__file__).parent
+    path = os.pathsep.join([str(helpers), str(helpers.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, str(os.getpid()), str(theirs.fileno()), COMMAND_BYTES * " "],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+    with orders:
+        yield Template(orders)
+    process.wait()
 
-    def __init__(self) -> None:
+
+def use(template: Template) -> None:
+    """Begin this process's Python programs by it."""
+    subprocess._fork_exec = template.fork_exec  # type: ignore[attr-defined]
+    _posixsubprocess.fork_exec = template.fork_exec  # multiprocessing's "spawn"
+
+
+class Template:
+    """The process whose forks become programs, and tell it so over the socket `orders`. Where it `forks`, what these begin are
+    forks, too."""
+
+    def __init__(self, orders: socket.socket, *, forks: bool = False) -> None:
+        self.forks = forks
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._orders = orders
         self._early = _read_early(os.environb)
-        helpers = Path(__file__).parent
-        path = os.pathsep.join([str(helpers), str(helpers.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(os.getpid()), str(theirs.fileno()), COMMAND_BYTES * " "],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": path},
-            )
-
-    def close(self) -> None:
-        """End it."""
-        self._orders.close()
-        self._process.wait()
 
     def fork_exec(self, *arguments: Any) -> int:
         """In place of what `subprocess` begins programs with: the pid of one, a fork if that can stand for a fresh process."""
@@ -103,6 +121,7 @@ class Template:
             "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()},
             "folder": os.path.abspath(os.fsdecode(folder or ".")),
             "session": bool(session),
+            "forks": self.forks,
             "group": group,
             "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         }

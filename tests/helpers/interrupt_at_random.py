@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def pass_over(unraisable: sys.UnraisableHookArgs) -> None:
 
 
 def main(executor: str, seed: int, num_rounds: int) -> None:
+    warnings.simplefilter("error")
     sys.unraisablehook = pass_over
     chance = random.Random(seed)
     live(executor)  # what is loaded once and for all

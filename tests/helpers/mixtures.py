@@ -53,10 +53,12 @@ def labelled(sample: dict[str, Any]) -> dict[str, Any]:
 
 def augmented_mixture(photos: Path, shards: Path) -> Pipeline:
     """Photographs from files, decoded by stages of their own with noise, and from shards: everything random there is."""
-    web = Pipeline.files(photos, include="**/*.jpg", label="parent").decode().call(noisy)
+    web = Pipeline.files(photos, include="**/*.jpg", label="parent", limit=30).decode().call(noisy)
     return (
         Pipeline.mix(
-            {"web": web, "code": Pipeline.tar(shards).decode().call(labelled)}, {"web": 0.6, "code": 0.4}, stop="all"
+            {"web": web, "code": Pipeline.tar(shards, limit=30).decode().call(labelled)},
+            {"web": 0.6, "code": 0.4},
+            stop="all",
         )
         .shuffle(seed=3)
         .read()

@@ -136,7 +136,7 @@ def test_resumed_at_any_number_of_ranks_the_rest_is_the_same(more: dict[str, Any
     with loaderkit.build(described(**more)) as loader:
         wanted = [rows_of(batch, more.get("form", "pad")) for batch in loader]
     drops = more.get("drop_last", False)
-    for world_size in (1, 2, 3, 5, 16):
+    for world_size in (*rng.sample((1, 2, 3, 5), 2), 16):
         num_steps = rng.randint(1, max(1, (len(wanted) - 16) // world_size))
         before, shared, state = steps_of(world_size, None, num_steps, len(wanted), **more)
         assert before == wanted[: num_steps * world_size]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from dealt import MOVES, Simulation
 from mixtures import counted, numbers
+from num_examples import num_examples
 from token_files import random_documents, write_megatron
 
 import loaderkit
@@ -48,7 +49,7 @@ def cursor_of(plan: ExecutionPlan, shard: Shard) -> BatchCursor:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_sequence_stays(kind: str, world_size: int, tmp_path: Path, rng: random.Random) -> None:
     plan = compile_pipeline(to_config(described(kind, tmp_path)), rank=world_size - 1, world_size=world_size)
-    for _ in range(10):
+    for _ in range(num_examples(16)):
         num, depth = rng.randint(1, 5), rng.randint(1, 4)
         simulation = Simulation(plan.schedule, num, depth, rng, lambda shard: cursor_of(plan, shard))
         for _ in range(80):

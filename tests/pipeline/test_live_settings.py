@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from num_examples import num_examples
 from numbers_dataset import PROCESS, Numbers, numbers
 from waiting import messages_with, wait_for
 
@@ -331,7 +332,7 @@ class TestRaces:
             closer.join()
 
     def test_settings_changed_by_three_threads_while_it_starts_ends_and_starts_again(self, rng: random.Random) -> None:
-        for _ in range(5):
+        for _ in range(num_examples(8)):
             numbers = Tripping(64)
             with loaderkit.build(Pipeline.dataset(numbers).read().batch(8)) as loader:
                 is_over = threading.Event()

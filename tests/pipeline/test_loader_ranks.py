@@ -66,8 +66,7 @@ def test_built_before_the_ranks_are_forked(tmp_path: Path) -> None:
     "launcher",
     [
         pytest.param("mp.spawn", marks=pytest.mark.prove),
-        "torchrun",
-        *(pytest.param(name, marks=pytest.mark.integration) for name in ("ddp", "ddp_fork")),
+        *(pytest.param(name, marks=pytest.mark.integration) for name in ("torchrun", "ddp", "ddp_fork")),
     ],
 )
 def test_launched_by(tmp_path: Path, launcher: str) -> None:

@@ -22,6 +22,7 @@ def run(*command: str | Path) -> str:
     return ran.stdout
 
 
+@pytest.mark.forked_workers
 def test_every_executor_of_this_machine() -> None:
     assert run(SCRIPT, "inline", "thread", "process", "auto").strip() == SAID
 

@@ -74,7 +74,7 @@ def simulations(draw: st.DrawFn) -> Simulation:
 
 
 class TestAnotherNumberOfProcesses:
-    @settings(max_examples=num_examples(500), deadline=None)
+    @settings(max_examples=num_examples(200), deadline=None)
     @given(simulations(), st.lists(st.sampled_from(MOVES), max_size=60))
     def test_the_sequence_stays(self, simulation: Simulation, moves: list[str]) -> None:
         """From N to M to K, wherever the loop is, and whoever dies; and no batch is made that another one makes, too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from fractions import Fraction
+from functools import cache, partial
 from typing import NamedTuple
 
 import kernel_twins
@@ -25,6 +26,11 @@ from loaderkit.sampling.token_mixture import TokenMixture
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8, 16)
 SMALL_BLOCK = 16
+
+
+def whole_pass(order: SampleOrder, size: int, number: int) -> list[int]:
+    numbers: list[int] = order.indices(number, np.arange(size)).tolist()
+    return numbers
 
 
 class Mixed(NamedTuple):
@@ -53,14 +59,14 @@ class Mixed(NamedTuple):
         """The indices of some epochs, up to `most` in each, by the words of the module, with fractions."""
         total, num = sum(self.sizes), len(self.sizes)
         firsts = [sum(self.sizes[:number]) for number in range(num)]
-        own = [order.indices for order in self.orders]
+        own = [cache(partial(whole_pass, *one)) for one in zip(self.orders, self.sizes, strict=True)]
         places = [0] * num
         epochs: list[list[int]] = []
 
         def following(source: int) -> tuple[int, int]:
             """(index, length) of the next sample of a source."""
             number, inside = divmod(places[source], self.sizes[source])
-            sample = firsts[source] + int(own[source](number, np.array([inside]))[0])
+            sample = firsts[source] + own[source](number)[inside]
             return sample + number * total, self.lengths[sample]
 
         for _ in range(num_epochs):

@@ -159,6 +159,7 @@ def test_short_chunks_that_hold_the_gil_are_done_one_at_a_time() -> None:
         assert is_solo(machine)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(("every", "stall_s"), [(15, 0.015), (30, 0.03), (400, 0.1)])
 @pytest.mark.parametrize("num_workers", [2, 4, 8])
 def test_short_chunks_that_stall_at_times_are_done_by_all(every: int, stall_s: float, num_workers: int) -> None:

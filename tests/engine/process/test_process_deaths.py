@@ -254,7 +254,7 @@ def start_parent(program: str, **options: Any) -> tuple[subprocess.Popen[str], i
     return ran, int(ran.stdout.readline())
 
 
-@pytest.mark.fresh_interpreters
+@pytest.mark.forked_workers
 class TestDeathsOfTheTrainer:
     def test_killed(self) -> None:
         ran, pid = start_parent(BUSY)

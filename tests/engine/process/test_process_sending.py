@@ -99,7 +99,6 @@ class TestSending:
                 assert found["nested"]["captions"] == expected["nested"]["captions"]
                 assert found["nested"]["same"] is found["scaled"]
 
-    @pytest.mark.fresh_interpreters
     def test_no_command_makes_the_thread_that_listens_import_anything(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # While the main thread imports, two threads in modules that import one another would wait for each other.
         packets: list[bytes] = []
@@ -115,13 +114,13 @@ class TestSending:
             loader.resize(batches=3)
             list(loader)
         assert {"spec", "taken"} <= {pickle.loads(packet)[0] for packet in packets}
-        program = (
+        program = (  # in a fresh interpreter, which is what one with options begins in
             "import pickle, sys\n"
             "for packet in pickle.load(sys.stdin.buffer): pickle.loads(packet)\n"
             "print(*(name for name in sys.modules if name.partition('.')[0] in ('loaderkit', 'torch', 'numpy')))"
         )
         ran = subprocess.run(
-            [sys.executable, "-c", program], input=pickle.dumps(packets), capture_output=True, check=True
+            [sys.executable, "-s", "-c", program], input=pickle.dumps(packets), capture_output=True, check=True
         )
         assert ran.stdout.strip() == b""
 

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -289,8 +290,9 @@ class TestNothingGrows:
         chunk between two pools, not one for every slot of a batch."""
         rng = np.random.default_rng(0)
         pixels = np.repeat(np.repeat(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8), 100, axis=0), 100, axis=1)
-        for number in range(24):
-            Image.fromarray(pixels).save(tmp_path / f"{number:02}.jpg", quality=60)
+        Image.fromarray(pixels).save(tmp_path / "00.jpg", quality=60)
+        for number in range(1, 16):
+            shutil.copy(tmp_path / "00.jpg", tmp_path / f"{number:02}.jpg")
         pipeline = Pipeline.files(tmp_path, include="*.jpg").read().decode().resize([64, 64]).batch(8)
         (tmp_path / "p.yaml").write_text(pipeline.to_yaml())
         program = (

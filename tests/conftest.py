@@ -5,6 +5,7 @@ from __future__ import annotations
 import _posixsubprocess
 import compileall
 import gc
+import importlib
 import io
 import json
 import os
@@ -12,10 +13,12 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,26 @@ def pytest_configure(config: pytest.Config) -> None:
             require_all()
         # Some 300 programs of tests import loaderkit, and where PYTHONDONTWRITEBYTECODE is set each would compile it: 0.5 s.
         compileall.compile_dir(ROOT / "loaderkit", quiet=1)
+    sys.dont_write_bytecode = (
+        False  # of this process: pytest keeps tests with their asserts rewritten, which takes 15 s
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Several workers collect the same tests in the same order, and each would rewrite all their asserts. So each imports a
+    share first, and finds the rest rewritten."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return
+    given = [Path(argument.partition("::")[0]) for argument in session.config.args]
+    paths = sorted({path for place in given for path in [place, *place.rglob("test_*.py")] if path.suffix == ".py"})
+    for path in paths[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+        if not pytest_ignore_collect(path, session.config):
+            if str(path.parent) not in sys.path:
+                sys.path.insert(0, str(path.parent))
+            with suppress(Exception, pytest.skip.Exception):  # it will be imported again, and the error be shown
+                importlib.import_module(path.stem)
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -122,7 +145,9 @@ def seeded_generators(request: pytest.FixtureRequest) -> None:
     seed = zlib.crc32(f"{os.environ[SEED]} {request.node.nodeid}".encode())
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 1 ms where no GPU is in use
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 @pytest.fixture

@@ -27,9 +27,11 @@ class _SourceNames(type):
     """Finds the sources that packages and programs add, on first use: only a metaclass is asked for a class's attribute."""
 
     def __getattr__(cls, name: str) -> Any:
-        if not name.startswith("_") and name in SOURCES:
+        if name.startswith("_"):
+            raise _no_kind(cls, name)
+        if name in SOURCES:
             return source_method(name, SOURCES[name].args).__get__(None, cls)
-        if not name.startswith("_") and name in STAGES:
+        if name in STAGES:
             return stage_method(name, STAGES[name].args)
         raise AttributeError(f"Pipeline has no source {name!r}; {nearest(name, _public(cls))}")
 
@@ -41,12 +43,20 @@ class KindMethods(metaclass=_SourceNames):
     """The base of `Pipeline`."""
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and name in STAGES:
+        if name.startswith("_"):
+            raise _no_kind(type(self), name)
+        if name in STAGES:
             return stage_method(name, STAGES[name].args).__get__(self)
         raise AttributeError(f"a pipeline has no stage {name!r}; {nearest(name, _public(type(self)))}")
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *STAGES})
+
+
+def _no_kind(owner: type, name: str) -> AttributeError:
+    """Without names that are near: copy, pickle, inspect and test runners ask for such attributes, and a list of all names takes
+    40 ms."""
+    return AttributeError(f"type object {owner.__name__!r} has no attribute {name!r}")
 
 
 def _public(cls: type) -> list[str]:

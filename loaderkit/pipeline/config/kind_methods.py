@@ -54,8 +54,7 @@ class KindMethods(metaclass=_SourceNames):
 
 
 def _no_kind(owner: type, name: str) -> AttributeError:
-    """Without names that are near: copy, pickle, inspect and test runners ask for such attributes, and a list of all names takes
-    40 ms."""
+    """Says none that are near: copy, pickle, inspect and test runners ask for such names, and a list of all takes 40 ms."""
     return AttributeError(f"type object {owner.__name__!r} has no attribute {name!r}")
 
 

@@ -15,7 +15,6 @@ import loaderkit
 from loaderkit import Pipeline, native
 from loaderkit.errors import ConfigError
 
-
 NUM_EPOCHS = 2  # of six pictures and a crop each
 
 

@@ -286,8 +286,8 @@ def test_cold_says_why_it_cannot(waiting: Path, capsys: pytest.CaptureFixture[st
 def test_predictions_and_the_verdict_are_checked(
     waits_long: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loaderkit.cli.profile._VERIFY_S", 2.0)
-    monkeypatch.setattr("loaderkit.cli.profile._CHECK_S", 1.0)
+    monkeypatch.setattr("loaderkit.cli.profile._VERIFY_S", 4.0)
+    monkeypatch.setattr("loaderkit.cli.profile._CHECK_S", 2.0)
     assert main(["profile", str(waits_long), "--steps", "12", "--what-if", "--verify", "--json", "-"]) == 0
     report = Report.from_json(capsys.readouterr().out)
     assert report.verdict.check is not None

@@ -15,7 +15,6 @@ from checkpoint_states import DTYPES, NAMES, random_tensor, same, tensors
 from crashing import Clock, DeadError, Mortal, made_store, names_in, number_in, state_of
 from hypothesis import given
 from hypothesis import strategies as st
-from num_examples import num_examples
 from power_cut import DroppingConnector
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
@@ -293,7 +292,7 @@ def test_dead_at_operations(
     kind: str, again: bool, rng: random.Random, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(layout, "MAX_FILE_BYTES", 30_000)  # several files for the model
-    for operation in sorted(rng.sample(range(MOST_OPERATIONS), num_examples(16))):
+    for operation in sorted(rng.sample(range(MOST_OPERATIONS), 12)):
         with made_store(kind) as store:
             is_before = rng.random() < 0.5
             save_to(mortal(store, kind, Clock()), "step-1", 1)

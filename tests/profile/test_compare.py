@@ -67,13 +67,13 @@ def test_runs_alike_are_rarely_told_apart_and_unlike_ones_nearly_always() -> Non
     """Coverage of the 95 % interval, on steps that depend on one another."""
     rng = random.Random(7)
     num_false = num_found = 0
-    for _ in range(300):
+    for _ in range(100):
         one, other = (correlated(rng, 120, 0.05, 0.15) for _ in range(2))
         slower = correlated(rng, 120, 0.06, 0.15)  # by a fifth
         num_false += not compare(steady(one), steady(other), of_step).is_noise
         num_found += compare(steady(one), steady(slower), of_step).low > 0
-    assert num_false / 300 <= 0.08  # 0.15 with 20 windows alone
-    assert num_found / 300 >= 0.9
+    assert num_false / 100 <= 0.08  # 0.15 with 20 windows alone
+    assert num_found / 100 >= 0.9
 
 
 def test_the_warm_up_does_not_count() -> None:

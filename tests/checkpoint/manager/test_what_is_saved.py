@@ -216,6 +216,7 @@ WRAPPED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.matrix(8)
 @Formats
 @pytest.mark.parametrize(
     ("saved", "here"), [(one, other) for one in WRAPPED for other in WRAPPED if {one, other} & {"plain", "both"}]

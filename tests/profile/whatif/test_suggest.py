@@ -103,10 +103,14 @@ def varied(
 
 
 def suggested(report: Report, config: PipelineConfig | None = None) -> dict[str, Any]:
+    return settings_and_words(report, config)[0]
+
+
+def settings_and_words(report: Report, config: PipelineConfig | None = None) -> tuple[dict[str, Any], str]:
     found = with_suggestion(report, config or config_of(report))
     assert not settings_contradictions(found.verdict.model_dump(), found.tuning)
     assert found.patch == settings_yaml(found.verdict.settings)
-    return {one.key: one.value for one in found.verdict.settings}
+    return {one.key: one.value for one in found.verdict.settings}, found.verdict.change
 
 
 def test_workers_that_are_always_busy_need_others_beside_them() -> None:
@@ -123,8 +127,9 @@ def test_workers_that_have_no_batch_to_work_on_need_more_batches() -> None:
 @pytest.mark.parametrize("kind", ["stragglers", "depth"])
 def test_where_the_loop_is_hardly_waiting_nothing_is_set(kind: str) -> None:
     report = varied(workers=8, batches=16, compute_s=3e-3, slow_s=0.02, kind=kind)
-    assert suggested(report) == {}
-    assert "find out why" in with_suggestion(report, config_of(report)).verdict.change
+    found, words = settings_and_words(report)
+    assert found == {}
+    assert "find out why" in words
 
 
 @pytest.mark.parametrize("kind", ["stragglers", "depth", "waiting"])
@@ -142,8 +147,9 @@ def test_what_is_done_one_at_a_time_gets_batches_where_they_help() -> None:
 
 def test_what_is_done_one_at_a_time_is_done_beside_what_comes_behind() -> None:
     report = varied(workers=1, batches=8, slow_s=1e-3, kind="waiting", in_turn=True, behind_s=1e-3)
-    assert "prefetch.concurrency" in suggested(report)
-    assert "a faster iterable" in with_suggestion(report, config_of(report)).verdict.change
+    found, words = settings_and_words(report)
+    assert "prefetch.concurrency" in found
+    assert "a faster iterable" in words
 
 
 def test_an_iterable_in_every_process_is_no_faster() -> None:
@@ -202,8 +208,8 @@ def test_words_and_settings_say_the_same_each_time(
     workers: int, batches: int, slow_s: float, compute_s: float, kind: str
 ) -> None:
     report = varied(workers=workers, batches=batches, slow_s=slow_s, compute_s=compute_s, kind=kind)
-    found = suggested(report)
-    assert suggested(report) == found
+    found, words = settings_and_words(report)
+    assert settings_and_words(report) == (found, words)
     assert found.get("prefetch.concurrency", workers) >= workers
     assert found.get("prefetch.batches", batches) >= batches
-    assert ("by simulation, neither" in with_suggestion(report, config_of(report)).verdict.change) == (not found)
+    assert ("by simulation, neither" in words) == (not found)

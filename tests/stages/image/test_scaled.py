@@ -15,6 +15,8 @@ import loaderkit
 from loaderkit import Pipeline, native
 from loaderkit.errors import ConfigError
 
+NUM_EPOCHS = 2  # of six pictures and a crop each
+
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -34,11 +36,11 @@ def batches(folder: Path, scaled: bool, shrink: dict[str, Any], *between: str) -
     stages = ["read", {"decode": {"scaled": scaled}}, *between, shrink, {"batch": {"size": 7}}]
     described = {
         "source": {"kind": "files", "url": str(folder), "fields": {"image": "jpg;png"}},
-        "order": {"epochs": 4},
+        "order": {"epochs": NUM_EPOCHS},
         "stages": stages,
     }
     with loaderkit.build(described) as loader:
-        for _ in range(4):
+        for _ in range(NUM_EPOCHS):
             for batch in loader:
                 order = np.argsort(batch["__key__"])
                 found.append(batch["image"].numpy()[order])

@@ -80,6 +80,8 @@ class StageKind:
     only_computes: bool = False  # it waits for nothing but a CPU and the GIL
     runs_user_code: bool = False  # it may keep its input, and return anything
     takes_tensors: bool = False  # it also acts on the tensors of a checkpoint
+    args_of_speed: frozenset[str] = frozenset()  # besides `workers`: with them it is faster, or elsewhere, and the same
+    args_of_refusal: frozenset[str] = frozenset()  # they say what is refused, and change nothing of what is delivered
     stream: Callable[[Any], Stream | None] | None = None  # its stream, if it copies batches to a GPU
     keeps_values: Callable[[Any], bool] = _no  # it commutes with `normalize`
     slot_dtype: Callable[[Any], str | None] = _none

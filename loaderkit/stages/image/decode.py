@@ -484,5 +484,13 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
 
 
 DECODE = StageKind(
-    DecodeArgs, "sample", compile=_compile, check=check_decode, is_single=True, decodes=True, only_computes=True
+    DecodeArgs,
+    "sample",
+    compile=_compile,
+    check=check_decode,
+    is_single=True,
+    decodes=True,
+    only_computes=True,
+    args_of_speed=frozenset({"device", "regions", "on_gpu_error"}),
+    args_of_refusal=frozenset({"max_pixels", "formats"}),
 )

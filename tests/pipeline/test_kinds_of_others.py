@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from extensions import forget_after
-from pydantic import create_model
+from pydantic import Field, create_model
 
 import loaderkit
-from loaderkit.errors import StateError
-from loaderkit.extend import StageArgs, StageKind, register
+from loaderkit.errors import ConfigError, StateError
+from loaderkit.extend import (
+    ReadContext,
+    Reader,
+    SampleChunk,
+    Source,
+    SourceArgs,
+    SourceKind,
+    StageArgs,
+    StageKind,
+    register,
+)
 from loaderkit.pipeline.config.parsing import parse
+from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.pipeline.fingerprint import arguments_of
+from loaderkit.pipeline.lengths import measure_lengths
 
 OURS = ("timeout", "thread_safe", "max_pixels", "formats", "device", "regions", "on_gpu_error", "on_empty_batch")
 
@@ -92,3 +107,150 @@ def test_arrays_are_arguments(make: Callable[[Any], Any], default: Any, rng: ran
     assert not is_accepted(state, {"odd": {"table": make([one])}})
     if default is not None and not isinstance(make(one), dict):
         assert is_accepted(state, "odd"), "it is at its default"
+
+
+# ------------------------------------------------------------------------------------------------- their sources
+
+
+class NumbersArgs(SourceArgs):
+    """The first numbers."""
+
+    num: int = Field(description="how many")
+
+
+class Numbers(Source):
+    """Sample i is the number i."""
+
+    make_reader: Callable[[ReadContext], Reader]
+
+    def __init__(self, args: NumbersArgs, connector: None = None) -> None:
+        self.num = args.num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def key(self, index: int) -> str:
+        return f"number {index}"
+
+    def origin(self, index: int) -> str:
+        return "numbers"
+
+    def fingerprint(self) -> str:
+        return f"numbers {self.num}"
+
+    def reader(self, context: ReadContext) -> Reader:
+        return type(self).make_reader(context)
+
+
+class InTurn(Reader):
+    """Every `bad_each`-th sample is bad. Notes what it is called with, and whether another thread was in it."""
+
+    in_turn = True
+
+    def __init__(self, context: ReadContext, bad_each: int) -> None:
+        self.failed, self.bad_each = context.failed, bad_each
+        self.firsts: list[int] = []
+        self.overlaps = 0
+        self.inside = threading.Lock()
+        self.another = threading.Event()
+
+    def read(self, chunk: SampleChunk) -> int:
+        if not self.inside.acquire(blocking=False):
+            self.overlaps += 1
+            self.another.set()
+            return 0
+        try:
+            self.another.wait(0.002)  # for another thread to come in, which none should
+            self.firsts.append(int(chunk.source_indices[0]))
+            for row, index in enumerate(chunk.source_indices.tolist()):
+                if self.bad_each and index % self.bad_each == 1:
+                    self.failed(chunk, row, ValueError("bad"))
+                else:
+                    chunk.samples[row] = {"x": np.full(index % 3 + 1, index)}
+        finally:
+            self.inside.release()
+        return 0
+
+
+def register_in_turn(bad_each: int = 0) -> list[InTurn]:
+    made: list[InTurn] = []
+
+    def make_reader(context: ReadContext) -> Reader:
+        made.append(InTurn(context, bad_each))
+        return made[-1]
+
+    source = type("InTurnNumbers", (Numbers,), {"make_reader": staticmethod(make_reader)})
+    register("numbers", SourceKind(NumbersArgs, source, has_blocks=False))
+    return made
+
+
+def in_turn_pipeline(num: int, **more: Any) -> dict[str, Any]:
+    return {
+        "source": {"kind": "numbers", "num": num},
+        "stages": ["read", {"batch": {"size": 4, "ragged": {"x": "pad"}}}],
+        "order": {"epochs": 1, "shuffle": "none"},
+        **more,
+    }
+
+
+def firsts_of(readers: Sequence[InTurn]) -> list[int]:
+    """What the one reader that was used was called with."""
+    assert not any(reader.overlaps for reader in readers)
+    (used,) = [reader.firsts for reader in readers if reader.firsts]
+    return used
+
+
+def test_lengths_are_measured_by_one_thread_of_what_is_read_in_turn(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loaderkit.pipeline.lengths.num_cpus", lambda: 4)
+    made = register_in_turn()
+    num = rng.randint(300, 700)
+    config = parse(in_turn_pipeline(num))
+    plan = compile_pipeline(config, rank=0, world_size=1)
+    batch = config.stage("batch")
+    wanted = replace(batch, args=batch.args.model_copy(update={"field": "x"}))
+    measured = measure_lengths(plan.source, plan.compiled.stages, wanted, config.prefetch, raises=True)
+    with closing(measured):
+        lengths = np.concatenate([some for some, _ in measured])
+    plan.close()
+    assert lengths.tolist() == [index % 3 + 1 for index in range(num)]
+    assert firsts_of(made) == [*range(0, num, 64)]
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_what_is_read_in_turn_skips_bad_samples_and_replaces_none(executor: str, rng: random.Random) -> None:
+    bad_each, num = rng.randint(3, 7), rng.randint(30, 60)
+    made = register_in_turn(bad_each)
+    prefetch = {"executor": executor, **({"concurrency": 4} if executor == "thread" else {})}
+    skipping = in_turn_pipeline(num, prefetch=prefetch, errors={"on_bad_sample": "skip"})
+    with loaderkit.build(skipping) as loader:
+        found = [int(x[0]) for batch in loader for x in batch["x"]]
+    assert found == [index for index in range(num) if index % bad_each != 1]
+    (reader,) = made
+    assert not reader.overlaps
+    assert reader.firsts[1:] == sorted(reader.firsts[1:]), "after the first one, which shows what a batch holds"
+    with pytest.raises(ConfigError, match=r"errors\.on_bad_sample: this source is read in order"):
+        loaderkit.build({**skipping, "errors": {"on_bad_sample": "replace"}})
+
+
+def test_two_sources_that_are_read_in_turn_are_mixed_and_resumed(rng: random.Random) -> None:
+    made = register_in_turn()
+    sources = [{"name": name, "kind": "numbers", "num": rng.randint(40, 60), "weight": 1.0} for name in ("a", "b")]
+    described = in_turn_pipeline(1, prefetch={"executor": "thread", "concurrency": 3})
+    del described["source"]
+    described |= {"sources": sources, "mix": {"stop": "all"}}
+
+    def values(batches: Any) -> list[Any]:
+        return [batch["x"].tolist() for batch in batches]
+
+    with loaderkit.build(described) as loader:
+        whole = values(loader)
+    with loaderkit.build(described) as loader:
+        batches = iter(loader)
+        seen = values(next(batches) for _ in range(rng.randint(1, 5)))
+        state = loader.state_dict()
+        next(batches)
+        loader.load_state_dict(state)
+        assert seen + values(loader) == whole
+    assert not any(reader.overlaps for reader in made)

@@ -17,11 +17,12 @@ from extensions import forget_after
 from pydantic import Field, create_model
 
 import loaderkit
-from loaderkit.errors import ConfigError, StateError
+from loaderkit.errors import ConfigError, SourceError, StageError, StateError
 from loaderkit.extend import (
     ReadContext,
     Reader,
     SampleChunk,
+    SampleReader,
     Source,
     SourceArgs,
     SourceKind,
@@ -254,3 +255,84 @@ def test_two_sources_that_are_read_in_turn_are_mixed_and_resumed(rng: random.Ran
         loader.load_state_dict(state)
         assert seen + values(loader) == whole
     assert not any(reader.overlaps for reader in made)
+
+
+def with_blocks(bounds: Any) -> dict[str, Any]:
+    members = {
+        "make_reader": staticmethod(lambda context: InTurn(context, 0)),
+        "blocks": lambda self, num_bytes: bounds,
+    }
+    register("cut", SourceKind(NumbersArgs, type("Cut", (Numbers,), members)))
+    return in_turn_pipeline(50, order={"shuffle": "block", "epochs": 1}, source={"kind": "cut", "num": 50})
+
+
+def drawn_bounds(rng: random.Random) -> list[int]:
+    return [0, *sorted(rng.sample(range(1, 50), rng.randint(3, 6))), 50]
+
+
+@pytest.mark.parametrize("make", [list, np.array, lambda bounds: np.array(bounds, np.int32)], ids=["list", "64", "32"])
+def test_blocks_hold_each_sample_once(make: Callable[[list[int]], Any], rng: random.Random) -> None:
+    with loaderkit.build(with_blocks(make(drawn_bounds(rng)))) as loader:
+        assert sorted(int(x[0]) for batch in loader for x in batch["x"]) == [*range(50)]
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        lambda bounds: bounds[:-1],
+        lambda bounds: bounds[1:],
+        lambda bounds: [*bounds, 51],
+        lambda bounds: [0, bounds[2], bounds[1], *bounds[3:]],
+        lambda bounds: [-1, *bounds],
+        lambda bounds: [],
+        lambda bounds: None,
+        lambda bounds: [float(bound) for bound in bounds],
+        lambda bounds: [bounds],
+    ],
+    ids=["short", "late", "long", "unsorted", "negative", "none", "nothing", "float", "nested"],
+)
+def test_blocks_that_lose_samples_are_refused(spoilt: Callable[[list[int]], Any], rng: random.Random) -> None:
+    with pytest.raises(SourceError, match=r"`blocks` of kind: cut gives .* for 50 samples"):
+        loaderkit.build(with_blocks(np.array(spoilt(drawn_bounds(rng)))))
+
+
+# ------------------------------------------------------------------------------------------------- what they return
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("wrong", [None, 7, [("x", 1)], (1, 2)], ids=str)
+def test_a_source_that_gives_no_sample(wrong: Any, executor: str, rng: random.Random) -> None:
+    bad = rng.sample(range(20), 3)
+
+    def make_reader(context: ReadContext) -> Reader:
+        return SampleReader(lambda index: wrong if index in bad else {"x": np.array([index])}, context)
+
+    source = type("Gaps", (Numbers,), {"make_reader": staticmethod(make_reader)})
+    register("numbers", SourceKind(NumbersArgs, source, has_blocks=False))
+    skipping = in_turn_pipeline(20, prefetch={"executor": executor}, errors={"on_bad_sample": "skip"})
+    with loaderkit.build(skipping) as loader:
+        assert [int(x) for batch in loader for x in batch["x"]] == [index for index in range(20) if index not in bad]
+    what = "None" if wrong is None else f"a value of type {type(wrong).__name__}"
+    message = rf"^read failed for sample 'number {min(bad)}' in numbers: .*the source gave {what} for it"
+    with pytest.raises(StageError, match=message), loaderkit.build({**skipping, "errors": {}}) as loader:
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [(lambda sample: sample, "dict"), (lambda sample: {}, "dict"), (list, "list"), (id, "int")],
+    ids=["the sample", "empty", "names", "number"],
+)
+def test_a_stage_that_returns_something(wrong: Callable[[Any], Any], named: str, rng: random.Random) -> None:
+    bad = rng.sample(range(6), 2)
+
+    def make(args: StageArgs) -> Callable[..., Any]:
+        return lambda sample, draws, scratch=None: wrong(sample) if sample["x"] in bad else None
+
+    register("odd", StageKind(create_model("OddArgs", __base__=StageArgs, __doc__="Odd."), "sample", make=make))
+    one_by_one = {**described("odd"), "order": {"epochs": 1, "shuffle": "none"}}
+    with loaderkit.build({**one_by_one, "errors": {"on_bad_sample": "skip"}}) as loader:
+        assert [x for batch in loader for x in batch["x"].tolist()] == [x for x in range(6) if x not in bad]
+    message = rf"^odd failed for sample '{min(bad)}' in .*its function returned a value of type {named}: it changes"
+    with pytest.raises(StageError, match=message), loaderkit.build(one_by_one) as loader:
+        list(loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +86,9 @@ def test_names_that_are_taken() -> None:
         register("resize", TIMES)
     with pytest.raises(ConfigError, match=r"Pipeline\.shuffle is something else"):
         register("shuffle", TIMES)
+    for name in ("prefetch", "errors", "ranks", "metrics", "mix", "config", "output"):
+        with pytest.raises(ConfigError, match=rf"Pipeline\.{name} is something else"):
+            register(name, TIMES)
     for name in ("two words", "a-b", "_x", "1st"):
         with pytest.raises(ConfigError, match="letters, digits and _"):
             register(name, TIMES)
@@ -123,6 +127,14 @@ def test_a_scheme_is_for_sources_and_for_checkpoints(flush: Any, tmp_path: Path)
     with CheckpointManager(f"folder://{tmp_path}/run", flush=flush) as checkpoints:
         checkpoints.save(1, state, force=True, wait=True)
     assert torch.equal(loaderkit.restore(f"folder://{tmp_path}/run/step-0000000001")["weight"], state["weight"])
+
+
+@pytest.mark.parametrize("name", ["Caps", "under_score", "two words", "1st", "fsspec+zip", "a:b", "-a", ""])
+def test_a_scheme_that_no_url_has_is_refused(name: str, rng: random.Random) -> None:
+    with pytest.raises(ConfigError, match=r"no URL has this scheme"):
+        register(name, open_folder)
+    known = "".join(rng.choice("abcxyz019+.-") for _ in range(5))
+    register(f"z{known}", open_folder)
 
 
 def test_a_connector_given_to_build_goes_before(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from loaderkit import CheckpointManager, Pipeline
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError
-from loaderkit.extend import StageArgs, StageKind, StoreArgs, register
+from loaderkit.extend import SourceArgs, SourceKind, StageArgs, StageKind, StoreArgs, register
+from loaderkit.pipeline.config.parsing import parse
+from loaderkit.pipeline.executors.sendable import check_sendable
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +81,29 @@ def test_a_kind_that_cannot_be_sent_is_refused_by_name() -> None:
     assert values("thread") == [0, 2, 4, 6, 8, 10]
     with pytest.raises(ConfigError, match=r"loaderkit\.extend\.register\('times'\).* cannot be sent"):
         values("process")
+
+
+class HoldsArgs(StageArgs):
+    """Hold an object."""
+
+    held: Any = Field(None, description="any object")
+
+
+class HeldArgs(SourceArgs):
+    """Hold an object."""
+
+    held: Any = Field(None, description="any object")
+
+
+def test_arguments_that_cannot_be_sent_are_named() -> None:
+    register("holds", StageKind(HoldsArgs, "sample", make=lambda args: lambda sample, draws, scratch=None: None))
+    with pytest.raises(ConfigError, match=r"^stages\.second\.held: <unlocked .* cannot be sent to the process"):
+        values("process", {"holds": {"name": "second", "held": threading.Lock()}})
+    register("held", SourceKind(HeldArgs, lambda args, connector: None))  # type: ignore[arg-type, return-value]
+    source = {"kind": "held", "held": [threading.Lock()]}
+    config = parse({"source": source, "stages": ["read", {"batch": {"size": 2}}], "prefetch": {"executor": "process"}})
+    with pytest.raises(ConfigError, match=r"^source\.held: \[<unlocked .* cannot be sent to the process"):
+        check_sendable(config)
 
 
 def test_names_that_are_taken() -> None:
@@ -147,6 +172,40 @@ def test_a_connector_given_to_build_goes_before(tmp_path: Path) -> None:
         Pipeline.files("folder://", include="*.txt").read().batch(1), connectors={"folder": given}
     ) as loader:
         assert next(iter(loader))["txt"] == [b"given"]
+
+
+def test_two_stores_share_a_cache(tmp_path: Path, rng: random.Random) -> None:
+    """Their objects have the same keys, sizes and etags, and the same names in messages."""
+
+    class Terse(FileConnector):
+        def stat(self, key: str) -> Any:
+            return super().stat(key)._replace(etag="v1")
+
+        def list(self, prefix: str) -> Any:
+            return (info._replace(etag="v1") for info in super().list(prefix))
+
+        def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+            super().read_into(key, start, buffer)
+
+        def describe(self, key: str) -> str:
+            return key
+
+    register("terse", lambda url, settings: Terse(url.partition("://")[2]))
+    values = {name: rng.sample(range(100), 8) for name in ("a", "b")}
+    for name, numbers in values.items():
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "x.npy", np.array(numbers))
+    for _ in range(2):
+        for name, numbers in values.items():
+            pipeline = Pipeline.array(f"terse://{tmp_path}/{name}/x.npy", cache={"dir": str(tmp_path / "cache")})
+            with loaderkit.build(
+                pipeline.shuffle(False).read().batch(8), overrides={"prefetch.executor": "inline"}
+            ) as loader:
+                assert next(iter(loader))["data"].tolist() == numbers
+    for name in values:
+        np.save(tmp_path / name / "x.npy", np.zeros(8, np.int64))
+    with loaderkit.build(pipeline.shuffle(False).read().batch(8), overrides={"prefetch.executor": "inline"}) as loader:
+        assert next(iter(loader))["data"].tolist() == values["b"], "it comes from the cache"
 
 
 def test_temporary_errors_are_retried(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ sanitize: $(VENV)/.test
 		--quiet build --build-lib $(SANITIZED) --build-temp $(SANITIZED).o
 	LD_PRELOAD="$(call LIBRARY,libasan) $(call LIBRARY,libubsan)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 		UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONPATH=$(SANITIZED) PYTHONMALLOC=malloc \
-		$(BIN)/python -m pytest -p no:cacheprovider -o pythonpath=$(SANITIZED) -m "not prove and not alone and not integration" -k "not dali" $(SANITIZER_TESTS)
+		$(BIN)/python -m pytest -p no:cacheprovider -o pythonpath="$(SANITIZED) tests/helpers" -m "not prove and not alone and not integration" -k "not dali" $(SANITIZER_TESTS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -10,8 +10,6 @@ A script, or a notebook, calls `register("solarize", SOLARIZE)`. Ours are made o
 
 from __future__ import annotations
 
-from typing import Any
-
 from loaderkit._internal.config.settings import ByteSize, Duration, Model
 from loaderkit.connectors.base import (
     BulkConnector,
@@ -24,7 +22,7 @@ from loaderkit.connectors.base import (
     Writes,
 )
 from loaderkit.connectors.config import SourceArgs, StoreArgs
-from loaderkit.connectors.factory import CONNECTORS, ConnectorFactory
+from loaderkit.connectors.factory import CONNECTORS, ConnectorFactory, scheme_of
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.builder import Pipeline
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
@@ -94,6 +92,11 @@ def register(name: str, item: SourceKind | StageKind | ConnectorFactory) -> None
             f"register({name!r}): {item!r} is no SourceKind, no StageKind and makes no connector of a URL"
         )
     else:
+        if scheme_of(f"{name}://") != name or name.startswith("fsspec+"):
+            raise ConfigError(
+                f"register({name!r}): no URL has this scheme: it begins with a letter, and has lower-case letters, digits, +, "
+                "- and . in it; fsspec+... is a filesystem of fsspec"
+            )
         factory: ConnectorFactory = item  # type: ignore[assignment]  # mypy takes it for any class
         CONNECTORS.register(name, factory)
 
@@ -102,6 +105,6 @@ def _check_method(name: str) -> None:
     """Raise ConfigError if a kind of this name could not be a method of `Pipeline`."""
     if not name.isidentifier() or name.startswith("_"):
         raise ConfigError(f"register({name!r}): a kind is a method of Pipeline, too: letters, digits and _")
-    found: Any = vars(Pipeline).get(name)
-    if found is not None and name not in SOURCES.ours and name not in STAGES.ours:
+    is_method = any(name in vars(base) for base in Pipeline.__mro__)  # `hasattr` finds kinds, too
+    if is_method and name not in SOURCES.ours and name not in STAGES.ours:
         raise ConfigError(f"register({name!r}): Pipeline.{name} is something else: choose another name")

@@ -61,7 +61,7 @@ def flatten(
 
     def is_entered(name: str, value: Any, depth: int) -> bool:
         if depth > MAX_DEPTH:
-            raise CheckpointError(f"it is nested more than {MAX_DEPTH} levels deep: that is no checkpoint")
+            raise too_deep()
         if isinstance(value, Mapping):
             return True
         if not isinstance(value, (list, tuple)) or (isinstance(value, tuple) and not enters(name, value)):
@@ -97,6 +97,11 @@ def flatten(
 
     visit(single, Leaf(None, None, tree), 0)
     return leaves
+
+
+def too_deep() -> CheckpointError:
+    """The error for what is nested too deeply, or holds itself."""
+    return CheckpointError(f"it is nested more than {MAX_DEPTH} levels deep: that is no checkpoint")
 
 
 def same_name(name: str) -> CheckpointError:
@@ -151,7 +156,7 @@ def settle(value: Any, tensor: Callable[[Any], Any]) -> Any:
 
     def visit(item: Any, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise CheckpointError(f"it is nested more than {MAX_DEPTH} levels deep: that is no checkpoint")
+            raise too_deep()
         if isinstance(item, (Array, Dtype)):
             return item.value
         if not isinstance(item, (list, tuple, Mapping)):

@@ -8,13 +8,13 @@ state ─> resolve, one walk ─> values and paths by name, with the state_dict 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from loaderkit.checkpoint.names import MAX_DEPTH, Index, Leaf, Path, flatten, no_tuples, same_name
+from loaderkit.checkpoint.names import MAX_DEPTH, Index, Leaf, Path, flatten, no_tuples, same_name, too_deep
 from loaderkit.checkpoint.structure import Container, Containers, collect
 from loaderkit.checkpoint.wrappers import check_names, parameter_names, unwrapped_state
 from loaderkit.errors import ConfigError
@@ -52,20 +52,28 @@ def leaves_of(state: Any, enters: Callable[[str, Any], bool] = no_tuples) -> dic
     )
 
 
-def _has_object(value: Any, depth: int = 0) -> bool:
-    """True if an object stands in a list or tuple, or in a container in it that is nested no deeper than is allowed."""
-    if not isinstance(value, (Mapping, list, tuple)):
-        return is_stateful(value)
-    items = value.values() if isinstance(value, Mapping) else value
-    return depth <= MAX_DEPTH and any(_has_object(item, depth + 1) for item in items)
+def _has_object(value: Any) -> bool:
+    """True if an object stands in a list or tuple, or in a container in it."""
+    return any(map(is_stateful, _values_in(value, lambda held: isinstance(held, (Mapping, list, tuple)))))
 
 
 def modules_in(state: Any) -> list[torch.nn.Module]:
     """The modules of a state, in its order."""
-    if isinstance(state, torch.nn.Module):
-        return [state]
-    items = state.values() if isinstance(state, Mapping) else state if type(state) in (list, tuple) else ()
-    return [module for item in items for module in modules_in(item)]
+    values = _values_in(state, lambda held: isinstance(held, Mapping) or type(held) in (list, tuple))
+    return [value for value in values if isinstance(value, torch.nn.Module)]
+
+
+def _values_in(state: Any, is_entered: Callable[[Any], bool]) -> Iterator[Any]:
+    """What stands in containers, in its order; each container once, as it may hold itself."""
+    entered: dict[int, Any] = {}  # by id, which no other gets as long as it is here
+    left = [state]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.nn.Module) or not is_entered(value):
+            yield value
+        elif id(value) not in entered:
+            entered[id(value)] = value
+            left += reversed([*(value.values() if isinstance(value, Mapping) else value)])
 
 
 def on_devices_of(value: Any, current: Any) -> Any:
@@ -150,6 +158,8 @@ class _Replacer:
         elif type(value) in (list, tuple) and _has_object(value):
             if type(value) is tuple:  # as a list, so that the tensors in it are stored as tensors
                 self.marked[path] = Container("tuple")
+            if len(path) > MAX_DEPTH:
+                raise too_deep()
             # Now, since what stands in it tells whether it is entered.
             return [self.replaced(f"{name}.{n}", (*path, Index(n)), item) for n, item in enumerate(value)]
         elif is_stateful(value):
@@ -252,21 +262,24 @@ def _unreadable_kind(tensor: torch.Tensor) -> str:
     return f"a {type(tensor).__name__}" if has_parts and not hasattr(tensor, "trigger_wait") else ""
 
 
-def _opaque_kind(value: Any, name: str) -> str:
+def _opaque_kind(value: Any, name: str, depth: int = 0) -> str:
     """The class of the first object in a plain value that is no number, text, array, tensor or container of them; "" without
-    one. A tensor in a plain value is pickled whole. Raises ConfigError for the keys of a table in it, whose name is `name`."""
+    one. A tensor in a plain value is pickled whole. Raises ConfigError for the keys of a table in it, whose name is `name`, and
+    CheckpointError for one that is nested endlessly."""
+    if depth > MAX_DEPTH:
+        raise too_deep()
     kind = type(value)
     if kind in _SIMPLE:
         return ""
     if isinstance(value, torch.Tensor):
         return f"{kind.__module__}.{kind.__qualname__} (in a tuple or set)" if _is_no_plain(value) else ""
     if kind in _SEQUENCES:
-        return next(filter(None, (_opaque_kind(item, f"{name}.{n}") for n, item in enumerate(value))), "")
+        return next(filter(None, (_opaque_kind(item, f"{name}.{n}", depth + 1) for n, item in enumerate(value))), "")
     if isinstance(value, Mapping):
         _check_keys(name, value)
     if kind in _TABLES:
         inside = (*((key, name) for key in value), *((item, f"{name}.{key}") for key, item in value.items()))
-        return next(filter(None, (_opaque_kind(item, where) for item, where in inside)), "")
+        return next(filter(None, (_opaque_kind(item, where, depth + 1) for item, where in inside)), "")
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         return ""
     return f"{kind.__module__}.{kind.__qualname__}"

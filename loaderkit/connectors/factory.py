@@ -41,7 +41,8 @@ def open_connector(url: str, given: Mapping[str, Connector], args: StoreArgs | N
             f"source.url {url!r}: no connector for {scheme}://; {nearest(scheme, CONNECTORS)}; "
             f"for a filesystem of fsspec write fsspec+{scheme}://"
         )
-    return _cached(RetryConnector(CONNECTORS[scheme](url, args), _policy(args, 10), args.retry.timeout), args)
+    connector = RetryConnector(CONNECTORS[scheme](url, args), _policy(args, 10), args.retry.timeout)
+    return _cached(connector, args, store=url)  # what it calls its objects in messages may be only their keys
 
 
 def scheme_of(url: str) -> str:
@@ -100,12 +101,12 @@ CONNECTORS: Registry[ConnectorFactory] = Registry(
 )
 
 
-def _cached(connector: Connector, args: StoreArgs, *, owns_inner: bool = True) -> Connector:
+def _cached(connector: Connector, args: StoreArgs, *, owns_inner: bool = True, store: str | None = None) -> Connector:
     if args.cache.dir is None:
         return connector
     from loaderkit.connectors.layers.cache import CacheConnector  # late, like that of S3
 
-    return CacheConnector(connector, args.cache, owns_inner=owns_inner)
+    return CacheConnector(connector, args.cache, owns_inner=owns_inner, store=store)
 
 
 def _policy(args: StoreArgs, max_attempts: int) -> RetryPolicy:

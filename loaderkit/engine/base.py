@@ -306,7 +306,7 @@ class Engine(ABC):
                 if work_item.cancelled:
                     if turn is not None:
                         turn.pass_on(item.number)
-                    break
+                    continue  # others may have turns, too
                 item.marks.append((worker_clock.enter(number), number))
                 num_bytes = run(item) if run is not None else self._run_alone(turn, number, worker_clock, item)
                 if part_of is None:

@@ -6,32 +6,68 @@ import json
 from hashlib import blake2b
 from typing import Any, Literal
 
+import numpy as np
+import torch
+
+from loaderkit._internal.compare import differ
+from loaderkit.errors import USER_ERRORS
 from loaderkit.pipeline.config.mixture import MixedSourceConfig, MixtureArgs
 from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.sampling.order import SampleOrder
 from loaderkit.sources.base import Source, shortened
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.batch import BatchArgs
 
-_OF_SPEED = frozenset({"workers", "timeout", "thread_safe", "device", "regions", "on_gpu_error"})
-"""Arguments with which samples are made faster, or elsewhere, and not otherwise."""
-_OF_BAD_SAMPLES = frozenset({"max_pixels", "formats", "on_empty_batch"})
-"""Arguments that say what is refused, and change nothing of what is delivered."""
+_ARRAYS = (np.ndarray, torch.Tensor)
 
 
 def arguments_of(stage: StageConfig, *, of: Literal["bytes", "lengths"]) -> dict[str, Any]:
-    """The arguments of a stage that decide what it makes of a sample.
+    """The arguments of a stage that decide what it makes of a sample. Arrays and tensors of other packages' are told by their
+    values; those in `args` of `call` by their class, as they stand in states of before.
 
     The `bytes` of a delivered sample do not depend on what is refused; arguments at their defaults are left out, so that a
     release may add one, and `name`, which stands beside them. The `lengths` of all samples have 0 for what is refused, and are
     measured again for any argument that is new.
     """
+    kind, told = STAGES[stage.kind], _as_it_is if STAGES.is_ours(stage.kind) else _told
+    left_out = kind.args_of_speed | {"workers"}
     if of == "lengths":
-        return {name: value for name, value in stage.args if name not in _OF_SPEED}
-    left_out = _OF_SPEED | _OF_BAD_SAMPLES | {"name"}
+        return {name: told(value) for name, value in stage.args if name not in left_out}
+    left_out |= kind.args_of_refusal | {"name"}
+    given = {name: value for name, value in stage.args if name not in left_out}
     defaults = type(stage.args).model_fields
-    return {name: value for name, value in stage.args if name not in left_out and value != defaults[name].default}
+    return {name: told(value) for name, value in given.items() if not _is_same(value, defaults[name].default)}
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    try:
+        return not differ(value, default) if isinstance(value, _ARRAYS) else bool(value == default)
+    except USER_ERRORS:  # containers of arrays, and tables, have no one truth value
+        return False
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _told(value: Any) -> Any:
+    """An array or a tensor, also in containers, as its type, its shape and a digest of its values."""
+    if isinstance(value, dict):
+        return {key: _told(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_told(one) for one in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
+        flat = value.detach().cpu().resolve_conj().resolve_neg().flatten()
+        data = flat.view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, np.ndarray):
+        data = text_of(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()
+    else:
+        return value
+    return f"{value.dtype} {list(value.shape)} {blake2b(data, digest_size=8).hexdigest()}"
 
 
 def text_of(values: Any) -> str:

@@ -156,7 +156,8 @@ def measure_lengths(
     stages."""
     size = len(source)
     chunks = (chunk_of(np.arange(begin, min(begin + _CHUNK, size))) for begin in range(0, size, _CHUNK))
-    run = StageRuns([(one.name, one.run) for one in stages if one.scope == "sample" and one.kind != "batch"])
+    before = [one for one in stages if one.scope == "sample" and one.kind != "batch"]
+    run = StageRuns([(one.name, one.run) for one in before], in_turn=any(one.in_turn for one in before))
     try:
         with closing(run_samples(run, chunks, num_threads=num_cpus(), prefetch=prefetch, key=source.key)) as made:
             for chunk in made:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit import native
-from loaderkit.errors import ConfigError
+from loaderkit.errors import ConfigError, SourceError
 from loaderkit.pipeline.config.mixture import MixtureArgs
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.lengths import lengths_in, planned_lengths, planned_stage
@@ -50,9 +52,12 @@ def _order_of_samples(config: PipelineConfig, source: Source, lengths: Int64 | N
     """The order before samples are packed or cut; `lengths` are those that a stage is planned by."""
     args = config.source
     if not isinstance(args, MixtureArgs):
-        return _shuffled(config, source, config.order.seed)
+        return _shuffled(config, config.source_kind, source, config.order.seed)
     assert isinstance(source, MixtureSource)
-    orders = [_shuffled(config, part, key_of("source", config.order.seed, part.name)) for part in source.parts]
+    orders = [
+        _shuffled(config, member.kind, part, key_of("source", config.order.seed, part.name))
+        for member, part in zip(args.members, source.parts, strict=True)
+    ]
     sources = [
         MixedSource(member.name, len(part), args.num_passes(member))
         for member, part in zip(args.members, source.parts, strict=True)
@@ -63,14 +68,31 @@ def _order_of_samples(config: PipelineConfig, source: Source, lengths: Int64 | N
     return TokenMixture(sources, args.changes, args.mix.stop, orders=orders, lengths=lengths)
 
 
-def _shuffled(config: PipelineConfig, source: Source, seed: int) -> SampleOrder:
+def _shuffled(config: PipelineConfig, kind: str, source: Source, seed: int) -> SampleOrder:
     order = config.order
     if order.shuffle == "global":
         return GlobalOrder(len(source), seed)
     if order.shuffle == "block":
-        bounds = source.blocks(order.block.block)
-        return BlockOrder(bounds, seed, window=order.block.window, lanes=order.block.lanes)
+        return BlockOrder(
+            _block_bounds(source, kind, order.block.block), seed, window=order.block.window, lanes=order.block.lanes
+        )
     return SequentialOrder(len(source))
+
+
+def _block_bounds(source: Source, kind: str, block_bytes: int) -> Int64:
+    """The blocks of a source, which hold each sample once. Raises SourceError."""
+    bounds = np.asarray(source.blocks(block_bytes))
+    is_one_list = bounds.ndim == 1 and bounds.dtype.kind in "iu" and len(bounds) > 0
+    if is_one_list and (bounds[0], bounds[-1]) == (0, len(source)) and (bounds[1:] >= bounds[:-1]).all():
+        return bounds.astype(np.int64, copy=False)
+    raise SourceError(
+        f"order.shuffle: block: `blocks` of kind: {kind} gives {_shortened(bounds)} for {len(source)} samples: it has to give "
+        f"the first sample of every block in ascending order, from 0 on, and then {len(source)}; else use global"
+    )
+
+
+def _shortened(bounds: NDArray[Any]) -> str:
+    return np.array2string(bounds, threshold=8, edgeitems=3, separator=", ").replace("\n", "")
 
 
 def _packed(

@@ -26,10 +26,10 @@ _JOIN_S = 1.0  # s, as long as a closed engine waits for what nothing can end
 
 
 class StageRuns:
-    """Stages as functions of a chunk, (name, run) each, and where they are; in any number of threads."""
+    """Stages as functions of a chunk, (name, run) each, and where they are; in any number of threads, or `in_turn` in one."""
 
-    def __init__(self, runs: Sequence[tuple[str, Callable[[SampleChunk], object]]]) -> None:
-        self._runs = runs
+    def __init__(self, runs: Sequence[tuple[str, Callable[[SampleChunk], object]]], *, in_turn: bool = False) -> None:
+        self._runs, self.in_turn = runs, in_turn
         self._places: dict[int, tuple[str, SampleChunk]] = {}  # by thread
 
     def __call__(self, chunk: SampleChunk) -> None:
@@ -64,16 +64,16 @@ def run_samples(
     samples, in place of the chunk.
 
     Without `num_threads` they run in the caller's thread, when they are asked for, as `executor: inline` does it. Else
-    as many threads run twice as many ahead, and a wait for longer than `prefetch.timeout` is reported as an engine's is, with
-    the stage, the `key` of the sample and stacks; raises StallTimeout if `on_timeout` says so. Close it where it is not run
-    to its end (`contextlib.closing`): its threads end then.
+    as many threads, one if `run` is in turn, run twice as many ahead, and a wait for longer than `prefetch.timeout` is reported
+    as an engine's is, with the stage, the `key` of the sample and stacks; raises StallTimeout if `on_timeout` says so. Close it
+    where it is not run to its end (`contextlib.closing`): its threads end then.
     """
     if not num_threads:
         for chunk in chunks:
             run(chunk)
             yield chunk
         return
-    prefetch = prefetch or PrefetchArgs()
+    prefetch, num_threads = prefetch or PrefetchArgs(), 1 if run.in_turn else num_threads
     queue: SimpleQueue[tuple[Future[SampleChunk], SampleChunk] | None] = SimpleQueue()
     threads = _started(num_threads, partial(_work, run, queue))
     ahead: deque[Future[SampleChunk]] = deque()

@@ -59,7 +59,9 @@ class SampleMaker:
             (stage.name, partial(self._decode, stage.run) if STAGES[stage.kind].decodes else stage.run)
             for stage in stages
         ]
-        self._run = StageRuns([(context.stages[0].name, self._begin), *runs, (_STAGE, self._write)])
+        self._run = StageRuns(
+            [(context.stages[0].name, self._begin), *runs, (_STAGE, self._write)], in_turn=self._reader.in_turn
+        )
         self._failed: FailureNamer = replace(context.failed(context.stages[0]), stage=_STAGE)
         self._of_thread = (
             threading.local()

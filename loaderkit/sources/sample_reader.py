@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from loaderkit._internal.system.forks import ending_forks
 from loaderkit.errors import USER_ERRORS
@@ -12,8 +13,8 @@ from loaderkit.sources.base import ReadContext, Reader
 
 
 class SampleReader(Reader):
-    """Calls `get(index)`, from several threads at once, for each sample: a fresh dict, field -> value. What it raises makes
-    that sample a bad one."""
+    """Calls `get(index)`, from several threads at once, for each sample: a fresh dict, field -> value. What it raises, or
+    anything else that it returns, makes that sample a bad one."""
 
     def __init__(self, get: Callable[[int], Sample], context: ReadContext) -> None:
         self._get, self._failed = ending_forks(get), context.failed
@@ -24,9 +25,22 @@ class SampleReader(Reader):
         for row, index in enumerate(chunk.source_indices.tolist()):
             chunk.current = row
             try:
-                sample = chunk.samples[row] = self._get(index)
+                sample = chunk.samples[row] = _checked(self._get(index))
             except USER_ERRORS as error:
                 self._failed(chunk, row, error)
                 continue
             num_bytes += sum(len(value) for value in sample.values() if isinstance(value, bytes))
         return num_bytes
+
+
+def _checked(sample: Any) -> Sample:
+    """A sample as stages change it: a dict."""
+    if isinstance(sample, dict):
+        return sample
+    if isinstance(sample, Mapping):
+        return dict(sample)
+    raise TypeError(f"the source gave {_described(sample)} for it, and not a dict, field -> value")
+
+
+def _described(value: Any) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"

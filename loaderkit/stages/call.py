@@ -296,6 +296,7 @@ CALL = StageKind(
     compile=_compile,
     check=_check,
     runs_user_code=True,
+    args_of_speed=frozenset({"timeout", "thread_safe"}),
     objects=lambda args: {"function": args.function, "args": args.args},
 )
-FILTER = replace(CALL, args=FilterArgs, scope="sample")
+FILTER = replace(CALL, args=FilterArgs, scope="sample", args_of_refusal=frozenset({"on_empty_batch"}))

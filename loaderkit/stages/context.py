@@ -85,6 +85,8 @@ class StageKind:
     is_contained: bool = False  # it makes no fields but by its arguments, and keeps no memory of what it is given
     runs_user_code: bool = False  # one thread at a time runs it, and nothing is known of what it calls
     takes_tensors: bool = False  # it also acts on the tensors of a checkpoint
+    args_of_speed: frozenset[str] = frozenset()  # besides `workers`: with them it is faster, or elsewhere, and the same
+    args_of_refusal: frozenset[str] = frozenset()  # they say what is refused, and change nothing of what is delivered
     stream: Callable[[Any], Stream | None] | None = None  # its stream, if it copies batches to a GPU
     keeps_values: Callable[[Any], bool] = _no  # it commutes with `normalize`
     slot_dtype: Callable[[Any], str | None] = _none

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.engine.work import Stage
+from loaderkit.errors import ConfigError
+from loaderkit.samples.chunk import SampleChunk
 from loaderkit.sources.base import InPlaceFields, ReadContext, Reader
 from loaderkit.stages.base import StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
@@ -15,6 +20,14 @@ class ReadArgs(StageArgs):
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     reader = context.source.reader(_read_context(stage, context))
+    is_in_turn = (
+        reader.in_turn and context.source.in_order is None
+    )  # items in order are refused earlier, by their config
+    if is_in_turn and context.on_bad_sample == "replace":
+        raise ConfigError(
+            f"errors.on_bad_sample: {_named(context)} is read in order, so no other sample is at hand to put in the place of a "
+            "bad one: use skip or raise"
+        )
     ahead = context.connector if isinstance(context.connector, ReadAheadConnector) else None
 
     def interrupt() -> None:
@@ -24,13 +37,28 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
 
     return stage.ready(
         "sample",
-        reader.read,
+        _one_at_a_time(reader) if is_in_turn else reader.read,
         close=reader.close,
         interrupt=interrupt,
         waits_for=reader.waits_for,
         in_turn=reader.in_turn,
         owner=reader.owner,
     )
+
+
+def _named(context: CompileContext) -> str:
+    return "this source" if context.mixed is None else f"the source {context.mixed!r}"
+
+
+def _one_at_a_time(reader: Reader) -> Callable[[SampleChunk], int]:
+    """`read` under a lock: an engine gives turns, and what runs the stages outside one does not."""
+    lock = threading.Lock()
+
+    def read(chunk: SampleChunk) -> int:
+        with lock:
+            return reader.read(chunk)
+
+    return read
 
 
 def values_reader(stage: StageConfig, context: CompileContext) -> Reader:

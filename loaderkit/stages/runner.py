@@ -109,8 +109,9 @@ def each_sample(
             if sample is not None:
                 chunk.current = row
                 try:
-                    for job in function(sample, numbers, memory) or ():
-                        jobs.append((row, job))
+                    made = function(sample, numbers, memory)
+                    if made is not None:
+                        jobs.extend((row, job) for job in _checked(made, finish))
                 except USER_ERRORS as error:
                     failed(chunk, row, error)
                 now = perf_counter()  # 0.1 us a sample
@@ -123,6 +124,15 @@ def each_sample(
             finish(chunk, jobs, failed)
 
     return run
+
+
+def _checked(made: Any, finish: DoAll) -> list[Any]:
+    """The jobs that a stage's function returned, which only our own have."""
+    if type(made) is list and (finish is not resize_all or all(type(job) is tuple for job in made)):
+        return made
+    raise TypeError(
+        f"its function returned a value of type {type(made).__name__}: it changes the sample in place, and returns nothing"
+    )
 
 
 def each_call(

@@ -10,9 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from extensions import forget_after
+from pydantic import Field
 from tf_records import example, record
 
 from loaderkit.connectors.base import Connector
+from loaderkit.extend import ReadContext, Reader, SampleReader, SourceArgs, SourceKind, StoreArgs, register
 from loaderkit.sources.base import Source
 from loaderkit.sources.serial.reader import SerialSource
 from loaderkit.testing import SourceContract
@@ -102,3 +105,62 @@ class TestSources(SourceContract):
                     "parquet": bytes([index, 0, 0, 0, 0, 0, 0, 0]) in data,
                 }
                 assert begins[extension]
+
+
+class RowsArgs(StoreArgs):
+    """Numbers in a file, 8 bytes each."""
+
+    url: str = Field(description="the folder of x.bin")
+
+
+class Rows(Source):
+    """Read from a store by a reader of its own, which tells no byte ranges."""
+
+    def __init__(self, args: Any, connector: Any) -> None:
+        self.num = min(60, args.limit or 60)
+
+    def __len__(self) -> int:
+        return self.num
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    def origin(self, index: int) -> str:
+        return "x.bin"
+
+    def fingerprint(self) -> str:
+        return f"rows {self.num}"
+
+    def reader(self, context: ReadContext) -> Reader:
+        def get(index: int) -> dict[str, Any]:
+            data = bytearray(8)
+            context.store.read_into("x.bin", 8 * index, memoryview(data))
+            return {"x": np.frombuffer(data, np.int64)}
+
+        return SampleReader(get, context)
+
+
+class CountsArgs(SourceArgs):
+    """The first numbers."""
+
+
+class Counts(Rows):
+    """Made, of no store, and cut into blocks."""
+
+    def blocks(self, block_bytes: int) -> Any:
+        return np.array([*range(0, self.num, min(self.num, max(1, block_bytes // 8))), self.num])
+
+    def reader(self, context: ReadContext) -> Reader:
+        return SampleReader(lambda index: {"x": np.array([index])}, context)
+
+
+class TestSourcesOfOthers(SourceContract):
+    @pytest.fixture(params=["rows", "counts"])
+    def described(
+        self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Mapping[str, Any]:
+        forget_after(monkeypatch)
+        register("rows", SourceKind(RowsArgs, Rows, root=lambda args: args.url, has_blocks=False))
+        register("counts", SourceKind(CountsArgs, Counts))
+        np.arange(60).tofile(tmp_path / "x.bin")
+        return {"kind": "rows", "url": str(tmp_path)} if request.param == "rows" else {"kind": "counts"}

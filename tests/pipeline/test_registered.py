@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,9 @@ from loaderkit import CheckpointManager, Pipeline
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError
-from loaderkit.extend import StageArgs, StageKind, StoreArgs, register
+from loaderkit.extend import SourceArgs, SourceKind, StageArgs, StageKind, StoreArgs, register
+from loaderkit.pipeline.config.parsing import parse
+from loaderkit.pipeline.executors.sendable import check_sendable
 
 
 @pytest.fixture(autouse=True)
@@ -80,11 +83,37 @@ def test_a_kind_that_cannot_be_sent_is_refused_by_name() -> None:
         values("process")
 
 
+class HoldsArgs(StageArgs):
+    """Hold an object."""
+
+    held: Any = Field(None, description="any object")
+
+
+class HeldArgs(SourceArgs):
+    """Hold an object."""
+
+    held: Any = Field(None, description="any object")
+
+
+def test_arguments_that_cannot_be_sent_are_named() -> None:
+    register("holds", StageKind(HoldsArgs, "sample", make=lambda args: lambda sample, draws, scratch=None: None))
+    with pytest.raises(ConfigError, match=r"^stages\.second\.held: <unlocked .* cannot be sent to the process"):
+        values("process", {"holds": {"name": "second", "held": threading.Lock()}})
+    register("held", SourceKind(HeldArgs, lambda args, connector: None))  # type: ignore[arg-type, return-value]
+    source = {"kind": "held", "held": [threading.Lock()]}
+    config = parse({"source": source, "stages": ["read", {"batch": {"size": 2}}], "prefetch": {"executor": "process"}})
+    with pytest.raises(ConfigError, match=r"^source\.held: \[<unlocked .* cannot be sent to the process"):
+        check_sendable(config)
+
+
 def test_names_that_are_taken() -> None:
     with pytest.raises(ConfigError, match="the stage 'resize' is claimed by loaderkit itself and by this program"):
         register("resize", TIMES)
     with pytest.raises(ConfigError, match=r"Pipeline\.shuffle is something else"):
         register("shuffle", TIMES)
+    for name in ("prefetch", "errors", "ranks", "metrics", "mix", "config", "output"):
+        with pytest.raises(ConfigError, match=rf"Pipeline\.{name} is something else"):
+            register(name, TIMES)
     for name in ("two words", "a-b", "_x", "1st"):
         with pytest.raises(ConfigError, match="letters, digits and _"):
             register(name, TIMES)
@@ -125,6 +154,14 @@ def test_a_scheme_is_for_sources_and_for_checkpoints(flush: Any, tmp_path: Path)
     assert torch.equal(loaderkit.restore(f"folder://{tmp_path}/run/step-0000000001")["weight"], state["weight"])
 
 
+@pytest.mark.parametrize("name", ["Caps", "under_score", "two words", "1st", "fsspec+zip", "a:b", "-a", ""])
+def test_a_scheme_that_no_url_has_is_refused(name: str, rng: random.Random) -> None:
+    with pytest.raises(ConfigError, match=r"no URL has this scheme"):
+        register(name, open_folder)
+    known = "".join(rng.choice("abcxyz019+.-") for _ in range(5))
+    register(f"z{known}", open_folder)
+
+
 def test_a_connector_given_to_build_goes_before(tmp_path: Path) -> None:
     def never(url: str, settings: StoreArgs) -> FileConnector:
         raise AssertionError("it is not asked")
@@ -135,6 +172,40 @@ def test_a_connector_given_to_build_goes_before(tmp_path: Path) -> None:
         Pipeline.files("folder://", include="*.txt").read().batch(1), connectors={"folder": given}
     ) as loader:
         assert next(iter(loader))["txt"] == [b"given"]
+
+
+def test_two_stores_share_a_cache(tmp_path: Path, rng: random.Random) -> None:
+    """Their objects have the same keys, sizes and etags, and the same names in messages."""
+
+    class Terse(FileConnector):
+        def stat(self, key: str) -> Any:
+            return super().stat(key)._replace(etag="v1")
+
+        def list(self, prefix: str) -> Any:
+            return (info._replace(etag="v1") for info in super().list(prefix))
+
+        def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+            super().read_into(key, start, buffer)
+
+        def describe(self, key: str) -> str:
+            return key
+
+    register("terse", lambda url, settings: Terse(url.partition("://")[2]))
+    values = {name: rng.sample(range(100), 8) for name in ("a", "b")}
+    for name, numbers in values.items():
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "x.npy", np.array(numbers))
+    for _ in range(2):
+        for name, numbers in values.items():
+            pipeline = Pipeline.array(f"terse://{tmp_path}/{name}/x.npy", cache={"dir": str(tmp_path / "cache")})
+            with loaderkit.build(
+                pipeline.shuffle(False).read().batch(8), overrides={"prefetch.executor": "inline"}
+            ) as loader:
+                assert next(iter(loader))["data"].tolist() == numbers
+    for name in values:
+        np.save(tmp_path / name / "x.npy", np.zeros(8, np.int64))
+    with loaderkit.build(pipeline.shuffle(False).read().batch(8), overrides={"prefetch.executor": "inline"}) as loader:
+        assert next(iter(loader))["data"].tolist() == values["b"], "it comes from the cache"
 
 
 def test_temporary_errors_are_retried(tmp_path: Path) -> None:

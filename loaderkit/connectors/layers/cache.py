@@ -26,14 +26,16 @@ _WAIT_S = 30.0  # for another process that fetches the same block; after that it
 
 
 class CacheConnector(ConnectorLayer):
-    """`inner`, cached in the folder of `args`. `owns_inner`: closing this closes `inner`.
+    """`inner`, cached in the folder of `args`. `owns_inner`: closing this closes `inner`. `store` tells it from others whose
+    objects have the same names in messages; by default its traits do.
 
     Objects without an etag are not kept, since a replacement could not be told.
     """
 
-    def __init__(self, inner: Connector, args: CacheArgs, *, owns_inner: bool = True) -> None:
+    def __init__(self, inner: Connector, args: CacheArgs, *, owns_inner: bool = True, store: str | None = None) -> None:
         assert args.dir is not None
         super().__init__(inner)
+        self._store = self.traits.store if store is None else store
         self.traits = replace(self.traits, part_size=0)  # a cached range is one read
         self._args = args
         self._owns_inner = owns_inner
@@ -43,7 +45,8 @@ class CacheConnector(ConnectorLayer):
         self._hit_bytes = self._missed_bytes = self._over_read_bytes = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"inner": self.inner, "args": self._args, "owns_inner": self._owns_inner, "large": self._large}
+        made_of = {"inner": self.inner, "args": self._args, "owns_inner": self._owns_inner, "store": self._store}
+        return {**made_of, "large": self._large}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         large = state.pop("large")
@@ -102,7 +105,7 @@ class CacheConnector(ConnectorLayer):
 
     def name_of(self, key: str, etag: str, start: int, num_bytes: int) -> str:
         """The name of a cache entry."""
-        return entry_name(self.traits.store, self.inner.describe(key), etag, start, num_bytes)
+        return entry_name(self._store, self.inner.describe(key), etag, start, num_bytes)
 
     def _read_entry(self, key: str, start: int, buffer: memoryview, etag: str) -> None:
         name, num_bytes = self.name_of(key, etag, start, len(buffer)), len(buffer)

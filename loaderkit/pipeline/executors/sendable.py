@@ -19,6 +19,7 @@ def check_sendable(config: PipelineConfig, connectors: Sequence[Connector | None
     registered = {} if kinds is None else {f"loaderkit.extend.register({n!r})": e for n, e in kinds.registered.items()}
     sent = {
         **_objects(config),
+        **_args_of_others(config),
         **registered,
         "the connector": [connector for connector in connectors if connector is not None],
     }
@@ -47,6 +48,15 @@ def _objects(config: PipelineConfig) -> dict[str, Any]:
         objects = STAGES[stage.kind].objects(stage.args)
         found |= {f"stages.{stage.name}.{key}": value for key, value in objects.items()}
     return found
+
+
+def _args_of_others(config: PipelineConfig) -> dict[str, Any]:
+    """The arguments of kinds that are not ours, which may be any objects, by the place in the config."""
+    sources = [(f"sources.{one.name}", one.kind, one.args) for one in config.members]
+    sources = sources or [("source", config.source_kind, config.source)]
+    args = {name: args for name, kind, args in sources if kind in SOURCES and not SOURCES.is_ours(kind)}
+    stages = {f"stages.{one.name}": one.args for one in config.all_stages if not STAGES.is_ours(one.kind)}
+    return {f"{name}.{key}": value for name, one in (args | stages).items() for key, value in one}
 
 
 def named_in_main(config: PipelineConfig) -> dict[str, Any]:

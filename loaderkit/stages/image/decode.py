@@ -492,4 +492,6 @@ DECODE = StageKind(
     decodes=True,
     only_computes=True,
     is_contained=True,
+    args_of_speed=frozenset({"device", "regions", "on_gpu_error"}),
+    args_of_refusal=frozenset({"max_pixels", "formats"}),
 )

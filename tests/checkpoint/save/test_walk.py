@@ -105,3 +105,23 @@ def test_an_object_and_a_value_of_one_name(is_second_an_object: bool) -> None:
     second: Any = Holder({"y": 2}) if is_second_an_object else 2
     with pytest.raises(CheckpointError, match=r"two values have the name 'a\.b'"):
         resolve({"a.b": Holder({"x": 1}), "a": {"b": second}})
+
+
+@pytest.mark.parametrize("has_optimizer", [False, True])
+@pytest.mark.parametrize("container", ["dict", "list", "list with a module", "tuple", "plain list"])
+def test_a_state_that_holds_itself(container: str, has_optimizer: bool, rng: random.Random) -> None:
+    model = torch.nn.Linear(2, 2)
+    state: dict[str, Any] = {"model": model}
+    if has_optimizer:
+        state["optimizer"] = torch.optim.SGD(model.parameters())
+    around: Any = state
+    for number in range(rng.randint(0, 3)):
+        around[f"inner{number}"] = around = {}
+    if container == "dict":
+        around["again"] = around["twice"] = state
+    else:
+        items: list[Any] = [7] if container == "plain list" else [model if "module" in container else torch.ones(1)]
+        items += [(items,), (items,)] if container == "tuple" else [items, items]
+        around["items"] = items
+    with pytest.raises(CheckpointError, match="nested more than 100 levels deep"):
+        resolve(state, "auto")

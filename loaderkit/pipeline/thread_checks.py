@@ -91,7 +91,8 @@ def _is_declared(stage: StageConfig) -> bool:
 
 def _made(plan: ExecutionPlan, numbers: Iterable[int], num_threads: int = 0) -> Iterator[Mapping[str, Any] | Exception]:
     """Samples as `batch` gets them, empty if they were dropped, or why they failed."""
-    run = StageRuns([(one.name, one.run) for one in plan.compiled.stages[: len(plan.compiled.context.before_batch)]])
+    stages = plan.compiled.stages[: len(plan.compiled.context.before_batch)]
+    run = StageRuns([(one.name, one.run) for one in stages], in_turn=any(one.in_turn for one in stages))
     chunks = (chunk_of(np.array([number], np.int64)) for number in numbers)
     prefetch = plan.config.prefetch
     with closing(run_samples(run, chunks, num_threads=num_threads, prefetch=prefetch, key=plan.source.key)) as made:

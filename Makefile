@@ -79,7 +79,7 @@ sanitize: $(VENV)/.test
 	CC=gcc CFLAGS="$(SANITIZE)" LDFLAGS="-fsanitize=address,undefined" $(BIN)/python -c "from setuptools import setup; setup()" \
 		--quiet build --build-lib $(SANITIZED) --build-temp $(SANITIZED).o
 	LD_PRELOAD="$(call LIBRARY,libasan) $(call LIBRARY,libubsan)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
-		UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONPATH=$(SANITIZED) PYTHONMALLOC=malloc \
+		UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONPATH=$(abspath $(SANITIZED)) PYTHONMALLOC=malloc \
 		$(BIN)/python -m pytest -p no:cacheprovider -o pythonpath="$(SANITIZED) tests/helpers" -m "not prove and not alone and not integration" -k "not dali" $(SANITIZER_TESTS)
 
 lint: $(VENV)/.lint

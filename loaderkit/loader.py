@@ -83,10 +83,8 @@ class Loader(DataLoaderParts):
         self._fingerprint = plan.fingerprint()
         self._has_ranks = plan.has_given_ranks
         self._in_order = plan.source.in_order
-        self._here = (
-            0,
-            0,
-        )  # (epoch, samples of it that were delivered, over all ranks); before any batch, of the first
+        # (epoch, samples of it that were delivered, over all ranks); before any batch, where the first one begins.
+        self._here = (0, 0)
         self._next = (0, 0)  # where the next iteration begins
         self._asked: int | None = None  # its epoch, if `set_epoch` has said it
         self._iteration = 0

@@ -32,8 +32,8 @@ class Entry(NamedTuple, Generic[T]):
 class Registry(Mapping[str, T]):
     """Name -> what it stands for, of one group of entry points.
 
-    To look up a name raises KeyError if nobody has it, and ConfigError if two claim it, if its package cannot be imported, or
-    if that holds something else under it.
+    A look-up raises KeyError for a name that neither loaderkit, the program nor a package has, and ConfigError if two of them
+    claim it, if its package cannot be imported, or if that has something else under it.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Registry(Mapping[str, T]):
         return self.entry(name).item
 
     def entry(self, name: str) -> Entry[T]:
-        """What the name stands for, and whose it is; raises as a look-up does."""
+        """What the name stands for, and which program or package brought it; raises as a look-up does."""
         if self.is_ours(name):
             return self._entries[name]
         if (entry := self._resolved.get(name)) is None:

@@ -23,8 +23,8 @@ _all_locks: WeakSet[FairLock] = WeakSet()
 
 
 class _QueuePlace:
-    """In the queue for a lock. Its thread holds `lock` from before it queues until it is through, and `inside` while it has
-    its turn. The one behind it takes `lock` for a moment; nobody else takes `inside`."""
+    """A thread's place in the queue for a `FairLock`. The thread holds `lock` from before it queues until it has left, and
+    `inside` while its function runs. The thread behind it waits by taking `lock` for a moment; no other takes `inside`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -47,7 +47,7 @@ class FairLock:
         _all_locks.add(self)
 
     def _begin_anew(self) -> None:
-        """Nobody has it, and nobody waits."""
+        """No thread holds the lock, and none waits for it."""
         self._queueing = threading.Lock()
         self._last: _QueuePlace | None = None
         self._current: _QueuePlace | None = None

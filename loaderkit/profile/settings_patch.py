@@ -87,7 +87,7 @@ def workers_settings(
 
 
 def _processes(config: PipelineConfig, processes: int) -> list[Setting]:
-    """So many loading processes, and two batches ahead for each."""
+    """The settings for `processes` loading processes, with at least two batches ahead for each."""
     settings = [file_setting(config, "prefetch.executor", "process")]  # a loader may have chosen that itself
     settings.append(file_setting(config, "prefetch.processes", processes))
     if config.prefetch.first_batches < 2 * processes:

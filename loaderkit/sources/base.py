@@ -268,9 +268,8 @@ class SourceKind:
     """
 
     args: type[SourceArgs]
-    open: Callable[[Any, Any], Source] | None = (
-        None  # (args, the connector at `root`, if there is one) -> the samples, listed
-    )
+    open: Callable[[Any, Any], Source] | None = None
+    """(args, the connector at `root`, if there is one) -> the samples, listed."""
     root: Callable[[Any], str] | None = None  # the URL at which the connector starts; None: there is no connector
     fields: Callable[[Any], Mapping[str, str] | None] = _none  # field -> image, text, ...; None: only the data tells
     reopen: Callable[[Any, int], Callable[[], Source] | None] = _none

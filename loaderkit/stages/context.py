@@ -23,7 +23,7 @@ from loaderkit.sources.base import Source
 from loaderkit.stages.base import AddError, Scope, StageArgs, StageConfig
 from loaderkit.stages.image.boxes import Annotations, following
 from loaderkit.stages.image.ops import MOVES_PIXELS, ImageOps
-from loaderkit.stages.runner import FailureNamer, StageKeys, each_sample
+from loaderkit.stages.runner import FailureNamer, StageKeys, each_sample, returned
 
 
 class Stream(Protocol):
@@ -186,7 +186,7 @@ class CompileContext:
             if ops is not None and self.annotations and not MOVES_PIXELS.isdisjoint(ops.kinds):
                 function = following(function, ops, getattr(stage.args, "fields", None), self.annotations)
             if not kind.is_contained:
-                function = _with_own_bytes(function)
+                function = _not_contained(function)
             run = each_sample(function, kind.num_draws, keys, failed, reuse=self.may_reuse)
             compiled = stage.ready("sample", run, owner=function if kind.runs_user_code else None)
         else:
@@ -210,14 +210,16 @@ def annotations_of(stages: Iterable[StageConfig], kinds: Mapping[str, StageKind]
     return found
 
 
-def _with_own_bytes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for samples whose encoded fields are their own: the memory of those that were read serves others later."""
+def _not_contained(function: Callable[..., Any]) -> Callable[..., None]:
+    """The function, given encoded fields in memory of their own, as that of those that were read serves other samples later;
+    it returns no jobs, which only ours have."""
 
-    def run(sample: Sample, draws: NDArray[np.float64], memory: dict[str, Any] | None) -> Any:
+    def run(sample: Sample, draws: NDArray[np.float64], memory: dict[str, Any] | None) -> None:
         for name, value in sample.items():
             if type(value) is Encoded:
                 sample[name] = value._replace(data=memoryview(bytes(value.data)))
-        return function(sample, draws, memory)
+        if (value := function(sample, draws, memory)) is not None:
+            raise returned(value)
 
     return run
 

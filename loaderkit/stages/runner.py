@@ -111,7 +111,10 @@ def each_sample(
                 try:
                     made = function(sample, numbers, memory)
                     if made is not None:
-                        jobs.extend((row, job) for job in _checked(made, finish))
+                        if type(made) is not list:
+                            raise returned(made)
+                        for job in made:
+                            jobs.append((row, job))
                 except USER_ERRORS as error:
                     failed(chunk, row, error)
                 now = perf_counter()  # 0.1 us a sample
@@ -126,12 +129,10 @@ def each_sample(
     return run
 
 
-def _checked(made: Any, finish: DoAll) -> list[Any]:
-    """The jobs that a stage's function returned, which only our own have."""
-    if type(made) is list and (finish is not resize_all or all(type(job) is tuple for job in made)):
-        return made
-    raise TypeError(
-        f"its function returned a value of type {type(made).__name__}: it changes the sample in place, and returns nothing"
+def returned(value: Any) -> TypeError:
+    """The error of a stage's function that returned something that is no list of jobs."""
+    return TypeError(
+        f"its function returned a value of type {type(value).__name__}: it changes the sample in place, and returns nothing"
     )
 
 

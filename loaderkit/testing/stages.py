@@ -1,4 +1,4 @@
-"""What every stage promises: the same bytes whoever runs it, exact resuming, arguments that are checked."""
+"""What every stage promises: the same bytes in every executor, exact resuming, arguments that are checked."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from loaderkit.diagnosis.verdict import named_together
 from loaderkit.profile.experiments.interleave import Variant, interleave, ratio_of
 from loaderkit.profile.experiments.loops import Step, endless
 from loaderkit.profile.report import Report
@@ -84,7 +85,9 @@ def right(case: Drawn, report: Report) -> tuple[bool, bool]:
     if case.stage is None and verdict.kind == "quota":  # which only a quota brings about
         stages.add("wakeup")
         kinds.add("quota")
-    return verdict.stage in stages, verdict.kind in kinds
+    said = {verdict.kind, verdict.or_kind}  # both, where they cannot be told apart
+    named = {verdict.stage, *(one.stage for one in named_together(verdict.causes))}
+    return bool(named & stages), bool(said & kinds)
 
 
 def judged(case: Drawn, report: Report) -> dict[str, Any]:
@@ -96,6 +99,8 @@ def judged(case: Drawn, report: Report) -> dict[str, Any]:
         "bottleneck": case.bottleneck,
         "stage": verdict.stage,
         "kind": verdict.kind,
+        "or_kind": verdict.or_kind,
+        "headline": verdict.headline,
         "stage_is_right": stage_is_right,
         "kind_is_right": kind_is_right,
         "contradictions": contradictions(report.model_dump(mode="json")) + text_contradictions(report),

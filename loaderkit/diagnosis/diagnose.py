@@ -35,6 +35,8 @@ from loaderkit.diagnosis.verdict import Setting, Verdict
 from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.stalls import MEMORY, NETWORK, RELEASE, RESTART, START, WAKEUP
 
+_BORDER = 1.4  # times HARMLESS, or as much below it: another run may be on the other side
+
 _WITHOUT_A_STAGE: Mapping[str, Callable[[Interval], Verdict]] = {
     START: loop_rules.start,
     MEMORY: loop_rules.memory,
@@ -63,9 +65,6 @@ _OF_A_STAGE: Sequence[Callable[[Facts], Verdict | None]] = (
     stage_rules.waiting,
 )
 """The first that applies gives the verdict, so a rule may rely on those before it."""
-
-
-_BORDER = 1.4  # times HARMLESS, or as much below it: another run may be on the other side
 
 
 def diagnose(snapshot: Snapshot) -> Verdict:

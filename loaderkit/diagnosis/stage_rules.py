@@ -73,7 +73,11 @@ def stragglers(facts: Facts, *, is_plain: bool = False) -> Verdict | None:
     interval, awaited = facts.interval, facts.awaited
     stage, services = awaited.stage, awaited.stage.services
     usual_s = services.percentile(0.5)
-    if usual_s is None or interval.stats.turn_share(stage.name) >= ALWAYS or (awaited.needs_cpu > COMPUTING and not is_plain):
+    if (
+        usual_s is None
+        or interval.stats.turn_share(stage.name) >= ALWAYS
+        or (awaited.needs_cpu > COMPUTING and not is_plain)
+    ):
         return None
     slow_s = _TAIL * usual_s
     share, num_slow, num_all = services.share_above(slow_s), services.num_above(slow_s), sum(services.counts.values())

@@ -32,7 +32,9 @@ class VerdictPart(Part):
         description="training, computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting, memory, depth, "
         "start, wakeup, network, restart, quota, failed (an error came before the first batch) or unknown"
     )
-    or_kind: str | None = Field(None, description="another kind that fits the figures about as well; null: kind fits best")
+    or_kind: str | None = Field(
+        None, description="another kind that fits the figures about as well; null: kind fits best"
+    )
     percent: float = Field(description="of the time lost to it; for null: of the time not lost to loading")
     confidence: float = Field(description="from 0 to 1")
     evidence: str

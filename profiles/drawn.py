@@ -1,4 +1,6 @@
-"""Verdicts on pipelines drawn at random: python -m profiles.drawn [--number 400] [--seed N] [--machine M] [--suggest]
+"""Verdicts on pipelines drawn at random:
+
+    python -m profiles.drawn [--number 400] [--seed N] [--machine M] [--repeats N] [--suggest]
 
 Each has one bottleneck of some kind, built into some stage, of a strength drawn at random, with some workers, batches ahead,
 executor. It runs under `loader.profile()`; of the report is asked: is the stage right, is the kind right, does it contradict
@@ -17,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +173,32 @@ def quota(cpus: float) -> Iterator[None]:
         folder.rmdir()
 
 
+def repeated(cases: Iterator[Drawn], times: int) -> Iterator[Drawn]:
+    """Every case so many times in a row."""
+    return (case for case in cases for _ in range(times))
+
+
+def unstable(
+    rows: Sequence[Mapping[str, Any]], times: int
+) -> Iterator[tuple[str, collections.Counter[tuple[str, str]]]]:
+    """Of `times` runs of each pipeline, those of which fewer than nine tenths name one kind, alone or as one of two."""
+    for runs in (rows[begin : begin + times] for begin in range(0, len(rows), times)):
+        count = collections.Counter(
+            f"{row['stage']} {kind}" for row in runs for kind in {row["kind"], row["or_kind"]} - {None}
+        )
+        if max(count.values()) < 0.9 * len(runs):
+            yield runs[0]["case"], count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=400)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--machine", choices=["quiet", "busy", "busier", "quota"], default="quiet")
     parser.add_argument("--only", default="", help="only pipelines whose name contains this")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="runs of every pipeline; all of them should say the same"
+    )
     parser.add_argument("--suggest", action="store_true", help="try the settings that are suggested")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -183,10 +206,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     print(f"seed {options.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder, machine(options.machine):
-        while len(rows) < options.number:
-            case = draw(rng)
-            if options.only not in case.name:
-                continue
+        cases = (case for case in iter(lambda: draw(rng), None) if options.only in case.name)
+        for case in islice(repeated(cases, options.repeats), options.number * options.repeats):
             report = profiled(case, Path(folder))
             row = judged(case, report)
             if options.suggest and row["settings"]:
@@ -195,6 +216,8 @@ def main() -> None:
             wrong = [name for name in ("stage", "kind") if not row[f"{name}_is_right"]]
             if wrong or row["contradictions"] or "tried" in row:
                 print(f"{' and '.join(wrong) or 'right'}: {row}", flush=True)
+    for name, count in unstable(rows, options.repeats):
+        print(f"not the same in {options.repeats} runs: {name}: {dict(count)}")
     shares = {name: sum(row[name] for row in rows) / len(rows) for name in ("stage_is_right", "kind_is_right")}
     helped = [row["tried"]["helped"] for row in rows if "tried" in row]
     if helped:

@@ -6,6 +6,7 @@
         libraries compute in threads of their own ──> oversubscription
         its workers wait for bytes that are read ahead ──> bandwidth
         a few items take much of the time by themselves, whatever they do meanwhile ──> stragglers
+        one batch is read ahead, and its workers are idle at its end ──> depth
         user code runs one item at a time, and does all the time ──> lock
         the GIL is held, and no more than one CPU is used ──> gil
         the loop holds the GIL, and the workers hardly compute ──> gil
@@ -50,7 +51,8 @@ _OF_A_STAGE: Sequence[Callable[[Facts], Verdict | None]] = (
     stage_rules.shared,
     sharing_rules.oversubscription,
     stage_rules.read_ahead,
-    partial(stage_rules.stragglers, is_plain=True),
+    stage_rules.slow_samples,
+    stage_rules.one_batch,
     sharing_rules.user_code,
     sharing_rules.gil,
     sharing_rules.gil_of_loop,

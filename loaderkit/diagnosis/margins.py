@@ -16,11 +16,12 @@ from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
 
 _CPU = 0.1  # of the CPU time
 _DELAYED = 0.1  # of the busy time
-_BLOCKED = 0.08  # of the time of all workers
+_BLOCKED = 0.04  # of the time of all workers
 _TAKEN = 0.12  # share of the times at which the GIL was taken; of 32 answers
 _ALONE = 1.12  # times the throughput of one worker alone
 _SLOWED = 1.1  # times a slowdown
 _WAITED = 0.08  # share of the time of workers side by side
+_ITEMS = 1.12  # times their number
 _IDLE = 0.2  # CPUs
 _NATIVE = 1.25  # times the CPU time of threads of libraries
 
@@ -73,8 +74,9 @@ def _delayed(snapshot: Snapshot, sign: int) -> Snapshot:
 
 def _blocked(snapshot: Snapshot, sign: int) -> Snapshot | None:
     def moved(row: StageStats) -> StageStats:
-        return replace(row, blocked_s=row.blocked_s * (1 + _BLOCKED * sign))
+        return replace(row, blocked_s=max(0.0, row.blocked_s + _BLOCKED * sign * whole_s)) if row.blocked_s else row
 
+    whole_s = sum(row.busy_s + row.starved_s + row.blocked_s for row in snapshot.stages)
     return _with_rows(snapshot, moved) if any(row.blocked_s for row in snapshot.stages) else None
 
 
@@ -109,6 +111,10 @@ def _waited(snapshot: Snapshot, sign: int) -> Snapshot | None:
     return _with_trials(snapshot, moved)
 
 
+def _items(snapshot: Snapshot, sign: int) -> Snapshot:
+    return _with_rows(snapshot, lambda row: replace(row, num_items=round(row.num_items * _ITEMS**sign)))
+
+
 def _idle(snapshot: Snapshot, sign: int) -> Snapshot | None:
     idle_s = snapshot.host.idle_s
     if idle_s is None:
@@ -123,5 +129,5 @@ def _native(snapshot: Snapshot, sign: int) -> Snapshot | None:
 
 
 _NUDGES: Sequence[Nudge] = (
-    _computing, _delayed, _blocked, _taken, _alone, _slowed, _waited, _idle, _native
+    _computing, _delayed, _blocked, _taken, _alone, _slowed, _waited, _items, _idle, _native
 )  # fmt: skip

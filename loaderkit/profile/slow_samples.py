@@ -74,10 +74,22 @@ def say_stragglers(passed: Stats, stage: str | None, source: Source) -> str:
     ranked = sorted(took_s, key=took_s.__getitem__, reverse=True)
     if not ranked:
         return ""
+    ranked = _bulk(ranked, took_s)
     named = ", ".join(f"{source.key(index)} ({say_seconds(took_s[index])})" for index in ranked[:_NUM_NAMED])
     usual = np.unique(np.linspace(0, len(source) - 1, min(_NUM_USUAL, len(source))).astype(np.int64)).tolist()
     common = in_common(_traits(source, ranked), _traits(source, usual))
     return f"the slowest are {named}{f': {common}' if common else ''}"
+
+
+def _bulk(ranked: Sequence[int], took_s: Mapping[int, float]) -> list[int]:
+    """Those of the slow samples that nearly all of their time went to: the others may have been slow for lack of a CPU."""
+    left_s, found = _NEARLY_ALL * sum(took_s.values()), list[int]()
+    for index in ranked:
+        if left_s <= 0:
+            break
+        found.append(index)
+        left_s -= took_s[index]
+    return found
 
 
 def in_common(slow: Sequence[Traits], usual: Sequence[Traits]) -> str:
@@ -95,7 +107,7 @@ def in_common(slow: Sequence[Traits], usual: Sequence[Traits]) -> str:
     slow_bytes, usual_bytes = (_median_bytes(some) for some in (slow, usual))
     if slow_bytes and usual_bytes and slow_bytes >= _LARGE * usual_bytes:
         found.append(
-            f"have {say_size(slow_bytes)} in the median, {slow_bytes / usual_bytes:.2g} times as much as usual"
+            f"have {say_size(slow_bytes)} in the median, {slow_bytes / usual_bytes:.0f} times as much as usual"
         )
     return f"nearly all of the {len(slow)} slow ones {' and '.join(found)}" if found else ""
 

@@ -50,8 +50,8 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval. `stall_s`: the waits of the loop by cause; `waited_s`: all of them; `wall_s`: the time in which workers could
-    run."""
+    """An interval. `stall_s` are the waits of the loop by cause, `waited_s` all of them; `wall_s` is the time in which workers
+    could run."""
 
     stats: Snapshot
     stall_s: Mapping[str, float]

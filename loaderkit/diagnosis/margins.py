@@ -26,8 +26,10 @@ _ITEMS = 1.12  # times their number
 _IDLE = 0.2  # CPUs
 _NATIVE = 1.25  # times the CPU time of threads of libraries
 
+_OTHERS = 0.2  # of the CPUs; where other programs have more, what was tried with one worker is less sure
+
 Nudge = Callable[[Snapshot, int], Snapshot | None]
-"""The figures with one of them larger (1) or smaller (-1); None: it was not measured."""
+"""The figures with one of them larger (1) or smaller (-1), or by two such steps; None: it was not measured."""
 
 
 def rival(snapshot: Snapshot, verdict: Verdict, again: Callable[[Snapshot], Verdict]) -> Verdict | None:
@@ -39,8 +41,11 @@ def rival(snapshot: Snapshot, verdict: Verdict, again: Callable[[Snapshot], Verd
 
 
 def _nudged(snapshot: Snapshot) -> Iterator[Snapshot]:
-    for nudge in _NUDGES:
-        for sign in (1, -1):
+    others_cpus = (snapshot.host.others_s or 0.0) / (snapshot.wall_s + snapshot.paused_s)
+    steps = 2 if others_cpus > _OTHERS * (snapshot.tuning.cpus or 1) else 1
+    nudges = [(nudge, 1) for nudge in _OF_ALL] + [(nudge, steps) for nudge in _OF_TRIALS]
+    for nudge, num in nudges:
+        for sign in (num, -num):
             if (nudged := nudge(snapshot, sign)) is not None:
                 yield nudged
 
@@ -136,6 +141,5 @@ def _native(snapshot: Snapshot, sign: int) -> Snapshot | None:
     return replace(snapshot, host=replace(snapshot.host, native_s=native_s * _NATIVE**sign)) if native_s else None
 
 
-_NUDGES: Sequence[Nudge] = (
-    _computing, _delayed, _blocked, _taken, _alone, _slowed, _waited, _in_turn, _items, _idle, _native
-)  # fmt: skip
+_OF_ALL: Sequence[Nudge] = (_computing, _delayed, _blocked, _in_turn, _items, _idle, _native)
+_OF_TRIALS: Sequence[Nudge] = (_taken, _alone, _slowed, _waited)

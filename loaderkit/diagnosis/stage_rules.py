@@ -26,7 +26,7 @@ _TAIL_SHARE = 0.25  # share of the busy time spent on stragglers
 _CONTENDED = 0.25  # share of the times at which the GIL was taken, above which items may be slow for it
 _FEW = 0.25  # share of the items; where more are slow, that is usual
 _BY_CHANCE = 1.4  # of the throughput of all; beside a lock or a full link one alone reached 0.78 to 1.19 in 72 runs
-_AT_ITS_END = 0.12  # share of the time of workers, at the end of the only batch in work
+_AT_ITS_END = 0.1  # share of the time of workers, at the end of the only batch in work
 _FILLS = (0.7, 1.3)  # times the wall time; between them, one worker was busy all the time
 
 

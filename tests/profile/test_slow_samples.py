@@ -59,7 +59,7 @@ def test_what_stragglers_have_in_common(trait: str, tmp_path: Path, rng: random.
 
 
 def test_few_have_nothing_in_common(tmp_path: Path, rng: random.Random) -> None:
-    for name in ("a/1", "a/2", "b/3", "b/4", "b/5", "b/6"):
+    for name in ("a/1.jpg", "a/2.jpg", "b/3.jpg", "b/4.jpg", "b/5.jpg", "b/6.jpg"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"\0" * 10)
     source = opened(tmp_path)

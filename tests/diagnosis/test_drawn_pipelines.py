@@ -1,5 +1,5 @@
-"""Pipelines drawn at random, run for real beside busy programs: the verdict is right, or names the right kind as one of two that
-it cannot tell apart; and ten runs of one pipeline agree."""
+"""Pipelines drawn at random, run for real beside busy programs: the verdict is right, or names the right kind as one of two
+that it cannot tell apart; and ten runs of one pipeline agree."""
 
 from __future__ import annotations
 

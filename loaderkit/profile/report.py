@@ -90,7 +90,8 @@ class Report(_Document):
     utilisation: Utilisation | None
     saves: list[SaveRow] = Field([], description="of checkpoints, by CheckpointManager, in this process")
     headspace: Headroom | None = Field(None, description="what texts call headroom")
-    what_if: list[WhatIf] = Field([])
+    what_if: list[WhatIf] = Field([], description="the change of the verdict first, then the most promising")
+    num_unsure: int = Field(0, description="changes that what_if leaves out, as their error is over half or not known")
     model_error_percent: float | None = Field(
         None, description="how far the model's throughput of the pipeline as it is lies from the measured one"
     )

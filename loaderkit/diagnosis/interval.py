@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from loaderkit._internal.system.cgroups import free_memory
@@ -20,7 +20,7 @@ _IDLE = 0.5  # idle CPUs, above which a thread that is ready to run finds one
 _NONE_IDLE = 0.1  # share of the CPUs; when fewer are idle, all are in use
 _THROTTLED = 0.2  # share of the time that a quota holds the process back, above which CPUs are short
 _FULL = 0.8  # share of the CPUs in use, above which none is free
-_NUM_SURE = 8  # batches; more do not raise the confidence
+NUM_SURE = 8  # batches; more do not raise the confidence
 _MIB = 2**20
 
 
@@ -61,6 +61,10 @@ class Interval:
     def of(cls, stats: Snapshot) -> Interval:
         wall_s = max(stats.wall_s - stats.stall_s.get(START, 0.0) + stats.started_s, 1e-9)
         return cls(stats, sum(stats.stall_s.values()), wall_s, _pools_of(stats))
+
+    def with_stats(self, stats: Snapshot) -> Interval:
+        """The same interval with other figures of its stages."""
+        return replace(self, stats=stats, pools=_pools_of(stats))
 
     @property
     def cause(self) -> str | None:
@@ -215,7 +219,7 @@ class Interval:
 
     def confidence(self, *factors: float) -> float:
         """The product of `factors`, each at most 1, and of one that is smaller for a short interval."""
-        confidence = 0.95 if self.stats.num_batches >= _NUM_SURE else 0.6 + 0.35 * self.stats.num_batches / _NUM_SURE
+        confidence = 0.95 if self.stats.num_batches >= NUM_SURE else 0.6 + 0.35 * self.stats.num_batches / NUM_SURE
         for factor in factors:
             confidence *= factor
         return round(max(0.05, confidence), 2)

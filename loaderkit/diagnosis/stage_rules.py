@@ -8,13 +8,15 @@ from loaderkit._internal.units import say_seconds
 from loaderkit.diagnosis import changes, words
 from loaderkit.diagnosis.conclusion import BUSY, confidence_of_comparison, of_stage
 from loaderkit.diagnosis.interval import WAITING
-from loaderkit.diagnosis.sharing_rules import MOVE_LESS
+from loaderkit.diagnosis.sharing_rules import MOVE_LESS, is_held_by_one
 from loaderkit.diagnosis.stage_facts import ALL_ALONE, COMPUTING, PLAINLY, Facts, are_slow_together
 from loaderkit.diagnosis.verdict import Remedy, Verdict
+from loaderkit.engine.metrics.snapshot import ALWAYS
 
 _CROWDED = 0.25  # share of the busy time ready to run while no CPU was free
 _TAIL = 4.0  # times the usual service time; a longer item is a straggler
 _TAIL_SHARE = 0.25  # share of the busy time spent on stragglers
+_FEW = 0.25  # share of the items; where more are slow, that is usual
 _BY_CHANCE = 1.4  # of the throughput of all; beside a lock or a full link one alone reached 0.78 to 1.19 in 72 runs
 _FILLS = (0.7, 1.3)  # times the wall time; between them, one worker was busy all the time
 
@@ -65,36 +67,48 @@ def read_ahead(facts: Facts) -> Verdict | None:
     return of_stage(interval, awaited, "bandwidth", evidence, Remedy(change), sure=0.95)
 
 
-def stragglers(facts: Facts) -> Verdict | None:
-    """A few items take much of the time."""
+def stragglers(facts: Facts, *, is_plain: bool = False) -> Verdict | None:
+    """A few items take much of the time. `is_plain`: they do so by themselves, also if all that others have kept them from is
+    left out; then it does not matter whether they compute, wait or hold the GIL."""
     interval, awaited = facts.interval, facts.awaited
     stage, services = awaited.stage, awaited.stage.services
-    usual_s, slow_s = services.percentile(0.5), services.percentile(0.99)
-    if usual_s is None or slow_s is None or awaited.needs_cpu > COMPUTING:
+    usual_s = services.percentile(0.5)
+    if usual_s is None or interval.stats.turn_share(stage.name) >= ALWAYS or (awaited.needs_cpu > COMPUTING and not is_plain):
         return None
-    share = services.share_above(_TAIL * usual_s)
-    # An item that was slow for lack of a CPU is no straggler.
-    by_itself = share - stage.delayed_s / max(stage.busy_s, 1e-9)
-    if slow_s <= _TAIL * usual_s or share <= _TAIL_SHARE or by_itself <= _TAIL_SHARE / 2:
+    slow_s = _TAIL * usual_s
+    share, num_slow, num_all = services.share_above(slow_s), services.num_above(slow_s), sum(services.counts.values())
+    # An item that was slow for lack of a CPU, or of the GIL, is no straggler.
+    withheld_s = stage.delayed_s
+    if is_plain and awaited.pool.trial.holds_gil:
+        withheld_s = stage.busy_s - stage.cpu_s
+    by_itself = share - withheld_s / max(stage.busy_s, 1e-9)
+    if num_slow > _FEW * num_all or share <= _TAIL_SHARE or by_itself <= (_TAIL_SHARE if is_plain else _TAIL_SHARE / 2):
         return None
-    # An unfair lock, or a server of a few at a time, keeps some workers waiting while others get it again and again: one alone
-    # gets its share or all done, and usual items fill the time. It gets plainly more done by chance: slow ones fell to all.
-    alone = awaited.alone_share or 0.0
-    num_served = max(1.0, 1.0 / alone) if alone > 0 else 1.0
-    fills = _FILLS[0] < usual_s * stage.num_items / interval.wall_s / num_served < _FILLS[1]
-    does_all_alone = (awaited.is_limited or alone > ALL_ALONE) and alone < _BY_CHANCE
-    may_be_a_lock = fills and not are_slow_together(interval, stage, usual_s)
-    if may_be_a_lock and (awaited.pool.works_one_at_a_time or does_all_alone):
+    if _may_be_a_lock(facts, usual_s):
         return None
     evidence = (
-        f"the median item takes {say_seconds(usual_s)}, one in a hundred {say_seconds(slow_s)} or more: stragglers take "
+        f"the median item takes {say_seconds(usual_s)}; {num_slow} of {num_all} took more than {_TAIL:.0f} times as long, and "
         f"{100 * share:.0f} % of the stage's time"
     )
-    change = changes.wider(interval, awaited).then(
-        ", so that other batches are ready meanwhile; or find out why those items are slow"
-    )
-    sure = 0.95 if alone <= ALL_ALONE else 0.6  # it may be an unfair lock
+    change = changes.mended(interval, awaited, is_alone=is_held_by_one(facts))
+    sure = 0.95 if (awaited.alone_share or 0.0) <= ALL_ALONE else 0.6  # it may be an unfair lock
     return of_stage(interval, awaited, "stragglers", evidence, change, sure=sure)
+
+
+def _may_be_a_lock(facts: Facts, usual_s: float) -> bool:
+    """True if slow items may be those that waited for usual ones.
+
+    An unfair lock, or a server of a few at a time, keeps some workers waiting while others get it again and again: one alone
+    gets its share or all done, and usual items fill the time. It gets plainly more done by chance: slow ones fell to all.
+    """
+    interval, awaited = facts.interval, facts.awaited
+    alone = awaited.alone_share or 0.0
+    num_served = max(1.0, 1.0 / alone) if alone > 0 else 1.0
+    fills = _FILLS[0] < usual_s * awaited.stage.num_items / interval.wall_s / num_served < _FILLS[1]
+    does_all_alone = (awaited.is_limited or alone > ALL_ALONE) and alone < _BY_CHANCE
+    if not fills or not (awaited.pool.works_one_at_a_time or does_all_alone):
+        return False
+    return not are_slow_together(interval, awaited.stage, usual_s)
 
 
 def memory_ahead(facts: Facts) -> Verdict | None:

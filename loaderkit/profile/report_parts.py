@@ -52,6 +52,7 @@ class SettingsTrial(Part):
     after: Rate | None = Field(None, description="with the settings")
     speedup: float | None = Field(None, description="the median of neighbouring windows")
     interval: float | None = Field(None, description="half the width of its 95 % interval")
+    stall_after_percent: float = Field(0.0, description="of the time, waiting with the settings")
     num_pairs: int = Field(0, description="of neighbouring windows")
     num_faster: int = Field(0, description="pairs in which the settings were faster")
     is_held_up: bool = Field(
@@ -104,7 +105,9 @@ class VerdictPart(Part):
         description="training, computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting, memory, depth, "
         "start, wakeup, network, restart, quota, failed (an error came before the first batch) or unknown"
     )
-    or_kind: str | None = Field(None, description="another kind that fits the figures about as well; null: kind fits best")
+    or_kind: str | None = Field(
+        None, description="another kind that fits the figures about as well; null: kind fits best"
+    )
     percent: float = Field(description="of the time lost to it; for null: of the time not lost to loading")
     confidence: float = Field(description="from 0 to 1")
     evidence: str

@@ -46,6 +46,7 @@ class RateWindow(NamedTuple):
     seconds: float
     stall_s: float
     num_batches: int
+    cpu_s: float = 0.0  # of the workers
 
     @property
     def rate(self) -> float:
@@ -88,7 +89,8 @@ class Variant:
             num_batches += 1
         after, end_s = self.loader.stats(), self.clock()
         stall_s = sum(after.stall_s.values()) - sum(before.stall_s.values())
-        window = RateWindow(after.num_samples - before.num_samples, end_s - begin_s, stall_s, num_batches)
+        cpu_s = sum(row.cpu_s for row in after.stages) - sum(row.cpu_s for row in before.stages)
+        window = RateWindow(after.num_samples - before.num_samples, end_s - begin_s, stall_s, num_batches, cpu_s)
         self.windows.append(window)
         return window
 
@@ -106,6 +108,11 @@ class Variant:
     def rate(self) -> Rate:
         """The speed over all windows."""
         return rate_of(self.windows)
+
+    @property
+    def cpus(self) -> float:
+        """CPUs that its workers used."""
+        return sum(one.cpu_s for one in self.windows) / max(sum(one.seconds for one in self.windows), 1e-9)
 
     @property
     def stall_percent(self) -> float:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 _NUM_STEPS = 60
 _MOST_S = 45.0  # for the steps, if their number is not given
-_HEADROOM_S = 3.0  # for each rate
+_HEADROOM_S = 3.0  # for each rate, or three times that
+_TRIAL_S = 30.0
 _CHECK_S = 12.0
 _VERIFY_S = 45.0
 
@@ -247,22 +248,23 @@ def _measure(additions: dict[str, Any], report: Report, make: Make, step: Step |
     from loaderkit.profile.experiments.headroom import measure_headroom
     from loaderkit.profile.experiments.trial import tried, untried
     from loaderkit.profile.whatif.predict import steady_rate
-    from loaderkit.profile.whatif.table import verify, what_if
+    from loaderkit.profile.whatif.table import verify, well_known, what_if
 
     loop = step or sleep_step(0.0)
     if wanted.verify is False:
         report = untried(report, "--no-verify")
     else:
         with progress("trying what the verdict says to set"):
-            report = tried(make, loop, report, wanted.config, at_any_length=bool(wanted.verify))
+            report = tried(make, loop, report, wanted.config, seconds=_TRIAL_S, at_any_length=wanted.verify is True)
     additions["verdict"], additions["patch"] = report.verdict, report.patch
     with progress("headroom"):
         additions["headspace"] = measure_headroom(
             make, step, wanted.subset, cold=wanted.cold, seconds=_HEADROOM_S, least_per_s=steady_rate(report)
         )
     if wanted.what_if:
-        table = what_if(report, wanted.config)
-        additions |= {"what_if": table.rows, "model_error_percent": table.error_percent, "num_unsure": table.num_unsure}
+        rows, additions["model_error_percent"] = what_if(report, wanted.config)
+        additions["what_if"] = well_known(rows)
+        additions["num_unsure"] = len(rows) - len(additions["what_if"])
     if wanted.verify:
         with progress("checking the verdict"):
             check = check_verdict(make, loop, report, seconds=_CHECK_S)

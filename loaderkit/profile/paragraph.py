@@ -35,8 +35,8 @@ def paragraph(verdict: VerdictPart, stall: StallPart, wall_s: float, samples_per
 
 def _waited(verdict: VerdictPart, stall: StallPart, wall_s: float, samples_per_s: float) -> str:
     whole = (
-        f"In {say_seconds(wall_s)} the loop took {samples_per_s:.4g} samples/s, and waited for data {stall.percent:.1f} % of the "
-        "time"
+        f"In {say_seconds(wall_s)} the loop took {samples_per_s:.4g} samples/s, and waited for data {stall.percent:.1f} % of "
+        "the time"
     )
     if verdict.kind == "unknown" and verdict.stage is None:
         return f"{whole}; what for cannot be said yet."

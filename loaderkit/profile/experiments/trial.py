@@ -11,7 +11,7 @@ lock, or a link that is full; what is faster, for sure, is neither.
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,15 +20,21 @@ from loaderkit.diagnosis.verdict import Cause, Setting, say
 from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.experiments.decide import PairedGains, num_won
-from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Make, Variant, interleave, ratio_of
+from loaderkit.profile.experiments.interleave import (
+    LEAST_BATCHES,
+    SYSTEM_CLOCK,
+    Clock,
+    Make,
+    Variant,
+    interleave,
+    ratio_of,
+)
 from loaderkit.profile.experiments.loops import Step
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import SettingsTrial, StageRow, TrialOutcome, VerdictPart
 from loaderkit.profile.settings_patch import is_accepted, patch_of, workers_settings
 from loaderkit.profile.whatif.advised import predicted
 
-MOST_S = 30.0
-"""Seconds for windows, about; three rounds of them where batches are slow, if these take no longer than twice that."""
 _NUM_WINDOWS = 40  # for which the time is enough, with draining in between
 _LIKELY_WRONG = (
     0.5  # of settings that are no faster, the share that may be called likely faster: three won pairs are enough
@@ -88,15 +94,21 @@ def _more_workers(row: StageRow, report: Report, config: PipelineConfig) -> list
     return settings if is_accepted(config, {one.key: one.value for one in settings}) else []
 
 
-def tried(make: Make, step: Step, report: Report, config: PipelineConfig, *, at_any_length: bool = False) -> Report:
-    """The report after a trial of what its verdict says to set, or with the reason for which none was made. `at_any_length`:
-    also where batches are so slow that it takes minutes."""
+def tried(
+    make: Make, step: Step, report: Report, config: PipelineConfig, *, seconds: float, at_any_length: bool = False
+) -> Report:
+    """The report after a trial of what its verdict says to set, or with the reason for which none was made.
+
+    It takes about `seconds` at most, and where batches are slow three rounds of windows, if these take no longer than twice
+    that. `at_any_length`: also if they do.
+    """
     planned = plan_trial(report, config)
     if planned is None:
         return report
-    if (why := _why_not(report, at_any_length=at_any_length)) is not None:
+    most_s = math.inf if at_any_length else 2 * seconds
+    if (why := _why_not(report, most_s)) is not None:
         return untried(report, why)
-    return with_trial(report, run_trial(make, step, planned))
+    return with_trial(report, run_trial(make, step, planned, seconds=seconds))
 
 
 def untried(report: Report, why: str, *, is_simulated: bool = True) -> Report:
@@ -108,14 +120,14 @@ def untried(report: Report, why: str, *, is_simulated: bool = True) -> Report:
     return with_trial(report, not_tried(settings, why, report if is_simulated else None))
 
 
-def _why_not(report: Report, *, at_any_length: bool) -> str | None:
+def _why_not(report: Report, most_s: float) -> str | None:
     """The reason for which settings cannot be tried beside the pipeline as it is; None: they can."""
     if report.world_size > 1:
         return f"rank {report.rank} is one of {report.world_size}, and the others do not run in turns with it"
     if report.tuning.get("executor") == "ray":
         return "the cluster may have no room for a second set of workers"
     each_s = report.wall_s / max(report.num_batches, 1)
-    if LEAST_BATCHES * each_s > 2 * MOST_S and not at_any_length:
+    if LEAST_BATCHES * each_s > most_s:
         return (
             f"a batch takes {each_s:.2g} s, and windows of both would take {LEAST_BATCHES * each_s:.0f} s or more; --verify "
             "tries it nevertheless"
@@ -135,19 +147,22 @@ def not_tried(settings: Sequence[Setting], why: str, report: Report | None = Non
     )
 
 
-def run_trial(make: Make, step: Step, planned: PlannedTrial, *, seconds: float = MOST_S) -> SettingsTrial:
+def run_trial(
+    make: Make, step: Step, planned: PlannedTrial, *, seconds: float, clock: Clock = SYSTEM_CLOCK
+) -> SettingsTrial:
     """Run the settings in turns with the pipeline as it is, for about `seconds` at most."""
-    begin_s = time.perf_counter()
+    begin_s = clock.now_s()
     settings, overrides = planned.settings, {one.key: one.value for one in planned.settings}
     with make({}, None) as as_is:
-        old = Variant(as_is, step)
+        old = Variant(as_is, step, clock)
         try:
             with make(overrides, None) as changed:
-                new = Variant(changed, step)
+                new = Variant(changed, step, clock)
                 interleave(
                     [old, new],
                     window_s=seconds / _NUM_WINDOWS,
                     most_s=seconds,
+                    clock=clock,
                     is_enough=lambda: _is_clear(PairedGains.of(new.windows, old.windows), planned.apart),
                 )
                 extra_bytes = _memory_of(new) - _memory_of(old)
@@ -168,7 +183,7 @@ def run_trial(make: Make, step: Step, planned: PlannedTrial, *, seconds: float =
         num_pairs=len(gains.speed),
         num_faster=num_won(gains.speed),
         is_held_up=planned.apart is not None and gains.falls_short_of(planned.apart),
-        seconds=time.perf_counter() - begin_s,
+        seconds=clock.now_s() - begin_s,
         extra_cpus=new.cpus - old.cpus,
         extra_bytes=extra_bytes,
     )

@@ -61,7 +61,7 @@ def _sections(report: Report) -> Iterator[RenderableType]:
     if report.first_batch is not None:
         yield from titled("The first batch", _first_batch(report))
     if report.headspace is not None:
-        yield from titled("Headroom", _headroom(report.headspace))
+        yield from titled("Headroom", headroom_table(report.headspace))
     if report.what_if or report.num_unsure:
         title = "What if"
         if report.model_error_percent is not None:
@@ -180,7 +180,8 @@ def _first_batch(report: Report) -> RenderableType:
     return facts_table((name, f"{seconds:8.3f} s") for name, seconds in parts if seconds or name == "in all")
 
 
-def _headroom(headroom: Headroom) -> RenderableType:
+def headroom_table(headroom: Headroom) -> RenderableType:
+    """The speed of each side alone."""
     rates = {"training alone": headroom.consumer, "data warm": headroom.warm, "data cold": headroom.cold}
     unknown = [name for name in rates if any(one.startswith(f"{name}:") for one in headroom.unknown)]
     said = [

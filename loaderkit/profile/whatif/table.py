@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
 
 from loaderkit.diagnosis.verdict import say
 from loaderkit.errors import LoaderkitError
@@ -22,35 +22,33 @@ _LEAST_S = 2.0  # for one change, both sides together
 _MOST_ERROR = 50.0  # percent; a prediction that is known no better says nothing
 
 
-class WhatIfTable(NamedTuple):
-    """What changes would bring."""
-
-    rows: list[WhatIf]  # what the verdict says to change first, then the most promising
-    error_percent: float | None  # how far the model is off for the pipeline as it is; None where too little was seen
-    num_unsure: int = 0  # changes that are left out, as their error is over half or not known
-
-
-def what_if(report: Report, config: PipelineConfig) -> WhatIfTable:
-    """The table; empty where too little was seen."""
+def what_if(report: Report, config: PipelineConfig) -> tuple[list[WhatIf], float | None]:
+    """The table, what the verdict says to change first and then the most promising; and how far the model is off for the
+    pipeline as it is, in percent. Empty where too little was seen."""
     known = KnownRun.of(report)
     if known is None:
-        return WhatIfTable([], None)
+        return [], None
     advised = _advised(known, report)
     rows = [] if advised is None else [advised]
-    num_unsure = 0
     for change in changes(known.model, report, config):
         row = known.row(change)
-        if advised is not None and _values(row) == _values(advised):
-            continue
-        is_advised = not report.verdict.settings and report.verdict.kind in change.answers
-        if not row.can_run and abs(row.speedup - 1) <= _NOTHING:
-            continue
-        if not is_advised and (row.interval_percent is None or row.interval_percent > _MOST_ERROR):
-            num_unsure += 1
-            continue
-        rows.append(row.model_copy(update={"is_advised": is_advised}))
+        is_there = advised is not None and _values(row) == _values(advised)
+        if not is_there and (row.can_run or abs(row.speedup - 1) > _NOTHING):
+            is_advised = not report.verdict.settings and report.verdict.kind in change.answers
+            rows.append(row.model_copy(update={"is_advised": is_advised}))
     rows.sort(key=lambda row: (not row.is_advised, -row.speedup))
-    return WhatIfTable(rows, 100.0 * (known.simulated / known.measured - 1.0), num_unsure)
+    return rows, 100.0 * (known.simulated / known.measured - 1.0)
+
+
+def well_known(rows: Sequence[WhatIf]) -> list[WhatIf]:
+    """The rows without those whose error is over half or not known; but with what was tried, or the verdict says to change."""
+    return [
+        row
+        for row in rows
+        if row.is_advised
+        or row.measured is not None
+        or (row.interval_percent is not None and row.interval_percent <= _MOST_ERROR)
+    ]
 
 
 def _values(row: WhatIf) -> dict[str, object]:

@@ -89,6 +89,34 @@ def test_seen_once_and_thrown_away() -> None:
     assert PairedGains.of(new * 2, old * 2).outcome() == "sure"
 
 
+@pytest.mark.parametrize("lost", range(10))
+def test_nine_pairs_of_ten_are_enough_whichever_was_lost(lost: int, rng: random.Random) -> None:
+    """Of a loop that only waits, where the shares of waiting say nothing: 1.51 times as fast had not been enough."""
+    ratios = [rng.uniform(1.2, 1.9) for _ in range(10)]
+    ratios[lost] = rng.uniform(0.6, 0.95)
+    new, old = [window(ratio) for ratio in ratios], [window(1.0) for _ in ratios]
+    assert PairedGains.of(new, old).outcome() == "sure"
+    assert PairedGains.of(old, new).outcome() == "no better"
+    new[(lost + 1) % 10] = window(0.9)
+    assert PairedGains.of(new, old).outcome() == "likely"
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_what_is_that_fast_is_called_short_of_it_as_rarely_as_stated(noise: str, rng: random.Random) -> None:
+    def falls_short(factor: float) -> bool:
+        new: list[RateWindow] = []
+        old: list[RateWindow] = []
+        while len(new) < 20:
+            for windows, speed in ((new, factor), (old, 1.0)):
+                windows.append(window(speed * math.exp(max(-9.0, min(9.0, NOISES[noise](rng))))))
+            if PairedGains.of(new, old).falls_short_of(1.5):
+                return True
+        return False
+
+    assert sum(falls_short(1.5) for _ in range(400)) <= 400 * MOST_WRONG
+    assert sum(falls_short(1.0) for _ in range(100)) >= 80
+
+
 def test_the_evidence_of_pairs() -> None:
     assert [evidence_of(wins, losses) >= 40 for wins, losses in ((6, 0), (7, 0), (9, 1), (10, 1), (12, 2))] == [
         False,

@@ -172,7 +172,10 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
         is_as_fast_alone=None if alone_share is None else alone_share >= num_compared**-0.5,
         is_serial=is_serial,
         is_held_up=is_held_up,
-        is_limited=is_held_up and alone_share is not None and alone_share * num_compared * SCALES > 1,
+        is_limited=is_held_up
+        and not (tuned is not None and tuned.has_paid)
+        and alone_share is not None
+        and alone_share * num_compared * SCALES > 1,
         may_hold_gil=_may_hold_gil(stage, trial, num_in_process),
         loop_holds_gil=_loop_holds_gil(interval, stage, trial),
         tuned=tuned,

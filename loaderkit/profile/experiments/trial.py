@@ -163,7 +163,7 @@ def run_trial(
                     window_s=seconds / _NUM_WINDOWS,
                     most_s=seconds,
                     clock=clock,
-                    is_enough=lambda: _is_clear(PairedGains.of(new.windows, old.windows), planned.apart),
+                    is_enough=lambda: _is_clear(PairedGains.of(new.windows, old.windows), planned),
                 )
                 extra_bytes = _memory_of(new) - _memory_of(old)
         except StopIteration:
@@ -172,9 +172,11 @@ def run_trial(
             return SettingsTrial(settings=settings, outcome="failed", note=str(error))
     gains = PairedGains.of(new.windows, old.windows)
     speedup, interval = ratio_of(new, old)
+    is_held_up = _is_short(gains, planned)
+    outcome = outcome_of(gains)
     return SettingsTrial(
         settings=settings,
-        outcome=outcome_of(gains),
+        outcome="no faster" if is_held_up and outcome == "likely faster" else outcome,
         before=old.rate,
         after=new.rate,
         speedup=speedup,
@@ -182,7 +184,7 @@ def run_trial(
         stall_after_percent=new.stall_percent,
         num_pairs=len(gains.speed),
         num_faster=num_won(gains.speed),
-        is_held_up=planned.apart is not None and gains.falls_short_of(planned.apart),
+        is_held_up=is_held_up,
         seconds=clock.now_s() - begin_s,
         extra_cpus=new.cpus - old.cpus,
         extra_bytes=extra_bytes,
@@ -198,10 +200,14 @@ def outcome_of(gains: PairedGains) -> TrialOutcome:
     return "slower" if gains.falls_short_of(1.0) else "no faster"
 
 
-def _is_clear(gains: PairedGains, apart: float | None) -> bool:
+def _is_clear(gains: PairedGains, planned: PlannedTrial) -> bool:
     """True if more pairs would hardly change what is made of them."""
-    falls_short = apart is not None and gains.falls_short_of(apart)
-    return gains.is_clear() or (falls_short and outcome_of(gains) == "no faster")
+    return gains.is_clear() or (_is_short(gains, planned))
+
+
+def _is_short(gains: PairedGains, planned: PlannedTrial) -> bool:
+    """True if workers, for sure, bring less than half of what they would at their own pace."""
+    return planned.apart is not None and gains.falls_short_of(planned.apart)
 
 
 def _memory_of(variant: Variant) -> int:
@@ -233,9 +239,11 @@ def _told(verdict: VerdictPart, trial: SettingsTrial, row: StageRow | None) -> s
     is_apart = bool(_kinds(verdict) & _APART) and any(map(_is_of_workers, trial.settings))
     if row is None or not is_apart:
         return None
+    if trial.is_held_up == trial.is_suggested:
+        return None  # it is either, or between both
     if trial.outcome == "faster":
         return "latency"
-    if not trial.is_held_up or trial.is_suggested:
+    if not trial.is_held_up:
         return None
     if verdict.kind == "waiting" and row.is_limited:
         return "waiting"  # a server that answers a few at a time: one worker alone did not do as much as all

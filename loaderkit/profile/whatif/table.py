@@ -13,6 +13,7 @@ from loaderkit.profile.experiments.interleave import Make, Variant, interleave, 
 from loaderkit.profile.experiments.loops import Step
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import Measured, SettingsTrial, WhatIf
+from loaderkit.profile.settings_patch import is_accepted
 from loaderkit.profile.whatif.advised import KnownRun, changed_by
 from loaderkit.profile.whatif.changes import Change, changes
 
@@ -28,7 +29,7 @@ def what_if(report: Report, config: PipelineConfig) -> tuple[list[WhatIf], float
     known = KnownRun.of(report)
     if known is None:
         return [], None
-    advised = _advised(known, report)
+    advised = _advised(known, report, config)
     rows = [] if advised is None else [advised]
     for change in changes(known.model, report, config):
         row = known.row(change)
@@ -55,12 +56,12 @@ def _values(row: WhatIf) -> dict[str, object]:
     return {one.key: one.value for one in row.settings}
 
 
-def _advised(known: KnownRun, report: Report) -> WhatIf | None:
+def _advised(known: KnownRun, report: Report, config: PipelineConfig) -> WhatIf | None:
     """The row of the verdict's settings, with what a trial of them found; None: there are none, or the model lacks one."""
     trial = report.verdict.tried
     settings = report.verdict.settings if trial is None else trial.settings
     changed = changed_by(known.model, settings, report) if settings else None
-    if changed is None:
+    if changed is None or not is_accepted(config, {one.key: one.value for one in settings}):
         return None
     row = known.row(Change(say(settings), changed, tuple(settings)))
     is_advised = trial is None or trial.is_suggested

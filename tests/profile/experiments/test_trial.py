@@ -80,6 +80,7 @@ def report_of(kind: str, settings: Mapping[str, Any], or_kind: str | None = None
         if one is not None
     ]
     update = {"kind": kind, "or_kind": or_kind, "settings": given if or_kind is None else [], "causes": causes}
+    update["change"] = f"what {kind} needs"
     return DATABASE.model_copy(update={"verdict": DATABASE.verdict.model_copy(update=update)})
 
 

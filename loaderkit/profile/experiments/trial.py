@@ -35,7 +35,7 @@ from loaderkit.profile.report_parts import SettingsTrial, StageRow, TrialOutcome
 from loaderkit.profile.settings_patch import is_accepted, patch_of, workers_settings
 from loaderkit.profile.whatif.advised import predicted
 
-_NUM_WINDOWS = 40  # for which the time is enough, with draining in between
+_NUM_WINDOWS = 80  # in the time, draining not counted: many short ones, as one that is disturbed costs two more pairs
 _LIKELY_WRONG = (
     0.5  # of settings that are no faster, the share that may be called likely faster: three won pairs are enough
 )

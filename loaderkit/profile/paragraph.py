@@ -43,7 +43,7 @@ def _waited(verdict: VerdictPart, stall: StallPart, wall_s: float, samples_per_s
     if verdict.stage is None:
         return f"{whole}: loading does not hold it up."
     means = _MEANS.get(verdict.kind, "")
-    if verdict.or_kind in _MEANS and means:
+    if verdict.or_kind is not None and verdict.or_kind in _MEANS and means:
         means += f", or {_MEANS[verdict.or_kind]}: the figures do not tell which"
     return f"{whole}, longest for {verdict.stage} ({verdict.percent:.1f} %){': ' if means else ''}{means}."
 

@@ -42,6 +42,7 @@ _LIKELY_WRONG = (
 _APART = frozenset({"lock", "latency", "waiting"})  # kinds that a trial with more workers tells apart
 _WORTH = 1.2  # times as fast by simulation, from which on less than half of it can be told from nothing
 _SURE = 0.9  # confidence of what was tried
+_DOUBTED = 0.6  # times the confidence, where the trial speaks for another kind
 
 
 class PlannedTrial(NamedTuple):
@@ -86,7 +87,8 @@ def _is_of_workers(setting: Setting) -> bool:
 
 def _more_workers(row: StageRow, report: Report, config: PipelineConfig) -> list[Setting]:
     """Twice the workers for a stage, where it may have them."""
-    pool = next((pool for pool in report.tuning.get("pools", ()) if row.name in pool["stages"]), {})
+    pools: list[dict[str, Any]] = report.tuning.get("pools", [])
+    pool = next((pool for pool in pools if row.name in pool["stages"]), {})
     is_apart = row.in_turn or row.kind in ("transfer", "share") or "process" in pool
     if is_apart or report.tuning.get("executor") not in ("thread", "process"):
         return []
@@ -226,18 +228,26 @@ def with_trial(report: Report, trial: SettingsTrial) -> Report:
     settings = [one.model_copy(update={"tried": str(trial)}) for one in trial.settings] if trial.is_suggested else []
     changes: dict[str, Any] = {"kind": kind, "settings": settings, "tried": trial}
     changes["change"] = _change(verdict, trial, kind, "" if row is None else row.kind)
+    rival = _rival(verdict, trial, row) if told is None else None
     if told is not None:
         changes |= {"or_kind": None, "confidence": max(_SURE, verdict.confidence)}
+    elif rival is not None:
+        changes |= {"or_kind": rival.kind, "confidence": rival.confidence}
     if kind != verdict.kind:
         changes["evidence"] = f"{verdict.evidence}; with {say(trial.settings)} it is {kind}, not {verdict.kind}"
-    changes["causes"] = _causes(verdict, trial, changes, is_told=told is not None)
+    causes = _causes(verdict, trial, changes, is_told=told is not None)
+    changes["causes"] = causes if rival is None else [*causes[:1], rival, *causes[1:]]
     return report.model_copy(update={"verdict": verdict.model_copy(update=changes), "patch": patch_of(settings, trial)})
+
+
+def _is_apart(verdict: VerdictPart, trial: SettingsTrial) -> bool:
+    """True of more workers, where these tell what limits."""
+    return bool(_kinds(verdict) & _APART) and any(map(_is_of_workers, trial.settings)) and trial.before is not None
 
 
 def _told(verdict: VerdictPart, trial: SettingsTrial, row: StageRow | None) -> str | None:
     """The kind of limit that a trial of more workers shows; None: it was none, or tells nothing."""
-    is_apart = bool(_kinds(verdict) & _APART) and any(map(_is_of_workers, trial.settings))
-    if row is None or not is_apart:
+    if row is None or not _is_apart(verdict, trial):
         return None
     if trial.is_held_up == trial.is_suggested:
         return None  # it is either, or between both
@@ -249,6 +259,20 @@ def _told(verdict: VerdictPart, trial: SettingsTrial, row: StageRow | None) -> s
         return "waiting"  # a server that answers a few at a time: one worker alone did not do as much as all
     has_bytes = row.kind == "transfer" or (row.kind == "read" and row.num_bytes > 0)
     return "bandwidth" if has_bytes else "lock"
+
+
+def _rival(verdict: VerdictPart, trial: SettingsTrial, row: StageRow | None) -> Cause | None:
+    """What a trial of more workers speaks for without being sure, if that is not what the figures say."""
+    is_latency = verdict.kind in ("latency", "waiting")
+    if row is None or verdict.or_kind is not None or not _is_apart(verdict, trial) or trial.is_suggested == is_latency:
+        return None
+    return Cause(
+        stage=verdict.stage,
+        kind="lock" if is_latency else "latency",
+        percent=verdict.percent,
+        confidence=round(_DOUBTED * verdict.confidence, 2),
+        change=unlocked(row.name) if is_latency else say(trial.settings),
+    )
 
 
 def _change(verdict: VerdictPart, trial: SettingsTrial, kind: str, stage_kind: str) -> str:

@@ -115,7 +115,7 @@ KINDS: list[tuple[str, str | None]] = [("latency", None), ("lock", None), ("wait
 @pytest.mark.parametrize("truth", ["latency", "lock"])
 def test_more_workers_tell_a_lock_from_latency(truth: str, rng: random.Random) -> None:
     """Of items that wait, all at once or one after the other; a lock that more threads want is a little slower. Whatever the
-    accounts took it for; it may stay open, but is never told wrongly."""
+    accounts took it for; what stays open is said to be."""
     told = []
     for kind, or_kind in 5 * KINDS:
         each_s, time = rng.uniform(2e-3, 0.05), MadeUpTime()
@@ -129,10 +129,10 @@ def test_more_workers_tell_a_lock_from_latency(truth: str, rng: random.Random) -
         found = after_trial(seen, time, makes(time, rng, batch_s))
         assert_consistent(seen, found)
         verdict = found.verdict
-        assert verdict.kind in {truth, kind}
+        assert truth in {verdict.kind, verdict.or_kind}
         assert bool(verdict.settings) == (truth == "latency")
         told.append((verdict.kind, verdict.or_kind) == (truth, None))
-    assert sum(told) >= 0.95 * len(told)
+    assert sum(told) >= 0.8 * len(told)  # the rest is said to be open
 
 
 def assert_consistent(seen: Report, found: Report) -> None:

@@ -19,7 +19,9 @@ from profiles.reports import FOLDER
 DATABASE = Report.from_json((FOLDER / "database.json").read_text())
 
 
-def sleeping(rng: random.Random, workers: int, kind: str = "latency", **settings: Any) -> tuple[Report, PipelineConfig]:
+def sleeping(
+    rng: random.Random, workers: int, kind: str = "latency", settings: dict[str, int] | None = None
+) -> tuple[Report, PipelineConfig]:
     """A report on `workers` that wait a drawn time for each item, with a loop that does nothing else."""
     num, each_s = 800, rng.uniform(2e-3, 0.05)
     wall_s = num * each_s / workers
@@ -39,7 +41,7 @@ def sleeping(rng: random.Random, workers: int, kind: str = "latency", **settings
         "slow": [],
         "services": [],
     }
-    given = [Setting(key=key, before=None, value=value) for key, value in settings.items()]
+    given = [Setting(key=key, before=None, value=value) for key, value in (settings or {}).items()]
     steps = {"num_steps": num // 8, "compute_s": 1e-6, "stall_s": wall_s, "overhead_s": 0.0, "release_s": 0.0}
     report = DATABASE.model_copy(
         update={
@@ -58,7 +60,7 @@ def test_the_verdicts_change_comes_first_and_more_cpus_do_not_help_what_sleeps(r
     for _ in range(2):
         workers = rng.choice([1, 2, 3])
         value = workers * rng.choice([3, 4])
-        report, config = sleeping(rng, workers, **{"prefetch.concurrency": value})
+        report, config = sleeping(rng, workers, settings={"prefetch.concurrency": value})
         rows, _ = what_if(report, config)
         assert {one.key: one.value for one in rows[0].settings} == {"prefetch.concurrency": value}
         assert rows[0].is_advised

@@ -32,6 +32,8 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.syspath_prepend(str(HELPERS))
     monkeypatch.setattr("loaderkit.cli.profile._HEADROOM_S", 0.5)  # enough to see that there are rates
+    monkeypatch.setattr("loaderkit.profile.experiments.headroom._MOST_UNSURE", 1e9)  # a busy machine is no matter here
+    monkeypatch.setattr("loaderkit.profile.experiments.headroom._NEARLY", 0.0)
     monkeypatch.setattr("loaderkit.cli.profile._TRIAL_S", 0.2)  # too short for most of these pipelines
 
 

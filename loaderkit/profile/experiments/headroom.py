@@ -139,8 +139,9 @@ def consumer_rate(step: Step, ready: Sequence[Any], seconds: float) -> Rate:
     """The step alone, on batches that are there."""
     for batch in ready[:2]:
         step(_copied(batch))
-    windows = []
-    for _ in range(_NUM_WINDOWS):
+    windows: list[RateWindow] = []
+    until_s = time.perf_counter() + _LONGER * seconds
+    while True:
         begin_s, num_batches, num_samples = time.perf_counter(), 0, 0
         while num_batches < 2 or time.perf_counter() - begin_s < seconds / _NUM_WINDOWS:
             batch = ready[num_batches % len(ready)]
@@ -150,7 +151,8 @@ def consumer_rate(step: Step, ready: Sequence[Any], seconds: float) -> Rate:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # what the step has started is part of it
         windows.append(RateWindow(num_samples, time.perf_counter() - begin_s, 0.0, num_batches))
-    return rate_of(windows)
+        if len(windows) >= _NUM_WINDOWS and (time.perf_counter() >= until_s or _why_unknown(rate_of(windows)) is None):
+            return rate_of(windows)
 
 
 def _copied(batch: Any) -> Any:

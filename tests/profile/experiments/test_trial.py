@@ -122,7 +122,7 @@ def test_more_workers_tell_a_lock_from_latency(truth: str, rng: random.Random) -
         asked = {"prefetch.concurrency": rng.choice([4, 6, 8])} if kind == "latency" else {}
 
         def batch_s(overrides: Mapping[str, Any], each_s: float = each_s) -> float:
-            workers = overrides.get("prefetch.concurrency", WORKERS)
+            workers = int(overrides.get("prefetch.concurrency", WORKERS))
             return BATCH * each_s / workers if truth == "latency" else BATCH * each_s * (1 + 0.02 * workers)
 
         seen = report_of(kind, asked, or_kind)

@@ -136,7 +136,7 @@ to 15 where functions there hold the GIL; one that does not answer within a seco
 | `store` | what connectors count; below |
 | `transfer` | copies to a GPU: `num_bytes`; of those that were timed `timed_bytes`, `copy_s` by the GPU's own clock, `exposed_s` of it while the loop waited for the batch, and so `bytes_per_s` and `overlap`, the share of `copy_s` in which the loop did not wait; not timed are sparse and nested tensors, those that cannot be pinned, and batches that are small or were held up ([when](guide.md#batches-on-the-gpu)); empty where batches stay on the CPU |
 | `verdict` | what limits the loop: `stage` (or `start`, `memory`, `wakeup`, `network`, `worker restart`; null: training is the limit), `percent` of the wall time lost to it, `confidence` from 0 to 1, `evidence`, the `change` to make, `kind`: [verdicts](guide.md#the-verdict); `source`: the one of several sources that alone holds the loop up, and what says so, or null |
-| `tuning` | `executor` that runs, and where that is not the one asked for its `executor_reason`, `cpus` (that this process may use), `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also `processes` and their `pids`; with `ranks: {share: broadcast}` the rank that reads, `reader`, and the other ranks that get its batches, `peers`; where a crop comes next to `decode`, `jpeg`: how much of one is decoded, `whole` or `crop of` that stage; with `auto`: the sizes that are measured, whether they are `settled`, and the last 100 `decisions` (`at_s`, `knob`, `before`, `after`, `reason`, `effect`, `kept`) |
+| `tuning` | `executor` that runs, and where that is not the one asked for its `executor_reason`, `cpus` (that this process may use), `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also `processes` and their `pids`; with `ranks: {share: broadcast}` the rank that reads, `reader`, and the other ranks that get its batches, `peers`; where a crop comes next to `decode`, `jpeg`: how much of one is decoded, `whole` or `crop of` that stage; with `auto`: the sizes that are measured, whether they are `settled`, and the last 100 `decisions` (`at_s`, `knob`, `before`, `after`, `reason`, `effect`, `kept`, `gain` in throughput as a share, `stages` whose workers they are) |
 
 `loader.series()` is a list of dicts, one for each step of time: `at_s`, `seconds`; shares of it in `stall` (by cause) and `throttled`;
 busy workers on average in `busy` (by stage), CPUs in `cpus`; `samples_per_s`, `bytes_per_s`, `page_cache_hits`; at its end `workers`,
@@ -295,6 +295,10 @@ def report_tables() -> str:
         rows = [
             f"| `{name}` | {json_type(field.annotation)} | {field.description or ''} |"
             for name, field in model.model_fields.items()
+        ]
+        rows += [
+            f"| `{name}` | {json_type(field.return_type)} | {field.description or ''} |"
+            for name, field in model.model_computed_fields.items()
         ]
         parts += [f"### `{model.__name__}`\n", summary(model) + "\n"]
         parts.append("\n".join(["| key | type | meaning |", "|---|---|---|", *rows]) + "\n")

@@ -40,6 +40,7 @@ def folder(tmp_path: Path, photos: Path, shards: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "indexes"))
     (tmp_path / "pipeline.yaml").write_text(README_PIPELINE.replace("size: 64,", "size: 16,"))
     monkeypatch.setattr("loaderkit.cli.profile._HEADROOM_S", 0.2)  # of all CPUs
+    monkeypatch.setattr("loaderkit.cli.profile._TRIAL_S", 0.2)
     (tmp_path / "bad.jsonl").touch()  # of a run in which nothing was bad
     return tmp_path
 

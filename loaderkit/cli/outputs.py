@@ -108,7 +108,10 @@ def deliver(
         texts |= {Path(f"{stem}.json"): report.to_json(), Path(f"{stem}.txt"): to_text(report)}
         patch = diff_of(pipeline, loop.verdict.settings) if loop and pipeline else None
         if patch is not None:
-            texts[Path(f"{stem}.patch")] = patch
+            found = (
+                "" if loop is None or loop.verdict.tried is None else f"{' '.join(str(loop.verdict.tried).split())}\n"
+            )
+            texts[Path(f"{stem}.patch")] = f"{found}{patch}"  # `patch` passes over what stands above the diff
     if outputs.html is not None and loop is not None:
         from loaderkit.profile.render.html import to_html
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 _NUM_STEPS = 60
 _MOST_S = 45.0  # for the steps, if their number is not given
-_HEADROOM_S = 3.0  # for each rate
+_HEADROOM_S = 3.0  # for each rate, or three times that
+_TRIAL_S = 30.0
 _CHECK_S = 12.0
 _VERIFY_S = 45.0
 
@@ -48,7 +49,7 @@ class Wanted:
     subset: Any
     cold: bool
     what_if: bool
-    verify: bool
+    verify: bool | None  # None: the verdict's settings only
 
 
 def profile(
@@ -71,11 +72,15 @@ def profile(
     cold: Annotated[bool, typer.Option("--cold", help="Measure with files out of the page cache, too.")] = False,
     what_if: Annotated[bool, typer.Option("--what-if", help="Predict what each change would bring.")] = False,
     verify: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--verify", help="Check the verdict by slowing that stage down, and the predictions that can be tried."
+            "--verify/--no-verify",
+            help="Default: try what the verdict says to set, in turns with the file as it is, for up to 30 s, or 60 s where "
+            "batches are slow. --verify: also check the verdict by slowing that stage down, and predictions that can be "
+            "tried. --no-verify: try nothing.",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     json_path: Annotated[
         str | None,
         typer.Option("--json", metavar="FILE", help="Write the report as JSON; - is stdout.", show_default=False),
@@ -125,7 +130,7 @@ def profile(
     if merge and (baseline, trace, out, fail_if, assignments) != (None,) * 5:
         raise typer.BadParameter("--merge takes no other options than --json and --html", param_hint="--merge")
     outputs = open_outputs(json_path, html, trace, out, baseline or [])
-    measures = any((steps, seconds, step_time, consumer, cold, what_if, verify, trace, assignments))
+    measures = any((steps, seconds, step_time, consumer, cold, what_if, verify is not None, trace, assignments))
     if merge or (path := _one(pipeline)).suffix == ".json":
         if measures:
             raise typer.BadParameter(
@@ -135,7 +140,7 @@ def profile(
         return
     step = open_step(step_time, consumer)
     if (restoring := checkpoint_config(path, assignments)) is not None:
-        if any((steps, seconds, step, what_if, verify, html, trace, baseline, fail_if)):
+        if any((steps, seconds, step, what_if, verify is not None, html, trace, baseline, fail_if)):
             raise typer.BadParameter(
                 f"{path} restores a checkpoint, which has no batches: of the options --cold, --json, --out and --set apply",
                 param_hint="P",
@@ -241,13 +246,25 @@ def _measure(additions: dict[str, Any], report: Report, make: Make, step: Step |
     """Add the parts of the report that were asked for, one after the other, so that an error keeps those before it."""
     from loaderkit.profile.experiments.causal import check_verdict
     from loaderkit.profile.experiments.headroom import measure_headroom
-    from loaderkit.profile.whatif.table import verify, what_if
+    from loaderkit.profile.experiments.trial import tried, untried
+    from loaderkit.profile.whatif.predict import steady_rate
+    from loaderkit.profile.whatif.table import verify, well_known, what_if
 
     loop = step or sleep_step(0.0)
+    if wanted.verify is False:
+        report = untried(report, "--no-verify")
+    else:
+        with progress("trying what the verdict says to set"):
+            report = tried(make, loop, report, wanted.config, seconds=_TRIAL_S, at_any_length=wanted.verify is True)
+    additions["verdict"], additions["patch"] = report.verdict, report.patch
     with progress("headroom"):
-        additions["headspace"] = measure_headroom(make, step, wanted.subset, cold=wanted.cold, seconds=_HEADROOM_S)
+        additions["headspace"] = measure_headroom(
+            make, step, wanted.subset, cold=wanted.cold, seconds=_HEADROOM_S, least_per_s=steady_rate(report)
+        )
     if wanted.what_if:
-        additions["what_if"], additions["model_error_percent"] = what_if(report, wanted.config)
+        rows, additions["model_error_percent"] = what_if(report, wanted.config)
+        additions["what_if"] = well_known(rows)
+        additions["num_unsure"] = len(rows) - len(additions["what_if"])
     if wanted.verify:
         with progress("checking the verdict"):
             check = check_verdict(make, loop, report, seconds=_CHECK_S)

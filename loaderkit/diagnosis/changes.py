@@ -12,6 +12,7 @@ from loaderkit.diagnosis.verdict import Remedy, Setting, say
 from loaderkit.diagnosis.words import more_cpus, would_take_from_others
 
 FASTER = "a faster iterable, or its data in files, which workers read side by side"
+FULL_LINK = "a faster store or a local copy, or smaller (compressed) samples; more workers would not help"
 _SMALLER = "smaller batches: this machine has no memory for more of them"
 _MOST_PROCESSES = 8  # each imports all that the functions need, and several ranks may share the machine
 _CHEAPER: Mapping[str, str] = {
@@ -21,6 +22,31 @@ _CHEAPER: Mapping[str, str] = {
     "filter": "a cheaper function, or leave such samples out of the source",
     "normalize": "`normalize` on the GPU, after `transfer`",
 }
+
+_OTHERWISE: Mapping[str, str] = {
+    "gil": "do the work in NumPy or torch, which release the GIL",
+    "depth": "find out why some items are slow",
+    "memory": "smaller batches",
+    "latency": "fewer, larger requests, or what answers sooner",
+    "wakeup": "larger batches",
+}
+
+
+def otherwise(kind: str, stage_kind: str) -> str:
+    """What to do, in words, where the settings for that kind of limit were tried and are not faster."""
+    if kind == "stragglers":
+        return slow_ones(stage_kind, computes=False)
+    if kind in _OTHERWISE:
+        return _OTHERWISE[kind]
+    return _CHEAPER.get(stage_kind, "less work for each sample")
+
+
+def unlocked(stage: str) -> str:
+    """What to do, in words, where the workers of a stage wait for one another."""
+    return (
+        f"give every worker its own connection, file or model instead of one that {stage} locks, or hold the lock for a "
+        "shorter time; of a server, one that answers more at a time; more workers would not help"
+    )
 
 
 def in_a_process(interval: Interval, how: str = "") -> Setting:

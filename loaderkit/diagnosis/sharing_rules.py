@@ -160,17 +160,12 @@ def lock_or_bandwidth(facts: Facts) -> Verdict | None:
     if stage.kind == "transfer" or (stage.kind == "read" and stage.num_bytes > 0):
         gives = f"; it delivers {stage.num_bytes / interval.wall_s / 1e6:.3g} MB/s in total" if stage.num_bytes else ""
         evidence = f"{words.compared(awaited)}, waiting for data: the link is full{gives}"
-        change = "a faster store or a local copy, or smaller (compressed) samples; more workers would not help"
-        if stage.kind == "transfer":
-            change = MOVE_LESS
+        change = MOVE_LESS if stage.kind == "transfer" else changes.FULL_LINK
         sure = confidence_of_comparison(awaited)
         return of_stage(interval, awaited, "bandwidth", evidence, Remedy(change), sure=sure)
     on_cpu = f"on a CPU for {100 * awaited.cpu_share:.0f} % of the time"
     evidence = f"{words.compared(awaited)}, {on_cpu}: workers wait for one another"
-    change = (
-        f"give every worker its own connection, file or model instead of one that {stage.name} locks, or hold the lock "
-        "for a shorter time; of a server, one that answers more at a time; more workers would not help"
-    )
+    change = changes.unlocked(stage.name)
     settings = changes.own_gil(interval, awaited, "", "").settings if stage.alone else ()
     found = Remedy(change, settings, is_exact=not settings)
     return of_stage(interval, awaited, "lock", evidence, found, sure=confidence_of_comparison(awaited))

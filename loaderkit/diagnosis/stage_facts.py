@@ -21,6 +21,8 @@ LITTLE_CPU = 0.3  # CPUs; what uses less does not hold the GIL for long
 _LOOP_COMPUTES = 0.5  # share of the time; a loop that computes for less does not keep others from the GIL
 _USUAL_CPU = 2.0  # times what it computes in the mean; a usual item that takes longer waits for something
 MOST_FOR_GIL_S = 0.05  # ten times the 5 ms after which a thread that computes gives it away
+_PAID, _IN_VAIN = 1 / 2, 1 / 4  # of the gain that workers at their own pace bring: more of them pay, or are in vain
+_WORTH = 0.2  # gain that such workers have to bring, else less than half of it is not told from nothing
 _SLOW = 4.0  # times the usual time
 _ALL_SLOW = 0.05  # share of the time in which every worker is with a slow item: under a lock one of them gets on
 
@@ -46,6 +48,16 @@ class StageFacts:
     is_limited: bool  # so, and all workers get hardly more done than a few would: a server may answer a few at a time
     may_hold_gil: bool  # with more threads, its workers may only wait for one another
     loop_holds_gil: bool  # its workers wait for the GIL, and the loop has it
+    tuned: TunedWorkers | None  # more workers, as the tuner tried them; None: it has not, or that tells nothing
+
+
+class TunedWorkers(NamedTuple):
+    """More workers for a pool, as the running tuner tried them."""
+
+    before: int
+    after: int
+    gain: float  # in throughput, as a share
+    has_paid: bool  # as where each works at its own pace; else hardly at all, as where they wait for one another
 
 
 _USERS = frozenset({"call", "filter"})
@@ -141,6 +153,9 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
         computes_alone = busy_s > 0 and stage.cpu_s / busy_s * (slowdown or 1.0) > COMPUTING
         uses_several = computes_alone and interval.cpus_used > interval.num_processes
         is_serial = not uses_several and (does_all or (is_slowed and alone_share * num_inside > PLAINLY))
+    tuned = _tuned(interval, stage)
+    if tuned is not None and alone_share is not None and waiting_share > WAITING and not stage.in_turn:
+        is_serial = not tuned.has_paid  # tried, where one worker alone is only compared
     is_held_up = slowdown is not None and slowdown > PLAINLY
     return StageFacts(
         stage=stage,
@@ -157,10 +172,33 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
         is_as_fast_alone=None if alone_share is None else alone_share >= num_compared**-0.5,
         is_serial=is_serial,
         is_held_up=is_held_up,
-        is_limited=is_held_up and alone_share is not None and alone_share * num_compared * SCALES > 1,
+        is_limited=is_held_up
+        and not (tuned is not None and tuned.has_paid)
+        and alone_share is not None
+        and alone_share * num_compared * SCALES > 1,
         may_hold_gil=_may_hold_gil(stage, trial, num_in_process),
         loop_holds_gil=_loop_holds_gil(interval, stage, trial),
+        tuned=tuned,
     )
+
+
+def _tuned(interval: Interval, stage: StageStats) -> TunedWorkers | None:
+    """The last time that the tuner gave the stage more workers. As many times as fast as there are more of them is what they
+    bring at their own pace, as far as the loop waits and CPUs are free."""
+    tried = [
+        one
+        for one in interval.stats.tuning.decisions
+        if stage.name in one.get("stages", ()) and one["after"] > one["before"] and one.get("gain") is not None
+    ]
+    if not tried or interval.is_short_of_cpus:
+        return None
+    before, after, gain = tried[-1]["before"], tried[-1]["after"], tried[-1]["gain"]
+    worth = after / before - 1
+    if not tried[-1]["kept"]:  # the loop waits now as it did then
+        worth = min(worth, 1 / max(1 - interval.share_after_start, 1e-9) - 1)
+    if _IN_VAIN * worth < gain < _PAID * worth or worth < _WORTH:
+        return None
+    return TunedWorkers(before, after, gain, has_paid=gain >= _PAID * worth)
 
 
 def _loop_holds_gil(interval: Interval, stage: StageStats, trial: ContentionResult) -> bool:

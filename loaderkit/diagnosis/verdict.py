@@ -26,6 +26,7 @@ class Setting(Part):
     before: Any = Field(None, description="as it was; null: not set")
     value: Any = Field(description="as it should be")
     why: str = Field("", description="what for; empty where the verdict says it")
+    tried: str = Field("", description="what a trial of it and of the verdict's others found; empty: none was made")
 
     def __str__(self) -> str:
         return f"{self.key}: {self.value}"

@@ -68,6 +68,8 @@ def compared(facts: StageFacts) -> str:
     evidence = f"one worker alone reached {100 * (facts.alone_share or 0.0):.0f} % of the throughput of {others}"
     if facts.slowdown is not None:
         evidence += f", and {facts.stage.name} takes {facts.slowdown:.1f} times as long side by side"
+    if (tuned := facts.tuned) is not None:
+        evidence += f"; with {tuned.after} workers instead of {tuned.before} the tuner found {tuned.gain:+.0%} samples/s"
     return evidence
 
 

@@ -30,6 +30,7 @@ from loaderkit.engine.metrics.stalls import RELEASE, START
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.execution_plan import ExecutionPlan
+from loaderkit.profile.experiments.trial import untried
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import (
     FirstBatch,
@@ -54,6 +55,7 @@ from loaderkit.profile.step_log import StepLog
 from loaderkit.profile.whatif.suggest import with_suggestion
 from loaderkit.sources.base import Source
 
+LEFT_ALONE = "a loop that trains is left as it is; `loaderkit profile` tries settings"
 _MOST_FILES = 20  # of a save
 _SLOW = 3.0  # times the median
 _NEARLY_ALL, _LEAST_STEPS = 0.95, 16
@@ -88,7 +90,7 @@ def pipeline_subject(plan: ExecutionPlan, config_now: PipelineConfig) -> ReportS
         config=described(config_now),
         verdict=lambda passed: _with_samples(verdict_part(passed, config), passed, source),
         slowest=lambda passed, begin_s: slowest_items(passed, source, begin_s),
-        finished=lambda report: with_suggestion(report, config),
+        finished=lambda report: untried(with_suggestion(report, config), LEFT_ALONE),
         list_s=plan.list_s,
         index_s=plan.index_s,
         device=plan.compiled.device,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, computed_field
 
 from loaderkit.diagnosis.restores import RestoreVerdict
 from loaderkit.diagnosis.verdict import Part
+from loaderkit.profile.paragraph import paragraph
 from loaderkit.profile.report_parts import (
     Comparison,
     FirstBatch,
@@ -90,7 +91,8 @@ class Report(_Document):
     utilisation: Utilisation | None
     saves: list[SaveRow] = Field([], description="of checkpoints, by CheckpointManager, in this process")
     headspace: Headroom | None = Field(None, description="what texts call headroom")
-    what_if: list[WhatIf] = Field([])
+    what_if: list[WhatIf] = Field([], description="the change of the verdict first, then the most promising")
+    num_unsure: int = Field(0, description="changes that what_if leaves out, as their error is over half or not known")
     model_error_percent: float | None = Field(
         None, description="how far the model's throughput of the pipeline as it is lies from the measured one"
     )
@@ -111,6 +113,14 @@ class Report(_Document):
     config: dict[str, Any] = Field(
         description="the pipeline as it ran; of a watched loop its class, and the arguments of its DataLoader"
     )
+
+    @computed_field(  # type: ignore[prop-decorator]
+        description="one paragraph: what was waited for, how sure that is, what was tried, what it would cost"
+    )
+    @property
+    def summary(self) -> str:
+        rate, batch_bytes = self.throughput["samples_per_s"], int(self.memory.get("batch_bytes") or 0)
+        return paragraph(self.verdict, self.stall, self.wall_s, rate, batch_bytes)
 
 
 class RestoreReport(_Document):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, computed_field
@@ -19,6 +20,78 @@ class CausalCheck(Part):
     interval_percent: float = Field(description="half the width of the 95 % interval of that")
     agrees: bool | None = Field(description="null: too noisy to say")
     evidence: str
+
+
+class Rate(Part):
+    """A measured speed."""
+
+    samples_per_s: float
+    interval_percent: float = Field(description="half the width of the 95 % interval, from repeated windows")
+    seconds: float = Field(description="how long it was measured")
+    num_batches: int
+
+
+TrialOutcome = Literal["faster", "likely faster", "no faster", "slower", "failed", "not tried"]
+
+_NOT_SUGGESTED: Mapping[TrialOutcome, str] = {
+    "no faster": "no faster for sure: not suggested",
+    "slower": "slower: not suggested",
+    "failed": "not suggested",
+}
+
+
+class SettingsTrial(Part):
+    """Settings that ran in turns with the pipeline as it is, window by window; or why they did not."""
+
+    settings: list[Setting]
+    outcome: TrialOutcome = Field(
+        description="faster: settings that are no faster are called that in at most 5 % of all trials; likely faster: in at "
+        "most half of them; no faster: neither that nor slower for sure; failed: the pipeline did not run with them; not tried"
+    )
+    before: Rate | None = Field(None, description="the pipeline as it is; null: not tried")
+    after: Rate | None = Field(None, description="with the settings")
+    speedup: float | None = Field(None, description="the median of neighbouring windows")
+    interval: float | None = Field(None, description="half the width of its 95 % interval")
+    stall_after_percent: float = Field(0.0, description="of the time, waiting with the settings")
+    num_pairs: int = Field(0, description="of neighbouring windows")
+    num_faster: int = Field(0, description="pairs in which the settings were faster")
+    is_held_up: bool = Field(
+        False,
+        description="for sure, more workers brought less than half of what each at its own pace would: they wait for one "
+        "another",
+    )
+    seconds: float = Field(0.0, description="how long the trial took")
+    extra_cpus: float | None = Field(None, description="CPUs that the settings used beyond those of before")
+    extra_bytes: int | None = Field(None, description="memory for batches that they used beyond that of before")
+    note: str = Field("", description="why it was not tried, or how it failed")
+    predicted: float | None = Field(None, description="the speed-up by simulation; null: not known")
+    predicted_percent: float | None = Field(
+        None, description="half the width of the 95 % interval of that, in percent; null: too few steps to tell"
+    )
+
+    @property
+    def is_suggested(self) -> bool:
+        """False of settings that were tried and are not faster."""
+        return self.outcome not in _NOT_SUGGESTED
+
+    def __str__(self) -> str:
+        """In words."""
+        if self.outcome == "not tried":
+            return f"not tried: {self.note}{self._predicted()}"
+        if self.before is None or self.after is None:
+            return f"tried: it did not run ({self.note}): {_NOT_SUGGESTED['failed']}"
+        found = (
+            f"tried: {self.before.samples_per_s:.4g} -> {self.after.samples_per_s:.4g} samples/s, {self.speedup:.2f} times as "
+            f"fast (+- {self.interval:.2f}), faster in {self.num_faster} of {self.num_pairs} pairs of windows"
+        )
+        meaning = _NOT_SUGGESTED.get(self.outcome) or ("" if self.outcome == "faster" else "likely, not for sure")
+        return f"{found}: {meaning}" if meaning else found
+
+    def _predicted(self) -> str:
+        if self.predicted is None:
+            return ""
+        error = "" if self.predicted_percent is None else f" (+- {self.predicted_percent:.0f} %)"
+        return f"; by simulation {self.predicted:.2f} times as fast{error}"
 
 
 class VerdictPart(Part):
@@ -49,6 +122,11 @@ class VerdictPart(Part):
         [],
         description="all that the loop waited for, the longest first; two with one stage are the two kinds that cannot be told "
         "apart. Those within a third of the first are in the headline, and `settings` are for all of these",
+    )
+    tried: SettingsTrial | None = Field(
+        None,
+        description="the trial of the settings, or of more workers where that tells a lock from latency; null: there was "
+        "nothing to try",
     )
     check: CausalCheck | None = None
 
@@ -291,21 +369,17 @@ class Utilisation(Part):
     marks: list[PassMark]
 
 
-class Rate(Part):
-    """A measured speed."""
-
-    samples_per_s: float
-    interval_percent: float = Field(description="half the width of the 95 % interval, from repeated windows")
-    seconds: float = Field(description="how long it was measured")
-    num_batches: int
-
-
 class Headroom(Part):
     """How far training is from never waiting: the speed of each side alone."""
 
-    consumer: Rate | None = Field(description="the training step alone, on batches that are ready; null: not given")
-    warm: Rate | None = Field(description="the pipeline alone, its data in memory as far as it fits")
-    cold: Rate | None = Field(description="the pipeline alone, its files out of the page cache and caches empty")
+    consumer: Rate | None = Field(
+        description="the training step alone, on batches that are ready; null: not given, or unknown"
+    )
+    warm: Rate | None = Field(description="the pipeline alone, its data in memory as far as it fits; null: unknown")
+    cold: Rate | None = Field(
+        description="the pipeline alone, its files out of the page cache and caches empty; null: not measured, or unknown"
+    )
+    unknown: list[str] = Field([], description="which rates could not be measured well enough, and why")
     cold_note: str = Field("", description="why there is no cold rate, or what could not be emptied")
     fetch_percent: float | None = Field(description="of the time of the cold pipeline, spent on fetching")
     preprocess_percent: float | None = Field(description="the rest of it")
@@ -339,6 +413,7 @@ class WhatIf(Part):
     limit: str = Field(description="what the limit would be then: a stage, cpus, gil, or training")
     note: str = ""
     can_run: bool = Field(description="whether --verify can try it here")
+    is_advised: bool = Field(False, description="it is what the verdict says to change")
     measured: Measured | None = None
 
 

@@ -18,7 +18,7 @@ from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
 from loaderkit.pipeline.config.validation import check_structure
 from loaderkit.pipeline.executors.process_setup import check_depth
 from loaderkit.pipeline.executors.sendable import check_sendable
-from loaderkit.profile.report_parts import VerdictPart
+from loaderkit.profile.report_parts import SettingsTrial, VerdictPart
 
 
 def verdict_part(stats: Stats, config: PipelineConfig) -> VerdictPart:
@@ -110,6 +110,12 @@ def value_of(config: PipelineConfig, key: str) -> Any:
     else:
         args = getattr(config, section)
     return args.model_dump(mode="json", include={rest}).get(rest)  # another field may hold an object that has no name
+
+
+def patch_of(settings: Sequence[Setting], trial: SettingsTrial) -> str | None:
+    """The YAML of settings below a comment that says what a trial of them found; None if there are none."""
+    text = settings_yaml(settings)
+    return None if text is None else f"# {' '.join(str(trial).split())}\n{text}"
 
 
 def settings_yaml(settings: Sequence[Setting]) -> str | None:

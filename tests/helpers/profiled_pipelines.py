@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -26,6 +27,22 @@ class Waiting:
 
 def waiting(seconds: float) -> Waiting:
     return Waiting(seconds)
+
+
+class WaitingInTurn(Waiting):
+    """The same of a client that answers one request at a time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self._lock = threading.Lock()
+
+    def __getitem__(self, index: int) -> dict[str, NDArray[np.int64]]:
+        with self._lock:
+            return super().__getitem__(index)
+
+
+def waiting_in_turn(seconds: float) -> WaitingInTurn:
+    return WaitingInTurn(seconds)
 
 
 def step(batch: Any) -> None:

@@ -32,6 +32,9 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.syspath_prepend(str(HELPERS))
     monkeypatch.setattr("loaderkit.cli.profile._HEADROOM_S", 0.5)  # enough to see that there are rates
+    monkeypatch.setattr("loaderkit.profile.experiments.headroom._MOST_UNSURE", 1e9)  # a busy machine is no matter here
+    monkeypatch.setattr("loaderkit.profile.experiments.headroom._NEARLY", 0.0)
+    monkeypatch.setattr("loaderkit.cli.profile._TRIAL_S", 0.2)  # too short for most of these pipelines
 
 
 @pytest.fixture
@@ -237,6 +240,33 @@ def test_epochs_of_one_batch_have_rates(photos: Path, pipeline: Path, capsys: py
     assert headroom.warm.samples_per_s > 0
 
 
+@pytest.mark.prove
+@pytest.mark.alone
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_what_it_says_to_set_is_tried_first(
+    is_locked: bool, waiting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that sleep: at the same time, or one after the other under a lock."""
+    monkeypatch.setattr("loaderkit.cli.profile._TRIAL_S", 20.0)
+    function = "waiting_in_turn" if is_locked else "waiting"
+    waiting.write_text(waiting.read_text().replace("profiled_pipelines:waiting", f"profiled_pipelines:{function}"))
+    out = tmp_path / "out"
+    assert main(["profile", str(waiting), "--set", "prefetch.concurrency=2", "--steps", "200", "--out", str(out)]) == 0
+    found = {path.suffix: path for path in out.iterdir()}
+    report = Report.from_json(found[".json"].read_text())
+    verdict = report.verdict
+    assert (verdict.stage, verdict.kind) == ("read", "lock" if is_locked else "latency")
+    assert verdict.tried is not None
+    assert verdict.tried.before is not None
+    if is_locked:
+        assert (verdict.settings, report.patch, ".patch" in found) == ([], None, False)
+    else:
+        assert verdict.tried.outcome == "faster"
+        assert found[".patch"].read_text().startswith("tried: ")
+        assert report.patch is not None
+        assert "# tried: " in report.patch
+
+
 INTERRUPTING = """
 import os, signal
 
@@ -288,6 +318,7 @@ def test_predictions_and_the_verdict_are_checked(
 ) -> None:
     monkeypatch.setattr("loaderkit.cli.profile._VERIFY_S", 4.0)
     monkeypatch.setattr("loaderkit.cli.profile._CHECK_S", 2.0)
+    monkeypatch.setattr("loaderkit.profile.whatif.table._MOST_ERROR", 1e9)  # a busy machine is no matter here
     assert main(["profile", str(waits_long), "--steps", "12", "--what-if", "--verify", "--json", "-"]) == 0
     report = Report.from_json(capsys.readouterr().out)
     assert report.verdict.check is not None

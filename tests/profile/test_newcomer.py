@@ -29,11 +29,13 @@ def test_the_readme_leads_from_a_slow_pipeline_to_a_faster_one(
     (tmp_path / "data" / "train").symlink_to(photos)
     (tmp_path / "slow.yaml").write_text(match[1].replace("size: 64,", "size: 16,"))
     assert "loaderkit profile slow.yaml --steps 30 --step-time 100ms --out profiles" in README
-    command = ["profile", "slow.yaml", "--steps", "12", "--step-time", "5ms"]  # a step that hides less than it needs
+    # A step that hides less than it needs; how much faster threads are depends on what else the machine does.
+    command = ["profile", "slow.yaml", "--steps", "12", "--step-time", "5ms", "--no-verify"]
 
     assert main([*command, "--out", "before"]) == 0
     before = reports(tmp_path / "before")[0]
-    assert "To set:\nprefetch: {executor: thread}\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\nprefetch: {executor: thread}\n" in shown[shown.index("To set:\n# not tried: --no-verify") :]
     assert [(one.key, one.before, one.value) for one in before.verdict.settings] == [
         ("prefetch.executor", "inline", "thread")
     ]

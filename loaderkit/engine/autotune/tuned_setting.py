@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -47,6 +47,8 @@ class Decision:
     reason: str
     kept: bool | None = None  # None: not known yet
     effect: str = ""
+    stages: list[str] = field(default_factory=list)  # whose workers they are; empty for batches and processes
+    gain: float | None = None  # in throughput, as a share; None: not known yet
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))

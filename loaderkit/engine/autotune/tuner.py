@@ -378,7 +378,7 @@ class Tuner:
         num_rungs: int = 1,
         gives_back: bool = False,
     ) -> Move:
-        decision = Decision(now.wall_s, setting.name, setting.value, value, reason)
+        decision = Decision(now.wall_s, setting.name, setting.value, value, reason, stages=[*setting.stages])
         self.decisions.append(decision)
         self._trial = _Trial(setting, setting.value, window, decision, num_rungs, gives_back)
         return self._turn(setting, value, now.now_s)
@@ -399,7 +399,7 @@ class Tuner:
             needed = min(_MOST_GAIN, max(_GAIN, 2 * error))
             kept = gain >= needed or (window.stalled < _CALM and gain >= 0)
             effect = f"{gain:+.0%} samples/s, {window.stalled:.0%} of the time waiting"
-        trial.decision.kept, trial.decision.effect = kept, effect
+        trial.decision.kept, trial.decision.effect, trial.decision.gain = kept, effect, gain
         went_up = trial.setting.value > trial.before
         if kept:
             self._usual = window.rate

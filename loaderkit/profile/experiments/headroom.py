@@ -2,6 +2,9 @@
 
 The first batches of an epoch are read again and again for the warm rate. For the cold one their files are put out of the page
 cache before every pass. They are samples like any others, as the order is shuffled; where it is not, they are the first ones.
+
+A rate that varies by more than half is measured for longer, as is one below that of the loop that has just run, since the loop
+cannot be faster than its pipeline alone. If that does not help, it is unknown.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ from loaderkit.sources.base import Source
 _NUM_WINDOWS = 4
 MOST_BATCHES = 32  # of the subset
 _STILL_CACHED = 0.5
+_MOST_UNSURE = 50.0  # percent: half the width of an interval beyond which a rate is no figure
+_NEARLY = 0.9  # of the loop's rate: what is below contradicts it
+_LONGER = 3.0  # times as long, where a rate is not good enough
 
 
 @dataclass(frozen=True)
@@ -49,14 +55,17 @@ def files_of(source: Source, connector: Connector | None, indices: Iterable[int]
     return paths if all(os.path.isfile(path) for path in paths) else None
 
 
-def measure_headroom(make: Make, step: Step | None, subset: Subset, *, cold: bool, seconds: float) -> Headroom:
-    """The three rates, in about `seconds` each. `step` None: there is no training step to compare with."""
+def measure_headroom(
+    make: Make, step: Step | None, subset: Subset, *, cold: bool, seconds: float, least_per_s: float = 0.0
+) -> Headroom:
+    """The three rates, in about `seconds` each, or three times that where they vary. `step` None: there is no training step to
+    compare with. `least_per_s`: samples/s of the loop, which its pipeline alone has to reach."""
     with make({}, None) as loader:
         ready = _pass(loader, subset, seconds, num_kept=4).batches  # in memory now, if they fit
-        warm = _passes(loader, subset, seconds, is_cold=False)
+        warm = _passes(loader, subset, seconds, is_cold=False, least_per_s=least_per_s)
         cold_rate, note = _cold(loader, subset, seconds) if cold else (None, "")
     consumer = consumer_rate(step, ready, seconds) if step is not None else None
-    return conclude(consumer, rate_of([one.window for one in warm]), cold_rate, note)
+    return conclude(consumer, rate_of([one.window for one in warm]), cold_rate, note, least_per_s)
 
 
 class _Pass(NamedTuple):
@@ -65,16 +74,23 @@ class _Pass(NamedTuple):
     stats: Stats
 
 
-def _passes(loader: ExperimentLoader, subset: Subset, seconds: float, *, is_cold: bool) -> list[_Pass]:
-    """Two to eight passes, as the time allows."""
-    until_s = time.perf_counter() + seconds
+def _passes(
+    loader: ExperimentLoader, subset: Subset, seconds: float, *, is_cold: bool, least_per_s: float = 0.0
+) -> list[_Pass]:
+    """Two to eight passes, as the time allows; more, for up to three times as long, until they give a rate."""
+    begin_s = time.perf_counter()
     passes: list[_Pass] = []
-    while len(passes) < 2 or (len(passes) < 2 * _NUM_WINDOWS and time.perf_counter() < until_s):
+    while True:
         if is_cold and subset.paths is not None:
             loader.set_epoch(1)  # what was read ahead is dropped
             evict(subset.paths)
         passes.append(_pass(loader, subset, seconds / 2))
-    return passes
+        passed_s = time.perf_counter() - begin_s
+        if len(passes) < 2 or (passed_s < seconds and len(passes) < 2 * _NUM_WINDOWS):
+            continue
+        rate = rate_of([one.window for one in passes])
+        if passed_s >= _LONGER * seconds or _why_unknown(rate, least_per_s) is None:
+            return passes
 
 
 def _pass(loader: ExperimentLoader, subset: Subset, most_s: float, *, num_kept: int = 0) -> _Pass:
@@ -123,8 +139,9 @@ def consumer_rate(step: Step, ready: Sequence[Any], seconds: float) -> Rate:
     """The step alone, on batches that are there."""
     for batch in ready[:2]:
         step(_copied(batch))
-    windows = []
-    for _ in range(_NUM_WINDOWS):
+    windows: list[RateWindow] = []
+    until_s = time.perf_counter() + _LONGER * seconds
+    while True:
         begin_s, num_batches, num_samples = time.perf_counter(), 0, 0
         while num_batches < 2 or time.perf_counter() - begin_s < seconds / _NUM_WINDOWS:
             batch = ready[num_batches % len(ready)]
@@ -134,7 +151,8 @@ def consumer_rate(step: Step, ready: Sequence[Any], seconds: float) -> Rate:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # what the step has started is part of it
         windows.append(RateWindow(num_samples, time.perf_counter() - begin_s, 0.0, num_batches))
-    return rate_of(windows)
+        if len(windows) >= _NUM_WINDOWS and (time.perf_counter() >= until_s or _why_unknown(rate_of(windows)) is None):
+            return rate_of(windows)
 
 
 def _copied(batch: Any) -> Any:
@@ -158,26 +176,47 @@ def _say_factor(factor: float, unsure: float, pipeline: str) -> str:
     return f"{made}, +- {100 * unsure:.0f} %: too noisy to say whether training has to wait"
 
 
-def conclude(consumer: Rate | None, warm: Rate, cold: Rate | None, note: str) -> Headroom:
-    """The conclusion from the rates."""
+def _why_unknown(rate: Rate, least_per_s: float = 0.0) -> str | None:
+    """The reason for which a rate is no figure; None: it is one."""
+    if rate.interval_percent > _MOST_UNSURE:
+        return f"it varied by more than half within {rate.seconds:.1f} s"
+    if rate.samples_per_s < _NEARLY * least_per_s:
+        return f"it came out below the {least_per_s:.0f} samples/s of the loop that had just run"
+    return None
+
+
+def conclude(consumer: Rate | None, warm: Rate, cold: Rate | None, note: str, least_per_s: float = 0.0) -> Headroom:
+    """The conclusion from the rates. `least_per_s`: samples/s of the loop, which warm data has to reach."""
+    reasons = {
+        "training alone": None if consumer is None else _why_unknown(consumer),
+        "data warm": _why_unknown(warm, least_per_s),
+        "data cold": None if cold is None else _why_unknown(cold),
+    }
+    unknown = [f"{name}: unknown, as {why}" for name, why in reasons.items() if why is not None]
+    known = dict(zip(reasons, (consumer, warm, cold), strict=True))
+    rates = {name: None if reasons[name] is not None else rate for name, rate in known.items()}
+    consumer, warm_rate, cold_rate = rates["training alone"], rates["data warm"], rates["data cold"]
     fetch_percent = None
-    if cold is not None:
-        fetch_percent = 100.0 * max(0.0, 1.0 - cold.samples_per_s / max(warm.samples_per_s, 1e-9))
-    pipeline = cold or warm
+    if cold_rate is not None and warm_rate is not None:
+        fetch_percent = 100.0 * max(0.0, 1.0 - cold_rate.samples_per_s / max(warm_rate.samples_per_s, 1e-9))
+    pipeline = warm_rate if cold is None else cold_rate
     factor, parts = None, []
-    if consumer is not None:
+    if consumer is not None and pipeline is not None:
         factor = pipeline.samples_per_s / max(consumer.samples_per_s, 1e-9)
         unsure = math.hypot(pipeline.interval_percent, consumer.interval_percent) / 100
         parts.append(_say_factor(factor, unsure, "with cold data the pipeline" if cold is not None else "the pipeline"))
     if fetch_percent is not None:
         parts.append(f"of a cold sample's time {fetch_percent:.0f} % is fetching, the rest preprocessing")
+    if not parts and pipeline is not None:
+        parts.append(f"the pipeline alone makes {pipeline.samples_per_s:.0f} samples/s")
     return Headroom(
         consumer=consumer,
-        warm=warm,
-        cold=cold,
+        warm=warm_rate,
+        cold=cold_rate,
         cold_note=note,
+        unknown=unknown,
         fetch_percent=fetch_percent,
         preprocess_percent=None if fetch_percent is None else 100.0 - fetch_percent,
         factor=factor,
-        summary="; ".join(parts) or f"the pipeline alone makes {warm.samples_per_s:.0f} samples/s",
+        summary="; ".join([*parts, *unknown]),
     )

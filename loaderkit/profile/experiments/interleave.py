@@ -39,6 +39,16 @@ Make = Callable[[Mapping[str, Any], Slowdown | None], AbstractContextManager[Exp
 """Makes a loader of the pipeline with these overrides and one stage slowed down; to be closed after use."""
 
 
+class Clock(NamedTuple):
+    """What experiments read the time from and sleep by."""
+
+    now_s: Callable[[], float]
+    sleep: Callable[[float], object]
+
+
+SYSTEM_CLOCK = Clock(time.perf_counter, time.sleep)
+
+
 class RateWindow(NamedTuple):
     """What a loop did in a window of time."""
 
@@ -46,6 +56,7 @@ class RateWindow(NamedTuple):
     seconds: float
     stall_s: float
     num_batches: int
+    cpu_s: float = 0.0  # of the workers
 
     @property
     def rate(self) -> float:
@@ -63,7 +74,7 @@ class Variant:
 
     loader: ExperimentLoader
     step: Step
-    clock: Callable[[], float] = time.perf_counter
+    clock: Clock = SYSTEM_CLOCK
 
     def __post_init__(self) -> None:
         self.batches: Iterator[Any] = endless(self.loader)
@@ -71,41 +82,47 @@ class Variant:
 
     def drain(self, most_s: float) -> None:
         """Take the batches that were made ahead during the pause: after that they come as fast as they are made."""
-        until_s = self.clock() + most_s
+        until_s = self.clock.now_s() + most_s
         for _ in range((self.loader.stats().tuning.batches or 0) + 1):
             next(self.batches)
-            if self.clock() >= until_s:
+            if self.clock.now_s() >= until_s:
                 return
 
     def run(self, seconds: float) -> RateWindow:
         """Run a window of at least `seconds` and two batches. It counts from one delivered batch to the last."""
         batch = next(self.batches)
-        before, begin_s = self.loader.stats(), self.clock()
+        before, begin_s = self.loader.stats(), self.clock.now_s()
         num_batches = 0
-        while num_batches < 2 or self.clock() - begin_s < seconds:
+        while num_batches < 2 or self.clock.now_s() - begin_s < seconds:
             self.step(batch)
             batch = next(self.batches)
             num_batches += 1
-        after, end_s = self.loader.stats(), self.clock()
+        after, end_s = self.loader.stats(), self.clock.now_s()
         stall_s = sum(after.stall_s.values()) - sum(before.stall_s.values())
-        window = RateWindow(after.num_samples - before.num_samples, end_s - begin_s, stall_s, num_batches)
+        cpu_s = sum(row.cpu_s for row in after.stages) - sum(row.cpu_s for row in before.stages)
+        window = RateWindow(after.num_samples - before.num_samples, end_s - begin_s, stall_s, num_batches, cpu_s)
         self.windows.append(window)
         return window
 
     def rest(self, most_s: float) -> None:
         """Wait until the batches ahead are there: else their work takes the CPUs from the next loader's window."""
-        until_s, before_s = self.clock() + most_s, -1.0
-        while self.clock() < until_s:
+        until_s, before_s = self.clock.now_s() + most_s, -1.0
+        while self.clock.now_s() < until_s:
             busy_s = sum(row.busy_s for row in self.loader.stats().stages)
             if busy_s == before_s:
                 return
             before_s = busy_s
-            time.sleep(_LOOK_S)
+            self.clock.sleep(_LOOK_S)
 
     @property
     def rate(self) -> Rate:
         """The speed over all windows."""
         return rate_of(self.windows)
+
+    @property
+    def cpus(self) -> float:
+        """CPUs that its workers used."""
+        return sum(one.cpu_s for one in self.windows) / max(sum(one.seconds for one in self.windows), 1e-9)
 
     @property
     def stall_percent(self) -> float:
@@ -120,6 +137,7 @@ def interleave(
     window_s: float,
     most_s: float = 0.0,
     is_enough: Callable[[], bool] = lambda: False,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> None:
     """Run every variant once a round, in alternating order, after a first window that does not count: while threads start and
     chunks find their size, a variant is slower.
@@ -130,7 +148,7 @@ def interleave(
     most_s = most_s or 2 * rounds * len(variants) * window_s
     until_s = math.inf
     for number in range(1 + rounds):
-        if number > _LEAST_ROUNDS and (time.perf_counter() >= until_s or is_enough()):
+        if number > _LEAST_ROUNDS and (clock.now_s() >= until_s or is_enough()):
             return
         for variant in variants if number % 2 else variants[::-1]:
             variant.drain(window_s)
@@ -138,7 +156,7 @@ def interleave(
             if number == 0:
                 variant.windows.pop()
             variant.rest(window_s)
-        until_s = min(until_s, time.perf_counter() + most_s)
+        until_s = min(until_s, clock.now_s() + most_s)
 
 
 def rate_of(windows: Sequence[RateWindow]) -> Rate:

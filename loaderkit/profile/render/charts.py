@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
+from statistics import fmean
 from typing import Any
 
 from loaderkit.profile.report import Report
@@ -16,6 +17,7 @@ from loaderkit.profile.report_parts import Step, WhatIf
 Spec = dict[str, Any]
 
 _MOST_BARS = 240  # of the steps: a phone has about as many pixels
+_LEAST_S = 0.25  # of a point of the speed
 _BAR_HEIGHT, _AXIS_HEIGHT = 26, 70  # in pixels
 _COMPUTE, _STALL = "#2a9d8f", "#e0643c"
 _SLOT_COLOURS = {
@@ -133,10 +135,8 @@ def _waits(report: Report) -> Spec | None:
 
 
 def _speed(report: Report) -> Spec | None:
-    rows = [
-        {"at": point["at_s"], "speed": point["samples_per_s"], "mb": point["bytes_per_s"] / 1e6, "cpus": point["cpus"]}
-        for point in report.series
-    ]
+    """Samples by the time between batches that came, not by fixed intervals: one in which no batch came is no standstill."""
+    rows = list(_speeds(report))
     if len(rows) < 3:
         return None
     return _chart(
@@ -151,6 +151,27 @@ def _speed(report: Report) -> Spec | None:
             ],
         },
     )  # fmt: skip
+
+
+def _speeds(report: Report) -> Iterator[Spec]:
+    """The speed of neighbouring steps that take a quarter of a second together, or more where that would be too many points."""
+    each = report.num_samples / max(report.num_batches, 1)
+    steps = report.steps.steps
+    least_s = max(_LEAST_S, sum(step.compute_s + step.stall_s for step in steps) / _MOST_BARS)
+    begin_s, seconds, num = steps[0].at_s if steps else 0.0, 0.0, 0
+    for step in steps:
+        seconds, num = seconds + step.compute_s + step.stall_s, num + 1
+        if seconds < least_s:
+            continue
+        end_s = step.at_s + step.compute_s + step.stall_s
+        during = [one for one in report.series if one["at_s"] > begin_s and one["at_s"] - one["seconds"] < end_s]
+        yield {
+            "at": end_s,
+            "speed": each * num / seconds,
+            "mb": fmean(one["bytes_per_s"] for one in during) / 1e6 if during else None,
+            "cpus": fmean(one["cpus"] for one in during) if during else None,
+        }
+        begin_s, seconds, num = end_s, 0.0, 0
 
 
 def _queues(report: Report) -> Spec | None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from loaderkit._internal.units import say_seconds
+from loaderkit._internal.units import say_count, say_seconds
+from loaderkit.diagnosis.verdict import say
 from loaderkit.profile.render.restore import restore_sections
 from loaderkit.profile.render.saves import saves_table, saving_advice
 from loaderkit.profile.render.summary import (
@@ -42,6 +43,7 @@ def render(report: Report | RestoreReport) -> RenderableType:
 
 def _sections(report: Report) -> Iterator[RenderableType]:
     yield from _verdict(report)
+    yield from titled("In short", Text(report.summary))
     yield from titled("Where the time goes", _loop(report))
     if report.stall.total_s > 0:
         yield from titled("What the loop waited for", _stalls(report))
@@ -59,12 +61,12 @@ def _sections(report: Report) -> Iterator[RenderableType]:
     if report.first_batch is not None:
         yield from titled("The first batch", _first_batch(report))
     if report.headspace is not None:
-        yield from titled("Headroom", _headroom(report.headspace))
-    if report.what_if:
+        yield from titled("Headroom", headroom_table(report.headspace))
+    if report.what_if or report.num_unsure:
         title = "What if"
         if report.model_error_percent is not None:
             title += f" (the model is {report.model_error_percent:+.0f} % off for the pipeline as it is)"
-        yield from titled(title, _what_if(report.what_if))
+        yield from titled(title, _what_if(report.what_if, report.num_unsure))
     if report.tuning.get("decisions"):
         yield from titled("Tuned", tuning_table({"tuning": report.tuning}))
     if report.baseline is not None:
@@ -85,6 +87,7 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
         ("evidence", verdict.evidence),
         ("also", _other_causes(verdict)),
         ("source", verdict.source),
+        ("tried", None if verdict.tried is None else f"{say(verdict.tried.settings)}: {verdict.tried}"),
         ("checked", None if verdict.check is None else verdict.check.evidence),
         ("machine", report.host.get("numa") or None),
         ("change", verdict.change),
@@ -177,9 +180,14 @@ def _first_batch(report: Report) -> RenderableType:
     return facts_table((name, f"{seconds:8.3f} s") for name, seconds in parts if seconds or name == "in all")
 
 
-def _headroom(headroom: Headroom) -> RenderableType:
+def headroom_table(headroom: Headroom) -> RenderableType:
+    """The speed of each side alone."""
     rates = {"training alone": headroom.consumer, "data warm": headroom.warm, "data cold": headroom.cold}
-    said = [(name, None if rate is None else say_rate(rate)) for name, rate in rates.items()]
+    unknown = [name for name in rates if any(one.startswith(f"{name}:") for one in headroom.unknown)]
+    said = [
+        (name, "unknown" if name in unknown else None if rate is None else say_rate(rate))
+        for name, rate in rates.items()
+    ]
     return facts_table([*said, ("", headroom.cold_note or None), ("", headroom.summary)])
 
 
@@ -188,7 +196,7 @@ def say_rate(rate: Rate) -> str:
     return f"{rate.samples_per_s:8.0f} samples/s, +- {rate.interval_percent:.0f} %"
 
 
-def _what_if(rows: Sequence[WhatIf]) -> RenderableType:
+def _what_if(rows: Sequence[WhatIf], num_unsure: int) -> RenderableType:
     is_measured = any(row.measured is not None for row in rows)
     names = ("change", "samples/s", "faster", "stall", *(("found", "error") if is_measured else ("limit then",)))
     table = table_of(*names)
@@ -206,8 +214,11 @@ def _what_if(rows: Sequence[WhatIf]) -> RenderableType:
             faster = f"{measured.samples_per_s:.0f}/s" if measured.speedup is None else f"{measured.speedup:.2f}x"
             cells += [faster, f"{measured.error_percent:+.0f} %"]
         table.add_row(*cells)
-    notes = [f"{row.name}: {row.note}" for row in rows if row.note]
-    return Group(table, *(Text(note, style="dim") for note in notes))
+    notes = [f"{row.name}: what the verdict says to change" for row in rows if row.is_advised]
+    notes += [f"{row.name}: {row.note}" for row in rows if row.note]
+    if num_unsure:
+        notes.append(f"{say_count(num_unsure, 'change')} left out: the error is over half, or not known")
+    return Group(*([table] if rows else []), *(Text(note, style="dim") for note in notes))
 
 
 def _rate(bytes_per_s: float) -> str:

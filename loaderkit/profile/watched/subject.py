@@ -10,7 +10,9 @@ from loaderkit.diagnosis.watched.rules import diagnose_watched
 from loaderkit.diagnosis.watched.stats import WatchedStats
 from loaderkit.errors import ConfigError
 from loaderkit.profile.build import ReportSubject
+from loaderkit.profile.experiments.trial import untried
 from loaderkit.profile.recording import ProfiledLoader
+from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import VerdictPart
 from loaderkit.profile.watched.recorder import Recorder
 from loaderkit.ranks.place import ranks_now
@@ -40,10 +42,16 @@ def _subject(recorder: Recorder, name: str) -> ReportSubject:
         config=_described(recorder, name),
         verdict=lambda passed: _verdict(recorder, passed),
         slowest=lambda passed, begin_s: [],
-        finished=lambda report: report.model_copy(update={"patch": None}),  # of a YAML file
+        finished=_finished,
         list_s=0.0,
         index_s=0.0,
     )
+
+
+def _finished(report: Report) -> Report:
+    """Settings of another loader are not tried, and no patch of a YAML file."""
+    found = untried(report, "a loop that trains is left as it is", is_simulated=False)
+    return found.model_copy(update={"patch": None})
 
 
 def _verdict(recorder: Recorder, passed: Stats) -> VerdictPart:

@@ -23,10 +23,12 @@ from loaderkit.profile.settings_patch import (
 )
 from loaderkit.profile.whatif.bounds import bounds
 from loaderkit.profile.whatif.demands import Demand, PipelineModel, PoolModel
+from loaderkit.profile.whatif.predict import rate_of
 from loaderkit.stages.base import StageConfig
 
 _MOST_WORKERS = 128
 _MORE_NODES = (1, 2, 4, 8, 16)
+_PLAINLY = 1.05  # times as fast
 _BY_PIXEL = frozenset({
     "center_crop", "random_crop", "random_horizontal_flip", "random_vertical_flip", "random_rotation", "color_jitter",
     "random_grayscale", "gaussian_blur", "random_erasing", "batch", "normalize", "transfer",
@@ -42,6 +44,7 @@ class Change:
     model: PipelineModel
     settings: tuple[Setting, ...] = ()
     note: str = ""
+    answers: tuple[str, ...] = ()  # kinds of verdicts that ask for it in words
 
 
 def changes(model: PipelineModel, report: Report, config: PipelineConfig) -> list[Change]:
@@ -53,8 +56,9 @@ def changes(model: PipelineModel, report: Report, config: PipelineConfig) -> lis
         *_machine(model),
         *_nodes(model, report),
         *_iterable(model, report),
+        *_cheaper(model, report),
         *_store(model, report),
-        *_images(model, config),
+        *_images(model, report, config),
     ]
     return [
         change
@@ -121,8 +125,12 @@ def _executors(model: PipelineModel, config: PipelineConfig, batch_bytes: int) -
 
 
 def _machine(model: PipelineModel) -> Iterator[Change]:
+    """More CPUs, where it is these that more workers would lack: a call that sleeps needs the workers only."""
     pools = tuple(replace(pool, workers=2 * pool.workers) for pool in model.pools)
-    yield Change("twice the CPUs, and workers for them", replace(model, cpus=2 * model.cpus, pools=pools))
+    more_workers = replace(model, pools=pools)
+    more_cpus = replace(more_workers, cpus=2 * model.cpus)
+    if rate_of(more_cpus) > _PLAINLY * rate_of(more_workers):
+        yield Change("twice the CPUs, and workers for them", more_cpus)
 
 
 def _nodes(model: PipelineModel, report: Report) -> Iterator[Change]:
@@ -167,7 +175,23 @@ def _iterable(model: PipelineModel, report: Report) -> Iterator[Change]:
     def faster(stage: Demand) -> Demand:
         return replace(stage, cpu_s=stage.cpu_s / 2, wait_s=stage.wait_s / 2) if stage.name in names else stage
 
-    yield Change("an iterable twice as fast", replace(_with_stages(model, faster), serial_s=model.serial_s / 2))
+    changed = replace(_with_stages(model, faster), serial_s=model.serial_s / 2)
+    yield Change("an iterable twice as fast", changed, answers=("computing", "waiting"))
+
+
+def _cheaper(model: PipelineModel, report: Report) -> Iterator[Change]:
+    """The stage that is blamed, where what it costs is its own and not a store's."""
+    blamed = next((row for row in report.stages if row.name == report.verdict.stage), None)
+    if blamed is None or blamed.in_turn or blamed.num_bytes or blamed.kind in ("transfer", "share", "decode"):
+        return
+    is_serial = model.serial_stage == blamed.name
+
+    def faster(stage: Demand) -> Demand:
+        return replace(stage, cpu_s=stage.cpu_s / 2, wait_s=stage.wait_s / 2) if stage.name == blamed.name else stage
+
+    changed = _with_stages(replace(model, serial_s=model.serial_s / 2) if is_serial else model, faster)
+    name = f"{blamed.name} holding its lock for half as long" if is_serial else f"{blamed.name} twice as fast"
+    yield Change(name, changed, answers=("computing", "gil", "lock", "latency", "waiting"))
 
 
 def _store(model: PipelineModel, report: Report) -> Iterator[Change]:
@@ -177,8 +201,8 @@ def _store(model: PipelineModel, report: Report) -> Iterator[Change]:
     is_serial = model.serial_stage in [stage.name for stage in reads]
     fast = replace(model, serial_s=model.serial_s / 2) if is_serial else model
     halved = _with_stages(fast, lambda stage: replace(stage, wait_s=stage.wait_s / 2) if stage in reads else stage)
-    yield Change("twice the bandwidth of the store", halved if is_serial else model)
-    yield Change("half the latency of the store", model if is_serial else halved)
+    yield Change("twice the bandwidth of the store", halved if is_serial else model, answers=("bandwidth",))
+    yield Change("half the latency of the store", model if is_serial else halved, answers=("latency", "waiting"))
     if report.config.get("source", {}).get("kind") == "dataset":
         return
     cached = replace(model, serial_s=0.0, serial_stage=None) if is_serial else model
@@ -186,7 +210,7 @@ def _store(model: PipelineModel, report: Report) -> Iterator[Change]:
     yield Change("all samples in a local cache", cached, note="source.cache: {dir: ...}, from the second epoch on")
 
 
-def _images(model: PipelineModel, config: PipelineConfig) -> Iterator[Change]:
+def _images(model: PipelineModel, report: Report, config: PipelineConfig) -> Iterator[Change]:
     kinds = [stage.kind for stage in config.stages]
     if "decode" not in kinds or not _RESIZING & set(kinds):
         return
@@ -200,7 +224,9 @@ def _images(model: PipelineModel, config: PipelineConfig) -> Iterator[Change]:
         )
 
     half = _with_stages(model, lambda stage: smaller(stage, 0.25))
-    yield Change("images stored at half the width and height", half, note="made once beforehand, offline")
+    is_blamed = any(row.name == report.verdict.stage and row.kind in ("decode", first) for row in report.stages)
+    note, answers = "made once beforehand, offline", ("computing", "stragglers") if is_blamed else ()
+    yield Change("images stored at half the width and height", half, note=note, answers=answers)
     # Where decoding is scaled it would change as well, and by how much is not in the model.
     is_scaled = getattr(config.stages[kinds.index("decode")].args, "scaled", False)
     if first in ("resize", "random_resized_crop") and not is_scaled:

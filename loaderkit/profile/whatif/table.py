@@ -2,88 +2,93 @@
 
 from __future__ import annotations
 
-import math
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from statistics import fmean
 
+from loaderkit.diagnosis.verdict import say
 from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.experiments.interleave import Make, Variant, interleave, ratio_of
 from loaderkit.profile.experiments.loops import Step
 from loaderkit.profile.report import Report
-from loaderkit.profile.report_parts import Measured, WhatIf
-from loaderkit.profile.statistics import NUM_WINDOWS, paired, steady, windows
-from loaderkit.profile.whatif.changes import changes
-from loaderkit.profile.whatif.demands import model_of
-from loaderkit.profile.whatif.predict import predict, rate_of, steady_rate
+from loaderkit.profile.report_parts import Measured, SettingsTrial, WhatIf
+from loaderkit.profile.settings_patch import is_accepted
+from loaderkit.profile.whatif.advised import KnownRun, changed_by
+from loaderkit.profile.whatif.changes import Change, changes
 
 _ROUNDS = 5
 _NOTHING = 0.01
 _LEAST_S = 2.0  # for one change, both sides together
-_LEAST_WAIT = 0.05  # share of the time; of shorter waits a ratio says nothing
+_MOST_ERROR = 50.0  # percent; a prediction that is known no better says nothing
 
 
 def what_if(report: Report, config: PipelineConfig) -> tuple[list[WhatIf], float | None]:
-    """The table, the most promising first, and how far the model is off for the pipeline as it is, in percent. Empty where
-    too little was seen."""
-    model = model_of(report)
-    if model is None:
+    """The table, what the verdict says to change first and then the most promising; and how far the model is off for the
+    pipeline as it is, in percent. Empty where too little was seen."""
+    known = KnownRun.of(report)
+    if known is None:
         return [], None
-    measured, simulated, varied = steady_rate(report), rate_of(model), _varied(report)
-    rows = []
-    for change in changes(model, report, config):
-        predicted = predict(change.model, measured / simulated)
-        off = _off(predicted.samples_per_s, simulated, measured, model.compute_s)
-        rows.append(
-            WhatIf(
-                name=change.name,
-                settings=list(change.settings),
-                samples_per_s=predicted.samples_per_s,
-                stall_percent=predicted.stall_percent,
-                speedup=predicted.samples_per_s / measured,
-                interval_percent=None if varied is None else 100.0 * math.hypot(math.sqrt(2) * varied, off),
-                limit=predicted.limit,
-                note=change.note,
-                can_run=bool(change.settings),
-            )
-        )
-    rows = [row for row in rows if row.can_run or abs(row.speedup - 1) > _NOTHING]
-    rows.sort(key=lambda row: -row.speedup)
-    return rows, 100.0 * (simulated / measured - 1.0)
+    advised = _advised(known, report, config)
+    rows = [] if advised is None else [advised]
+    for change in changes(known.model, report, config):
+        row = known.row(change)
+        is_there = advised is not None and _values(row) == _values(advised)
+        if not is_there and (row.can_run or abs(row.speedup - 1) > _NOTHING):
+            is_advised = not report.verdict.settings and report.verdict.kind in change.answers
+            rows.append(row.model_copy(update={"is_advised": is_advised}))
+    rows.sort(key=lambda row: (not row.is_advised, -row.speedup))
+    return rows, 100.0 * (known.simulated / known.measured - 1.0)
 
 
-def _varied(report: Report) -> float | None:
-    """How the run's own speed varied: half the width of the 95 % interval of its steps' mean, as a share. None: too few."""
-    times = [step.compute_s + step.stall_s for step in steady(report.steps.steps)]
-    means = [[fmean(one) for one in windows(times, number)] for number in NUM_WINDOWS]
-    if len(means[-1]) < 2:
+def well_known(rows: Sequence[WhatIf]) -> list[WhatIf]:
+    """The rows without those whose error is over half or not known; but with what was tried, or the verdict says to change."""
+    return [
+        row
+        for row in rows
+        if row.is_advised
+        or row.measured is not None
+        or (row.interval_percent is not None and row.interval_percent <= _MOST_ERROR)
+    ]
+
+
+def _values(row: WhatIf) -> dict[str, object]:
+    return {one.key: one.value for one in row.settings}
+
+
+def _advised(known: KnownRun, report: Report, config: PipelineConfig) -> WhatIf | None:
+    """The row of the verdict's settings, with what a trial of them found; None: there are none, or the model lacks one."""
+    trial = report.verdict.tried
+    settings = report.verdict.settings if trial is None else trial.settings
+    changed = changed_by(known.model, settings, report) if settings else None
+    if changed is None or not is_accepted(config, {one.key: one.value for one in settings}):
         return None
-    found = [paired(one) for one in means]
-    return max((one.high - one.mean) / max(one.mean, 1e-12) for one in found)
+    row = known.row(Change(say(settings), changed, tuple(settings)))
+    is_advised = trial is None or trial.is_suggested
+    return row.model_copy(update={"is_advised": is_advised, "measured": _found(row, trial)})
 
 
-def _off(predicted: float, simulated: float, measured: float, compute_s: float) -> float:
-    """What is not known of a prediction because the model is off for the pipeline as it is, as a share. The prediction takes it
-    to be off by a factor of the speed. This compares it with a factor of the waiting."""
-
-    def wait_s(rate: float) -> float:
-        return max(1.0 / rate - compute_s, _LEAST_WAIT / measured)
-
-    by_waits = wait_s(predicted * simulated / measured) * wait_s(measured) / wait_s(simulated)
-    by_speed = wait_s(predicted)
-    return abs(by_waits - by_speed) / (compute_s + by_speed)
+def _found(row: WhatIf, trial: SettingsTrial | None) -> Measured | None:
+    if trial is None or trial.after is None or trial.speedup is None or trial.interval is None:
+        return None
+    return Measured(
+        samples_per_s=trial.after.samples_per_s,
+        speedup=trial.speedup,
+        stall_percent=trial.stall_after_percent,
+        interval_percent=100.0 * trial.interval / max(trial.speedup, 1e-9),
+        error_percent=100.0 * (row.speedup / max(trial.speedup, 1e-9) - 1.0),
+    )
 
 
 def verify(make: Make, step: Step, rows: list[WhatIf], *, seconds: float) -> None:
     """Try the rows that can run here, one after the other while time is left, each interleaved with the pipeline as it is."""
     until_s = time.perf_counter() + seconds
-    runnable = [row for row in rows if row.can_run]
-    each_s = max(_LEAST_S, seconds / max(len(runnable), 1))
+    untried = [row.can_run and row.measured is None for row in rows]
+    each_s = max(_LEAST_S, seconds / max(sum(untried), 1))
     for number, row in enumerate(rows):
-        if row.can_run and time.perf_counter() + each_s / 2 > until_s:
+        if untried[number] and time.perf_counter() + each_s / 2 > until_s:
             rows[number] = row.model_copy(update={"note": "not tried: no time was left"})
-        elif row.can_run:
+        elif untried[number]:
             rows[number] = _verified(make, step, row, each_s)
 
 

@@ -67,7 +67,7 @@ def test_one_disturbed_window_changes_nothing(ratios: list[float], data: st.Data
     assert 0.99 * min(ratios) <= median(disturbed.speed) <= 1.01 * max(ratios)
 
 
-@given(st.lists(st.floats(0.04, 0.4), min_size=7, max_size=30))
+@given(st.lists(st.floats(0.04, 0.4), min_size=8, max_size=30))
 def test_less_waiting_makes_sure_of_a_gain_in_speed_and_is_none_by_itself(shares: list[float]) -> None:
     """Where workers take the GIL from a training step, less waiting is only a longer step."""
     old = [window(1.0, 0.5) for _ in shares]
@@ -87,6 +87,65 @@ def test_seen_once_and_thrown_away() -> None:
     old[1] = window(80, 0.9)
     assert PairedGains.of(new, old).outcome() == "likely"
     assert PairedGains.of(new * 2, old * 2).outcome() == "sure"
+
+
+@pytest.mark.parametrize("lost", range(10))
+def test_nine_pairs_of_ten_are_enough_whichever_was_lost(lost: int, rng: random.Random) -> None:
+    """Of a loop that only waits, where the shares of waiting say nothing: 1.51 times as fast had not been enough."""
+    ratios = [rng.uniform(1.2, 1.9) for _ in range(10)]
+    ratios[lost] = rng.uniform(0.6, 0.95)
+    new, old = [window(ratio) for ratio in ratios], [window(1.0) for _ in ratios]
+    assert PairedGains.of(new, old).outcome() == "sure"
+    assert PairedGains.of(old, new).outcome() == "no better"
+    new[(lost + 1) % 10] = window(0.9)
+    assert PairedGains.of(new, old).outcome() == "likely"
+
+
+def share_that_ever(holds: Callable[[int, int, int], bool], num_pairs: int) -> float:
+    """The share of all sequences of that many fair coins for which `holds` is true of (heads, tails, looks) at one look."""
+    alive, ended = {0: 1.0}, 0.0
+    for look in range(1, num_pairs + 1):
+        tossed: dict[int, float] = {}
+        for heads, share in alive.items():
+            for more in (0, 1):
+                tossed[heads + more] = tossed.get(heads + more, 0.0) + share / 2
+        ended += sum(share for heads, share in tossed.items() if holds(heads, look - heads, look))
+        alive = {heads: share for heads, share in tossed.items() if not holds(heads, look - heads, look)}
+    return ended
+
+
+def test_the_exact_share_of_wrong_decisions_is_as_stated() -> None:
+    """Of a variant that wins each pair with the chance of a coin: by all sequences of 30, each looked at after every pair."""
+
+    def signs(heads: int, tails: int) -> list[float]:
+        return [1.0] * heads + [-1.0] * tails
+
+    def is_sure(heads: int, tails: int, looks: int) -> bool:
+        return PairedGains(signs(heads, tails), signs(heads, tails)).outcome() == "sure"
+
+    def is_sure_of_speed(heads: int, tails: int, looks: int) -> bool:
+        return PairedGains(signs(heads, tails), [0.0] * looks).outcome() == "sure"
+
+    def falls_short(heads: int, tails: int, looks: int) -> bool:
+        return PairedGains(signs(heads, tails), [0.0] * looks).falls_short_of(1.0)
+
+    for holds in (is_sure, is_sure_of_speed, falls_short):
+        assert 0.01 <= share_that_ever(holds, 30) <= MOST_WRONG
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_what_is_not_that_fast_is_found_to_fall_short_of_it(noise: str, rng: random.Random) -> None:
+    def falls_short() -> bool:
+        new: list[RateWindow] = []
+        old: list[RateWindow] = []
+        while len(new) < 20:
+            for windows in (new, old):
+                windows.append(window(math.exp(max(-9.0, min(9.0, NOISES[noise](rng))))))
+            if PairedGains.of(new, old).falls_short_of(1.5):
+                return True
+        return False
+
+    assert sum(falls_short() for _ in range(100)) >= 80
 
 
 def test_the_evidence_of_pairs() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -24,6 +26,8 @@ from loaderkit.profile.experiments.headroom import Subset, conclude, measure_hea
 from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Variant, interleave
 from loaderkit.profile.experiments.loops import sleep_step
 from loaderkit.profile.experiments.search import tune
+from loaderkit.profile.render.summary import as_text
+from loaderkit.profile.render.terminal import headroom_table
 from loaderkit.profile.report_parts import Rate
 from loaderkit.profile.settings_patch import settings_for, value_of
 
@@ -163,7 +167,8 @@ class AllAtOnce:
         return iter([*self.loader])
 
 
-def test_an_epoch_that_is_there_with_its_first_batch_has_a_rate() -> None:
+def test_an_epoch_that_is_there_with_its_first_batch_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loaderkit.profile.experiments.headroom._MOST_UNSURE", math.inf)  # of passes that short
     pipeline = Pipeline.dataset(list(range(3))).read().batch(1).prefetch(batches=4, concurrency=1)
     with loaderkit.build(pipeline) as loader:
         found = measure_headroom(
@@ -187,13 +192,34 @@ def rate(samples_per_s: float, interval_percent: float) -> Rate:
     [
         (rate(200, 10), None, "the pipeline makes 2.00 times what training takes: training need never wait"),
         (rate(50, 10), None, "0.50 times what training takes: training waits 50 % of the time"),
-        (rate(50, 300), None, "0.50 times what training takes, +- 300 %: too noisy to say"),
+        (rate(80, 45), None, "0.80 times what training takes, +- 45 %: too noisy to say"),
         (rate(105, 40), None, "1.05 times what training takes, +- 40 %: too noisy to say"),
         (rate(200, 1), rate(50, 1), "with cold data the pipeline makes 0.50 times"),
     ],
 )
 def test_what_rates_say(warm: Rate, cold: Rate | None, said: str) -> None:
     assert said in conclude(rate(100, 1), warm, cold, "").summary
+
+
+def test_a_rate_that_was_not_measured_well_enough_is_unknown(rng: random.Random) -> None:
+    """Neither of these is printed as a fact: 77.5 samples/s +- 538 %, nor less than the loop had just taken."""
+    for _ in range(50):
+        good = rate(rng.uniform(10, 1000), rng.uniform(0, 45))
+        wild = rate(rng.uniform(10, 1000), rng.uniform(51, 900))
+        assert conclude(None, good, None, "").warm == good
+        assert conclude(good, good, None, "").unknown == []
+        for found in (
+            conclude(good, wild, None, ""),
+            conclude(good, good, None, "", least_per_s=rng.uniform(1.2, 9) * good.samples_per_s),
+        ):
+            assert (found.warm, found.factor, found.consumer) == (None, None, good)
+            assert found.summary.startswith("data warm: unknown")
+        found = conclude(wild, good, wild, "")
+        assert (found.consumer, found.cold, found.factor, found.fetch_percent) == (None, None, None, None)
+        assert len(found.unknown) == 2
+        text = as_text(headroom_table(found))
+        assert "unknown" in text
+        assert f"{wild.interval_percent:.0f} %" not in text
 
 
 class TestProcesses:

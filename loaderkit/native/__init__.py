@@ -64,6 +64,7 @@ __all__ = [
     "take_pieces",
     "tar_run",
     "texts",
+    "wait_to_sample",
     "whole_jpeg_size",
     "write_normalized",
     "write_planes",
@@ -91,6 +92,7 @@ scatter_ranges = _kernels.scatter_ranges
 take_pieces = _kernels.take_pieces
 tar_run = _kernels.tar_run
 texts = _kernels.texts
+wait_to_sample = _kernels.wait_to_sample
 whole_jpeg_size = _kernels.whole_jpeg_size
 
 CAN_RESAMPLE: bool = resample([])

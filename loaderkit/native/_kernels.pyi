@@ -169,6 +169,10 @@ def delayed() -> float:
 def gil_wait(sleep_s: float) -> float:
     """Seconds that this thread waited for the GIL after it had slept."""
 
+def wait_to_sample(sleep_s: float, sample: Callable[[], None]) -> bool:
+    """Sleep; then ask the main thread to call `sample` at its next bytecode that looks for requests, and wait for the GIL. True
+    if the main thread has not called it, and will not: it let go of the GIL first, and the caller samples."""
+
 class StateClock:
     """One worker's time by state, in seconds. Only the worker itself enters states; any thread may read."""
 

@@ -12,8 +12,10 @@
             on a CPU, or ready to run ──> computing
             else ──> waiting
         iterable ──> computing in the loop's own thread, or waiting, of which nothing more is known
+    it waited for something else nearly as long ──> the same rules on that; both are named, with the change for each
 
-No worker can be asked, and none is slowed down to find out: so latency, bandwidth and locks are all `waiting`.
+None of the workers is slowed down to find out: so latency, bandwidth and locks are all `waiting`. Where lines are sampled, the
+one that costs most is named.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from loaderkit.diagnosis.watched.facts import (
 )
 from loaderkit.engine.metrics.stalls import EPOCH, RELEASE, START, WAKEUP
 
+_NEARLY = 2 / 3  # of the longest wait; a cause with as much is named as well
 _ONE_BY_ONE = 0.6  # share of the workers that work while the loop waits; with fewer most wait for one
 _THREADS = 1.3  # CPUs that a worker uses; more is threads of libraries
 
@@ -64,7 +67,34 @@ def diagnose_watched(stats: WatchedSnapshot) -> Verdict:
     cause = interval.cause
     if cause is None or interval.share < HARMLESS:
         return _training(interval, stats)
-    return _RULES.get(cause, _iterable)(WatchedFacts(interval, stats, cause))
+    verdict = _apply(WatchedFacts(interval, stats, cause))
+    close = _close_to(interval, cause)
+    return verdict if close is None else _both(verdict, _apply(WatchedFacts(interval, stats, close, is_longest=False)))
+
+
+def _apply(facts: WatchedFacts) -> Verdict:
+    return _RULES.get(facts.cause, _iterable)(facts)
+
+
+def _close_to(interval: Interval, cause: str) -> str | None:
+    """What else the loop waited for nearly as long; None: nothing. Starting up comes once, and hides nothing."""
+    stall_s = {other: s for other, s in interval.stats.stall_s.items() if other not in (cause, START)}
+    second = max(stall_s, key=stall_s.__getitem__, default=cause)
+    is_close = second != cause and stall_s[second] >= _NEARLY * interval.stats.stall_s[cause]
+    return second if is_close and stall_s[second] >= HARMLESS * interval.stats.wall_s else None
+
+
+def _both(first: Verdict, second: Verdict) -> Verdict:
+    """A verdict that names two causes. What one change mends for both is set once."""
+    known = {setting.key for setting in first.settings}
+    settings = tuple(setting for setting in second.settings if setting.key not in known)
+    change = f"{first.change}; and for {second.stage}, which is close: {second.change}"
+    if second.settings and not settings:
+        change = f"{first.change}; the same helps with {second.stage}, which is close"
+    evidence = f"{first.evidence}; nearly as long, {second.percent:.1f} %, it waited for {second.stage} ({second.kind})"
+    return first._replace(
+        evidence=f"{evidence}: {second.evidence}", change=change, settings=(*first.settings, *settings)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- the rules
@@ -176,11 +206,16 @@ def _inline(facts: WatchedFacts) -> Verdict:
         "num_workers=0: the loop's own thread makes each batch",
         f"{what} {facts.per_batch(row.busy_s)} for one, {100 * facts.on_cpu:.0f} % of that on a CPU",
         facts.delayed(),
+        facts.say_line(),
     ]
     change = facts.more_workers(computing=computing)
     if change is None:
-        return facts.verdict("computing", evidence, Remedy(f"less work for each sample: there is {no_cpu(facts)}"))
+        return facts.verdict(
+            "computing", evidence, Remedy(f"{facts.cheaper()}; workers would not help: there is {no_cpu(facts)}")
+        )
     change = change.then(": other processes make batches while the loop computes")
+    if facts.line() is not None:
+        change = change.then(f"; or {facts.cheaper()}")
     return facts.verdict("computing" if computing else "waiting", evidence, change, sure=0.95)
 
 
@@ -192,7 +227,7 @@ def _workers(facts: WatchedFacts) -> Verdict:
         f"{'its' if num == 1 else 'their'} time, with {facts.per_batch(watched.busy_s)} for a batch",
         f"{100 * facts.on_cpu:.0f} % of that on a CPU",
     ]
-    evidence += [facts.delayed(), bursts(facts), *seen_in_proc(facts)]
+    evidence += [facts.delayed(), facts.say_line(), bursts(facts), *seen_in_proc(facts)]
     if row.cpu_s > _THREADS * max(watched.busy_s, 1e-9) and interval.is_short_of_cpus:
         variables = "OMP_NUM_THREADS=1 in the environment (of OpenCV: cv2.setNumThreads(0) in worker_init_fn)"
         evidence.append(f"each uses {row.cpu_s / watched.busy_s:.1f} CPUs: libraries compute in threads of their own")
@@ -202,7 +237,7 @@ def _workers(facts: WatchedFacts) -> Verdict:
     if watched.slot_s > 0 and (use < BUSY or (num > 1 and facts.use_in_waits < _ONE_BY_ONE)):
         return _idle(facts, evidence)
     if facts.needs_cpu > COMPUTING:
-        cheaper = "less work for each sample (smaller images, a faster decoder, work done once in advance)"
+        cheaper = facts.cheaper()
         if (moving := BatchSize(watched).moving()) is not None:
             evidence.append(f"to pass a batch on is a part of that: {moving[0]}")
             cheaper = f"{moving[1]}; or {cheaper}"
@@ -217,7 +252,8 @@ def _workers(facts: WatchedFacts) -> Verdict:
     evidence.insert(2, f"{100 * (1 - facts.needs_cpu):.0f} % waiting for something other than a CPU")
     change = facts.more_workers(computing=False)
     assert change is not None
-    change = change.then(", which need no CPU while they wait; or fewer, larger reads, or a faster store")
+    less = "fewer, larger reads, or a faster store" if facts.line() is None else facts.cheaper()
+    change = change.then(f", which need no CPU while they wait; or {less}")
     return facts.verdict("waiting", evidence, change, sure=0.9 if facts.needs_cpu < WAITING else 0.6)
 
 

@@ -28,6 +28,7 @@
  *     StateClock                                             a worker's time by state
  *     delayed()                                              the time that this thread was runnable without a CPU
  *     gil_wait(sleep_s)                                      the time that a waking thread waits for the GIL
+ *     wait_to_sample(sleep_s, sample)                        wakes a thread that samples, unless the main one did it first
  *
  * Slots are C-contiguous [B, 3, H, W]; pixels are [H, W, 3] with packed rows any distance apart; when written to slots, rows
  * may run backwards (a mirrored view). Multiplication and addition round separately, as in torch (the build forbids
@@ -89,6 +90,7 @@ PyObject *crc32c(PyObject *self, PyObject *data);
 PyObject *parse_example(PyObject *self, PyObject *args);
 PyObject *delayed(PyObject *self, PyObject *args);
 PyObject *gil_wait(PyObject *self, PyObject *arg);
+PyObject *wait_to_sample(PyObject *self, PyObject *args);
 
 
 extern PyType_Spec state_clock_spec;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from loaderkit.diagnosis.stats import Stats
@@ -40,7 +40,9 @@ def _subject(recorder: Recorder, name: str) -> ReportSubject:
         config=_described(recorder, name),
         verdict=lambda passed: _verdict(recorder, passed),
         slowest=lambda passed, begin_s: [],
-        finished=lambda report: report.model_copy(update={"patch": None}),  # of a YAML file
+        finished=lambda report: report.model_copy(
+            update={"patch": None, "lines": recorder.line_times()}
+        ),  # no YAML file
         list_s=0.0,
         index_s=0.0,
     )
@@ -48,7 +50,7 @@ def _subject(recorder: Recorder, name: str) -> ReportSubject:
 
 def _verdict(recorder: Recorder, passed: Stats) -> VerdictPart:
     assert isinstance(passed, WatchedStats)
-    verdict = diagnose_watched(recorder.with_programs(passed))
+    verdict = diagnose_watched(replace(recorder.with_programs(passed), lines=recorder.line_times()))
     return VerdictPart(**verdict.to_dict(), settings=[*verdict.settings])
 
 

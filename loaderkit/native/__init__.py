@@ -63,6 +63,7 @@ __all__ = [
     "scatter_ranges",
     "take_pieces",
     "tar_run",
+    "take_sample",
     "texts",
     "wait_to_sample",
     "whole_jpeg_size",
@@ -91,6 +92,7 @@ resample = _kernels.resample
 scatter_ranges = _kernels.scatter_ranges
 take_pieces = _kernels.take_pieces
 tar_run = _kernels.tar_run
+take_sample = _kernels.take_sample
 texts = _kernels.texts
 wait_to_sample = _kernels.wait_to_sample
 whole_jpeg_size = _kernels.whole_jpeg_size

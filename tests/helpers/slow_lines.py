@@ -9,12 +9,12 @@ import random
 import sys
 from dataclasses import dataclass
 
-_MUCH, _BATCH, _NUM_BATCHES = 40, 4, 24
+_MUCH, _BATCH, _NUM_BATCHES = 40, 4, 40
 _WORK = {
-    "loop": ("", "total = sum(i * i for i in range(400 * {n}))"),
-    "statistics": ("import statistics", "mean = statistics.mean(range(80 * {n}))"),
-    "json": ("import json", "values = json.loads(json.dumps([*range(100 * {n})]))"),
-    "hashlib": ("import hashlib", "digest = hashlib.sha256(bytes(30_000 * {n})).digest()"),
+    "loop": ("", "total = sum(i * i for i in range(2_000 * {n}))"),
+    "statistics": ("import statistics", "mean = statistics.mean(range(300 * {n}))"),
+    "json": ("import json", "values = json.loads(json.dumps([*range(700 * {n})]))"),
+    "hashlib": ("import hashlib", "digest = hashlib.sha256(bytes(150_000 * {n})).digest()"),
     "numpy": ("import numpy as np", "least = np.sort(np.arange(8_000 * {n})[::-1] % 1013)[0]"),
     "pillow": (
         "from PIL import Image",
@@ -104,7 +104,7 @@ def draw(rng: random.Random, *, may_spawn: bool = False) -> SlowLine:
         batch=_BATCH,
         dataset="Stream" if is_stream else "Samples",
         options=options,
-        step=work.format(n=_MUCH * _BATCH),  # of the loop, which is no part of loading
+        step=work.format(n=_MUCH),  # of the loop, which is no part of loading
         **lines,
     )
     before = text.partition(f"# {slots[place]}")[0]

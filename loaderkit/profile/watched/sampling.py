@@ -29,10 +29,11 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from loaderkit.diagnosis.watched.lines import COLLATE, DECODE, OPEN, TRANSFORM
-from loaderkit.native import wait_to_sample
+from loaderkit.native import take_sample, wait_to_sample
 
 _LEAST_S, _MOST_S = 0.01, 0.1  # between two samples
 _COST = 0.003  # share of a CPU
+_SIGNAL = signal.SIGURG  # which is ignored by default, and which hardly anything uses
 _FIRST_WRITE_S, _MOST_WRITE_S = 0.25, 60.0
 _MOST_LINES = 4096
 _MOST_BYTES = 16 * 2**20  # of what workers write; workers that are begun anew for each epoch write at the end of each
@@ -76,7 +77,7 @@ class Sampler:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.rows: Rows = {}
-        self.is_over = False
+        self.is_over, self._signal = False, 0
         self._clock, self._began_s = clock, clock()
         self._mark_s = self._began_s
         self._main = threading.main_thread().ident or 0
@@ -89,17 +90,31 @@ class Sampler:
 
     def begin(self) -> None:
         """Sample from now on, in a thread that is none of threading.enumerate(): a script may count those."""
+        with contextlib.suppress(ValueError):  # this is not the main thread
+            before = signal.getsignal(_SIGNAL)
+            if before is signal.SIG_DFL or isinstance(getattr(before, "__self__", None), Sampler):  # or of the parent
+                signal.signal(_SIGNAL, self._sample_in_main)
+                signal.siginterrupt(_SIGNAL, False)
+                self._signal = _SIGNAL
         _thread.start_new_thread(self._run, ())
+
+    def end(self) -> None:
+        """Sample no more."""
+        self.is_over = True
+        with contextlib.suppress(ValueError):
+            if self._signal and signal.getsignal(_SIGNAL) == self._sample_in_main:
+                signal.signal(_SIGNAL, signal.SIG_DFL)
 
     def resume(self, rows: Rows) -> None:
         """The main thread loads from now on; add to `rows`."""
-        self.rows, self._mark_s = rows, self._clock()
+        self.rows = rows
 
     def tick(self) -> None:
         """Called every now and then by the thread that samples."""
 
     def sample(self) -> None:
-        """Charge the time since the last sample to where the main thread is."""
+        """Charge the time since the last sample to where the main thread is. What it did meanwhile may be something else: that
+        evens out, as it cannot know when a sample comes. A call that holds the GIL delays the sample, and so gets its time."""
         now_s, rows = self._clock(), self.rows
         place = place_of(sys._current_frames().get(self._main))
         if place is not None and (place in rows or len(rows) < _MOST_LINES):
@@ -112,7 +127,9 @@ class Sampler:
         """CPU time of all that sampling takes, in whatever thread."""
         return self._main_cost_s + self._own_cost_s
 
-    def _sample_in_main(self) -> None:
+    def _sample_in_main(self, number: int, frame: FrameType | None) -> None:
+        if not take_sample():
+            return
         begin_s = time.thread_time()
         self.sample()
         self._main_cost_s += time.thread_time() - begin_s
@@ -120,14 +137,17 @@ class Sampler:
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the script's own threads
         jitter = random.Random(os.urandom(8))  # noqa: S311  # not the script's generator
-        begin_s, number, interval_s = time.thread_time(), 0, _LEAST_S
-        while not self.is_over:
-            if wait_to_sample(interval_s * jitter.uniform(0.5, 1.5), self._sample_in_main) and not self.is_over:
-                self.sample()
-            self.tick()
-            number += 1
-            self._own_cost_s = time.thread_time() - begin_s
-            interval_s = min(_MOST_S, max(_LEAST_S, self.cost_s / number / _COST))
+        begin_s, interval_s, mean_s, before_s = time.thread_time(), _LEAST_S, 0.0, 0.0
+        with open(f"/proc/self/task/{threading.main_thread().native_id}/stat", "rb") as stat:
+            while not self.is_over:
+                sleep_s = interval_s * jitter.uniform(0.5, 1.5)
+                if wait_to_sample(sleep_s, self._main, stat.fileno(), self._signal) and not self.is_over:
+                    self.sample()
+                self.tick()
+                self._own_cost_s = time.thread_time() - begin_s
+                mean_s += (self.cost_s - before_s - mean_s) / 16  # the first ones take longer, to look at new code
+                before_s = self.cost_s
+                interval_s = min(_MOST_S, max(_LEAST_S, mean_s / _COST))
 
 
 def place_of(frame: FrameType | None) -> Place | None:
@@ -227,7 +247,7 @@ class _WorkerSampler(Sampler):
 
     def end(self) -> None:
         """The worker has come to its end."""
-        self.is_over = True
+        super().end()
         self.write()
 
 

@@ -98,7 +98,7 @@ class ScriptLoaders:
             undo()
         self._undo = []
         if self._sampler is not None:
-            self._sampler.is_over = True
+            self._sampler.end()
         for one in self._watching:
             one.profile.__exit__(kind, error, None)
         found = [one.report() for one in self._watching]

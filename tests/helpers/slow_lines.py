@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 _MUCH, _BATCH, _NUM_BATCHES = 40, 4, 40
 _WORK = {
-    "loop": ("", "total = sum(i * i for i in range(2_000 * {n}))"),
-    "statistics": ("import statistics", "mean = statistics.mean(range(300 * {n}))"),
-    "json": ("import json", "values = json.loads(json.dumps([*range(700 * {n})]))"),
-    "hashlib": ("import hashlib", "digest = hashlib.sha256(bytes(150_000 * {n})).digest()"),
-    "numpy": ("import numpy as np", "least = np.sort(np.arange(8_000 * {n})[::-1] % 1013)[0]"),
+    "loop": ("", "total = sum(i * i for i in range(700 * {n}))"),
+    "statistics": ("import statistics", "mean = statistics.mean(range(250 * {n}))"),
+    "json": ("import json", "values = json.loads(json.dumps([*range(250 * {n})]))"),
+    "hashlib": ("import hashlib", "digest = hashlib.sha256(bytes(40_000 * {n})).digest()"),
+    "numpy": ("import numpy as np", "least = np.sort(np.arange(4_000 * {n})[::-1] % 1013)[0]"),
     "pillow": (
         "from PIL import Image",
         "image = Image.new('RGB', (64, 64)).resize((160 * {n}, 40), Image.Resampling.BICUBIC)",

@@ -62,10 +62,9 @@ class Samples(Dataset[Any]):
 
     def help(self) -> None:
         self.clock.label = "transform"
-        [*map(lambda _: self.sample(), self.transform())]  # transform
+        [*(self.sample() for _ in self.transform())]  # transform
         self.clock.label = "json"
         json.dumps(self, default=lambda _: self.sample())  # json, whose function is not the deepest frame
-
 
     def transform(self) -> str:
         return "ab"

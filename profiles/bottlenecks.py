@@ -27,7 +27,6 @@ from loaderkit import Loader, Pipeline
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.diagnosis.stats import Stats
-from loaderkit.diagnosis.verdict import headline
 from loaderkit.pipeline.config.builder import to_config
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
 from loaderkit.profile.render.html import to_html
@@ -338,9 +337,10 @@ def cpu_seconds() -> tuple[float, float]:
 
 
 def is_right(case: Case, found: Mapping[str, Any]) -> bool:
-    """Whether a verdict names the bottleneck that was built in, and how it limits."""
+    """Whether a verdict names the bottleneck that was built in, and how it limits, perhaps as one of two that it cannot tell
+    apart."""
     stage, kinds = case.expected
-    return found["stage"] == stage and found["kind"] in kinds
+    return found["stage"] == stage and bool({found["kind"], found["or_kind"]} & kinds)
 
 
 def contradictions(found: Mapping[str, Any]) -> list[str]:
@@ -415,7 +415,7 @@ _AFTER_START = rf"after the start {_PERCENT}(?:, most of it)? for ([^;:()]+?)(?:
 def text_contradictions(report: Report) -> list[str]:
     """The same of what a reader sees, as text and as a page: one percentage of waiting, and rows that sum to it."""
     waited, problems = report.stall.percent, []
-    head = f"{headline(report.verdict.stage, report.verdict.kind)} ({100 * report.verdict.confidence:.0f} % sure)"
+    head = f"{report.verdict.headline} ({100 * report.verdict.confidence:.0f} % sure)"
     page = re.sub(
         r"\s+", " ", re.sub(r"<script.*?</script>|<style.*?</style>|<[^>]*>", " ", to_html(report), flags=re.DOTALL)
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from loaderkit._internal.system.cgroups import num_cpus_of_rank
 from loaderkit._internal.units import format_bytes
 from loaderkit.diagnosis.interval import Interval, has_memory_for
-from loaderkit.diagnosis.stage_facts import StageFacts, more_of
+from loaderkit.diagnosis.stage_facts import COMPUTING, StageFacts, more_of
 from loaderkit.diagnosis.verdict import Remedy, Setting, say
 from loaderkit.diagnosis.words import more_cpus, would_take_from_others
 
@@ -179,13 +179,33 @@ def _of_memory(interval: Interval, wanted: int) -> Setting | None:
     return Setting(key="prefetch.memory", before=before, value=format_bytes(wanted))
 
 
-def wider(interval: Interval, facts: StageFacts) -> Remedy:
-    """More batches ahead and more workers, where times vary."""
-    more = more_of(interval, facts)
+def mended(interval: Interval, facts: StageFacts, *, is_alone: bool) -> Remedy:
+    """The change where a few items take long: other items done meanwhile, and those few made cheaper. `is_alone`: one worker at
+    a time gets on in this process."""
+    computes = facts.needs_cpu > COMPUTING
+    otherwise = slow_ones(facts.stage.kind, computes=computes)
+    more = more_of(interval, facts, computing=computes)
     if interval.is_inline:
-        return workers_instead(interval, "with several workers", helps=more is not None)
+        return workers_instead(interval, "with several workers", helps=more is not None).then(f"; or {otherwise}")
+    if is_alone:
+        processes = own_gil(
+            interval,
+            facts,
+            "prefetch.executor: process, with several by prefetch.processes, so that others go on meanwhile",
+            say_more_processes(interval),
+        )
+        return processes.then(f"; or {otherwise}")
     change = deeper(interval)
-    if more != "workers":
-        return change
-    text, workers = _of_workers(facts, 2 * facts.stage.workers)
-    return Remedy(f"{change.text}; and {text}", (*change.settings, workers))
+    if more == "workers" and not computes:
+        text, workers = _of_workers(facts, 2 * facts.stage.workers)
+        change = Remedy(f"{change.text}; and {text}", (*change.settings, workers))
+    return change.then(f", so that other batches are ready meanwhile; {'and' if computes else 'or'} {otherwise}")
+
+
+def slow_ones(kind: str, *, computes: bool) -> str:
+    """What to do about the slow items of a stage of that kind."""
+    if not computes:
+        return "find out why those items are slow"
+    if kind == "decode":
+        return "make large images smaller where they are stored, or, for JPEGs that are shrunk, decode: {scaled: true}"
+    return "make those items cheaper, or do their work once in advance"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from loaderkit._internal.system.cgroups import free_memory
@@ -20,7 +20,7 @@ _IDLE = 0.5  # idle CPUs, above which a thread that is ready to run finds one
 _NONE_IDLE = 0.1  # share of the CPUs; when fewer are idle, all are in use
 _THROTTLED = 0.2  # share of the time that a quota holds the process back, above which CPUs are short
 _FULL = 0.8  # share of the CPUs in use, above which none is free
-_NUM_SURE = 8  # batches; more do not raise the confidence
+NUM_SURE = 8  # batches; more do not raise the confidence
 _MIB = 2**20
 
 
@@ -50,22 +50,29 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval. `waited_s` counts every wait of the loop; `wall_s` is the time in which workers could run."""
+    """An interval. `stall_s`: the waits of the loop by cause; `waited_s`: all of them; `wall_s`: the time in which workers could
+    run."""
 
     stats: Snapshot
+    stall_s: Mapping[str, float]
     waited_s: float
     wall_s: float
     pools: list[PoolUse]
 
     @classmethod
     def of(cls, stats: Snapshot) -> Interval:
-        wall_s = max(stats.wall_s - stats.stall_s.get(START, 0.0) + stats.started_s, 1e-9)
-        return cls(stats, sum(stats.stall_s.values()), wall_s, _pools_of(stats))
+        stall_s = stats.stall_s  # computed anew at every call
+        wall_s = max(stats.wall_s - stall_s.get(START, 0.0) + stats.started_s, 1e-9)
+        return cls(stats, stall_s, sum(stall_s.values()), wall_s, _pools_of(stats))
+
+    def with_stats(self, stats: Snapshot) -> Interval:
+        """The same waits with other figures of what the workers did."""
+        return replace(self, stats=stats, pools=_pools_of(stats))
 
     @property
     def cause(self) -> str | None:
         """What the loop waited for longest: a stage, or `start`, `memory`, `wakeup`; None: it did not wait."""
-        stall_s = self.stats.stall_s
+        stall_s = self.stall_s
         longest = max(stall_s, key=stall_s.__getitem__, default=None)
         return longest if longest is not None and stall_s[longest] > 0 else None
 
@@ -77,7 +84,7 @@ class Interval:
     @property
     def share_after_start(self) -> float:
         """The share of the time after the start in which the loop waited."""
-        start_s = self.stats.stall_s.get(START, 0.0)
+        start_s = self.stall_s.get(START, 0.0)
         return min(1.0, max(0.0, self.waited_s - start_s) / max(self.stats.wall_s - start_s, 1e-9))
 
     @property
@@ -215,7 +222,7 @@ class Interval:
 
     def confidence(self, *factors: float) -> float:
         """The product of `factors`, each at most 1, and of one that is smaller for a short interval."""
-        confidence = 0.95 if self.stats.num_batches >= _NUM_SURE else 0.6 + 0.35 * self.stats.num_batches / _NUM_SURE
+        confidence = 0.95 if self.stats.num_batches >= NUM_SURE else 0.6 + 0.35 * self.stats.num_batches / NUM_SURE
         for factor in factors:
             confidence *= factor
         return round(max(0.05, confidence), 2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from loaderkit._internal.units import say_seconds, say_size
 from loaderkit.diagnosis import changes, words
 from loaderkit.diagnosis.conclusion import without_stage
-from loaderkit.diagnosis.interval import HARMLESS, SPARE, Interval
+from loaderkit.diagnosis.interval import HARMLESS, NUM_SURE, SPARE, Interval
 from loaderkit.diagnosis.verdict import Remedy, Setting, Verdict
 from loaderkit.engine.metrics.nodes.counts import NodeStats
 from loaderkit.engine.metrics.stalls import MEMORY, NETWORK, RELEASE, RESTART, START, WAKEUP
@@ -35,6 +35,11 @@ def training(interval: Interval) -> Verdict:
 
 def start(interval: Interval) -> Verdict:
     """Most of the waiting came before anything could have been read ahead."""
+    num = interval.stats.num_batches
+    if interval.cause == START and num < NUM_SURE:
+        few = f": too few batches, {num}, to tell what comes once from what comes with every batch"
+        change = Remedy("a longer run: loaderkit profile --steps 30, or as many batches of your loop")
+        return without_stage(interval, START, few, change, sure=0.5, kind="unknown")
     change = (
         "call loader.start() before the model is built; for the steady state, take stats(since=...) from a later moment"
     )
@@ -49,7 +54,7 @@ def memory(interval: Interval) -> Verdict:
 
 def wakeup(interval: Interval) -> Verdict:
     """Batches were ready, and the loop's thread was not running."""
-    seconds, num_batches = interval.stats.stall_s[WAKEUP], interval.stats.num_batches
+    seconds, num_batches = interval.stall_s[WAKEUP], interval.stats.num_batches
     each = f", {say_seconds(seconds / num_batches)} a batch" if num_batches else ""
     evidence = f"{each}: batches were ready, and the loop's thread was not running"
     if interval.is_held_back:

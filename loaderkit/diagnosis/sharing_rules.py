@@ -46,9 +46,9 @@ def oversubscription(facts: Facts) -> Verdict | None:
 
 def user_code(facts: Facts) -> Verdict | None:
     """Of user code that is not declared one item at a time runs in each process, and one does all the time."""
-    interval, stage, share = facts.interval, facts.awaited.stage, facts.interval.stats.alone_share
-    if not stage.alone or not stage.num_items or interval.is_inline or share < ALWAYS:
-        return None  # where no item comes through, it is not for lack of room for others
+    interval, share = facts.interval, facts.interval.stats.alone_share
+    if not _is_alone(facts):
+        return None
     names = ", ".join(row.name for row in interval.stats.stages if row.alone)
     evidence = (
         f"of user code that is not declared `thread_safe` ({names}) one item at a time runs in each process: one did for "
@@ -61,6 +61,17 @@ def user_code(facts: Facts) -> Verdict | None:
         changes.say_more_processes(interval),
     ).then("; or `thread_safe: true` where several threads may be in it at once; more workers would not help")
     return of_stage(interval, facts.awaited, "lock", evidence, change, sure=0.95, agrees=True)
+
+
+def is_held_by_one(facts: Facts) -> bool:
+    """True if one worker at a time gets on, for lack of the GIL or of leave to run user code in several threads."""
+    return _is_alone(facts) or (_is_gil(facts.interval, facts.busiest) and facts.awaited.stage is facts.busiest.stage)
+
+
+def _is_alone(facts: Facts) -> bool:
+    """Where no item comes through, it is not for lack of room for others."""
+    interval, stage = facts.interval, facts.awaited.stage
+    return stage.alone and bool(stage.num_items) and not interval.is_inline and interval.stats.alone_share >= ALWAYS
 
 
 def gil(facts: Facts) -> Verdict | None:

@@ -49,11 +49,11 @@ from loaderkit.profile.report_parts import (
     VerdictPart,
 )
 from loaderkit.profile.settings_patch import settings_yaml, verdict_part
+from loaderkit.profile.slow_samples import say_stragglers, slowest_items
 from loaderkit.profile.step_log import StepLog
 from loaderkit.profile.whatif.suggest import with_suggestion
 from loaderkit.sources.base import Source
 
-_NUM_SLOWEST = 10
 _MOST_FILES = 20  # of a save
 _SLOW = 3.0  # times the median
 _NEARLY_ALL, _LEAST_STEPS = 0.95, 16
@@ -86,13 +86,19 @@ def pipeline_subject(plan: ExecutionPlan, config_now: PipelineConfig) -> ReportS
         rank=plan.schedule.rank,
         world_size=plan.schedule.world_size,
         config=described(config_now),
-        verdict=lambda passed: verdict_part(passed, config),
+        verdict=lambda passed: _with_samples(verdict_part(passed, config), passed, source),
         slowest=lambda passed, begin_s: slowest_items(passed, source, begin_s),
         finished=lambda report: with_suggestion(report, config),
         list_s=plan.list_s,
         index_s=plan.index_s,
         device=plan.compiled.device,
     )
+
+
+def _with_samples(verdict: VerdictPart, passed: Stats, source: Source) -> VerdictPart:
+    """The verdict, and if it is on stragglers, which samples those are."""
+    named = say_stragglers(passed, verdict.stage, source) if "stragglers" in (verdict.kind, verdict.or_kind) else ""
+    return verdict.model_copy(update={"evidence": f"{verdict.evidence}; {named}"}) if named else verdict
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,7 @@ class ReportFacts:
     log: StepLog
     import_s: float | None
     partial: str | None
+    error: Exception | None = None  # that ended the block
 
 
 def make_report(facts: ReportFacts) -> Report:
@@ -134,7 +141,9 @@ def make_report(facts: ReportFacts) -> Report:
     series = [{**point, "at_s": point["at_s"] - log.begin_s} for point in facts.series if point["at_s"] >= log.begin_s]
     subject = facts.subject
     verdict = subject.verdict(passed)
-    if verdict.stage not in (None, START) and (over_s := waiting_over_s(log)) is not None:
+    if facts.error is not None and not passed.num_batches:
+        verdict = _of_error(facts.error)
+    elif verdict.stage not in (None, START) and (over_s := waiting_over_s(log)) is not None:
         evidence = f"{verdict.evidence}; nearly all of the waiting was over after {say_seconds(over_s)}"
         verdict = verdict.model_copy(update={"evidence": evidence})
     report = Report(
@@ -172,6 +181,14 @@ def make_report(facts: ReportFacts) -> Report:
         config=subject.config,
     )
     return subject.finished(report)
+
+
+def _of_error(error: Exception) -> VerdictPart:
+    """The verdict where nothing came before the error."""
+    evidence = f"{type(error).__name__}: {error}"
+    return VerdictPart(
+        stage=None, kind="failed", percent=0.0, confidence=1.0, evidence=evidence, change="what the error says"
+    )
 
 
 def _since(end: Stats, earlier: Stats, wall_s: float) -> Stats:
@@ -365,26 +382,3 @@ def _slow_times(passed: Stats, row: StageStats) -> list[SlowTime]:
     least_s = _SLOW * (row.services.percentile(0.5) or 0.0)
     found = sorted(passed.slowest.get(row.name, ()), key=lambda slow: slow.at_s)
     return [SlowTime(**slow._asdict()) for slow in found if slow.each_s >= least_s]
-
-
-def slowest_items(passed: Stats, source: Source, begin_s: float) -> list[SlowItem]:
-    """The samples that took longest beyond what is usual in their stage, at most ten. A sample may be in it for two stages."""
-    rows = {row.name: row for row in passed.stages}
-    ranked = []
-    for stage, items in passed.slowest.items():
-        usual_s = rows[stage].services.percentile(0.5) if stage in rows else None
-        for slow in items:
-            item = SlowItem(
-                stage=stage,
-                seconds=slow.seconds,
-                usual_s=usual_s,
-                key=source.key(slow.sample),
-                origin=source.origin(slow.sample),
-                source=source.source_name(slow.sample),
-                num_together=slow.num_together,
-                epoch=slow.epoch,
-                at_s=slow.at_s - begin_s,
-            )
-            ranked.append((slow.each_s - (usual_s or 0.0), item))
-    ranked.sort(key=lambda pair: -pair[0])
-    return [item for _, item in ranked[:_NUM_SLOWEST]]

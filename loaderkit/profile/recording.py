@@ -87,9 +87,9 @@ class Profile:
         partial = None
         if kind is not None:
             partial = "interrupted" if issubclass(kind, KeyboardInterrupt) else f"ended by {kind.__name__}: {error}"
-        self._result = self._report(partial)
+        self._result = self._report(partial, error if isinstance(error, Exception) else None)
 
-    def _report(self, partial: str | None) -> Report:
+    def _report(self, partial: str | None, error: Exception | None) -> Report:
         subject, log, begin = self._subject, self._log, self._begin
         assert log is not None
         assert begin is not None
@@ -104,6 +104,7 @@ class Profile:
                 log=log,
                 import_s=self._import_s,
                 partial=partial,
+                error=error,
             )
         )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, computed_field
 
-from loaderkit.diagnosis.verdict import Part, Setting
+from loaderkit.diagnosis.verdict import Cause, Part, Setting, headline
 
 
 class CausalCheck(Part):
@@ -30,7 +30,10 @@ class VerdictPart(Part):
     )
     kind: str = Field(
         description="training, computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting, memory, depth, "
-        "start, wakeup, network, restart, quota or unknown"
+        "start, wakeup, network, restart, quota, failed (an error came before the first batch) or unknown"
+    )
+    or_kind: str | None = Field(
+        None, description="another kind that fits the figures about as well; null: kind fits best"
     )
     percent: float = Field(description="of the time lost to it; for null: of the time not lost to loading")
     confidence: float = Field(description="from 0 to 1")
@@ -42,7 +45,17 @@ class VerdictPart(Part):
         "seen; null: none does",
     )
     settings: list[Setting] = Field([], description="the same as values to set; empty where it is nothing to be set")
+    causes: list[Cause] = Field(
+        [],
+        description="all that the loop waited for, the longest first; two with one stage are the two kinds that cannot be told "
+        "apart. Those within a third of the first are in the headline, and `settings` are for all of these",
+    )
     check: CausalCheck | None = None
+
+    @computed_field(description="the verdict in one line")  # type: ignore[prop-decorator]
+    @property
+    def headline(self) -> str:
+        return headline(self.stage, self.kind, self.or_kind, self.causes)
 
 
 class StallPart(Part):

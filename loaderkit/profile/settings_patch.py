@@ -13,7 +13,7 @@ from typing import Any
 from loaderkit._internal.config.diagnostics import Problems
 from loaderkit._internal.config.yaml_text import to_yaml
 from loaderkit.diagnosis.stats import Stats
-from loaderkit.diagnosis.verdict import Setting, Verdict, say
+from loaderkit.diagnosis.verdict import Cause, Setting, Verdict, say
 from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
 from loaderkit.pipeline.config.validation import check_structure
 from loaderkit.pipeline.executors.process_setup import check_depth
@@ -30,10 +30,11 @@ def verdict_part(stats: Stats, config: PipelineConfig) -> VerdictPart:
     change = verdict.change
     if settings and not verdict.is_exact:
         change = f"{change}; as settings {say(settings)}"
-    return VerdictPart(**{**verdict.to_dict(), "change": change}, settings=settings)
+    causes = [one.model_copy(update={"settings": settings_for(one, stats, config)}) for one in verdict.causes]
+    return VerdictPart(**{**verdict.to_dict(), "change": change, "causes": causes}, settings=settings)
 
 
-def settings_for(verdict: Verdict, stats: Stats, config: PipelineConfig) -> list[Setting]:
+def settings_for(verdict: Verdict | Cause, stats: Stats, config: PipelineConfig) -> list[Setting]:
     """The verdict's settings as those of the pipeline's file; empty where `build` would refuse them."""
     if stats.wall_s <= 0 or not stats.num_batches:
         return []

@@ -17,7 +17,7 @@ from made_accounts import row, services, stats
 
 from loaderkit.diagnosis import changes, interval
 from loaderkit.diagnosis.stats import Stats
-from loaderkit.diagnosis.verdict import headline, say
+from loaderkit.diagnosis.verdict import say
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.nodes.counts import Nodes, NodeStats
 
@@ -86,7 +86,7 @@ def said() -> str:
         for name, seen in accounts().items():
             found = seen.verdict()
             lines += [
-                f"{name}: {headline(found.stage, found.kind)}",
+                f"{name}: {found.headline}",
                 found.evidence,
                 found.change,
                 say(found.settings),

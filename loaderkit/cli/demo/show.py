@@ -20,7 +20,6 @@ from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.cli.demo.child import SAVED_BATCHES
 from loaderkit.cli.demo.photos import demo_data
 from loaderkit.cli.demo.training import ANSWER_S, SLOW, SmallNet, train_on, training_pipeline
-from loaderkit.diagnosis.verdict import headline
 from loaderkit.errors import LoaderkitError
 from loaderkit.profile.compare import compare_reports
 from loaderkit.profile.render.summary import facts_table
@@ -62,7 +61,7 @@ def run_demo(out: Console, *, data: Path | None, seconds: float, num_images: int
 
     verdict = before.verdict
     rows = facts_table()
-    rows.add_row("cause", f"{headline(verdict.stage, verdict.kind)} ({100 * verdict.confidence:.0f} % sure)")
+    rows.add_row("cause", f"{verdict.headline} ({100 * verdict.confidence:.0f} % sure)")
     rows.add_row("", verdict.evidence)
     rows.add_row("change", change)
     rows.add_row("gain", gain)

@@ -29,10 +29,10 @@ _MOST_AHEAD = 64
 
 
 class WatchedFacts:
-    """An interval, and the row of what the loop waited for: longest, or nearly as long."""
+    """An interval, and the row of one thing that the loop waited for."""
 
-    def __init__(self, interval: Interval, stats: WatchedSnapshot, cause: str, *, is_longest: bool = True) -> None:
-        self.interval, self.stats, self.cause, self._is_longest = interval, stats, cause, is_longest
+    def __init__(self, interval: Interval, stats: WatchedSnapshot, cause: str) -> None:
+        self.interval, self.stats, self.cause = interval, stats, cause
         self.watched: WatchedCounters = stats.watched
         self.arguments = stats.arguments or LoaderArguments(0)
         self.row = next((row for row in stats.stages if row.name == cause), stats.stages[0])
@@ -61,10 +61,8 @@ class WatchedFacts:
         return f"{100 * share:.0f} % ready to run while no CPU was free" if share > _NOTABLE else ""
 
     def verdict(self, kind: str, evidence: list[str], change: Remedy, *, sure: float = 1.0) -> Verdict:
-        """The verdict of that kind. What is true of the whole loop is said with what it waited for longest."""
-        parts = evidence
-        if self._is_longest:
-            parts = [words.waited(self.interval, self.cause), *evidence, *of_machine(self.interval, self.stats)]
+        """The verdict of that kind."""
+        parts = [words.waited(self.interval, self.cause), *evidence, *of_machine(self.interval, self.stats)]
         return conclude(self.interval, self.cause, kind, "; ".join(filter(None, parts)), change, sure=sure)
 
     def line(self) -> CostlyLine | None:

@@ -12,7 +12,7 @@
             on a CPU, or ready to run ──> computing
             else ──> waiting
         iterable ──> computing in the loop's own thread, or waiting, of which nothing more is known
-    it waited for something else nearly as long ──> the same rules on that; both are named, with the change for each
+    the same rules on what it waited for besides; what is nearly as long is named, too, with the change for each
 
 None of the workers is slowed down to find out: so latency, bandwidth and locks are all `waiting`. Where lines are sampled, the
 one that costs most is named.
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from loaderkit._internal.units import say_seconds, say_size
-from loaderkit.diagnosis import words
+from loaderkit.diagnosis import causes, words
 from loaderkit.diagnosis.conclusion import BUSY
 from loaderkit.diagnosis.interval import HARMLESS, SPARE, WAITING, Interval
 from loaderkit.diagnosis.stage_facts import COMPUTING
@@ -47,7 +47,6 @@ from loaderkit.diagnosis.watched.facts import (
 )
 from loaderkit.engine.metrics.stalls import EPOCH, RELEASE, START, WAKEUP
 
-_NEARLY = 2 / 3  # of the longest wait; a cause with as much is named as well
 _ONE_BY_ONE = 0.6  # share of the workers that work while the loop waits; with fewer most wait for one
 _THREADS = 1.3  # CPUs that a worker uses; more is threads of libraries
 
@@ -64,37 +63,13 @@ def diagnose_watched(stats: WatchedSnapshot) -> Verdict:
         evidence = "no batch was requested in this interval"
         return Verdict(None, 0.0, 0.0, evidence, "iterate over what `watch` has returned", "unknown")
     interval = Interval.of(stats)
-    cause = interval.cause
-    if cause is None or interval.share < HARMLESS:
+    if interval.cause is None or interval.share < HARMLESS:
         return _training(interval, stats)
-    verdict = _apply(WatchedFacts(interval, stats, cause))
-    close = _close_to(interval, cause)
-    return verdict if close is None else _both(verdict, _apply(WatchedFacts(interval, stats, close, is_longest=False)))
+    return causes.verdict_of(causes.ranked(interval), lambda cause: _of_cause(WatchedFacts(interval, stats, cause)))
 
 
-def _apply(facts: WatchedFacts) -> Verdict:
+def _of_cause(facts: WatchedFacts) -> Verdict:
     return _RULES.get(facts.cause, _iterable)(facts)
-
-
-def _close_to(interval: Interval, cause: str) -> str | None:
-    """What else the loop waited for nearly as long; None: nothing. Starting up comes once, and hides nothing."""
-    stall_s = {other: s for other, s in interval.stats.stall_s.items() if other not in (cause, START)}
-    second = max(stall_s, key=stall_s.__getitem__, default=cause)
-    is_close = second != cause and stall_s[second] >= _NEARLY * interval.stats.stall_s[cause]
-    return second if is_close and stall_s[second] >= HARMLESS * interval.stats.wall_s else None
-
-
-def _both(first: Verdict, second: Verdict) -> Verdict:
-    """A verdict that names two causes. What one change mends for both is set once."""
-    known = {setting.key for setting in first.settings}
-    settings = tuple(setting for setting in second.settings if setting.key not in known)
-    change = f"{first.change}; and for {second.stage}, which is close: {second.change}"
-    if second.settings and not settings:
-        change = f"{first.change}; the same helps with {second.stage}, which is close"
-    evidence = f"{first.evidence}; nearly as long, {second.percent:.1f} %, it waited for {second.stage} ({second.kind})"
-    return first._replace(
-        evidence=f"{evidence}: {second.evidence}", change=change, settings=(*first.settings, *settings)
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------- the rules

@@ -69,6 +69,10 @@ class Histogram:
             above_s += count * duration_s * (duration_s > seconds)
         return above_s / all_s if all_s else 0.0
 
+    def num_above(self, seconds: float) -> int:
+        """How many durations were above `seconds`."""
+        return sum(count for bucket, count in self.counts.items() if _duration_of(bucket) > seconds)
+
     def percentile(self, share: float) -> float | None:
         """The duration in seconds below which `share` of all durations lie; None for an empty histogram."""
         total = sum(self.counts.values())

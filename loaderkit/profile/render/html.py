@@ -11,7 +11,6 @@ from types import ModuleType
 
 from loaderkit._internal.config.yaml_text import to_yaml
 from loaderkit._internal.units import say_seconds
-from loaderkit.diagnosis.verdict import headline
 from loaderkit.errors import ConfigError
 from loaderkit.profile.compare import say
 from loaderkit.profile.ranks import Merged
@@ -47,7 +46,6 @@ def to_html(report: Report, ranks: Merged | None = None) -> str:
     drawn = charts(report)
     page: str = environment.get_template("report.html.j2").render(
         report=report,
-        headline=headline(report.verdict.stage, report.verdict.kind),
         compared=[(row, say(row)) for row in report.baseline.rows] if report.baseline is not None else [],
         ranks=ranks,
         parts=report.steps.parts(),

@@ -147,16 +147,13 @@ def tuning_table(stats: Mapping[str, Any]) -> Table:
 
 def reading(stats: Mapping[str, Any]) -> str:
     """The verdict in one line: what is the limit, how sure that is, what says so, and what to change."""
-    from loaderkit.diagnosis.verdict import headline  # late: `--help` imports this module
-
     if not stats["num_batches"]:
         return "No batch was delivered, so there is nothing to read from the accounts."
     verdict = stats["verdict"]
     sure = f"confidence {verdict['confidence']:.2f}"
     if verdict["stage"] is not None:
         sure = f"{verdict['percent']:.0f} % of the time lost to it, {sure}"
-    head = headline(verdict["stage"], verdict["kind"])
-    return f"Verdict: {head} ({sure}). {_sentence(verdict['evidence'])} To change: {verdict['change']}."
+    return f"Verdict: {verdict['headline']} ({sure}). {_sentence(verdict['evidence'])} To change: {verdict['change']}."
 
 
 def _sentence(text: str) -> str:

@@ -8,7 +8,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from loaderkit._internal.units import say_seconds
-from loaderkit.diagnosis.verdict import headline
 from loaderkit.profile.render.lines import lines_section
 from loaderkit.profile.render.restore import restore_sections
 from loaderkit.profile.render.saves import saves_table, saving_advice
@@ -26,7 +25,7 @@ from loaderkit.profile.render.summary import (
 )
 from loaderkit.profile.render.tables import comparison
 from loaderkit.profile.report import Report, RestoreReport
-from loaderkit.profile.report_parts import Headroom, Rate, SlowItem, StageRow, WhatIf
+from loaderkit.profile.report_parts import Headroom, Rate, SlowItem, StageRow, VerdictPart, WhatIf
 
 _BAR = 20
 _WORTH_TELLING = 5.0  # percent of the time
@@ -83,20 +82,27 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
     later = report.stall.after_start_percent
     if later is not None and report.stall.percent - later >= _WORTH_TELLING:
         head += f", {later:.1f} % after the start"
-    limit = f"{headline(verdict.stage, verdict.kind)} ({100 * verdict.confidence:.0f} % sure)"
+    limit = f"{verdict.headline} ({100 * verdict.confidence:.0f} % sure)"
     facts = [
         ("evidence", verdict.evidence),
+        ("also", _other_causes(verdict)),
         ("source", verdict.source),
         ("checked", None if verdict.check is None else verdict.check.evidence),
         ("machine", report.host.get("numa") or None),
         ("change", verdict.change),
         ("saving", saving_advice(report)),
     ]
-    yield from verdict_section(head, limit, facts, is_good=verdict.stage is None)
+    yield from verdict_section(head, limit, facts, is_good=verdict.kind == "training")
     if report.patch:
         yield Text("")
         yield Text("To set:", style="bold")
         yield Text(report.patch.rstrip())
+
+
+def _other_causes(verdict: VerdictPart) -> str | None:
+    """What else the loop waited for."""
+    others = [one for one in verdict.causes if one.stage != verdict.stage]
+    return ", ".join(f"{one.stage} {one.percent:.1f} % ({one.kind})" for one in others) or None
 
 
 def _loop(report: Report) -> RenderableType:

@@ -11,8 +11,9 @@ from dataclasses import replace
 from math import log2
 
 from loaderkit._internal.units import format_bytes
-from loaderkit.diagnosis.changes import FASTER
+from loaderkit.diagnosis.changes import FASTER, slow_ones
 from loaderkit.diagnosis.interval import has_memory_for
+from loaderkit.diagnosis.stage_facts import COMPUTING
 from loaderkit.diagnosis.verdict import Setting, say
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.report import Report
@@ -39,17 +40,25 @@ def with_suggestion(report: Report, config: PipelineConfig) -> Report:
         row.in_turn and row.name == verdict.stage for row in report.stages
     )
     is_of_a_stage = any(row.name == verdict.stage for row in report.stages)  # and not of the network
-    model = model_of(report) if is_of_a_stage and (verdict.kind in _KINDS or is_in_turn) else None
+    is_sure = verdict.or_kind is None or verdict.or_kind in _KINDS
+    # Of processes it is not known how the times would vary in them.
+    needs_processes = any(one.key == "prefetch.executor" for one in verdict.settings)
+    is_asked = is_of_a_stage and is_sure and not needs_processes and (verdict.kind in _KINDS or is_in_turn)
+    model = model_of(report) if is_asked else None
     if model is None or model.is_inline:
         return report
     settings, speedup = _best(model, [*_candidates(model, report, config)], steady_rate(report))
     change, otherwise = verdict.change, FASTER
     if not is_in_turn:
-        otherwise = "find out why some items are slow"
+        row = next(row for row in report.stages if row.name == verdict.stage)
+        otherwise = slow_ones(row.kind, computes=row.cpu_s + row.delayed_s > COMPUTING * row.busy_s)
         change = f"{otherwise}: by simulation, neither more batches ahead nor more workers would help"
     if settings:
         change = f"{say(settings)}: {speedup:.2g} times as fast by simulation; or {otherwise}"
-    changed = verdict.model_copy(update={"settings": settings, "change": change})
+    causes = [one.model_copy(update={"settings": settings, "change": change}) for one in verdict.causes[:1]]
+    changed = verdict.model_copy(
+        update={"settings": settings, "change": change, "causes": [*causes, *verdict.causes[1:]]}
+    )
     return report.model_copy(update={"verdict": changed, "patch": settings_yaml(settings)})
 
 

@@ -119,8 +119,10 @@ def test_a_cause_that_is_close_is_named_with_its_change(number: int, rng: random
     alone = [diagnose_watched(replace(stats, waits_s={cause: longer_s})) for cause in (first, second)]
     verdict = diagnose_watched(replace(stats, waits_s={first: longer_s, second: longer_s * ratio}))
     assert verdict.stage == first
-    is_both = ratio > 2 / 3 and second != START
-    assert (f"it waited for {second}" in verdict.evidence) == is_both
+    is_both = ratio > 2 / 3
+    assert (f"nearly as long for {second}" in verdict.evidence) == is_both
+    assert (f"{first} and {second} together" in verdict.headline) == is_both
+    assert [cause.stage for cause in verdict.causes] == [first, second]
     keys = {setting.key for one in alone[: 1 + is_both] for setting in one.settings}
     assert sorted(setting.key for setting in verdict.settings) == sorted(keys)
     assert all(f"{setting.key}={setting.value}" in verdict.change for setting in verdict.settings)

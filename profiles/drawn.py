@@ -178,9 +178,7 @@ def repeated(cases: Iterator[Drawn], times: int) -> Iterator[Drawn]:
     return (case for case in cases for _ in range(times))
 
 
-def unstable(
-    rows: Sequence[Mapping[str, Any]], times: int
-) -> Iterator[tuple[str, collections.Counter[tuple[str, str]]]]:
+def unstable(rows: Sequence[Mapping[str, Any]], times: int) -> Iterator[tuple[str, collections.Counter[str]]]:
     """Of `times` runs of each pipeline, those of which fewer than nine tenths name one kind, alone or as one of two."""
     for runs in (rows[begin : begin + times] for begin in range(0, len(rows), times)):
         count = collections.Counter(

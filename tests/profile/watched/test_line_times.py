@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Clock:
 
     def __init__(self, rng: random.Random) -> None:
         self.now_s, self.label, self._rng = 0.0, "", rng
-        self.spent_s: Counter[str] = Counter()
+        self.spent_s: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self) -> float:
         seconds = self._rng.uniform(0.01, 0.1)

@@ -1,4 +1,6 @@
-"""Verdicts on pipelines drawn at random: python -m profiles.drawn [--number 400] [--seed N] [--machine M] [--suggest]
+"""Verdicts on pipelines drawn at random:
+
+    python -m profiles.drawn [--number 400] [--seed N] [--machine M] [--repeats N] [--suggest]
 
 Each has one bottleneck of some kind, built into some stage, of a strength drawn at random, with some workers, batches ahead,
 executor. It runs under `loader.profile()`; of the report is asked: is the stage right, is the kind right, does it contradict
@@ -17,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from loaderkit.diagnosis.verdict import named_together
 from loaderkit.profile.experiments.interleave import Variant, interleave, ratio_of
 from loaderkit.profile.experiments.loops import Step, endless
 from loaderkit.profile.report import Report
@@ -84,7 +88,9 @@ def right(case: Drawn, report: Report) -> tuple[bool, bool]:
     if case.stage is None and verdict.kind == "quota":  # which only a quota brings about
         stages.add("wakeup")
         kinds.add("quota")
-    return verdict.stage in stages, verdict.kind in kinds
+    said = {verdict.kind, verdict.or_kind}  # both, where they cannot be told apart
+    named = {verdict.stage, *(one.stage for one in named_together(verdict.causes))}
+    return bool(named & stages), bool(said & kinds)
 
 
 def judged(case: Drawn, report: Report) -> dict[str, Any]:
@@ -96,6 +102,8 @@ def judged(case: Drawn, report: Report) -> dict[str, Any]:
         "bottleneck": case.bottleneck,
         "stage": verdict.stage,
         "kind": verdict.kind,
+        "or_kind": verdict.or_kind,
+        "headline": verdict.headline,
         "stage_is_right": stage_is_right,
         "kind_is_right": kind_is_right,
         "contradictions": contradictions(report.model_dump(mode="json")) + text_contradictions(report),
@@ -165,12 +173,32 @@ def quota(cpus: float) -> Iterator[None]:
         folder.rmdir()
 
 
+def repeated(cases: Iterator[Drawn], times: int) -> Iterator[Drawn]:
+    """Every case so many times in a row."""
+    return (case for case in cases for _ in range(times))
+
+
+def unstable(
+    rows: Sequence[Mapping[str, Any]], times: int
+) -> Iterator[tuple[str, collections.Counter[tuple[str, str]]]]:
+    """Of `times` runs of each pipeline, those of which fewer than nine tenths name one kind, alone or as one of two."""
+    for runs in (rows[begin : begin + times] for begin in range(0, len(rows), times)):
+        count = collections.Counter(
+            f"{row['stage']} {kind}" for row in runs for kind in {row["kind"], row["or_kind"]} - {None}
+        )
+        if max(count.values()) < 0.9 * len(runs):
+            yield runs[0]["case"], count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=400)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--machine", choices=["quiet", "busy", "busier", "quota"], default="quiet")
     parser.add_argument("--only", default="", help="only pipelines whose name contains this")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="runs of every pipeline; all of them should say the same"
+    )
     parser.add_argument("--suggest", action="store_true", help="try the settings that are suggested")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -178,10 +206,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     print(f"seed {options.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder, machine(options.machine):
-        while len(rows) < options.number:
-            case = draw(rng)
-            if options.only not in case.name:
-                continue
+        cases = (case for case in iter(lambda: draw(rng), None) if options.only in case.name)
+        for case in islice(repeated(cases, options.repeats), options.number * options.repeats):
             report = profiled(case, Path(folder))
             row = judged(case, report)
             if options.suggest and row["settings"]:
@@ -190,6 +216,8 @@ def main() -> None:
             wrong = [name for name in ("stage", "kind") if not row[f"{name}_is_right"]]
             if wrong or row["contradictions"] or "tried" in row:
                 print(f"{' and '.join(wrong) or 'right'}: {row}", flush=True)
+    for name, count in unstable(rows, options.repeats):
+        print(f"not the same in {options.repeats} runs: {name}: {dict(count)}")
     shares = {name: sum(row[name] for row in rows) / len(rows) for name in ("stage_is_right", "kind_is_right")}
     helped = [row["tried"]["helped"] for row in rows if "tried" in row]
     if helped:

@@ -18,7 +18,7 @@ from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.pipeline.config.builder import to_config
 from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.profile.experiments.loops import Step, sleep_step
-from profiles.bottlenecks import BATCH, Link, photographs, small_photographs
+from profiles.bottlenecks import BATCH, NUM_OBJECTS, Link, photographs, small_photographs
 
 VARIED = frozenset({"stragglers", "bursts"})  # bottlenecks of few slow samples
 
@@ -153,7 +153,16 @@ def draw(rng: random.Random) -> Drawn:
         _python_consumer, _start,
     ]  # fmt: skip
     if executor == "thread":
-        makers += [_bandwidth, _memory, _stragglers_in_read, _bursts_in_read]
+        makers += [
+            _giants,
+            _shared_lock,
+            _one_batch,
+            _free_threads,
+            _bandwidth,
+            _memory,
+            _stragglers_in_read,
+            _bursts_in_read,
+        ]
     return rng.choice(makers)(rng, overrides, workers, size)
 
 
@@ -240,6 +249,41 @@ def _bandwidth(rng: random.Random, overrides: dict[str, Any], workers: int, size
         f"{speed / 1e6:.2f} MB/s",
         store=lambda: Store(photographs(64), [0.0], Link(speed)),
     )
+
+
+def _giants(rng: random.Random, overrides: dict[str, Any], workers: int, size: int) -> Drawn:
+    """A few photographs are many times as large as the others."""
+    pixels, num = 8 * rng.randrange(200, 500), rng.randrange(6, 13)
+    places = rng.sample(range(NUM_OBJECTS), num)
+
+    def store() -> Connector:
+        small, large = photographs(64), [*photographs(pixels).values()]
+        return Store({**small, **{f"{place:04}.jpg": large[place % 8] for place in places}}, [0.0])
+
+    return _drawn("giants", "decode", "stragglers", overrides, f"{num} of {pixels} pixels", store=store)
+
+
+def _shared_lock(rng: random.Random, overrides: dict[str, Any], workers: int, size: int) -> Drawn:
+    """Of a function that several threads may be in at once, for all that is declared."""
+    seconds = 10 ** rng.uniform(-2.8, -2.0)
+    more = {**overrides, "prefetch.concurrency": max(2, workers), "stages.call.thread_safe": True}
+    note = f"{1e3 * seconds:.1f} ms, thread_safe"
+    return _drawn("lock", "call", "lock", more, note, call="wait_for_others", seconds=seconds)
+
+
+def _one_batch(rng: random.Random, overrides: dict[str, Any], workers: int, size: int) -> Drawn:
+    """Nothing is ahead of the batch in work, so that workers stand still at the end of each."""
+    number = round(10 ** rng.uniform(4.3, 5.0))
+    more = {**overrides, "prefetch.concurrency": 4, "prefetch.batches": 1, "stages.batch.size": 4}
+    step = sleep_step(rng.uniform(0.0, 0.01))
+    return _drawn("one batch", "call", "depth", more, f"sorting {number}", call="compute", step=step, size=number)
+
+
+def _free_threads(rng: random.Random, overrides: dict[str, Any], workers: int, size: int) -> Drawn:
+    """Python that is declared to run in several threads."""
+    turns = round(10 ** rng.uniform(4.4, 5.0))
+    more = {**overrides, "prefetch.concurrency": max(2, workers), "stages.call.thread_safe": True}
+    return _drawn("GIL", "call", "gil", more, f"{turns} turns, thread_safe", call="in_python", turns=turns)
 
 
 def _if_shallow(overrides: Mapping[str, Any], workers: int, size: int) -> str:

@@ -23,7 +23,7 @@ _IN_TWO_MINDS = 0.6  # times the confidence, where another kind fits about as we
 
 def ranked(interval: Interval) -> list[str]:
     """What the loop waited for, the longest first, without what is too short to matter."""
-    stall_s = interval.stats.stall_s
+    stall_s = interval.stall_s
     names = sorted(stall_s, key=stall_s.__getitem__, reverse=True)
     return [name for name in names if stall_s[name] > _LEAST * interval.stats.wall_s or name == names[0]][:_MOST]
 

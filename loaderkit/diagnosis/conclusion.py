@@ -12,7 +12,7 @@ BUSY = 0.75  # share of their time; workers that are busy for more are the limit
 
 def conclude(interval: Interval, cause: str, kind: str, evidence: str, remedy: Remedy, *, sure: float = 1.0) -> Verdict:
     """The verdict where the loop waited longest for `cause`; it is less sure where several causes share the waiting."""
-    seconds = interval.stats.stall_s[cause]
+    seconds = interval.stall_s[cause]
     confidence = interval.confidence(0.6 + 0.4 * seconds / max(interval.waited_s, 1e-9), sure)
     percent, text = interval.percent(seconds), remedy.text
     return Verdict(cause, percent, confidence, evidence, text, kind, None, remedy.settings, remedy.is_exact)

@@ -6,6 +6,7 @@
         libraries compute in threads of their own ──> oversubscription
         its workers wait for bytes that are read ahead ──> bandwidth
         a few items take much of the time by themselves, whatever they do meanwhile ──> stragglers
+        one batch is read ahead, and its workers are idle at its end ──> depth
         user code runs one item at a time, and does all the time ──> lock
         the GIL is held, and no more than one CPU is used ──> gil
         the loop holds the GIL, and the workers hardly compute ──> gil
@@ -35,6 +36,8 @@ from loaderkit.diagnosis.verdict import Setting, Verdict
 from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.stalls import MEMORY, NETWORK, RELEASE, RESTART, START, WAKEUP
 
+_BORDER = 1.4  # times HARMLESS, or as much below it: another run may be on the other side
+
 _WITHOUT_A_STAGE: Mapping[str, Callable[[Interval], Verdict]] = {
     START: loop_rules.start,
     MEMORY: loop_rules.memory,
@@ -48,7 +51,8 @@ _OF_A_STAGE: Sequence[Callable[[Facts], Verdict | None]] = (
     stage_rules.shared,
     sharing_rules.oversubscription,
     stage_rules.read_ahead,
-    partial(stage_rules.stragglers, is_plain=True),
+    stage_rules.slow_samples,
+    stage_rules.one_batch,
     sharing_rules.user_code,
     sharing_rules.gil,
     sharing_rules.gil_of_loop,
@@ -63,9 +67,6 @@ _OF_A_STAGE: Sequence[Callable[[Facts], Verdict | None]] = (
     stage_rules.waiting,
 )
 """The first that applies gives the verdict, so a rule may rely on those before it."""
-
-
-_BORDER = 1.4  # times HARMLESS, or as much below it: another run may be on the other side
 
 
 def diagnose(snapshot: Snapshot) -> Verdict:

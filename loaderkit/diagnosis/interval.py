@@ -50,26 +50,29 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval. `waited_s` counts every wait of the loop; `wall_s` is the time in which workers could run."""
+    """An interval. `stall_s` are the waits of the loop by cause, `waited_s` all of them; `wall_s` is the time in which workers
+    could run."""
 
     stats: Snapshot
+    stall_s: Mapping[str, float]
     waited_s: float
     wall_s: float
     pools: list[PoolUse]
 
     @classmethod
     def of(cls, stats: Snapshot) -> Interval:
-        wall_s = max(stats.wall_s - stats.stall_s.get(START, 0.0) + stats.started_s, 1e-9)
-        return cls(stats, sum(stats.stall_s.values()), wall_s, _pools_of(stats))
+        stall_s = stats.stall_s  # computed anew at every call
+        wall_s = max(stats.wall_s - stall_s.get(START, 0.0) + stats.started_s, 1e-9)
+        return cls(stats, stall_s, sum(stall_s.values()), wall_s, _pools_of(stats))
 
     def with_stats(self, stats: Snapshot) -> Interval:
-        """The same interval with other figures of its stages."""
+        """The same waits with other figures of what the workers did."""
         return replace(self, stats=stats, pools=_pools_of(stats))
 
     @property
     def cause(self) -> str | None:
         """What the loop waited for longest: a stage, or `start`, `memory`, `wakeup`; None: it did not wait."""
-        stall_s = self.stats.stall_s
+        stall_s = self.stall_s
         longest = max(stall_s, key=stall_s.__getitem__, default=None)
         return longest if longest is not None and stall_s[longest] > 0 else None
 
@@ -81,7 +84,7 @@ class Interval:
     @property
     def share_after_start(self) -> float:
         """The share of the time after the start in which the loop waited."""
-        start_s = self.stats.stall_s.get(START, 0.0)
+        start_s = self.stall_s.get(START, 0.0)
         return min(1.0, max(0.0, self.waited_s - start_s) / max(self.stats.wall_s - start_s, 1e-9))
 
     @property

@@ -54,7 +54,7 @@ def memory(interval: Interval) -> Verdict:
 
 def wakeup(interval: Interval) -> Verdict:
     """Batches were ready, and the loop's thread was not running."""
-    seconds, num_batches = interval.stats.stall_s[WAKEUP], interval.stats.num_batches
+    seconds, num_batches = interval.stall_s[WAKEUP], interval.stats.num_batches
     each = f", {say_seconds(seconds / num_batches)} a batch" if num_batches else ""
     evidence = f"{each}: batches were ready, and the loop's thread was not running"
     if interval.is_held_back:

@@ -15,32 +15,37 @@ from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
 
 _CPU = 0.1  # of the CPU time
-_DELAYED = 0.1  # of the busy time
-_BLOCKED = 0.08  # of the time of all workers
+_DELAYED = 0.05  # of the busy time
+_BLOCKED = 0.04  # of the time of all workers
 _TAKEN = 0.12  # share of the times at which the GIL was taken; of 32 answers
 _ALONE = 1.12  # times the throughput of one worker alone
 _SLOWED = 1.1  # times a slowdown
 _WAITED = 0.08  # share of the time of workers side by side
+_BUSY = 1.08  # times the time in a stage
+_ITEMS = 1.12  # times their number
 _IDLE = 0.2  # CPUs
 _NATIVE = 1.25  # times the CPU time of threads of libraries
 
+_OTHERS = 0.2  # of the CPUs; where other programs have more, what was tried with one worker is less sure
+
 Nudge = Callable[[Snapshot, int], Snapshot | None]
-"""The figures with one of them larger (1) or smaller (-1); None: it was not measured."""
+"""The figures with one of them larger (1) or smaller (-1), or by two such steps; None: it was not measured."""
 
 
 def rival(snapshot: Snapshot, verdict: Verdict, again: Callable[[Snapshot], Verdict]) -> Verdict | None:
-    """The verdict of another kind that fits the figures about as well, of several the one that does so most often; None:
-    none does."""
+    """The verdict of another kind that fits the figures about as well, of several the one that does so most often; None: none
+    does. It comes last that nothing tells what is waited for."""
     others = [other for nudged in _nudged(snapshot) if (other := again(nudged)).kind != verdict.kind]
-    if not others:
-        return None
-    [(kind, _)] = Counter(other.kind for other in others).most_common(1)
-    return next(other for other in others if other.kind == kind)
+    often = Counter(other.kind for other in others)
+    return max(others, key=lambda other: (other.kind != "waiting", often[other.kind]), default=None)
 
 
 def _nudged(snapshot: Snapshot) -> Iterator[Snapshot]:
-    for nudge in _NUDGES:
-        for sign in (1, -1):
+    others_cpus = (snapshot.host.others_s or 0.0) / (snapshot.wall_s + snapshot.paused_s)
+    steps = 2 if others_cpus > _OTHERS * (snapshot.tuning.cpus or 1) else 1
+    nudges = [(nudge, 1) for nudge in _OF_ALL] + [(nudge, steps) for nudge in _OF_TRIALS]
+    for nudge, num in nudges:
+        for sign in (num, -num):
             if (nudged := nudge(snapshot, sign)) is not None:
                 yield nudged
 
@@ -73,8 +78,9 @@ def _delayed(snapshot: Snapshot, sign: int) -> Snapshot:
 
 def _blocked(snapshot: Snapshot, sign: int) -> Snapshot | None:
     def moved(row: StageStats) -> StageStats:
-        return replace(row, blocked_s=row.blocked_s * (1 + _BLOCKED * sign))
+        return replace(row, blocked_s=max(0.0, row.blocked_s + _BLOCKED * sign * whole_s)) if row.blocked_s else row
 
+    whole_s = sum(row.busy_s + row.starved_s + row.blocked_s for row in snapshot.stages)
     return _with_rows(snapshot, moved) if any(row.blocked_s for row in snapshot.stages) else None
 
 
@@ -109,6 +115,19 @@ def _waited(snapshot: Snapshot, sign: int) -> Snapshot | None:
     return _with_trials(snapshot, moved)
 
 
+def _in_turn(snapshot: Snapshot, sign: int) -> Snapshot | None:
+    """Of what one worker at a time runs: how much of the time one did."""
+
+    def moved(row: StageStats) -> StageStats:
+        return replace(row, busy_s=row.busy_s * _BUSY**sign) if row.in_turn or row.alone else row
+
+    return _with_rows(snapshot, moved) if any(row.in_turn or row.alone for row in snapshot.stages) else None
+
+
+def _items(snapshot: Snapshot, sign: int) -> Snapshot:
+    return _with_rows(snapshot, lambda row: replace(row, num_items=round(row.num_items * _ITEMS**sign)))
+
+
 def _idle(snapshot: Snapshot, sign: int) -> Snapshot | None:
     idle_s = snapshot.host.idle_s
     if idle_s is None:
@@ -122,6 +141,5 @@ def _native(snapshot: Snapshot, sign: int) -> Snapshot | None:
     return replace(snapshot, host=replace(snapshot.host, native_s=native_s * _NATIVE**sign)) if native_s else None
 
 
-_NUDGES: Sequence[Nudge] = (
-    _computing, _delayed, _blocked, _taken, _alone, _slowed, _waited, _idle, _native
-)  # fmt: skip
+_OF_ALL: Sequence[Nudge] = (_computing, _delayed, _blocked, _in_turn, _items, _idle, _native)
+_OF_TRIALS: Sequence[Nudge] = (_taken, _alone, _slowed, _waited)

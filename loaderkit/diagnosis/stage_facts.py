@@ -20,7 +20,7 @@ _SEVERAL = 1.5  # workers, on average
 LITTLE_CPU = 0.3  # CPUs; what uses less does not hold the GIL for long
 _LOOP_COMPUTES = 0.5  # share of the time; a loop that computes for less does not keep others from the GIL
 _USUAL_CPU = 2.0  # times what it computes in the mean; a usual item that takes longer waits for something
-_MOST_FOR_GIL_S = 0.05  # ten times the 5 ms after which a thread that computes gives it away
+MOST_FOR_GIL_S = 0.05  # ten times the 5 ms after which a thread that computes gives it away
 _PAID, _IN_VAIN = 1 / 2, 1 / 4  # of the gain that workers at their own pace bring: more of them pay, or are in vain
 _WORTH = 0.2  # gain that such workers have to bring, else less than half of it is not told from nothing
 _SLOW = 4.0  # times the usual time
@@ -209,7 +209,7 @@ def _loop_holds_gil(interval: Interval, stage: StageStats, trial: ContentionResu
     usual_s, slow_s = stage.services.percentile(0.5), stage.services.percentile(0.99)
     if usual_s is None or slow_s is None or not stage.num_items:
         return False
-    return usual_s < _USUAL_CPU * stage.cpu_s / stage.num_items and slow_s < _MOST_FOR_GIL_S
+    return usual_s < _USUAL_CPU * stage.cpu_s / stage.num_items and slow_s < MOST_FOR_GIL_S
 
 
 def is_of_user(stage: StageStats) -> bool:

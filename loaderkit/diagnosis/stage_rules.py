@@ -9,15 +9,24 @@ from loaderkit.diagnosis import changes, words
 from loaderkit.diagnosis.conclusion import BUSY, confidence_of_comparison, of_stage
 from loaderkit.diagnosis.interval import WAITING
 from loaderkit.diagnosis.sharing_rules import MOVE_LESS, is_held_by_one
-from loaderkit.diagnosis.stage_facts import ALL_ALONE, COMPUTING, PLAINLY, Facts, are_slow_together
+from loaderkit.diagnosis.stage_facts import (
+    ALL_ALONE,
+    COMPUTING,
+    MOST_FOR_GIL_S,
+    PLAINLY,
+    Facts,
+    are_slow_together,
+)
 from loaderkit.diagnosis.verdict import Remedy, Verdict
 from loaderkit.engine.metrics.snapshot import ALWAYS
 
 _CROWDED = 0.25  # share of the busy time ready to run while no CPU was free
 _TAIL = 4.0  # times the usual service time; a longer item is a straggler
 _TAIL_SHARE = 0.25  # share of the busy time spent on stragglers
+_CONTENDED = 0.25  # share of the times at which the GIL was taken, above which items may be slow for it
 _FEW = 0.25  # share of the items; where more are slow, that is usual
 _BY_CHANCE = 1.4  # of the throughput of all; beside a lock or a full link one alone reached 0.78 to 1.19 in 72 runs
+_AT_ITS_END = 0.1  # share of the time of workers, at the end of the only batch in work
 _FILLS = (0.7, 1.3)  # times the wall time; between them, one worker was busy all the time
 
 
@@ -67,28 +76,41 @@ def read_ahead(facts: Facts) -> Verdict | None:
     return of_stage(interval, awaited, "bandwidth", evidence, Remedy(change), sure=0.95)
 
 
-def stragglers(facts: Facts, *, is_plain: bool = False) -> Verdict | None:
-    """A few items take much of the time. `is_plain`: they do so by themselves, also if all that others have kept them from is
-    left out; then it does not matter whether they compute, wait or hold the GIL."""
+def slow_samples(facts: Facts) -> Verdict | None:
+    """A few samples take much of the time by themselves, whatever they do meanwhile: compute, wait, hold the GIL."""
+    interval, stage, trial = facts.interval, facts.awaited.stage, facts.awaited.pool.trial
+    kinds = [row.kind for row in interval.stats.stages[: interval.stats.stages.index(stage) + 1]]
+    if "batch" in kinds or interval.stats.turn_share(stage.name) >= ALWAYS:
+        return None  # batches are new memory now and then; and in turn nothing else is done meanwhile, however long one takes
+    # What waits for the GIL is slow for as long as others have it, and off the CPU in a stage that waits for nothing else.
+    least_s = MOST_FOR_GIL_S if (trial.gil_taken or 0.0) > _CONTENDED else 0.0
+    is_off_for_gil = trial.holds_gil or not stage.waits
+    return _stragglers(facts, least_s, stage.busy_s - stage.cpu_s if is_off_for_gil else stage.delayed_s)
+
+
+def stragglers(facts: Facts) -> Verdict | None:
+    """A few items take much of the time, and wait."""
+    return None if facts.awaited.needs_cpu > COMPUTING else _stragglers(facts, 0.0, facts.awaited.stage.delayed_s)
+
+
+def _stragglers(facts: Facts, least_s: float, withheld_s: float) -> Verdict | None:
+    """The same of items that take `least_s` or more; for `withheld_s` of their time items could not go on as others had the GIL
+    or the CPUs, and those that were slow for that are no stragglers."""
     interval, awaited = facts.interval, facts.awaited
     stage, services = awaited.stage, awaited.stage.services
     usual_s = services.percentile(0.5)
-    if usual_s is None or interval.stats.turn_share(stage.name) >= ALWAYS or (awaited.needs_cpu > COMPUTING and not is_plain):
+    if usual_s is None:
         return None
-    slow_s = _TAIL * usual_s
+    slow_s = max(_TAIL * usual_s, least_s)
     share, num_slow, num_all = services.share_above(slow_s), services.num_above(slow_s), sum(services.counts.values())
-    # An item that was slow for lack of a CPU, or of the GIL, is no straggler.
-    withheld_s = stage.delayed_s
-    if is_plain and awaited.pool.trial.holds_gil:
-        withheld_s = stage.busy_s - stage.cpu_s
     by_itself = share - withheld_s / max(stage.busy_s, 1e-9)
-    if num_slow > _FEW * num_all or share <= _TAIL_SHARE or by_itself <= (_TAIL_SHARE if is_plain else _TAIL_SHARE / 2):
+    if num_slow > _FEW * num_all or share <= _TAIL_SHARE or by_itself <= _TAIL_SHARE / 2:
         return None
     if _may_be_a_lock(facts, usual_s):
         return None
     evidence = (
-        f"the median item takes {say_seconds(usual_s)}; {num_slow} of {num_all} took more than {_TAIL:.0f} times as long, and "
-        f"{100 * share:.0f} % of the stage's time"
+        f"the median item takes {say_seconds(usual_s)}; {num_slow} of {num_all} took more than {slow_s / usual_s:.0f} times as "
+        f"long, and {100 * share:.0f} % of the stage's time"
     )
     change = changes.mended(interval, awaited, is_alone=is_held_by_one(facts))
     sure = 0.95 if (awaited.alone_share or 0.0) <= ALL_ALONE else 0.6  # it may be an unfair lock
@@ -121,16 +143,31 @@ def memory_ahead(facts: Facts) -> Verdict | None:
 
 def depth(facts: Facts) -> Verdict | None:
     """Its workers are idle although the loop waits: as many batches are open as prefetch.batches allows."""
-    interval, first_pool = facts.interval, facts.interval.pools[0]
-    blocked_s, slot_s = first_pool.total("blocked_s"), first_pool.total("slot_s")
-    if not _is_idle(facts) or blocked_s <= WAITING * slot_s:
+    first_pool = facts.interval.pools[0]
+    if not _is_idle(facts) or first_pool.total("blocked_s") <= WAITING * first_pool.total("slot_s"):
         return None
+    return _depth(facts, sure=0.8)
+
+
+def one_batch(facts: Facts) -> Verdict | None:
+    """Nothing is ahead of the batch in work, so that workers are idle at its end, whatever they do before."""
+    interval, first_pool = facts.interval, facts.interval.pools[0]
+    if interval.num_wanted > 1 or interval.is_inline or not interval.stats.num_batches or interval.is_short_of_memory:
+        return None
+    if first_pool.rows[0].workers < 2 or first_pool.total("blocked_s") <= _AT_ITS_END * first_pool.total("slot_s"):
+        return None
+    return _depth(facts, sure=0.9)
+
+
+def _depth(facts: Facts, *, sure: float) -> Verdict:
+    interval, first_pool = facts.interval, facts.interval.pools[0]
+    share = first_pool.total("blocked_s") / max(first_pool.total("slot_s"), 1e-9)
     evidence = (
-        f"no pool was at its limit: workers were idle for {100 * blocked_s / slot_s:.0f} % of the time because "
+        f"no pool was at its limit: workers were idle for {100 * share:.0f} % of the time because "
         f"{interval.num_wanted} {'batch was' if interval.num_wanted == 1 else 'batches were'} already open"
     )
     change = changes.deeper(interval).then(", to absorb variation")
-    return of_stage(interval, facts.awaited, "depth", evidence, change, sure=0.8)
+    return of_stage(interval, facts.awaited, "depth", evidence, change, sure=sure)
 
 
 def _is_idle(facts: Facts) -> bool:

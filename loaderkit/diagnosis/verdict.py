@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from loaderkit.engine.metrics.stalls import EPOCH, MEMORY, NETWORK, RELEASE, RESTART, START, WAKEUP
 
-
 _NEARLY = 2 / 3  # of the longest wait; a cause with as much is named beside it
 _MOST_NAMED = 3
 
@@ -62,9 +61,9 @@ class Verdict(NamedTuple):
     `stage` is what the loop waited for longest: a stage's name, or `start`, `memory`, `wakeup`, `network`, `worker restart` or
     `release`; None: training is the limit. `percent` of the interval's wall time were lost to it (for None: not lost to
     loading). `confidence` is from 0 to 1. `kind` says in one word how it limits: training, computing, gil, oversubscription,
-    lock, latency, bandwidth, stragglers, waiting, memory, depth, start, wakeup, network, restart, quota, failed, unknown. `source`
-    begins with the name of the one of several sources that alone holds the loop up, if one does, and says how that is seen.
-    `settings`: the values to set for `change`; empty where it is nothing to be set. `is_exact`: `change` names them all.
+    lock, latency, bandwidth, stragglers, waiting, memory, depth, start, wakeup, network, restart, quota, failed, unknown.
+    `source` begins with the name of the one of several sources that alone holds the loop up, if one does, and says how that is
+    seen. `settings`: the values to set for `change`; empty where it is nothing to be set. `is_exact`: `change` names them all.
     `or_kind`: another kind that fits the figures about as well, or training, if little is lost; None: `kind` fits best.
     `causes`: all that the loop waited for, the longest first, whose stage is `stage` unless training is the limit; `settings`
     are for all of them that the headline names.
@@ -110,6 +109,10 @@ _WITHOUT_A_STAGE: Mapping[str, str] = {
 }
 
 
+_BY_KIND: Mapping[str, str] = {
+    "quota": "The CPU quota is the limit: the loop's thread was held back",
+    "unknown": "Too few batches to say what is the limit",
+}
 _WITHOUT_A_WAIT: Mapping[str, str] = {
     "training": "Training is the limit",
     "unknown": "Nothing to say yet",
@@ -120,22 +123,22 @@ _WITHOUT_A_WAIT: Mapping[str, str] = {
 def headline(stage: str | None, kind: str, or_kind: str | None = None, causes: Sequence[Cause] = ()) -> str:
     """A verdict in one line."""
     if stage is None:
-        found = _WITHOUT_A_WAIT[kind]
+        found = _WITHOUT_A_WAIT.get(kind, _WITHOUT_A_WAIT["training"])
         return f"{found}, and then {causes[0].stage}: {or_kind}" if or_kind is not None and causes else found
-    if kind == "unknown":
-        return "Too few batches to say what is the limit"
     together = named_together(causes)
-    if len(together) > 1:
-        names, kinds = [str(one.stage) for one in together], _kinds_of(together, causes)
-        said = kinds[0] if len({*kinds}) == 1 else ", ".join(map(_of_cause, names, kinds))
-        return f"{', '.join(names[:-1])} and {names[-1]} together are the limit: {said}"
+    if len(together) < 2 or kind == "unknown":
+        return _of_one(stage, kind, or_kind)
+    names, kinds = [str(one.stage) for one in together], _kinds_of(together, causes)
+    said = kinds[0] if len({*kinds}) == 1 else ", ".join(map(_of_cause, names, kinds))
+    return f"{', '.join(names[:-1])} and {names[-1]} together are the limit: {said}"
+
+
+def _of_one(stage: str, kind: str, or_kind: str | None) -> str:
     if or_kind not in (None, "training"):
         return f"{stage} is the limit: cannot tell {kind} from {or_kind}"
-    if kind == "quota":
-        return "The CPU quota is the limit: the loop's thread was held back"
     if stage == NETWORK and kind != "network":
         return "Batches ahead are the limit: too few are on the way to the trainer at a time"
-    return _WITHOUT_A_STAGE.get(stage, f"{stage} is the limit: {kind}")
+    return _BY_KIND.get(kind) or _WITHOUT_A_STAGE.get(stage, f"{stage} is the limit: {kind}")
 
 
 def named_together(causes: Sequence[Cause]) -> list[Cause]:

@@ -15,14 +15,14 @@ def waited(interval: Interval, cause: str | None = None) -> str:
     """How long the loop waited in all, and for one cause: the head of every verdict's evidence."""
     stats = interval.stats
     text = f"the loop waited {interval.percent(interval.waited_s):.1f} % of {say_seconds(stats.wall_s)}"
-    if cause is None or stats.stall_s[cause] >= interval.waited_s:
+    if cause is None or interval.stall_s[cause] >= interval.waited_s:
         return text
-    return f"{text}, {interval.percent(stats.stall_s[cause]):.1f} % for {cause}"
+    return f"{text}, {interval.percent(interval.stall_s[cause]):.1f} % for {cause}"
 
 
 def after_start(interval: Interval) -> str:
     """The waiting that is not the start's, and what that was for."""
-    stall_s = {cause: seconds for cause, seconds in interval.stats.stall_s.items() if cause != START}
+    stall_s = {cause: seconds for cause, seconds in interval.stall_s.items() if cause != START}
     longest = max(stall_s, key=stall_s.__getitem__, default=None)
     if longest is None or not stall_s[longest]:
         return "after the start it did not wait"

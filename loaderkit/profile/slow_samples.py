@@ -23,7 +23,8 @@ _STRAGGLER = 4.0  # times the median, as in the verdict
 _NUM_NAMED = 3
 _NUM_USUAL = 256  # samples that slow ones are compared with
 _LEAST = 3  # slow samples; fewer have anything in common by chance
-_NEARLY_ALL, _RARE = 0.9, 1 / 3  # share of the slow samples, of those at large
+_NEARLY_ALL = 0.9  # share of the slow samples
+_BY_CHANCE = 1e-3  # likelihood that as many samples drawn at large share it
 _LARGE = 3.0  # times the usual bytes
 
 
@@ -73,10 +74,22 @@ def say_stragglers(passed: Stats, stage: str | None, source: Source) -> str:
     ranked = sorted(took_s, key=took_s.__getitem__, reverse=True)
     if not ranked:
         return ""
+    ranked = _bulk(ranked, took_s)
     named = ", ".join(f"{source.key(index)} ({say_seconds(took_s[index])})" for index in ranked[:_NUM_NAMED])
     usual = np.unique(np.linspace(0, len(source) - 1, min(_NUM_USUAL, len(source))).astype(np.int64)).tolist()
     common = in_common(_traits(source, ranked), _traits(source, usual))
     return f"the slowest are {named}{f': {common}' if common else ''}"
+
+
+def _bulk(ranked: Sequence[int], took_s: Mapping[int, float]) -> list[int]:
+    """Those of the slow samples that nearly all of their time went to: the others may have been slow for lack of a CPU."""
+    left_s, found = _NEARLY_ALL * sum(took_s.values()), list[int]()
+    for index in ranked:
+        if left_s <= 0:
+            break
+        found.append(index)
+        left_s -= took_s[index]
+    return found
 
 
 def in_common(slow: Sequence[Traits], usual: Sequence[Traits]) -> str:
@@ -88,11 +101,14 @@ def in_common(slow: Sequence[Traits], usual: Sequence[Traits]) -> str:
         values = [getattr(one, name) for one in slow]
         value = max(set(values), key=values.count)
         share = [getattr(one, name) for one in usual].count(value) / max(1, len(usual))
-        if value and values.count(value) >= _NEARLY_ALL * len(values) and share <= _RARE:
+        num = values.count(value)
+        if value and num >= _NEARLY_ALL * len(values) and share**num < _BY_CHANCE:
             found.append(say.format(value))
     slow_bytes, usual_bytes = (_median_bytes(some) for some in (slow, usual))
     if slow_bytes and usual_bytes and slow_bytes >= _LARGE * usual_bytes:
-        found.append(f"have {say_size(slow_bytes)} in the median, {slow_bytes / usual_bytes:.2g} times as much as usual")
+        found.append(
+            f"have {say_size(slow_bytes)} in the median, {slow_bytes / usual_bytes:.0f} times as much as usual"
+        )
     return f"nearly all of the {len(slow)} slow ones {' and '.join(found)}" if found else ""
 
 
@@ -122,4 +138,3 @@ def _traits_of(source: Source, index: int) -> Traits:
     extension = "" if largest is None else largest.extension.lower()
     num_bytes = sum(one.range.length for one in ranges) if ranges else None
     return Traits(name, "" if origin == key else origin, dirname(key), extension, num_bytes)
-

@@ -81,7 +81,7 @@ class TestOtherPrograms:
         seen = stats({"call": 8.0}, [row("read", 1, 1), row("call", 19, 4, delayed_s=14)], idle_s=0.0)
         seen = replace(seen, host=replace(seen.host, others_s=others_s))
         found = seen.verdict()
-        assert (found.kind, found.change.endswith(said)) == ("computing", True)
+        assert (found.kind, said in found.change) == ("computing", True)
 
     @pytest.mark.parametrize(("others_s", "keys"), [(18.0, []), (0.0, ["prefetch.executor"])])
     def test_a_loop_that_gets_no_cpu_is_not_helped_by_a_process(self, others_s: float, keys: list[str]) -> None:

@@ -440,7 +440,8 @@ def test_it_is_in_the_statistics(executor: str) -> None:
     ) as loader:
         list(loader)
         found = loader.stats().to_dict()["verdict"]
-    assert set(found) == {"stage", "percent", "confidence", "evidence", "change", "kind", "source"}
+    names = "stage percent confidence evidence change kind or_kind source causes headline"
+    assert set(found) == {*names.split()}
 
 
 @pytest.mark.parametrize("machine", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)

@@ -17,7 +17,7 @@ from made_accounts import row, services, stats
 
 from loaderkit.diagnosis import changes, interval
 from loaderkit.diagnosis.stats import Stats
-from loaderkit.diagnosis.verdict import headline, say
+from loaderkit.diagnosis.verdict import say
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.nodes.counts import Nodes, NodeStats
 
@@ -65,6 +65,11 @@ def accounts() -> Mapping[str, Stats]:
         "bandwidth of read-ahead": _of("read", 19, 0.3, num_bytes=10**9, ahead_wait_s=18.0),
         "latency": _of("read", 19, 0.3, trial=alike, services=services((0.02, 900))),
         "stragglers": _of("read", 19, 0.3, services=UNEVEN),
+        "stragglers that compute": _of("call", 19, 18, services=UNEVEN),
+        "one batch ahead": replace(one := _of("call", 9, 8, blocked_s=3), tuning=replace(one.tuning, batches=1)),
+        "two together": stats({"read": 4.0, "call": 4.5}, [row("read", 9, 0.3), row("call", 9, 8.9)], apart=True),
+        "gil or computing": _of("call", 14, 9.5, starved_s=6, trial=ContentionResult(0.95, 0.2, 0.7, 2.0)),
+        "a few batches": stats({"start": 8.0, "read": 0.5}, rows, batches=3),
         "depth": _of("read", 9, 0.5, blocked_s=10),
         "computing": _of("call", 19, 18),
         "computing on all CPUs": _of("call", 39, 36, workers=4),
@@ -86,7 +91,7 @@ def said() -> str:
         for name, seen in accounts().items():
             found = seen.verdict()
             lines += [
-                f"{name}: {headline(found.stage, found.kind)}",
+                f"{name}: {found.headline}",
                 found.evidence,
                 found.change,
                 say(found.settings),

@@ -14,7 +14,6 @@ from browser import Page, chromium
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.diagnosis.verdict import headline
 from loaderkit.engine.metrics.nodes.ledger import NodeLedger
 from loaderkit.errors import ConfigError
 from loaderkit.profile.render.charts import charts
@@ -91,7 +90,7 @@ def test_in_a_browser_it_shows_the_verdict_and_asks_no_network(
 
     text = tab.evaluate("document.body.innerText")
     verdict = report.verdict
-    assert headline(verdict.stage, verdict.kind) in text
+    assert verdict.headline in text
     for shown in (
         verdict.evidence,
         verdict.change,

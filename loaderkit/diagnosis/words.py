@@ -69,7 +69,9 @@ def compared(facts: StageFacts) -> str:
     if facts.slowdown is not None:
         evidence += f", and {facts.stage.name} takes {facts.slowdown:.1f} times as long side by side"
     if (tuned := facts.tuned) is not None:
-        evidence += f"; with {tuned.after} workers instead of {tuned.before} the tuner found {tuned.gain:+.0%} samples/s"
+        evidence += (
+            f"; with {tuned.after} workers instead of {tuned.before} the tuner found {tuned.gain:+.0%} samples/s"
+        )
     return evidence
 
 

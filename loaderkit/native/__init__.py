@@ -62,8 +62,10 @@ __all__ = [
     "resample",
     "scatter_ranges",
     "take_pieces",
+    "take_sample",
     "tar_run",
     "texts",
+    "wait_to_sample",
     "whole_jpeg_size",
     "write_normalized",
     "write_planes",
@@ -90,7 +92,9 @@ resample = _kernels.resample
 scatter_ranges = _kernels.scatter_ranges
 take_pieces = _kernels.take_pieces
 tar_run = _kernels.tar_run
+take_sample = _kernels.take_sample
 texts = _kernels.texts
+wait_to_sample = _kernels.wait_to_sample
 whole_jpeg_size = _kernels.whole_jpeg_size
 
 CAN_RESAMPLE: bool = resample([])

@@ -169,6 +169,13 @@ def delayed() -> float:
 def gil_wait(sleep_s: float) -> float:
     """Seconds that this thread waited for the GIL after it had slept."""
 
+def wait_to_sample(sleep_s: float, thread: int, stat_file: int, signal: int) -> bool:
+    """Sleep; then send `signal` (0: none) to the thread with this ident if its `stat_file` of /proc says that it runs, and wait
+    for the GIL. True if that thread has not called `take_sample` by then, and the caller is to sample it."""
+
+def take_sample() -> bool:
+    """True if a sample is due; it is then the caller's."""
+
 class StateClock:
     """One worker's time by state, in seconds. Only the worker itself enters states; any thread may read."""
 

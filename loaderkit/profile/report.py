@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, computed_field
 
 from loaderkit.diagnosis.restores import RestoreVerdict
 from loaderkit.diagnosis.verdict import Part
+from loaderkit.diagnosis.watched.lines import LineTimes
 from loaderkit.profile.paragraph import paragraph
 from loaderkit.profile.report_parts import (
     Comparison,
@@ -89,6 +90,7 @@ class Report(_Document):
     slowest: list[SlowItem] = Field(description="at most ten, the slowest first")
     first_batch: FirstBatch | None = Field(description="null: batches had come before the report began")
     utilisation: Utilisation | None
+    lines: LineTimes | None = Field(None, description="which lines of a script that is watched make its batches")
     saves: list[SaveRow] = Field([], description="of checkpoints, by CheckpointManager, in this process")
     headspace: Headroom | None = Field(None, description="what texts call headroom")
     what_if: list[WhatIf] = Field([], description="the change of the verdict first, then the most promising")

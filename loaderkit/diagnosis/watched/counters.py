@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
+from loaderkit.diagnosis.watched.lines import LineTimes
 from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
 
 DATASET = "dataset"  # a DataLoader's: with workers `collate_fn`, too
@@ -97,6 +98,7 @@ class WatchedSnapshot(Snapshot):
     programs: tuple[tuple[str, float], ...] = ()  # other programs, and the CPU seconds that they used
     shared_free_share: float | None = None  # of /dev/shm, at this moment
     kind: str = ""  # the class of what is watched, with its package
+    lines: LineTimes | None = None  # which lines load; None: they are not sampled
 
     def since(self, earlier: Snapshot) -> Self:
         """The rise of the counters between `earlier` and this moment."""

@@ -10,8 +10,10 @@ from loaderkit._internal.units import say_seconds, say_size
 from loaderkit.diagnosis import words
 from loaderkit.diagnosis.conclusion import conclude
 from loaderkit.diagnosis.interval import Interval
+from loaderkit.diagnosis.stage_facts import COMPUTING
 from loaderkit.diagnosis.verdict import Remedy, Setting, Verdict
-from loaderkit.diagnosis.watched.counters import LoaderArguments, WatchedCounters, WatchedSnapshot
+from loaderkit.diagnosis.watched.counters import COLLATE, LoaderArguments, WatchedCounters, WatchedSnapshot
+from loaderkit.diagnosis.watched.lines import COLLATE_FN, CostlyLine, cheaper
 
 SMALL_BYTES = 1e5  # of a batch: less takes no time to move
 _LARGE_BYTES = 1e6  # for more, new pages of memory take long
@@ -27,7 +29,7 @@ _MOST_AHEAD = 64
 
 
 class WatchedFacts:
-    """An interval, and the row of what the loop waited for longest."""
+    """An interval, and the row of one thing that the loop waited for."""
 
     def __init__(self, interval: Interval, stats: WatchedSnapshot, cause: str) -> None:
         self.interval, self.stats, self.cause = interval, stats, cause
@@ -63,7 +65,25 @@ class WatchedFacts:
         parts = [words.waited(self.interval, self.cause), *evidence, *of_machine(self.interval, self.stats)]
         return conclude(self.interval, self.cause, kind, "; ".join(filter(None, parts)), change, sure=sure)
 
+    def line(self) -> CostlyLine | None:
+        """The line that makes loading slow, where one stands out; of a loop that makes its batches itself, the one in that part
+        for which it waits."""
+        times, is_inline = self.stats.lines, not self.arguments.num_workers
+        if times is None:
+            return None
+        return times.costliest(lambda line: not is_inline or (line.part == COLLATE_FN) == (self.cause == COLLATE))
+
+    def say_line(self) -> str:
+        line = self.line()
+        return "" if line is None or self.stats.lines is None else self.stats.lines.say(line)
+
     # ------------------------------------------------------------------------------------------------- what to change
+
+    def cheaper(self) -> str:
+        """Less work for each sample: at the line that costs most, where it is known."""
+        line = self.line()
+        is_waiting = self.needs_cpu <= COMPUTING
+        return "less work for each sample" if line is None else cheaper(line, is_waiting=is_waiting)
 
     def more_workers(self, *, computing: bool) -> Remedy | None:
         """`num_workers` that would be enough if throughput grew with them; None where there is no CPU for more."""

@@ -12,8 +12,10 @@
             on a CPU, or ready to run ──> computing
             else ──> waiting
         iterable ──> computing in the loop's own thread, or waiting, of which nothing more is known
+    the same rules on what it waited for besides; what is nearly as long is named, too, with the change for each
 
-No worker can be asked, and none is slowed down to find out: so latency, bandwidth and locks are all `waiting`.
+None of the workers is slowed down to find out: so latency, bandwidth and locks are all `waiting`. Where lines are sampled, the
+one that costs most is named.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from loaderkit._internal.units import say_seconds, say_size
-from loaderkit.diagnosis import words
+from loaderkit.diagnosis import causes, words
 from loaderkit.diagnosis.conclusion import BUSY
 from loaderkit.diagnosis.interval import HARMLESS, SPARE, WAITING, Interval
 from loaderkit.diagnosis.stage_facts import COMPUTING
@@ -61,10 +63,13 @@ def diagnose_watched(stats: WatchedSnapshot) -> Verdict:
         evidence = "no batch was requested in this interval"
         return Verdict(None, 0.0, 0.0, evidence, "iterate over what `watch` has returned", "unknown")
     interval = Interval.of(stats)
-    cause = interval.cause
-    if cause is None or interval.share < HARMLESS:
+    if interval.cause is None or interval.share < HARMLESS:
         return _training(interval, stats)
-    return _RULES.get(cause, _iterable)(WatchedFacts(interval, stats, cause))
+    return causes.verdict_of(causes.ranked(interval), lambda cause: _of_cause(WatchedFacts(interval, stats, cause)))
+
+
+def _of_cause(facts: WatchedFacts) -> Verdict:
+    return _RULES.get(facts.cause, _iterable)(facts)
 
 
 # ---------------------------------------------------------------------------------------------------------- the rules
@@ -176,11 +181,16 @@ def _inline(facts: WatchedFacts) -> Verdict:
         "num_workers=0: the loop's own thread makes each batch",
         f"{what} {facts.per_batch(row.busy_s)} for one, {100 * facts.on_cpu:.0f} % of that on a CPU",
         facts.delayed(),
+        facts.say_line(),
     ]
     change = facts.more_workers(computing=computing)
     if change is None:
-        return facts.verdict("computing", evidence, Remedy(f"less work for each sample: there is {no_cpu(facts)}"))
+        return facts.verdict(
+            "computing", evidence, Remedy(f"{facts.cheaper()}; workers would not help: there is {no_cpu(facts)}")
+        )
     change = change.then(": other processes make batches while the loop computes")
+    if facts.line() is not None:
+        change = change.then(f"; or {facts.cheaper()}")
     return facts.verdict("computing" if computing else "waiting", evidence, change, sure=0.95)
 
 
@@ -192,7 +202,7 @@ def _workers(facts: WatchedFacts) -> Verdict:
         f"{'its' if num == 1 else 'their'} time, with {facts.per_batch(watched.busy_s)} for a batch",
         f"{100 * facts.on_cpu:.0f} % of that on a CPU",
     ]
-    evidence += [facts.delayed(), bursts(facts), *seen_in_proc(facts)]
+    evidence += [facts.delayed(), facts.say_line(), bursts(facts), *seen_in_proc(facts)]
     if row.cpu_s > _THREADS * max(watched.busy_s, 1e-9) and interval.is_short_of_cpus:
         variables = "OMP_NUM_THREADS=1 in the environment (of OpenCV: cv2.setNumThreads(0) in worker_init_fn)"
         evidence.append(f"each uses {row.cpu_s / watched.busy_s:.1f} CPUs: libraries compute in threads of their own")
@@ -202,7 +212,7 @@ def _workers(facts: WatchedFacts) -> Verdict:
     if watched.slot_s > 0 and (use < BUSY or (num > 1 and facts.use_in_waits < _ONE_BY_ONE)):
         return _idle(facts, evidence)
     if facts.needs_cpu > COMPUTING:
-        cheaper = "less work for each sample (smaller images, a faster decoder, work done once in advance)"
+        cheaper = facts.cheaper()
         if (moving := BatchSize(watched).moving()) is not None:
             evidence.append(f"to pass a batch on is a part of that: {moving[0]}")
             cheaper = f"{moving[1]}; or {cheaper}"
@@ -217,7 +227,8 @@ def _workers(facts: WatchedFacts) -> Verdict:
     evidence.insert(2, f"{100 * (1 - facts.needs_cpu):.0f} % waiting for something other than a CPU")
     change = facts.more_workers(computing=False)
     assert change is not None
-    change = change.then(", which need no CPU while they wait; or fewer, larger reads, or a faster store")
+    less = "fewer, larger reads, or a faster store" if facts.line() is None else facts.cheaper()
+    change = change.then(f", which need no CPU while they wait; or {less}")
     return facts.verdict("waiting", evidence, change, sure=0.9 if facts.needs_cpu < WAITING else 0.6)
 
 

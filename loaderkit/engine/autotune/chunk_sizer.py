@@ -9,6 +9,9 @@ from typing import Any
 # exchange the GIL more often, which costs more the more threads there are. Since all decoding of a chunk is one call, what a
 # chunk costs besides its pictures counts for more: 9 ms 1.007 of 6 ms (12 pairs of processes), 15 ms 1.00.
 CHUNK_TARGET_S = 0.009
+# Slow samples come in chunks of a few, as what a chunk costs besides them, 0.3 to 0.6 ms by user code that leaves the caches
+# cold, was 4 to 8 % of the time where each had a chunk of its own (8 ms by Pillow, two processes; now 3 %, as DataLoader).
+_FEW = 4
 _SHARED_S = 1e-3  # a batch that takes longer is shared by workers that would find no other one open
 _FIRST_TARGET_S = 0.02  # the first sample is made cold, and takes longer than those to come
 _FIRST_CHUNK_SIZE = 8
@@ -64,7 +67,8 @@ class ChunkSizer:
             return max(1, min(_FIRST_CHUNK_SIZE, -(-batch_size // num_workers)))
         own_s, target_s = self.sample_s, CHUNK_TARGET_S if self._num_landed else _FIRST_TARGET_S
         own_s *= max(_LEAST_SHARE, 1 - self._fixed_share)
-        wanted = int(target_s / max(own_s, 1e-9))
+        by_time = target_s / max(own_s, 1e-9)
+        wanted = int(max(by_time, min(_FEW, _FEW * by_time)))
         if wanted >= batch_size:
             num_sharing = max(1, -(-num_workers // num_open)) if own_s * batch_size > _SHARED_S else 1
             return -(-batch_size // num_sharing)

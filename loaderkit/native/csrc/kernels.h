@@ -28,6 +28,8 @@
  *     StateClock                                             a worker's time by state
  *     delayed()                                              the time that this thread was runnable without a CPU
  *     gil_wait(sleep_s)                                      the time that a waking thread waits for the GIL
+ *     wait_to_sample(sleep_s, thread, stat_file, signal)     wakes a thread that samples another one, unless that one did it
+ *     take_sample()                                          what that one asks first
  *
  * Slots are C-contiguous [B, 3, H, W]; pixels are [H, W, 3] with packed rows any distance apart; when written to slots, rows
  * may run backwards (a mirrored view). Multiplication and addition round separately, as in torch (the build forbids
@@ -89,6 +91,8 @@ PyObject *crc32c(PyObject *self, PyObject *data);
 PyObject *parse_example(PyObject *self, PyObject *args);
 PyObject *delayed(PyObject *self, PyObject *args);
 PyObject *gil_wait(PyObject *self, PyObject *arg);
+PyObject *wait_to_sample(PyObject *self, PyObject *args);
+PyObject *take_sample(PyObject *self, PyObject *unused);
 
 
 extern PyType_Spec state_clock_spec;

@@ -29,6 +29,8 @@ static PyMethodDef methods[] = {
     {"members", members, METH_VARARGS, "members(indices, offsets, num_members, starts, sizes, firsts, keys, etags) -> lists of keys, starts, sizes, etags"},
     {"delayed", delayed, METH_NOARGS, "delayed() -> s that this thread was ready to run with no CPU free"},
     {"gil_wait", gil_wait, METH_O, "gil_wait(sleep_s) -> s that this thread, woken up, waited for the GIL"},
+    {"wait_to_sample", wait_to_sample, METH_VARARGS, "wait_to_sample(sleep_s, thread, stat_file, signal) -> whether the caller has to sample"},
+    {"take_sample", take_sample, METH_NOARGS, "take_sample() -> whether one is due, which is then the caller's"},
     {NULL, NULL, 0, NULL},
 };
 

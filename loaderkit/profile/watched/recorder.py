@@ -20,6 +20,7 @@ from typing import Any
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.system.processes import ProcessCounters, Program, busiest, programs
 from loaderkit.diagnosis.watched.counters import LoaderArguments
+from loaderkit.diagnosis.watched.lines import LineTimes
 from loaderkit.diagnosis.watched.stats import WatchedStats
 from loaderkit.engine.metrics.host import CpuWatch, HostStats, host_stats
 from loaderkit.engine.metrics.snapshot import StageStats
@@ -29,6 +30,7 @@ from loaderkit.engine.monitor import TICK_S, Series
 from loaderkit.profile.step_log import StepLog
 from loaderkit.profile.watched.accounts import Accounts
 from loaderkit.profile.watched.dataloader import LoaderView, WorkersView
+from loaderkit.profile.watched.lines import LoaderLines
 from loaderkit.profile.watched.rows import rows_of
 from loaderkit.profile.watched.worker_processes import WorkerProcesses
 
@@ -46,6 +48,7 @@ class Recorder:
         self.clock = clock
         self.next_look_s = 0.0
         self.holds_batches = _may_hold()  # for one step more, for a profile
+        self.lines: LoaderLines | None = None  # where they are sampled
         self._kind = kind
         self.accounts = Accounts()
         self._workers = WorkerProcesses()
@@ -57,6 +60,7 @@ class Recorder:
         self._loop_s = 0.0  # of the loop itself: its waits, and its steps up to the next wait
         self._mark_s = 0.0
         self._is_in_step = False
+        self._samples_here = False
 
     # -------------------------------------------------------------------------------------- the loop, in its own thread
 
@@ -86,6 +90,7 @@ class Recorder:
         self.accounts.is_known()
         if isinstance(view, WorkersView):
             self._workers.begin(view.pids, view.pin_thread)
+        self._samples_here = self.lines is not None and self._is_inline
 
     def asked(self) -> float:
         """The loop asks for a batch; the time."""
@@ -95,6 +100,9 @@ class Recorder:
         if self._is_in_step:
             self._loop_s += now_s - self._mark_s
         self._is_in_step, self._mark_s = False, now_s
+        if self._samples_here:
+            assert self.lines is not None
+            self.lines.resume()
         return now_s
 
     def look(self, begin_s: float) -> None:
@@ -179,6 +187,10 @@ class Recorder:
         if not self._programs:
             return stats
         return replace(stats, programs=tuple(busiest(self._programs, programs(), os.getpid())[:_NUM_PROGRAMS]))
+
+    def line_times(self) -> LineTimes | None:
+        """Which lines made the batches; None where they are not sampled."""
+        return None if self.lines is None else self.lines.times()
 
     def series(self) -> list[dict[str, Any]]:
         """The accounts over time, in at most 512 points."""

@@ -1,6 +1,7 @@
 """Watches every DataLoader that a script iterates over in its own process. Imports torch only after the script has.
 
 The script imports torch's dataloader ──> its `__iter__` is replaced ──> each DataLoader gets accounts when it is first iterated
+                                                              and its lines are sampled, in its workers as well
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from loaderkit.profile.recording import Profile
     from loaderkit.profile.report import Report
     from loaderkit.profile.watched.recorder import Recorder
+    from loaderkit.profile.watched.sampling import Sampler
 
 _CLASSES = {
     "torch.utils.data.dataloader": "DataLoader",
@@ -82,6 +84,7 @@ class ScriptLoaders:
         self._pid = os.getpid()
         self._watching: list[_Watching] = []
         self._undo: list[Callable[[], None]] = []
+        self._sampler: Sampler | None = None
 
     def begin(self) -> None:
         """Watch what is iterated over from now on."""
@@ -94,6 +97,8 @@ class ScriptLoaders:
         for undo in self._undo:
             undo()
         self._undo = []
+        if self._sampler is not None:
+            self._sampler.end()
         for one in self._watching:
             one.profile.__exit__(kind, error, None)
         found = [one.report() for one in self._watching]
@@ -116,7 +121,11 @@ class ScriptLoaders:
             return original(loader)
         from loaderkit.profile.watched.iterator import open_watched  # torch is there by now
 
-        return open_watched(self._watch(loader).recorder, lambda: original(loader))
+        recorder = self._watch(loader).recorder
+        lines = recorder.lines
+        return open_watched(
+            recorder, lambda: original(loader) if lines is None else lines.open_workers(loader, original)
+        )
 
     def _watch(self, loader: Any) -> _Watching:
         known = next((one for one in self._watching if one.loader() is loader), None)
@@ -146,15 +155,26 @@ class ScriptLoaders:
 
     def _begin(self, loader: Any, place: str, key: tuple[Any, ...]) -> _Watching:
         from loaderkit.profile.recording import Profile
+        from loaderkit.profile.watched.lines import LoaderLines
         from loaderkit.profile.watched.recorder import Recorder
         from loaderkit.profile.watched.subject import watched_subject
         from loaderkit.profile.watched.watch import name_of
 
         kind = type(loader)
         recorder = Recorder(f"{kind.__module__}.{kind.__qualname__}")
+        recorder.lines = LoaderLines(self._sampler_of_process, (sys.path[0], os.getcwd()))
         profile = Profile(watched_subject(recorder, f"{self._name}: {name_of(loader)} ({place})"))
         profile.__enter__()
         return _Watching(recorder, profile, weakref.ref(loader), key, _Identity(loader.dataset))
+
+    def _sampler_of_process(self) -> Sampler:
+        """One for all loaders: they load one after another, in one thread."""
+        from loaderkit.profile.watched.sampling import Sampler
+
+        if self._sampler is None:
+            self._sampler = Sampler()
+            self._sampler.begin()
+        return self._sampler
 
 
 def _lines(frame: Any) -> list[tuple[str, int]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from loaderkit.diagnosis.stats import Stats
@@ -42,21 +43,21 @@ def _subject(recorder: Recorder, name: str) -> ReportSubject:
         config=_described(recorder, name),
         verdict=lambda passed: _verdict(recorder, passed),
         slowest=lambda passed, begin_s: [],
-        finished=_finished,
+        finished=partial(_finished, recorder),
         list_s=0.0,
         index_s=0.0,
     )
 
 
-def _finished(report: Report) -> Report:
+def _finished(recorder: Recorder, report: Report) -> Report:
     """Settings of another loader are not tried, and no patch of a YAML file."""
     found = untried(report, "a loop that trains is left as it is", is_simulated=False)
-    return found.model_copy(update={"patch": None})
+    return found.model_copy(update={"patch": None, "lines": recorder.line_times()})
 
 
 def _verdict(recorder: Recorder, passed: Stats) -> VerdictPart:
     assert isinstance(passed, WatchedStats)
-    verdict = diagnose_watched(recorder.with_programs(passed))
+    verdict = diagnose_watched(replace(recorder.with_programs(passed), lines=recorder.line_times()))
     return VerdictPart(**verdict.to_dict(), settings=[*verdict.settings])
 
 

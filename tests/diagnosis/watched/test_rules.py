@@ -104,6 +104,30 @@ def test_a_verdict_agrees_with_the_accounts(number: int, rng: random.Random) -> 
         assert verdict.confidence <= 0.4 or verdict.kind != "waiting"
 
 
+@pytest.mark.parametrize("number", range(20))
+def test_a_cause_that_is_close_is_named_with_its_change(number: int, rng: random.Random) -> None:
+    """Epochs change as often as batches are late: what is said of the one alone is not lost."""
+    stats = drawn(rng)
+    while stats.arguments is None or not stats.arguments.num_workers:
+        stats = drawn(rng)
+    stats.arguments = replace(stats.arguments, persistent_workers=False)
+    for row in stats.stages:
+        row.delayed_s = 0.0  # so that no wait is another stage's
+    longer_s = stats.wall_s * rng.uniform(0.1, 0.45)
+    ratio = rng.choice([rng.uniform(0.1, 0.65), rng.uniform(0.68, 0.99)])
+    first, second = rng.choice([(DATASET, EPOCH), (EPOCH, DATASET), (HANDOVER, EPOCH), (START, EPOCH), (EPOCH, START)])
+    alone = [diagnose_watched(replace(stats, waits_s={cause: longer_s})) for cause in (first, second)]
+    verdict = diagnose_watched(replace(stats, waits_s={first: longer_s, second: longer_s * ratio}))
+    assert verdict.stage == first
+    is_both = ratio > 2 / 3
+    assert (f"nearly as long for {second}" in verdict.evidence) == is_both
+    assert (f"{first} and {second} together" in verdict.headline) == is_both
+    assert [cause.stage for cause in verdict.causes] == [first, second]
+    keys = {setting.key for one in alone[: 1 + is_both] for setting in one.settings}
+    assert sorted(setting.key for setting in verdict.settings) == sorted(keys)
+    assert all(f"{setting.key}={setting.value}" in verdict.change for setting in verdict.settings)
+
+
 def test_without_a_batch_there_is_nothing_to_say() -> None:
     stats = replace(drawn(random.Random(1)), num_batches=0, waits_s={})
     verdict = diagnose_watched(stats)

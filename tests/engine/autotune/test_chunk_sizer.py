@@ -32,7 +32,9 @@ def test_what_a_chunk_costs_besides_does_not_make_it_shorter(fixed_ms: float) ->
     assert sizes_of(fixed_ms * 1e-3, 10e-6)[-1] >= 32
 
 
-@pytest.mark.parametrize(("each_ms", "least", "most"), [(0.01, 64, 64), (0.75, 9, 13), (4, 2, 3), (100, 1, 1)])
+@pytest.mark.parametrize(
+    ("each_ms", "least", "most"), [(0.01, 64, 64), (0.75, 9, 13), (4, 4, 4), (8, 4, 4), (15, 2, 2), (100, 1, 1)]
+)
 def test_samples_of_a_chunk_take_some_milliseconds(each_ms: float, least: int, most: int) -> None:
     assert least <= sizes_of(0.0, each_ms * 1e-3)[-1] <= most
 

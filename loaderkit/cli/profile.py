@@ -148,6 +148,7 @@ def profile(
         _profile_restore(restoring, outputs, cold=cold)
         return
     from loaderkit.loader import Loader  # torch, too
+    from loaderkit.profile.experiments.trial import untried
 
     import_s = _seconds_since_start()
     limits = Limits(steps, seconds) if steps is not None or seconds is not None else Limits(_NUM_STEPS, _MOST_S)
@@ -155,7 +156,7 @@ def profile(
     wanted = Wanted(described(path, assignments), _subset(plan), cold, what_if, verify)
     with Loader(plan) as loader:
         recording, ended_by = _record(loader, step, limits, import_s, trace=trace is not None)
-    report = recording.result
+    report = untried(recording.result, "the run ended before it could be")
     additions: dict[str, Any] = {}
     try:
         if ended_by is None:

@@ -38,8 +38,8 @@ def _waited(verdict: VerdictPart, stall: StallPart, wall_s: float, samples_per_s
         f"In {say_seconds(wall_s)} the loop took {samples_per_s:.4g} samples/s, and waited for data {stall.percent:.1f} % of "
         "the time"
     )
-    if verdict.kind == "unknown" and verdict.stage is None:
-        return f"{whole}; what for cannot be said yet."
+    if verdict.kind in ("unknown", "failed"):
+        return f"{whole}. {verdict.headline}."
     if verdict.stage is None:
         return f"{whole}: loading does not hold it up."
     means = _MEANS.get(verdict.kind, "")

@@ -85,4 +85,7 @@ def test_without_a_setting_and_without_a_wait() -> None:
     assert "Nothing was tried, as there is no setting to try; to change: a cheaper call." in text
     assert "or its workers wait for Python's GIL" in text
     assert "the figures do not tell which" in text
+    for kind, said in (("unknown", "Too few batches to say"), ("failed", "No batch came")):
+        stage = "read" if kind == "unknown" else None
+        assert said in with_verdict(stage=stage, kind=kind, settings=[], causes=[]).summary
     assert TRAINING.summary.endswith("loading does not hold it up. This is 95 % sure.")

@@ -36,9 +36,7 @@ from loaderkit.profile.settings_patch import is_accepted, patch_of, workers_sett
 from loaderkit.profile.whatif.advised import predicted
 
 _NUM_WINDOWS = 80  # in the time, draining not counted: many short ones, as one that is disturbed costs two more pairs
-_LIKELY_WRONG = (
-    0.5  # of settings that are no faster, the share that may be called likely faster: three won pairs are enough
-)
+_LIKELY_WRONG = 0.5  # of settings that are no faster, the share called likely faster: three won pairs are enough
 _APART = frozenset({"lock", "latency", "waiting"})  # kinds that a trial with more workers tells apart
 _WORTH = 1.2  # times as fast by simulation, from which on less than half of it can be told from nothing
 _SURE = 0.9  # confidence of what was tried
@@ -57,7 +55,7 @@ def plan_trial(report: Report, config: PipelineConfig) -> PlannedTrial | None:
     verdict = report.verdict
     row = next((row for row in report.stages if row.name == verdict.stage), None)
     more = [] if row is None or not _kinds(verdict) & _APART else _more_workers(row, report, config)
-    settings = list(verdict.settings) or _of_a_rival(verdict) or more
+    settings = _anew(verdict.settings or _of_a_rival(verdict) or more)
     if not settings:
         return None
     if not more or not any(map(_is_of_workers, settings)):
@@ -67,6 +65,11 @@ def plan_trial(report: Report, config: PipelineConfig) -> PlannedTrial | None:
     if free is None or free.speedup < _WORTH:
         return PlannedTrial(settings, None) if verdict.settings else None
     return PlannedTrial(settings, 1 + (free.speedup - 1) / 2)
+
+
+def _anew(settings: Sequence[Setting]) -> list[Setting]:
+    """Without what an earlier trial found."""
+    return [one.model_copy(update={"tried": ""}) for one in settings]
 
 
 def _kinds(verdict: VerdictPart) -> set[str | None]:
@@ -141,7 +144,7 @@ def not_tried(settings: Sequence[Setting], why: str, report: Report | None = Non
     """A trial that was not made, with what the simulation says instead, if a pipeline's `report` is given."""
     row = None if report is None else predicted(report, settings)
     return SettingsTrial(
-        settings=[*settings],
+        settings=_anew(settings),
         outcome="not tried",
         note=why,
         predicted=None if row is None else row.speedup,

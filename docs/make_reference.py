@@ -35,6 +35,7 @@ from loaderkit.checkpoint.manager.settings import (
 from loaderkit.cli.app import app
 from loaderkit.connectors.config import CacheArgs, ReadAheadArgs, RetryArgs, S3Args
 from loaderkit.diagnosis import restores, verdict
+from loaderkit.diagnosis.watched import lines
 from loaderkit.metrics.families import CHECKPOINT_FAMILIES, FAMILIES, PREFIX
 from loaderkit.pipeline.config.mixture import ChangeArgs, MixArgs, MixedArgs
 from loaderkit.pipeline.config.model import (
@@ -280,6 +281,8 @@ def report_tables() -> str:
     known = [
         report.Report,
         *parts_by_name.values(),
+        lines.LineTimes,
+        lines.CostlyLine,
         ranks.RankRow,
         ranks.Merged,
         report.RestoreReport,

@@ -389,10 +389,13 @@ def settings_contradictions(verdict: Mapping[str, Any], tuning: Mapping[str, Any
     workers that are said not to help. `tuning`: the settings as they are, as a report has them."""
     change, problems = verdict["change"], []
     settings = {one["key"]: one["value"] for one in verdict.get("settings", ())}
-    resized = re.search(r'loader\.resize\("([^"]+)", workers=(\d+)\)', change)
+    parts = change.split("; and for ")  # of several causes
     for key, value in settings.items():
         of_workers = key == "prefetch.concurrency" or key.endswith(".workers")
-        if of_workers and "more workers would not help" in change:
+        stage = key.removeprefix("stages.").removesuffix(".workers")
+        own = next((part for part in parts if f'resize("{stage}"' in part), parts[0])
+        resized = re.search(r'loader\.resize\("([^"]+)", workers=(\d+)\)', own)
+        if of_workers and "more workers would not help" in own:
             problems.append(f"{key}: {value}, but {change!r}")
         if of_workers and resized is not None:
             others = [

@@ -1,8 +1,8 @@
 """From the verdicts on each of a loop's waits to one: the longest at the head, the others behind it, settings for all of those
 that the loop waited for nearly as long.
 
-Settings never contradict one another: of two values for a key the longer wait's counts, and of workers, processes and executors
-only those of the longer wait, since what is done side by side in one pool is one decision.
+Settings never contradict one another: of two values for a key the longer wait's counts; and what is done side by side in one
+pool, by workers, processes and executors, is one decision.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from loaderkit.diagnosis.verdict import Cause, Setting, Verdict, named_together
 Conflicts = Callable[[Verdict, Verdict, Setting], bool]
 """Whether a setting of the second verdict may not stand beside the first one."""
 
-_PARALLELISM = frozenset({"prefetch.executor", "prefetch.processes", "prefetch.concurrency"})
+OF_ALL_POOLS = frozenset({"prefetch.executor", "prefetch.processes", "prefetch.concurrency"})
+"""Settings of how much is done side by side, but for a pool's own workers."""
+
 _LEAST = 0.01  # share of the time; shorter waits are no cause
 _MOST = 5  # causes
 _IN_TWO_MINDS = 0.6  # times the confidence, where another kind fits about as well
@@ -73,7 +75,7 @@ def cause_of(verdict: Verdict) -> Cause:
 
 def is_parallelism(setting: Setting) -> bool:
     """True if it says how much is done side by side."""
-    return setting.key in _PARALLELISM or setting.key.endswith(".workers")
+    return setting.key in OF_ALL_POOLS or setting.key.endswith(".workers")
 
 
 def _with_other(verdict: Verdict, other: Verdict, conflicts: Conflicts) -> Verdict:

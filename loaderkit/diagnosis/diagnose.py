@@ -102,12 +102,13 @@ def _of_stage(interval: Interval, cause: str) -> Verdict:
 
 
 def _conflicts(interval: Interval, first: Verdict, other: Verdict, setting: Setting) -> bool:
-    """True if a setting for another wait says how much is done side by side where that is decided already: by the first one's
-    settings, or in the pool that the first one is about."""
+    """True if a setting for another wait says how much is done side by side where the first one decides that: in its own pool,
+    or for all pools."""
     if not causes.is_parallelism(setting) or first.stage == START:
         return False
     is_apart = any(
         other.stage in names and first.stage not in names
         for names in ({row.name for row in pool.rows} for pool in interval.pools)
     )
-    return not is_apart or first.stage in _WITHOUT_A_STAGE or any(map(causes.is_parallelism, first.settings))
+    of_all = any(one.key in causes.OF_ALL_POOLS for one in (*first.settings, setting))
+    return not is_apart or of_all or first.stage in _WITHOUT_A_STAGE

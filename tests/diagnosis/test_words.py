@@ -68,7 +68,7 @@ def accounts() -> Mapping[str, Stats]:
         "stragglers that compute": _of("call", 19, 18, services=UNEVEN),
         "one batch ahead": replace(one := _of("call", 9, 8, blocked_s=3), tuning=replace(one.tuning, batches=1)),
         "two together": stats({"read": 4.0, "call": 4.5}, [row("read", 9, 0.3), row("call", 9, 8.9)], apart=True),
-        "gil or computing": _of("call", 14, 9.5, starved_s=6, trial=ContentionResult(0.95, 0.2, 0.7, 2.0)),
+        "gil or computing": _of("call", 12, 9.8, starved_s=8, trial=ContentionResult(0.95, 0.2, 0.7, 2.0)),
         "a few batches": stats({"start": 8.0, "read": 0.5}, rows, batches=3),
         "depth": _of("read", 9, 0.5, blocked_s=10),
         "computing": _of("call", 19, 18),

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, computed_field
 from loaderkit.diagnosis.restores import RestoreVerdict
 from loaderkit.diagnosis.verdict import Part
 from loaderkit.diagnosis.watched.lines import LineTimes
-from loaderkit.profile.paragraph import paragraph
+from loaderkit.profile.render.paragraph import paragraph
 from loaderkit.profile.report_parts import (
     Comparison,
     FirstBatch,

@@ -154,7 +154,7 @@ class TestBorders:
         """By how often a worker finds the GIL taken: two thirds is the border."""
         for _ in range(200):
             taken = rng.uniform(0.2, 1.0)
-            busy = row("call", 12, rng.uniform(9.3, 10.5), delayed_s=0.2, starved_s=8.0)
+            busy = row("call", 12, rng.uniform(9.6, 10.5), delayed_s=0.2, starved_s=8.0)
             found = one_waited_for(busy, ContentionResult(rng.uniform(0.9, 1.0), 0.2, taken, 2.0), idle_s=9.0)
             near = is_near(taken, 2 / 3, 0.12)
             if near:

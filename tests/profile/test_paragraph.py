@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from loaderkit.diagnosis.verdict import Setting
-from loaderkit.profile.paragraph import paragraph
 from loaderkit.profile.render.html import to_html
+from loaderkit.profile.render.paragraph import paragraph
 from loaderkit.profile.render.terminal import to_text
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import Rate, SettingsTrial

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loaderkit.diagnosis.watched.lines import COLLATE, COLLATE_FN, DECODE, OPEN, OTHER, TRANSFORM, CostlyLine, LineTimes
-from loaderkit.profile.watched.sampling import Place, Rows, Sampler, WorkerLines, sampled_init
+from loaderkit.profile.watched.sampling import CodePlace, Rows, Sampler, WorkerLines, sampled_init
 
 _NUM_LINES = 20
 _MOST_LETTERS = 120  # of a line
@@ -62,7 +62,7 @@ class LoaderLines:
         for values in () if self._workers is None else self._workers.read():
             costs.append((values["cost_s"], values["wall_s"]))
             for *fields, seconds, number in values["rows"]:
-                place = Place(*fields)
+                place = CodePlace(*fields)
                 before_s, before = rows.get(place, (0.0, 0))
                 rows[place] = (before_s + seconds, before + number)
         if self._sampler is not None:
@@ -84,7 +84,7 @@ class LoaderLines:
             lines=sorted(lines, key=lambda line: -line.seconds)[:_NUM_LINES],
         )
 
-    def _line(self, places: Mapping[Place, float], whole_s: float) -> CostlyLine:
+    def _line(self, places: Mapping[CodePlace, float], whole_s: float) -> CostlyLine:
         seconds = sum(places.values())
         most = max(places, key=places.__getitem__)
         return CostlyLine(
@@ -108,14 +108,14 @@ class LoaderLines:
         return _PACKAGES.sub("", file)
 
 
-def _by_line(rows: Rows) -> dict[tuple[str, int], dict[Place, float]]:
-    found: dict[tuple[str, int], dict[Place, float]] = {}
+def _by_line(rows: Rows) -> dict[tuple[str, int], dict[CodePlace, float]]:
+    found: dict[tuple[str, int], dict[CodePlace, float]] = {}
     for place, (seconds, _) in rows.items():
         found.setdefault((place.file, place.line), {})[place] = seconds
     return found
 
 
-def _longest(places: Mapping[Place, float], name_of: Callable[[Place], str]) -> str:
+def _longest(places: Mapping[CodePlace, float], name_of: Callable[[CodePlace], str]) -> str:
     sums: dict[str, float] = {}
     for place, seconds in places.items():
         sums[name_of(place)] = sums.get(name_of(place), 0.0) + seconds
@@ -127,12 +127,12 @@ def _source(file: str, line: int) -> str:
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
 
 
-def _part_of(place: Place) -> str:
+def _part_of(place: CodePlace) -> str:
     text = linecache.getline(place.fetch_file, place.fetch_line)
     return next((part for mark, part in _PARTS.items() if mark in text), "__getitem__")
 
 
-def _group_of(place: Place) -> str:
+def _group_of(place: CodePlace) -> str:
     if place.group is not None:
         return place.group
     if _part_of(place) == COLLATE_FN:
@@ -141,6 +141,6 @@ def _group_of(place: Place) -> str:
     return next((group for group, pattern in _BY_TEXT.items() if re.search(pattern, text)), OTHER)
 
 
-def _say_inside(place: Place) -> str:
+def _say_inside(place: CodePlace) -> str:
     module = _PACKAGES.sub("", place.inside_file).removesuffix(".py").removesuffix("/__init__").replace(os.sep, ".")
     return f"{module}.{place.inside}" if place.inside else ""

@@ -55,7 +55,7 @@ _LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\]|^<(?!stdin)|^" + "|^"
 _FETCH, _OF_TORCH = "torch/utils/data/_utils/fetch.py", "/torch/utils/data/"
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     """Where loading is: the user's own line, and what lies around it."""
 
     file: str  # of the deepest frame that is no library's; of the data set's own, where all are
@@ -68,7 +68,7 @@ class Place(NamedTuple):
     fetch_line: int  # in torch's fetcher: the data set or `collate_fn`
 
 
-Rows = dict[Place, tuple[float, int]]
+Rows = dict[CodePlace, tuple[float, int]]
 """Seconds, and samples."""
 
 
@@ -150,7 +150,7 @@ class Sampler:
                 interval_s = min(_MOST_S, max(_LEAST_S, mean_s / _COST))
 
 
-def place_of(frame: FrameType | None) -> Place | None:
+def place_of(frame: FrameType | None) -> CodePlace | None:
     """Where a thread is that loads; None: it does not. Takes 3 to 10 us."""
     own: FrameType | None = None
     outermost: FrameType | None = None
@@ -161,7 +161,9 @@ def place_of(frame: FrameType | None) -> Place | None:
         if kind.is_fetch:
             own = own or outermost or frame
             at = own.f_code
-            return Place(at.co_filename, own.f_lineno, at.co_qualname, group, *inside, code.co_filename, frame.f_lineno)
+            return CodePlace(
+                at.co_filename, own.f_lineno, at.co_qualname, group, *inside, code.co_filename, frame.f_lineno
+            )
         if own is None and not kind.is_ours:
             if not kind.is_library:
                 own = frame
@@ -211,7 +213,7 @@ class WorkerLines:
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """What has been written: rows of Place's fields, seconds and samples; the cost, and the time that it is of."""
+        """What has been written: rows of CodePlace's fields, seconds and samples; the cost, and the time that it is of."""
         for line in os.pread(self._file, 2 * _MOST_BYTES, 0).splitlines():
             with contextlib.suppress(ValueError):  # the last one may be half there
                 yield json.loads(line)

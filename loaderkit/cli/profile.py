@@ -75,8 +75,9 @@ def profile(
         bool | None,
         typer.Option(
             "--verify/--no-verify",
-            help="Default: try what the verdict says to set, in turns with the file as it is, for up to 30 s, or 60 s where "
-            "batches are slow. --verify: also check the verdict by slowing that stage down, and predictions that can be "
+            help="Default: try what the verdict says to set, by a second loader in turns with the file as it is, for up to "
+            "30 s besides starting, or 60 s where batches are slow; a --consumer gets the batches of both. --verify: also "
+            "check the verdict by slowing that stage down, and predictions that can be "
             "tried. --no-verify: try nothing.",
             show_default=False,
         ),

@@ -80,6 +80,11 @@ def test_what_was_not_tried_costs_what_it_is(before: Any) -> None:
     assert f"It costs up to {2 * more:.2f} MB of memory more." in text
 
 
+def test_a_report_of_an_older_version_tried_nothing() -> None:
+    assert "Nothing was tried; to change" in with_verdict(settings=[WORKERS], tried=None).summary
+    assert "no setting to try" in with_verdict(settings=[], tried=None).summary
+
+
 def test_without_a_setting_and_without_a_wait() -> None:
     text = with_verdict(settings=[], tried=None, change="a cheaper call", kind="computing", or_kind="gil").summary
     assert "Nothing was tried, as there is no setting to try; to change: a cheaper call." in text

@@ -12,7 +12,8 @@ lock, or a link that is full; what is faster, for sure, is neither.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from threading import Event
 from typing import Any, NamedTuple
 
 from loaderkit.diagnosis.changes import FULL_LINK, otherwise, unlocked
@@ -34,11 +35,13 @@ from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import SettingsTrial, StageRow, TrialOutcome, VerdictPart
 from loaderkit.profile.settings_patch import is_accepted, patch_of, workers_settings
 from loaderkit.profile.whatif.advised import predicted
+from loaderkit.profile.whatif.predict import steady_rate
 
 _NUM_WINDOWS = 80  # in the time, draining not counted: many short ones, as one that is disturbed costs two more pairs
 _LIKELY_WRONG = 0.5  # of settings that are no faster, the share called likely faster: three won pairs are enough
 _APART = frozenset({"lock", "latency", "waiting"})  # kinds that a trial with more workers tells apart
 _WORTH = 1.2  # times as fast by simulation, from which on less than half of it can be told from nothing
+_FROM_MEMORY = 1.5  # times the speed of the run: another limit than that of the run
 _SURE = 0.9  # confidence of what was tried
 _DOUBTED = 0.6  # times the confidence, where the trial speaks for another kind
 
@@ -113,7 +116,19 @@ def tried(
     most_s = math.inf if at_any_length else 2 * seconds
     if (why := _why_not(report, most_s)) is not None:
         return untried(report, why)
-    return with_trial(report, run_trial(make, step, planned, seconds=seconds))
+    return weighed(report, run_trial(make, step, planned, seconds=seconds))
+
+
+def weighed(report: Report, trial: SettingsTrial) -> Report:
+    """The report after a trial, which reads again what the run has read: that tells nothing if it comes from memory by now."""
+    run_per_s = steady_rate(report)
+    if trial.before is None or trial.before.samples_per_s <= _FROM_MEMORY * run_per_s:
+        return with_trial(report, trial)
+    why = (
+        f"the pipeline as it is gave {trial.before.samples_per_s:.4g} samples/s meanwhile, and {run_per_s:.4g} before: what it "
+        "reads again comes from memory"
+    )
+    return untried(report, why)
 
 
 def untried(report: Report, why: str, *, is_simulated: bool = True) -> Report:
@@ -159,7 +174,8 @@ def run_trial(
     begin_s = clock.now_s()
     settings, overrides = planned.settings, {one.key: one.value for one in planned.settings}
     with make({}, None) as as_is:
-        old = Variant(as_is, step, clock)
+        old, has_failed = Variant(as_is, step, clock), Event()
+        old.batches = _noting(old.batches, has_failed)
         try:
             with make(overrides, None) as changed:
                 new = Variant(changed, step, clock)
@@ -174,6 +190,8 @@ def run_trial(
         except StopIteration:
             return not_tried(settings, "the source gave no more batches when it was iterated over again")
         except LoaderkitError as error:  # a function that cannot be sent to a process, say
+            if has_failed.is_set():
+                return not_tried(settings, f"the pipeline as it is failed meanwhile: {error}")
             return SettingsTrial(settings=settings, outcome="failed", note=str(error))
     gains = PairedGains.of(new.windows, old.windows)
     speedup, interval = ratio_of(new, old)
@@ -194,6 +212,15 @@ def run_trial(
         extra_cpus=new.cpus - old.cpus,
         extra_bytes=extra_bytes,
     )
+
+
+def _noting(batches: Iterator[Any], has_failed: Event) -> Iterator[Any]:
+    """The batches; an error is noted on its way."""
+    try:
+        yield from batches
+    except LoaderkitError:
+        has_failed.set()
+        raise
 
 
 def outcome_of(gains: PairedGains) -> TrialOutcome:
@@ -244,8 +271,10 @@ def with_trial(report: Report, trial: SettingsTrial) -> Report:
 
 
 def _is_apart(verdict: VerdictPart, trial: SettingsTrial) -> bool:
-    """True of more workers, where these tell what limits."""
-    return bool(_kinds(verdict) & _APART) and any(map(_is_of_workers, trial.settings)) and trial.before is not None
+    """True of more workers, where these tell what limits: computing, or the GIL, is neither of what they tell apart."""
+    may_be = _kinds(verdict) - {None}
+    is_told = bool(may_be & _APART) and may_be <= _APART | {"bandwidth"}
+    return is_told and any(map(_is_of_workers, trial.settings)) and trial.before is not None
 
 
 def _told(verdict: VerdictPart, trial: SettingsTrial, row: StageRow | None) -> str | None:

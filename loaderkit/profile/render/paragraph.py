@@ -60,7 +60,8 @@ def _sure(verdict: VerdictPart) -> str:
 def _tried(verdict: VerdictPart) -> str:
     trial = verdict.tried
     if trial is None:
-        return f"Nothing was tried, as there is no setting to try; to change: {verdict.change}."
+        why = "" if verdict.settings else ", as there is no setting to try"  # an older version tried nothing
+        return f"Nothing was tried{why}; to change: {verdict.change}."
     text = f"{say(trial.settings)}: {trial}."
     return text if trial.is_suggested else f"{text} To change instead: {verdict.change}."
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,9 @@ class LoaderLines:
         self._workers: WorkerLines | None = None
 
     def resume(self) -> None:
-        """This thread makes a batch from now on."""
+        """This thread makes a batch from now on; only the main one is sampled."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         if self._sampler is None:
             self._sampler = self._sampler_of()
         self._sampler.resume(self._rows)

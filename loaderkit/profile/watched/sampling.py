@@ -96,7 +96,8 @@ class Sampler:
                 signal.signal(_SIGNAL, self._sample_in_main)
                 signal.siginterrupt(_SIGNAL, False)
                 self._signal = _SIGNAL
-        _thread.start_new_thread(self._run, ())
+        with contextlib.suppress(RuntimeError):  # no thread may be had: the script loads without being sampled
+            _thread.start_new_thread(self._run, ())
 
     def end(self) -> None:
         """Sample no more."""
@@ -141,7 +142,11 @@ class Sampler:
         with open(f"/proc/self/task/{threading.main_thread().native_id}/stat", "rb") as stat:
             while not self.is_over:
                 sleep_s = interval_s * jitter.uniform(0.5, 1.5)
-                if wait_to_sample(sleep_s, self._main, stat.fileno(), self._signal) and not self.is_over:
+                is_ours = (
+                    self._signal and signal.getsignal(self._signal) == self._sample_in_main
+                )  # no handler set since
+                number = self._signal if is_ours else 0
+                if wait_to_sample(sleep_s, self._main, stat.fileno(), number) and not self.is_over:
                     self.sample()
                 self.tick()
                 self._own_cost_s = time.thread_time() - begin_s
@@ -254,14 +259,14 @@ class _WorkerSampler(Sampler):
 
 
 def sampled_init(original: Callable[[int], None] | None, path: str) -> Callable[[int], None]:
-    """A `worker_init_fn` that begins to sample, and then calls `original`. It can be pickled if that can."""
+    """A `worker_init_fn` that calls `original`, and then begins to sample. It can be pickled if that can."""
     return partial(_init_worker, original, path)
 
 
 def _init_worker(original: Callable[[int], None] | None, path: str, worker: int) -> None:
+    if original is not None:
+        original(worker)
     with contextlib.suppress(OSError, RuntimeError):  # the script loads without being sampled as well
         sampler = _WorkerSampler(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
         Finalize(None, sampler.end, exitpriority=100)
         sampler.begin()
-    if original is not None:
-        original(worker)

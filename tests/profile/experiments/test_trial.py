@@ -19,9 +19,18 @@ from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.parsing import parse
 from loaderkit.profile.experiments.decide import PairedGains
 from loaderkit.profile.experiments.interleave import Clock, RateWindow
-from loaderkit.profile.experiments.trial import outcome_of, plan_trial, run_trial, tried, untried, with_trial
+from loaderkit.profile.experiments.trial import (
+    outcome_of,
+    plan_trial,
+    run_trial,
+    tried,
+    untried,
+    weighed,
+    with_trial,
+)
 from loaderkit.profile.report import Report
-from loaderkit.profile.report_parts import SettingsTrial
+from loaderkit.profile.report_parts import Rate, SettingsTrial
+from loaderkit.profile.whatif.predict import steady_rate
 from profiles.reports import FOLDER
 
 DATABASE = Report.from_json((FOLDER / "database.json").read_text())
@@ -227,6 +236,61 @@ def test_why_settings_are_not_tried(rng: random.Random) -> None:
     ended = after_trial(report, time, lambda overrides, slowdown: once)
     assert "no more batches" in str(ended.verdict.tried)
     assert ended.verdict.settings
+
+
+def test_the_pipeline_as_it_is_may_fail_meanwhile(rng: random.Random) -> None:
+    """That says nothing of the settings, which stay."""
+    report, time = report_of("latency", {"prefetch.concurrency": 8}), MadeUpTime()
+    left = rng.randrange(3, 40)
+
+    def batch_s() -> float:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ConfigError("a damaged sample")
+        return 0.01
+
+    def make(overrides: Mapping[str, Any], slowdown: Any) -> Any:
+        return contextlib.nullcontext(MadeUpLoader(time, (lambda: 0.01) if overrides else batch_s))
+
+    found = after_trial(report, time, make)
+    assert found.verdict.settings
+    assert "as it is failed meanwhile: a damaged sample" in str(found.verdict.tried)
+
+
+def test_a_trial_from_memory_tells_nothing(rng: random.Random) -> None:
+    report = report_of("latency", {"prefetch.concurrency": 8})
+    run_per_s = steady_rate(report)
+    for factor in (rng.uniform(0.7, 1.4), rng.uniform(1.6, 50)):
+        rates = [
+            Rate(samples_per_s=one, interval_percent=4.0, seconds=4.0, num_batches=40)
+            for one in (factor * run_per_s, 0.99 * factor * run_per_s)
+        ]
+        trial = SettingsTrial(
+            settings=report.verdict.settings, outcome="no faster", before=rates[0], after=rates[1], speedup=0.99, interval=0.1,
+            is_held_up=True,
+        )  # fmt: skip
+        found = weighed(report, trial).verdict
+        assert found.tried is not None
+        assert (found.tried.outcome, bool(found.settings), found.kind) == (
+            ("not tried", True, "latency") if factor > 1.5 else ("no faster", False, "lock")
+        )
+
+
+@pytest.mark.parametrize(("kind", "other"), [("computing", "latency"), ("latency", "gil"), ("lock", "computing")])
+def test_what_more_workers_do_not_tell_apart_stays_open(kind: str, other: str, rng: random.Random) -> None:
+    report = report_of(kind, {"prefetch.concurrency": 8}, other)
+    for outcome, is_held_up in (("faster", False), ("no faster", True)):
+        rates = [
+            Rate(samples_per_s=one, interval_percent=4.0, seconds=4.0, num_batches=40)
+            for one in (50.0, rng.uniform(50, 200))
+        ]
+        trial = SettingsTrial(
+            settings=report_of(kind, {"prefetch.concurrency": 8}).verdict.settings, outcome=outcome, before=rates[0],
+            after=rates[1], speedup=2.0, interval=0.1, is_held_up=is_held_up,
+        )  # fmt: skip
+        found = with_trial(report, trial).verdict
+        assert {found.kind, found.or_kind} == {kind, other}
 
 
 def test_where_there_is_nothing_to_try_nothing_runs() -> None:

@@ -260,6 +260,26 @@ def test_the_main_thread_samples_itself_while_it_computes(seen: list[int]) -> No
     assert (seen, found) == ([threading.main_thread().ident], [False])
 
 
+def test_a_handler_that_the_script_sets_later_gets_no_more_than_a_signal_on_its_way() -> None:
+    """Nor is it taken away at the end."""
+    before, got = signal.getsignal(signal.SIGURG), list[int]()
+    sampler = Sampler()
+    sampler.begin()
+    try:
+        handler = signal.signal(signal.SIGURG, lambda number, _: got.append(number))
+        assert handler == sampler._sample_in_main
+        seen, cost_s = 0, sampler.cost_s
+        while seen < 12:
+            if sampler.cost_s != cost_s:
+                seen, cost_s = seen + 1, sampler.cost_s
+        sampler.end()
+        assert signal.getsignal(signal.SIGURG) is not signal.SIG_DFL
+    finally:
+        sampler.is_over = True
+        signal.signal(signal.SIGURG, before)
+    assert len(got) <= 1
+
+
 def test_the_thread_samples_while_the_main_one_sleeps(seen: list[int]) -> None:
     found: list[bool] = []
     begin_waiting(found).join()

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Clock:
 
     def __init__(self, rng: random.Random) -> None:
         self.now_s, self.label, self._rng = 0.0, "", rng
-        self.spent_s: Counter[str] = Counter()
+        self.spent_s: dict[str, float] = defaultdict(float)
 
     def __call__(self) -> float:
         seconds = self._rng.uniform(0.01, 0.1)
@@ -205,7 +205,7 @@ def test_a_line_is_shown_as_it_is(in_place: None, capsys: pytest.CaptureFixture[
     """Whatever stands in it is no markup, on the page and in the terminal."""
     nasty = "values = [*range(9000)], '<script>alert(1)</script>[bold red]'"
     Path("script.py").write_text(
-        "import torch\nfrom torch.utils.data import DataLoader\nclass Some:\n    def __len__(self):\n        return 200\n"
+        "import torch\nfrom torch.utils.data import DataLoader\nclass Some:\n    def __len__(self):\n        return 60\n"
         f"    def __getitem__(self, index):\n        for _ in range(30):\n            {nasty}\n        return index\n"
         "for batch in DataLoader(Some(), batch_size=10):\n    pass\n"
     )

@@ -52,7 +52,8 @@ def watch(
         ),
     ] = None,
 ) -> None:
-    """Run SCRIPT as it is, and say on stderr what its loops over torch's DataLoaders wait for, and what to change.
+    """Run SCRIPT as it is, and say on stderr what its loops over torch's DataLoaders wait for, which of its lines take that
+    time, and what to change.
 
     Options come before SCRIPT. Of several DataLoaders each has a report, in files FILE, FILE-2, ...; under torchrun each rank:
     torchrun -m loaderkit watch SCRIPT.

@@ -139,7 +139,8 @@ class Sampler:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the script's own threads
         jitter = random.Random(os.urandom(8))  # noqa: S311  # not the script's generator
         begin_s, interval_s, mean_s, before_s = time.thread_time(), _LEAST_S, 0.0, 0.0
-        with open(f"/proc/self/task/{threading.main_thread().native_id}/stat", "rb") as stat:
+        # Its number is that of the process. The native_id of a thread is that of the parent in a child of os.fork.
+        with open(f"/proc/self/task/{os.getpid()}/stat", "rb") as stat:
             while not self.is_over:
                 sleep_s = interval_s * jitter.uniform(0.5, 1.5)
                 is_ours = (

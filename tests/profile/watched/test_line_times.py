@@ -205,7 +205,7 @@ def test_a_line_is_shown_as_it_is(in_place: None, capsys: pytest.CaptureFixture[
     """Whatever stands in it is no markup, on the page and in the terminal."""
     nasty = "values = [*range(9000)], '<script>alert(1)</script>[bold red]'"
     Path("script.py").write_text(
-        "import torch\nfrom torch.utils.data import DataLoader\nclass Some:\n    def __len__(self):\n        return 200\n"
+        "import torch\nfrom torch.utils.data import DataLoader\nclass Some:\n    def __len__(self):\n        return 60\n"
         f"    def __getitem__(self, index):\n        for _ in range(30):\n            {nasty}\n        return index\n"
         "for batch in DataLoader(Some(), batch_size=10):\n    pass\n"
     )

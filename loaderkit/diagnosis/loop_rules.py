@@ -38,8 +38,8 @@ def start(interval: Interval) -> Verdict:
     num = interval.stats.num_batches
     if interval.cause == START and num < NUM_SURE:
         few = f": too few batches, {num}, to tell what comes once from what comes with every batch"
-        change = Remedy("a longer run: loaderkit profile --steps 30, or as many batches of your loop")
-        return without_stage(interval, START, few, change, sure=0.5, kind="unknown")
+        longer = Remedy("a longer run: loaderkit profile --steps 30, or as many batches of your loop")
+        return without_stage(interval, START, few, longer, sure=0.5, kind="unknown")
     change = (
         "call loader.start() before the model is built; for the steady state, take stats(since=...) from a later moment"
     )

@@ -29,6 +29,7 @@ from loaderkit.diagnosis.verdict import named_together
 from loaderkit.profile.experiments.interleave import Variant, interleave, ratio_of
 from loaderkit.profile.experiments.loops import Step, endless
 from loaderkit.profile.report import Report
+from loaderkit.profile.report_parts import VerdictPart
 from profiles.bottlenecks import contradictions, text_contradictions
 from profiles.drawn_cases import VARIED, Drawn, build, draw, is_begun
 from profiles.record import record
@@ -88,9 +89,16 @@ def right(case: Drawn, report: Report) -> tuple[bool, bool]:
     if case.stage is None and verdict.kind == "quota":  # which only a quota brings about
         stages.add("wakeup")
         kinds.add("quota")
-    said = {verdict.kind, verdict.or_kind}  # both, where they cannot be told apart
-    named = {verdict.stage, *(one.stage for one in named_together(verdict.causes))}
-    return bool(named & stages), bool(said & kinds)
+    said = named(verdict)
+    return any(stage in stages for stage, _ in said), any(stage in stages and kind in kinds for stage, kind in said)
+
+
+def named(verdict: VerdictPart) -> set[tuple[str | None, str]]:
+    """(stage, kind) of all that the headline names: causes that are close, and kinds that cannot be told apart."""
+    together = {one.stage for one in named_together(verdict.causes)} if verdict.stage is not None else set()
+    said = {(one.stage, one.kind) for one in verdict.causes if one.stage in together}
+    of_first = {verdict.kind} if verdict.or_kind is None else {verdict.kind, verdict.or_kind}
+    return said | {(verdict.stage, kind) for kind in of_first}
 
 
 def judged(case: Drawn, report: Report) -> dict[str, Any]:
@@ -104,6 +112,7 @@ def judged(case: Drawn, report: Report) -> dict[str, Any]:
         "kind": verdict.kind,
         "or_kind": verdict.or_kind,
         "headline": verdict.headline,
+        "named": sorted(f"{stage} {kind}" for stage, kind in named(verdict)),
         "stage_is_right": stage_is_right,
         "kind_is_right": kind_is_right,
         "contradictions": contradictions(report.model_dump(mode="json")) + text_contradictions(report),
@@ -179,11 +188,9 @@ def repeated(cases: Iterator[Drawn], times: int) -> Iterator[Drawn]:
 
 
 def unstable(rows: Sequence[Mapping[str, Any]], times: int) -> Iterator[tuple[str, collections.Counter[str]]]:
-    """Of `times` runs of each pipeline, those of which fewer than nine tenths name one kind, alone or as one of two."""
+    """Of `times` runs of each pipeline, those of which under nine tenths name one stage and kind, alone or beside others."""
     for runs in (rows[begin : begin + times] for begin in range(0, len(rows), times)):
-        count = collections.Counter(
-            f"{row['stage']} {kind}" for row in runs for kind in {row["kind"], row["or_kind"]} - {None}
-        )
+        count = collections.Counter(said for row in runs for said in row["named"])
         if max(count.values()) < 0.9 * len(runs):
             yield runs[0]["case"], count
 

@@ -42,8 +42,8 @@ def waiting(rng: random.Random, names: Sequence[str] = NAMES) -> Stats:
     for name in names:
         busy_s = rng.uniform(0.2, 4.5)
         cpu_s = busy_s * rng.choice([0.02, 0.5, 0.95])
-        taken = services((busy_s / 400, 380), (busy_s / 400 * rng.choice([1, 40]), 8))
-        rows.append(row(name, busy_s, cpu_s, num_items=388, num_bytes=10**6, services=taken))
+        times = services((busy_s / 400, 380), (busy_s / 400 * rng.choice([1, 40]), 8))
+        rows.append(row(name, busy_s, cpu_s, num_items=388, num_bytes=10**6, services=times))
     used_s = sum(one.busy_s for one in rows)
     rows[-1] = replace(rows[-1], blocked_s=max(0.0, 20.0 - used_s) * rng.choice([0.0, 1.0]))
     trial = ContentionResult(
@@ -154,15 +154,14 @@ class TestBorders:
         """By how often a worker finds the GIL taken: two thirds is the border."""
         for _ in range(200):
             taken = rng.uniform(0.2, 1.0)
-            busy = row("call", 12, rng.uniform(10.1, 10.5), delayed_s=0.2, starved_s=8.0)
-            found = one_waited_for(busy, ContentionResult(rng.uniform(0.9, 1.0), 0.2, taken, 2.0), idle_s=9.0)
+            busy = row("call", 12, rng.uniform(9.3, 10.5), delayed_s=0.2, starved_s=8.0)
+            found = one_waited_for(busy, ContentionResult(rng.uniform(0.5, 0.6), 0.2, taken, 2.0), idle_s=9.0)
             near = is_near(taken, 2 / 3, 0.12)
             if near:
                 assert kinds_of(found) == {"gil", "computing"}, taken
                 assert "cannot tell" in found.headline
             elif near is False:
-                kinds = ("gil", "computing") if taken > 2 / 3 else ("computing", "gil")
-                assert (found.kind, kinds[1] in kinds_of(found)) == (kinds[0], False), taken  # it may be near to a lock
+                assert kinds_of(found) == {"gil" if taken > 2 / 3 else "computing"}, taken
 
     def test_lock_or_latency(self, rng: random.Random) -> None:
         """By how much longer an item takes side by side; where both fit there is no setting that only one would ask for."""

@@ -31,16 +31,21 @@ def ranked(interval: Interval) -> list[str]:
 
 
 def verdict_of(
-    names: Sequence[str], conclude: Callable[[str], Verdict], conflicts: Conflicts = lambda *_: False
+    names: Sequence[str],
+    conclude: Callable[[str], Verdict],
+    conflicts: Conflicts = lambda *_: False,
+    *,
+    is_inline: bool = False,
 ) -> Verdict:
-    """The verdict on an interval from those on its waits, which are `names`, the longest first."""
+    """The verdict on an interval from those on its waits, which are `names`, the longest first. `is_inline`: the loop makes its
+    batches itself, so that all that could be changed is one decision."""
     found = [conclude(name) for name in names]
     causes = tuple(cause for one in found for cause in one.causes or (cause_of(one),))
     named = [one.stage for one in named_together(causes)]
     verdict = found[0]
     for other in found[1:]:
         if other.stage in named:
-            verdict = _with_other(verdict, other, conflicts)
+            verdict = _with_other(verdict, other, conflicts, is_inline=is_inline)
     return verdict._replace(causes=causes)
 
 
@@ -78,14 +83,14 @@ def is_parallelism(setting: Setting) -> bool:
     return setting.key in OF_ALL_POOLS or setting.key.endswith(".workers")
 
 
-def _with_other(verdict: Verdict, other: Verdict, conflicts: Conflicts) -> Verdict:
+def _with_other(verdict: Verdict, other: Verdict, conflicts: Conflicts, *, is_inline: bool) -> Verdict:
     """The verdict with another wait that was nearly as long, and with its settings as far as they go together."""
     kind = other.kind if other.or_kind is None else f"{other.kind} or {other.or_kind}"
     evidence = f"{verdict.evidence}; nearly as long for {other.stage}: {other.percent:.1f} %, {kind}"
     keys = {one.key for one in verdict.settings}
     if any(one.key in keys for one in other.settings):
         change, settings = f"{verdict.change}; that is for {other.stage} as well", verdict.settings
-    elif any(conflicts(verdict, other, one) for one in other.settings):
+    elif is_inline or any(conflicts(verdict, other, one) for one in other.settings):
         change, settings = f"{verdict.change}; and then for {other.stage}, see what is left", verdict.settings
     else:
         change, settings = f"{verdict.change}; and for {other.stage}: {other.change}", verdict.settings + other.settings

@@ -78,7 +78,9 @@ def diagnose(snapshot: Snapshot) -> Verdict:
     if interval.cause is None:
         return loop_rules.training(interval)
     waits = causes.ranked(interval)
-    found = causes.verdict_of(waits, partial(_of_wait, interval, waits[0]), partial(_conflicts, interval))
+    found = causes.verdict_of(
+        waits, partial(_of_wait, interval, waits[0]), partial(_conflicts, interval), is_inline=interval.is_inline
+    )
     is_near = HARMLESS / _BORDER < interval.share < HARMLESS * _BORDER
     if interval.share >= HARMLESS:
         return found._replace(or_kind="training") if is_near and found.or_kind is None else found

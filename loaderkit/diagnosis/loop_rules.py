@@ -62,6 +62,9 @@ def wakeup(interval: Interval) -> Verdict:
         return without_stage(
             interval, WAKEUP, f"{evidence}; {words.quota(interval)}", Remedy(change), sure=0.9, kind="quota"
         )
+    if interval.is_inline:  # the loop makes its batches itself
+        cpus = f"{words.more_cpus(interval)}; or " if interval.is_short_of_cpus else ""
+        return without_stage(interval, WAKEUP, evidence, Remedy(f"{cpus}larger batches"), sure=0.8)
     change = "fewer workers; for batches of less than a millisecond, larger batches or executor: inline"
     process = changes.in_a_process(interval, "so that loading does not hold the GIL")
     is_remote, settings = interval.stats.tuning.is_remote, tuple[Setting, ...]()
@@ -70,7 +73,7 @@ def wakeup(interval: Interval) -> Verdict:
         change = f"{words.more_cpus(interval)}; or {change}{'' if is_remote else f'; or {process}, {process.why}'}"
     elif not is_remote:
         change = f"{process}, {process.why} when the loop needs it; or {change}"
-        settings = () if interval.is_inline else (process,)
+        settings = (process,)
     return without_stage(interval, WAKEUP, evidence, Remedy(change, settings), sure=0.8)
 
 

@@ -144,8 +144,8 @@ def test_words_and_settings_say_the_same(drawn: dict[str, Any]) -> None:
     assert not settings_contradictions(verdict.model_dump(), stats.tuning.to_dict())
     for one in verdict.settings:
         assert one.before != one.value
-        if "would not help" in verdict.change:
-            assert one.key in ("prefetch.executor", "prefetch.processes", "prefetch.batches")
+    for one in (setting for cause in verdict.causes if "would not help" in cause.change for setting in cause.settings):
+        assert one.key in ("prefetch.executor", "prefetch.processes", "prefetch.batches")
 
 
 def test_next_to_no_cpu_time_asks_for_a_number_of_workers() -> None:

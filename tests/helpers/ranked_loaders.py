@@ -84,6 +84,7 @@ def init_too_late(rank: int, num_ranks: int, folder: Path, how: str) -> None:
         except ConfigError as error:
             said.append(str(error))
     (folder / f"said-{rank}").write_text(json.dumps([rest, said]))
+    dist.barrier()  # another rank may still be connecting to this one
     dist.destroy_process_group()
 
 

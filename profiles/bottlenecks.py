@@ -392,8 +392,8 @@ def settings_contradictions(verdict: Mapping[str, Any], tuning: Mapping[str, Any
     parts = change.split("; and for ")  # of several causes
     for key, value in settings.items():
         of_workers = key == "prefetch.concurrency" or key.endswith(".workers")
-        stage = key.removeprefix("stages.").removesuffix(".workers")
-        own = next((part for part in parts if f'resize("{stage}"' in part), parts[0])
+        stage = "" if key == "prefetch.concurrency" else f'"{key.removeprefix("stages.").removesuffix(".workers")}"'
+        own = next((part for part in parts if f"resize({stage}" in part), parts[0])
         resized = re.search(r'loader\.resize\("([^"]+)", workers=(\d+)\)', own)
         if of_workers and "more workers would not help" in own:
             problems.append(f"{key}: {value}, but {change!r}")

@@ -37,7 +37,7 @@ class Call(Generic[T]):
         self.timeout_s: float | None = None  # without progress for this long it is stuck, even if nothing waits for it
         self.keeps_turn = False  # the function returned without its whole result
         self.others: deque[Call[T]] | None = None  # queued behind this call; None once the next of them was started
-        self._function = function
+        self._function: Callable[[Call[T]], T] | None = function
         self._call_pool = call_pool
         self._lock = threading.Lock()
         self._done = threading.Event()
@@ -119,11 +119,13 @@ class Call(Generic[T]):
             self._touched_s = self._call_pool.clock()
         result, error = None, None
         try:
-            result = ending_forks(self._function)(self)
+            if self._function is not None:
+                result = ending_forks(self._function)(self)
             if self.others and not self.keeps_turn:
                 self._call_pool.pass_on(self, wakes=False)  # this thread takes the next call
         except BaseException as raised:
             error = raised
+        self._function = None  # what it holds is free when the waiter goes on
         with self._lock:
             self._has_ended = True
             if not self._is_cancelled:

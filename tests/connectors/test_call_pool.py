@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from waiting import join_threads
 
 from loaderkit.connectors.call_pool import Call, CallPool
 from loaderkit.errors import (
@@ -35,7 +36,7 @@ class TestCallPool:
         call_pool = CallPool(self, 2, "test-pool")
         yield call_pool
         call_pool.close()
-        assert not threads_named("test-pool")
+        join_threads("test-pool")
 
     def test_results_and_errors(self, call_pool: CallPool) -> None:
         calls = [call_pool.begin(lambda call, number=number: 10 // number) for number in (5, 2, 0, 1)]  # type: ignore[misc]
@@ -274,7 +275,7 @@ class TestCallPool:
         assert call_pool.begin(lambda call: "done").wait(60) == "done"
         del owner
         gc.collect()
-        assert not threads_named("test-pool")
+        join_threads("test-pool")
 
     @pytest.mark.prove
     def test_a_child_has_its_own(self) -> None:

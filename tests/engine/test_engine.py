@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from executors import executor_of
-from waiting import wait_for
+from waiting import join_threads, wait_for
 
 import loaderkit
 from loaderkit import Pipeline
@@ -344,4 +344,4 @@ def test_a_million_trivial_samples_leave_memory_flat() -> None:
 def nothing_left_running() -> Iterator[None]:
     yield
     gc.collect()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("loaderkit")]
+    join_threads("loaderkit")

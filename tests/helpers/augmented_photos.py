@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import join_threads
 
 import loaderkit
 from loaderkit import Pipeline
@@ -50,8 +51,7 @@ def nothing_left_running() -> Iterator[None]:
     before = set(threading.enumerate())  # a test of another file may have abandoned a call that hangs
     yield
     gc.collect()
-    left = [thread.name for thread in threading.enumerate() if thread not in before]
-    assert not [name for name in left if name.startswith("loaderkit")], left
+    join_threads("loaderkit", before)
 
 
 @pytest.fixture(scope="module", name="reference")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 
@@ -21,10 +21,10 @@ def wait_for(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         threading.Event().wait(0.01)
 
 
-def join_threads(name: str) -> None:
-    """Wait for the end of all threads with `name` in theirs."""
+def join_threads(name: str, besides: Collection[threading.Thread] = ()) -> None:
+    """Wait for the end of all threads with `name` in theirs. They were told to end, and `close` waits for a while only."""
     for thread in threading.enumerate():
-        if name in thread.name:
+        if name in thread.name and thread not in besides:
             thread.join(LIMIT_S)
             assert not thread.is_alive(), thread.name
 

@@ -137,9 +137,10 @@ class ReadAheadConnector(ConnectorLayer):
             self._has_plan.set()
             threads, self._threads, self._surplus = [*self._threads, *self._surplus], [], []
             self._changed.notify_all()
+        deadline_s = time.perf_counter() + _JOIN_S
         for thread in threads:
             if thread is not threading.current_thread():
-                thread.join(_JOIN_S / len(threads))
+                thread.join(max(0.0, deadline_s - time.perf_counter()))
 
     def close(self) -> None:
         """Stop, and close `inner`."""

@@ -15,7 +15,7 @@ import torch
 from executors import executor_of
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import LIMIT_S, messages_with, wait_for
+from waiting import LIMIT_S, join_threads, messages_with, wait_for
 from worker_clocks import HandClock
 
 import loaderkit
@@ -262,4 +262,4 @@ class TestLoaders:
 @pytest.fixture(autouse=True)
 def nothing_left_running() -> Iterator[None]:
     yield
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("loaderkit")]
+    join_threads("loaderkit")

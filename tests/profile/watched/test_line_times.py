@@ -231,13 +231,13 @@ def seen() -> Iterator[list[int]]:
     signal.signal(signal.SIGURG, before)
 
 
-def begin_waiting(found: list[bool]) -> threading.Thread:
+def begin_waiting(found: list[bool], sleep_s: float = 0.0) -> threading.Thread:
     main_thread = threading.main_thread()
     assert main_thread.ident is not None
     file = os.open(f"/proc/self/task/{main_thread.native_id}/stat", os.O_RDONLY)
 
     def wait() -> None:
-        found.append(wait_to_sample(0.0, main_thread.ident or 0, file, signal.SIGURG))
+        found.append(wait_to_sample(sleep_s, main_thread.ident or 0, file, signal.SIGURG))
         os.close(file)
 
     thread = threading.Thread(target=wait)
@@ -250,7 +250,7 @@ def test_the_main_thread_samples_itself_while_it_computes(seen: list[int]) -> No
     before, found = sys.getswitchinterval(), list[bool]()
     sys.setswitchinterval(60.0)
     try:
-        thread = begin_waiting(found)
+        thread = begin_waiting(found, 0.1)  # until then this one has the GIL
         for _ in range(10**9):
             if seen or found:
                 break

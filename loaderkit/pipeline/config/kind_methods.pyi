@@ -18,6 +18,7 @@ class KindMethods:
         *,
         include: str | tuple[str, ...] | list[str] | None = None,
         label: Literal["parent", "top", "none"] = "none",
+        labels: Mapping[str, Any] | None = None,
         classes: tuple[str, ...] | list[str] | Mapping[str, int] | None = None,
         fields: Mapping[str, str] | None = None,
         optional: tuple[str, ...] | list[str] = ...,
@@ -34,8 +35,10 @@ class KindMethods:
             none of the first 10,000 is an image
         label: parent: the class is the index of the file's folder in the sorted folder names; top: that of
             the first folder below `url`, as torchvision's ImageFolder has it
+        labels: `label` from a table instead, as in {file: train.csv, key: name, value: class}: whole
+            numbers, numbers, or texts, which become classes
         classes: with `label`, the folders' names in the order of their class numbers, or {folder: number};
-            default: all there are, sorted
+            with `labels`, its texts; default: all there are, sorted
         fields: field -> extensions, as in {image: 'jpg;png'}; or field -> pattern, as in {image:
             images/*.jpg, mask: masks/*.png}: files with one stem are one sample; default: images are
             `image`

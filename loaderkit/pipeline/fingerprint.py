@@ -88,6 +88,8 @@ def fingerprint_of(config: PipelineConfig, source: Source, order: SampleOrder) -
     values["order"] = (
         f"block of {block.block} bytes, window {block.window}, lanes {block.lanes}" if shuffle == "block" else shuffle
     )
+    if config.order.weights is not None:
+        values["order"] = f"weights {text_of(config.order.weights)}"
     values["stages"] = " > ".join(stage.name for stage in config.stages if stage.kind != "transfer")
     values |= digests
     if order.unit == "batches":

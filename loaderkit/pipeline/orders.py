@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from loaderkit.sampling.random import key_of
 from loaderkit.sampling.schedule import BlockOrder, GlobalOrder, SequentialOrder
 from loaderkit.sampling.token_batches import TokenBatches, fill_by_length, fill_in_order, fill_in_order_by_sum
 from loaderkit.sampling.token_mixture import TokenMixture
+from loaderkit.sampling.weighted import WeightedOrder, class_weights
 from loaderkit.sources.base import Source
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.stages.base import StageConfig
@@ -70,6 +72,8 @@ def _order_of_samples(config: PipelineConfig, source: Source, lengths: Int64 | N
 
 def _shuffled(config: PipelineConfig, kind: str, source: Source, seed: int) -> SampleOrder:
     order = config.order
+    if order.weights is not None:
+        return _weighted(order.weights, kind, source, seed)
     if order.shuffle == "global":
         return GlobalOrder(len(source), seed)
     if order.shuffle == "block":
@@ -77,6 +81,19 @@ def _shuffled(config: PipelineConfig, kind: str, source: Source, seed: int) -> S
             _block_bounds(source, kind, order.block.block), seed, window=order.block.window, lanes=order.block.lanes
         )
     return SequentialOrder(len(source))
+
+
+def _weighted(given: str | Mapping[str, float], kind: str, source: Source, seed: int) -> WeightedOrder:
+    """Samples drawn by the weights of their classes. Raises ConfigError."""
+    if source.labels is None or source.labels.dtype.kind not in "iu":
+        numbers = " and its labels are numbers that name no class" if source.labels is not None else ""
+        raise ConfigError(
+            f"order.weights: it needs the class of every sample before it is read{numbers}, which `files` knows with `label: "
+            f"parent` or `labels`; this is kind: {kind}"
+        )
+    classes = source.labels.astype(np.int64)
+    weights = class_weights(None if isinstance(given, str) else given, classes, source.classes, "order.weights")
+    return WeightedOrder(classes, weights, seed)
 
 
 def _block_bounds(source: Source, kind: str, block_bytes: int) -> Int64:

@@ -149,6 +149,7 @@ class Source(ABC):
     """A finite set of samples in canonical order, numbered from 0. What is not abstract is a hook that has a default."""
 
     classes: list[str] | None = None
+    labels: NDArray[Any] | None = None  # of every sample, where they are known without reading: int or float [samples]
     index_s: float = 0.0  # of the time that opening took: for the indexes of archives
     is_typed = True  # False: a field may have another type in every sample, as in JSON
     has_untyped_arrays = False  # True: a list of numbers is an array whose type only the numbers tell

@@ -113,6 +113,10 @@ class Listing:
     def __getitem__(self, index: int) -> ObjectInfo:
         return ObjectInfo(self.keys[index], int(self.sizes[index]), self.etags[index])
 
+    def part(self, indices: NDArray[np.int64]) -> Listing:
+        """The listing of some of the objects."""
+        return Listing(map(self.__getitem__, indices.tolist()))
+
     def take(self, indices: NDArray[np.int64]) -> tuple[list[str], list[int], list[str | None]]:
         """The keys, sizes and etags of several objects."""
         return self.keys.take(indices), self.sizes[indices].tolist(), [*self.etags.take(indices)]

@@ -37,7 +37,7 @@ class SourcePart(Source):
         self.name = name
         self.first = first
         self.total = total
-        self.classes = inner.classes
+        self.classes, self.labels = inner.classes, inner.labels
         self.is_typed, self.runs_user_code = inner.is_typed, inner.runs_user_code
         self.index_s = inner.index_s
         self._size = len(inner)

@@ -18,6 +18,7 @@ class KindMethods:
         *,
         include: str | tuple[str, ...] | list[str] | None = None,
         label: Literal["parent", "top", "none"] = "none",
+        labels: Mapping[str, Any] | None = None,
         classes: tuple[str, ...] | list[str] | Mapping[str, int] | None = None,
         fields: Mapping[str, str] | None = None,
         optional: tuple[str, ...] | list[str] = ...,
@@ -34,8 +35,10 @@ class KindMethods:
             none of the first 10,000 is an image
         label: parent: the class is the index of the file's folder in the sorted folder names; top: that of
             the first folder below `url`, as torchvision's ImageFolder has it
+        labels: `label` from a table instead, as in {file: train.csv, key: name, value: class}: whole
+            numbers, numbers, or texts, which become classes
         classes: with `label`, the folders' names in the order of their class numbers, or {folder: number};
-            default: all there are, sorted
+            with `labels`, its texts; default: all there are, sorted
         fields: field -> extensions, as in {image: 'jpg;png'}; or field -> pattern, as in {image:
             images/*.jpg, mask: masks/*.png}: files with one stem are one sample; default: images are
             `image`
@@ -344,7 +347,7 @@ class KindMethods:
         channels the end that is 1, 3 or 4 long; if both are, a tensor's are the first, and an array is an error. A fourth channel
         is dropped, as a PNG's. What `fields` or `masks` name has to be an image, and may be [H, W].
 
-        An `npz` becomes one field for every array in it, named as in the archive. If a `random_resized_crop`, or a `random_crop`
+        An `npz` becomes one field for every array in it, named as in the archive. A `nii` or `nii.gz` is the array of a scan. If a `random_resized_crop`, or a `random_crop`
         without padding, comes next, no more of a JPEG is made into pixels than it will show.
 
         What `boxes` and `keypoints` name, in pixels of the decoded image, follows it through every stage that moves its pixels, and
@@ -616,6 +619,51 @@ class KindMethods:
         ratio: bounds of height / width
         value: the level, one for red, green and blue each, or `random`: another for every pixel and channel
         fields: images to act on; default: all of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def random_volume_crop(
+        self,
+        size: Sequence[int],
+        fields: tuple[str, ...] | list[str],
+        foreground: str | None = None,
+        p: float = 0.4,
+        pad_if_needed: bool = False,
+        fill: int | float = 0,
+        labels: tuple[str, ...] | list[str] = ...,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Cut one random window out of arrays or tensors, such as a scan and its labels.
+
+        size: of the window along the last dimensions, as in [128, 128, 128]
+        fields: the arrays to cut, which are alike in these dimensions
+        foreground: a field of labels: the window holds one of its values that are not 0, as often as `p`
+            says
+        p: the probability of that; at other times, and without any, it is anywhere
+        pad_if_needed: pad what is smaller than `size` at its ends instead of refusing it
+        fill: the value of what is padded; labels are padded with 0
+        labels: fields of class numbers, which are padded with 0; `foreground` is one of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def random_volume_flip(
+        self,
+        fields: tuple[str, ...] | list[str],
+        axes: Sequence[int] = ...,
+        p: float = 0.5,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Mirror arrays or tensors alike, along each axis by itself.
+
+        fields: the arrays to mirror, which are alike along these axes
+        axes: counted from the last one, -1
+        p: the probability for each axis
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """

@@ -46,6 +46,11 @@ class OrderArgs(Model):
         "global",
         description="any sample anywhere (true); blocks of neighbours, for few large reads; or the canonical order (false)",
     )
+    weights: Literal["by class"] | dict[str, Annotated[float, Field(ge=0)]] | None = Field(
+        None,
+        description="by class: every class equally often, samples drawn with replacement; or class -> weight, as in {cat: 2, "
+        "dog: 1}; for sources that know the class of each sample without reading it",
+    )
     seed: NonNegativeInt = Field(0, description="of the order and of every augmentation")
     epochs: PositiveInt | None = Field(None, description="null: no end")
     block: BlockArgs = Field(BlockArgs(), description="for `shuffle: block`, below")

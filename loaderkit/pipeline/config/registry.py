@@ -27,6 +27,7 @@ from loaderkit.stages.image.sanitize_boxes import SANITIZE_BOXES
 from loaderkit.stages.read import READ
 from loaderkit.stages.sequence.pack import PACK
 from loaderkit.stages.transfer import TRANSFER
+from loaderkit.stages.volume import moves
 
 SOURCES: Registry[SourceKind] = Registry(
     "sources",
@@ -67,6 +68,8 @@ STAGES: Registry[StageKind] = Registry(
         "random_grayscale": color.RANDOM_GRAYSCALE,
         "gaussian_blur": color.GAUSSIAN_BLUR,
         "random_erasing": color.RANDOM_ERASING,
+        "random_volume_crop": moves.RANDOM_VOLUME_CROP,
+        "random_volume_flip": moves.RANDOM_VOLUME_FLIP,
         "call": CALL,
         "filter": FILTER,
         "pack": PACK,

@@ -121,7 +121,14 @@ def _check_one(
             "auto lets processes join while the loop runs, and each would have to iterate over all that an iterable has given "
             "before: give their number",
         )
-    if order is not None and order.shuffle == "block" and not source_kind.has_blocks:
+    if order is not None:
+        _check_order(order, source_kind, problems)
+
+
+def _check_order(order: OrderArgs, source_kind: SourceKind, problems: Problems) -> None:
+    if order.weights is not None and order.shuffle != "global":
+        problems.error(("order", "weights"), "what is drawn by weight may come at any place: use `shuffle: global`")
+    if order.shuffle == "block" and not source_kind.has_blocks:
         problems.error(
             ("order", "shuffle"),
             "block needs a source that knows where its bytes lie (files, tar, array); a data set object has none: "
@@ -137,6 +144,8 @@ def order_of_stream(order: OrderArgs, errors: ErrorsArgs | None, problems: Probl
             "an iterable's items come in its own order: leave this out or use none, and shuffle in the iterable (its "
             "`set_epoch`, if it has one, is called with each epoch)",
         )
+    if order.weights is not None:
+        problems.error(("order", "weights"), "an iterable's items come in its own order: leave this out")
     if errors is not None and errors.on_bad_sample == "replace":
         problems.error(
             ("errors", "on_bad_sample"),

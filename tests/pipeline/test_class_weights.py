@@ -25,7 +25,7 @@ def stored() -> MemoryConnector:
 
 
 def weighted(weights: Any, batch: int = 8, **labels: str) -> Pipeline:
-    args = labels or {"label": "parent"}
+    args: dict[str, Any] = labels or {"label": "parent"}
     return Pipeline.files("memory://x", include="**/*.bin", **args).shuffle(seed=5, weights=weights).read().batch(batch)
 
 

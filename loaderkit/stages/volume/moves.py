@@ -126,7 +126,9 @@ def random_volume_flip(args: RandomVolumeFlipArgs) -> Callable[..., None]:
         turned = [axis for axis, draw in zip(args.axes, draws, strict=False) if draw < args.p]
         for name, array in arrays.items():
             flipped = (
-                array.flip(turned) if isinstance(array, torch.Tensor) else np.ascontiguousarray(np.flip(array, turned))
+                array.flip(turned)
+                if isinstance(array, torch.Tensor)
+                else np.ascontiguousarray(np.flip(array, tuple(turned)))
             )
             sample[name] = flipped if turned else array
 

@@ -68,7 +68,7 @@ def test_the_foreground_is_in_it(rng: random.Random) -> None:
     crop, held = random_volume_crop(args), [0, 0]
     for number in range(200):
         draws = np.array([rng.random() for _ in range(6)])
-        sample = {"scan": scan, "labels": labels}
+        sample: dict[str, Any] = {"scan": scan, "labels": labels}
         crop(sample, draws)
         assert sample["scan"].shape == (2, 2, 3, 4)
         if draws[0] < 0.5:
@@ -85,7 +85,7 @@ def test_what_is_smaller_is_padded_or_refused(rng: random.Random) -> None:
     scan, labels = scan_and_labels(rng, 3)
     size = tuple(length + rng.randrange(3) for length in labels.shape)
     given = {"scan": scan, "labels": labels}
-    args = {"size": size, "fields": ("scan", "labels"), "fill": -7, "labels": ("labels",)}
+    args: dict[str, Any] = {"size": size, "fields": ("scan", "labels"), "fill": -7, "labels": ("labels",)}
     sample = {**given}
     random_volume_crop(RandomVolumeCropArgs(pad_if_needed=True, **args))(sample, np.zeros(6))
     missing = [wanted - length for wanted, length in zip(size, labels.shape, strict=True)]
@@ -107,8 +107,8 @@ def test_one_flip_of_both(given: Any, rng: random.Random) -> None:
         sample = {"scan": given(scan), "labels": given(labels)}
         flip(sample, draws)
         turned = [axis for axis, draw in zip(axes, draws, strict=False) if draw < 0.5]
-        assert np.array_equal(sample["scan"], np.flip(scan, turned))
-        assert np.array_equal(sample["labels"], np.flip(labels, turned))
+        assert np.array_equal(sample["scan"], np.flip(scan, tuple(turned)))
+        assert np.array_equal(sample["labels"], np.flip(labels, tuple(turned)))
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class PortScript:
         if first.ported is None:
             code = exit_code(ended_by)
             console.say(
-                f"error: {self.name} ended before it took a batch from a DataLoader of torch in this process: nothing is written"
+                f"error: {self.name} took no batch from a DataLoader of torch in this process: nothing is written"
             )
             return code or 1
         if not isinstance(ended_by, (ScriptStop, type(None))):  # in what it does at its end

@@ -103,7 +103,7 @@ class Script:
     def run(self) -> int:
         """Run it in this process, as Python would; the exit code that it asks for. Raises KeyboardInterrupt for a script that
         Ctrl-C ended, when all is said about it."""
-        note = None if self.pipeline is None else lambda loader: self._comparison.port(loader)
+        note = None if self.pipeline is None else self._port
         loaders, pid = ScriptLoaders(Path(self.name).name, note), os.getpid()
         loaders.begin()
         with _on_sigterm(lambda: self._deliver(loaders, KeyboardInterrupt, None, "terminated by SIGTERM")):
@@ -143,6 +143,9 @@ class Script:
 
         assert self.pipeline is not None
         return ScriptComparison(self.name, self.pipeline, self.force, build)
+
+    def _port(self, loader: Any) -> Any:
+        return self._comparison.port(loader)
 
     def _compared(self, loops: list[ScriptLoop], ended: str | None) -> list[Report]:
         """The reports, with the pipelines of those that gave batches if these are wanted. `ended`: why they are not run."""

@@ -1,4 +1,4 @@
-"""A script's DataLoader as a pipeline of loaderkit: what it reads and does by class and attributes, checked against its samples.
+"""A script's DataLoader as a pipeline of loaderkit: recognised by classes and their attributes, and checked by its samples.
 
 Public: `loaderkit port script.py`, `loaderkit watch --compare script.py`.
 """

@@ -13,7 +13,6 @@ import torch
 
 from loaderkit._internal.compare import differ
 from loaderkit.errors import LoaderkitError
-from loaderkit.pipeline.config.builder import to_config
 from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.profile.experiments.interleave import ExperimentLoader
 from loaderkit.profile.port.loader import PortedPipeline
@@ -52,7 +51,7 @@ def _check_listing(ported: PortedPipeline) -> tuple[int, tuple[str, ...]]:
     wanted = ported.source.samples
     if not wanted:
         return 0, ()
-    plan = compile_pipeline(to_config(ported.here()), rank=0, world_size=1)
+    plan = compile_pipeline(ported.here().config, rank=0, world_size=1)
     try:
         source = plan.source
         keys = source.keys(np.arange(len(source)))
@@ -63,8 +62,8 @@ def _check_listing(ported: PortedPipeline) -> tuple[int, tuple[str, ...]]:
         return len(wanted), ()
     if differing := {*wanted} ^ {*found}:
         raise _DiffersError(
-            f"the data set has {len(wanted)} files, and loaderkit finds {len(found)}; for example {min(differing)[0]!r} is only "
-            "in one of them, or of another class: hidden files and is_valid_file have no counterpart"
+            f"the data set has {len(wanted)} files, and loaderkit finds {len(found)}; for example {min(differing)[0]!r} is "
+            "only in one of them, or of another class: hidden files and is_valid_file have no counterpart"
         )
     is_sequential = (ported.pipeline or {}).get("order") == {"shuffle": "none"}
     return len(wanted), ("in order of their paths, not folder by folder",) if is_sequential else ()
@@ -114,7 +113,7 @@ def _check_batches(ported: PortedPipeline, build: Build, num_listed: int) -> tup
     assert ported.source is not None
     assert ported.collate is not None
     overrides = {"stages.batch.size": _NUM_SAMPLES, "stages.batch.drop_last": False, "order.shuffle": "global"}
-    pipeline = {name: value for name, value in ported.here().items() if name != "output"}
+    pipeline = ported.here().output(None)
     comparison, num_samples, begin_s = _Comparison(ported), 0, time.perf_counter()
     with build(pipeline, overrides={**overrides, "prefetch.executor": "inline"}, rank=0, world_size=1) as loader:
         for number, batch in enumerate(loader, 1):

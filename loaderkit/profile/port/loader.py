@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from loaderkit.pipeline.config.builder import Pipeline
 from loaderkit.profile.port.datasets import PortedSource, by_reference, port_dataset
 from loaderkit.profile.port.parts import Unported
 from loaderkit.profile.port.recognise import CannotPort, class_of, describe, name_of_function, where
@@ -34,14 +35,14 @@ class PortedPipeline:
     dataset: Any = None  # the script's
     collate: Callable[[list[Any]], Any] | None = None
 
-    def here(self) -> dict[str, Any]:
+    def here(self) -> Pipeline:
         """The pipeline as it runs in this process, with the script's data set where the file names that."""
         assert self.pipeline is not None
         assert self.source is not None
         if self.source.dataset is None:
-            return self.pipeline
+            return Pipeline(self.pipeline)
         source = {name: value for name, value in self.pipeline["source"].items() if name != "args"}
-        return {**self.pipeline, "source": {**source, "object": self.source.dataset}}
+        return Pipeline({**self.pipeline, "source": {**source, "object": self.source.dataset}})
 
 
 @dataclass
@@ -78,8 +79,9 @@ def port_loader(loader: Any, name: str) -> PortedPipeline:
         source = port_dataset(loader.dataset)
         if source.has_pictures:
             images, source = _pictures(source, loader.dataset, failures)
-    with failures.noted("collate_fn", loader.collate_fn):
-        _check_collate(loader)
+    if loader.batch_sampler is not None:
+        with failures.noted("collate_fn", loader.collate_fn):
+            _check_collate(loader)
     with failures.noted("sampler", loader.sampler):
         _check_batches(loader)
         order, noted = _order(loader.sampler)
@@ -126,7 +128,9 @@ def _check_collate(loader: Any) -> None:
 def _check_batches(loader: Any) -> None:
     if loader.batch_size is None or class_of(loader.batch_sampler) != f"{_SAMPLERS}BatchSampler":
         subject = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        raise CannotPort(subject, "batches are of `batch: {size}` samples, in the order of the samples")
+        raise CannotPort(
+            subject, "batches are of `batch: {size}` samples each, one behind the other in the order of samples"
+        )
 
 
 def _order(sampler: Any) -> tuple[dict[str, Any], list[str]]:

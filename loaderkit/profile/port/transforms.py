@@ -21,6 +21,9 @@ from loaderkit.profile.port.recognise import CannotPort, class_of, is_of_torchvi
 Form = Literal["pillow", "levels", "unit", "normalised"]
 _LEVELS = 255
 _BY_NUMBER = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # Pillow's
+_NO_INTERPOLATION = (
+    "`resize` has bilinear, bicubic, and for tensors nearest-exact; another pixel than by {!r} may be taken or mixed in"
+)
 _CHANNELS = 3
 _FLOATS = (torch.float32, torch.float64)
 
@@ -178,12 +181,11 @@ def _random_resized_crop(transform: Any, ported: Ported) -> None:
 
 def _filter(transform: Any, ported: Ported) -> dict[str, Any]:
     """The arguments of a resize that are not `resize`'s own defaults."""
-    name = _interpolation(transform)
-    is_pillow = ported.form == "pillow"
-    if name == "nearest-exact" or (name == "nearest" and is_pillow):
+    name, is_pillow = _interpolation(transform), ported.form == "pillow"
+    if name == "nearest-exact" and not is_pillow:
         name = "nearest"
-    elif name == "nearest" or name not in ("bilinear", "bicubic"):
-        raise CannotPort(transform, f"`resize` has no interpolation that takes the pixels of {name!r} for tensors")
+    elif name not in ("bilinear", "bicubic"):
+        raise CannotPort(transform, _NO_INTERPOLATION.format(name))
     elif name == "bicubic" and ported.form in ("unit", "normalised"):
         raise CannotPort(
             transform, "bicubic goes beyond 0 and 1 where pictures are floats: put it before ToTensor or ToDtype"
@@ -391,9 +393,9 @@ def _pillows(function: Any) -> tuple[str | None, dict[str, Any]]:
 
 def _resize_of_pillow(function: Any, arguments: Mapping[str, Any], ported: Ported) -> None:
     number = arguments.get("resample")
-    name = "bicubic" if number is None else _BY_NUMBER.get(int(number))
-    if name is None:
-        raise CannotPort(function, f"`resize` has no interpolation as Pillow's {number!r}")
+    name = "bicubic" if number is None else _BY_NUMBER.get(int(number), str(number))
+    if name not in ("bilinear", "bicubic"):
+        raise CannotPort(function, _NO_INTERPOLATION.format(name))
     width, height = arguments["size"]
     ported.add("resize", size=[height, width], **({} if name == "bilinear" else {"interpolation": name}))
-    ported.most_levels += name != "nearest"
+    ported.most_levels += 1

@@ -110,8 +110,8 @@ class ScriptLoaders:
         self._undo = on_iteration(self._iterate)
 
     def loops(self, kind: type[BaseException] | None, error: BaseException | None) -> list[ScriptLoop]:
-        """Stop, and give each DataLoader that was iterated over, in the order in which they were begun. `kind` and `error`: what
-        ended the script."""
+        """Stop, and give each DataLoader that was iterated over, in the order in which they were begun. `kind` and `error`:
+        what ended the script."""
         self._undo()
         if self._sampler is not None:
             self._sampler.end()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import random
 from pathlib import Path
@@ -11,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torchvision_standins
-from PIL import Image, ImageOps
-from torch.utils.data import DataLoader
+from drawn_transforms import check_drawn_chain, transforms_of
+from PIL import ImageOps
 
 import loaderkit
-from loaderkit.profile.port.check import check_samples
-from loaderkit.profile.port.loader import PortedPipeline, port_loader
 from loaderkit.profile.port.recognise import CannotPort
-from loaderkit.profile.port.transforms import Ported, port_transforms
+from loaderkit.profile.port.transforms import Ported, _normalize, port_transforms
 
 NUM_CHAINS = 12
 
@@ -28,92 +25,11 @@ def torchvision(monkeypatch: pytest.MonkeyPatch) -> Any:
     return torchvision_standins.install(monkeypatch)
 
 
-def transforms_of(torchvision: Any, rng: random.Random) -> Any:
-    return rng.choice([torchvision.transforms, torchvision.transforms.v2])
-
-
-def drawn_size(rng: random.Random) -> Any:
-    return rng.choice([rng.randint(12, 60), [rng.randint(12, 60), rng.randint(12, 60)]])
-
-
-def drawn_end(module: Any, rng: random.Random) -> list[Any]:
-    """What makes a tensor of a picture, and maybe normalises it, once or twice."""
-    is_v2 = hasattr(module, "ToImage")
-    ends = [[module.ToTensor()], [module.PILToTensor(), module.ConvertImageDtype(torch.float32)]]
-    ends += [[module.ToImage(), module.ToDtype(torch.float32, scale=scale)] for scale in (True, False)] if is_v2 else []
-    if rng.random() < 0.2:
-        return [module.PILToTensor()]
-    count = rng.randint(0, 2)
-    numbers = [[rng.uniform(0.1, 0.9) for _ in range(3)] for _ in range(2 * count)]
-    return [*rng.choice(ends), *(module.Normalize(*numbers[2 * n : 2 * n + 2]) for n in range(count))]
-
-
-def drawn_chain(module: Any, rng: random.Random) -> list[Any]:
-    """Steps without chance, so that pixels can be compared, and one at the end that makes all pictures alike in size."""
-    steps = [
-        lambda: module.Resize(rng.randint(20, 80), interpolation=rng.choice(["bilinear", "bicubic"])),
-        lambda: module.CenterCrop(drawn_size(rng)),
-        lambda: module.RandomHorizontalFlip(p=float(rng.random() < 0.5)),
-        lambda: module.RandomVerticalFlip(p=float(rng.random() < 0.5)),
-        lambda: module.Grayscale(3),
-        lambda: module.Compose([module.RandomHorizontalFlip(p=1.0)]),
-        lambda: operator.methodcaller("convert", "RGB"),
-        lambda: ImageOps.mirror,
-        lambda: functools.partial(
-            Image.Image.resize, size=(rng.randint(12, 40), 31), resample=Image.Resampling.BILINEAR
-        ),
-    ]
-    chosen = [rng.choice(steps)() for _ in range(rng.randint(0, 3))]
-    return [*chosen, rng.choice([module.CenterCrop, module.Resize])([rng.randint(12, 50), rng.randint(12, 50)])]
-
-
-def checked(loader: Any) -> PortedPipeline:
-    """Ported, and found to have the same samples."""
-    ported = port_loader(loader, "drawn")
-    assert not ported.unported
-    ported, check = check_samples(ported, loaderkit.build)
-    assert not ported.unported, ported.unported
-    assert check is not None
-    assert check.num_samples > 0
-    return ported
-
-
 @pytest.mark.parametrize("number", range(NUM_CHAINS))
 def test_drawn_chains_give_the_scripts_own_pixels(
     number: int, torchvision: Any, photos: Path, rng: random.Random
 ) -> None:
-    module = transforms_of(torchvision, rng)
-    transform = module.Compose([*drawn_chain(module, rng), *drawn_end(module, rng)])
-    dataset = torchvision.datasets.ImageFolder(str(photos), transform=transform)
-    size, drop_last = rng.randint(3, 9), rng.random() < 0.5
-    loader: Any = DataLoader(dataset, batch_size=size, drop_last=drop_last)  # type: ignore[arg-type]
-    ported = checked(loader)
-    assert ported.pipeline is not None
-    num_batches = 0
-    most = 0.0
-    with loaderkit.build(loaderkit.Pipeline(ported.pipeline)) as ours:
-        assert len(ours) == len(loader)
-        for (images, labels), (our_images, our_labels) in zip(loader, ours, strict=True):
-            num_batches += 1
-            assert torch.equal(labels, our_labels)
-            assert (images.dtype, images.shape) == (our_images.dtype, our_images.shape)
-            # By the script's own last steps: how far apart two neighbouring levels are there.
-            whole = drawn_level(transform)
-            most = max(most, float(((images.double() - our_images.double()).abs() / whole).max()))
-            if num_batches == 3:
-                break
-    assert most <= 5.01, f"{most} levels"
-
-
-def drawn_level(transform: Any) -> torch.Tensor:
-    """What one level of 255 is in the numbers that a chain gives, by its own steps: [3, 1, 1]."""
-    pictures = [Image.new("RGB", (8, 8), (level,) * 3) for level in (100, 101)]
-    ends = [one for one in transform.transforms if type(one).__name__ in
-            ("ToTensor", "PILToTensor", "ToImage", "ToDtype", "ConvertImageDtype", "Normalize")]  # fmt: skip
-    for end in ends:
-        pictures = [end(picture) for picture in pictures]
-    first, second = (picture.double()[:, :1, :1] for picture in pictures)  # type: ignore[attr-defined]
-    return (second - first).abs()
+    check_drawn_chain(torchvision, torchvision.datasets, photos, rng)
 
 
 def test_random_steps_have_the_arguments_that_were_drawn(torchvision: Any, rng: random.Random) -> None:
@@ -244,8 +160,6 @@ def test_upright_pictures_are_decode_s(torchvision: Any) -> None:
 def test_normalised_numbers_are_composed(rng: random.Random) -> None:
     ported, levels = Ported(form="unit"), torch.arange(256).double()
     expected = levels / 255
-    from loaderkit.profile.port.transforms import _normalize
-
     for _ in range(rng.randint(1, 4)):
         mean, std = rng.uniform(-1, 1), rng.uniform(0.1, 3)
         one = torchvision_standins.Normalize([mean] * 3, [std] * 3)

@@ -21,7 +21,6 @@ from loaderkit.profile.port.loader import port_loader
 from loaderkit.profile.port.transforms import port_transforms
 from loaderkit.profile.port.write import write_pipeline
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:The transform `ToTensor")
 
 

@@ -56,7 +56,7 @@ class PortScript:
     def run(self) -> int:
         """Run it up to its first DataLoader, and write that; 0 if it was written, else 1, or what the script exits with.
         Raises OSError, BadParameter, LoaderkitError."""
-        first = FirstLoader(self.name, _build)
+        first = FirstLoader(Path(self.name).name, _build)
         first.begin()
         try:
             ended_by = run_script(self.name, self.arguments, is_module=self.is_module, joins=False)

@@ -142,7 +142,7 @@ class Script:
         from loaderkit.profile.port.compare import ScriptComparison
 
         assert self.pipeline is not None
-        return ScriptComparison(self.name, self.pipeline, self.force, build)
+        return ScriptComparison(Path(self.name).name, self.pipeline, self.force, build)
 
     def _port(self, loader: Any) -> Any:
         return self._comparison.port(loader)

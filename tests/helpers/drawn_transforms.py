@@ -45,7 +45,7 @@ def _chain(module: Any, modes: Any, rng: random.Random) -> list[Any]:
     """Steps without chance, so that pixels can be compared, and one at the end that makes all pictures alike in size."""
     mode = rng.choice([modes.BILINEAR, modes.BICUBIC])
     resize = functools.partial(Image.Image.resize, size=(rng.randint(12, 40), 31), resample=Image.Resampling.BILINEAR)
-    steps = [
+    steps: list[Any] = [
         lambda: module.Resize(rng.randint(20, 80), interpolation=mode),
         lambda: module.CenterCrop(_size(rng)),
         lambda: module.RandomHorizontalFlip(p=float(rng.random() < 0.5)),
@@ -77,7 +77,8 @@ def _level(transform: Any) -> torch.Tensor:
     for end in (one for one in transform.transforms if type(one).__name__ in _ENDS):
         pictures = [end(picture) for picture in pictures]
     first, second = (picture.as_subclass(torch.Tensor).double()[:, :1, :1] for picture in pictures)
-    return (second - first).abs()
+    level: torch.Tensor = (second - first).abs()
+    return level
 
 
 def check_drawn_chain(torchvision: Any, folders: Any, photos: Path, rng: random.Random) -> None:

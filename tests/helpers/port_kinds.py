@@ -1,4 +1,4 @@
-"""Training scripts of ten kinds, their sizes drawn: by data set, transforms, step and workers. And the same loop over a pipeline."""
+"""Training scripts of ten kinds, drawn: data sets, transforms, steps, workers. And the same loops over a pipeline."""
 
 from __future__ import annotations
 

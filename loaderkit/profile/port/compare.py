@@ -23,7 +23,7 @@ from loaderkit.profile.watched.script import ScriptLoop
 
 @dataclass(frozen=True)
 class ScriptComparison:
-    """Ports the DataLoaders of a script to `path`, `path`-2, ... `build` is `loaderkit.build`."""
+    """Ports the DataLoaders of `script` (a file or a module) to `path`, `path`-2, ...; `build` is `loaderkit.build`."""
 
     script: str
     path: Path
@@ -32,7 +32,7 @@ class ScriptComparison:
 
     def port(self, loader: Any) -> PortedPipeline:
         """What a DataLoader comes to, without touching its samples."""
-        return port_loader(loader, Path(self.script).stem)
+        return port_loader(loader, self.script.removesuffix(".py"))
 
     def report(self, loop: ScriptLoop, number: int, ended: str | None) -> Report:
         """The loop's report with its pipeline, `number` of the script's; `ended`: why nothing more is to be run."""

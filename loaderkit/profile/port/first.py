@@ -24,7 +24,7 @@ class FirstLoader:
     """The first DataLoader that is iterated over in this process, from `begin` on. `build` is `loaderkit.build`."""
 
     def __init__(self, script: str, build: Callable[[], Build]) -> None:
-        self._script, self._build = Path(script).stem, build
+        self._script, self._build = script.removesuffix(".py"), build
         self._pid = os.getpid()
         self.name = ""  # of its class, its data set's, and where the script iterates
         self.ported: PortedPipeline | None = None

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from loaderkit.pipeline.config.builder import Pipeline
 from loaderkit.profile.port.datasets import PortedSource, by_reference, port_dataset
 from loaderkit.profile.port.parts import Unported
@@ -19,8 +21,11 @@ from loaderkit.profile.port.recognise import CannotPort, class_of, describe, nam
 from loaderkit.profile.port.transforms import Ported, port_transforms
 
 _COLLATE = "torch.utils.data._utils.collate.default_collate"
-_SAMPLERS = "torch.utils.data.sampler."
-_DISTRIBUTED = "torch.utils.data.distributed.DistributedSampler"
+_SAMPLERS = (
+    "torch.utils.data.sampler",
+    "torch.utils.data.distributed",
+    "torchdata.stateful_dataloader.sampler",
+)
 
 
 @dataclass(frozen=True)
@@ -77,15 +82,17 @@ def port_loader(loader: Any, name: str) -> PortedPipeline:
     order: dict[str, Any] = {}
     with failures.noted("data set", loader.dataset):
         source = port_dataset(loader.dataset)
-        if source.has_pictures:
-            images, source = _pictures(source, loader.dataset, failures)
+    if source is not None and source.has_pictures:
+        with failures.noted("transform", source.transform):
+            images, source = _pictures(source, loader.dataset)
     if loader.batch_sampler is not None:
         with failures.noted("collate_fn", loader.collate_fn):
             _check_collate(loader)
-    with failures.noted("sampler", loader.sampler):
-        _check_batches(loader)
-        order, noted = _order(loader.sampler)
-        notes += noted
+    if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        with failures.noted("sampler", loader.sampler):
+            _check_batches(loader)
+            order, noted = _order(loader.sampler)
+            notes += noted
     if failures.found or source is None:
         return PortedPipeline(None, unported=tuple(failures.found))
     if loader.worker_init_fn is not None:
@@ -103,8 +110,9 @@ def port_loader(loader: Any, name: str) -> PortedPipeline:
     return PortedPipeline(pipeline, source, images, (), tuple(notes), dataset, loader.collate_fn)
 
 
-def _pictures(source: PortedSource, dataset: Any, failures: _Failures) -> tuple[Ported | None, PortedSource | None]:
-    """The stages of the pictures of a source; if a transform has none, the data set by its name, if a module holds it."""
+def _pictures(source: PortedSource, dataset: Any) -> tuple[Ported | None, PortedSource]:
+    """The stages of the pictures of a source; if a transform has none, the data set by its name, if a module holds it. Raises
+    ExceptionGroup of CannotPort."""
     try:
         return port_transforms(source.transform), source
     except ExceptionGroup as group:
@@ -112,9 +120,7 @@ def _pictures(source: PortedSource, dataset: Any, failures: _Failures) -> tuple[
         try:
             return None, by_reference(dataset, f"{names} has no counterpart")
         except CannotPort:
-            with failures.noted("transform", source.transform):
-                raise group from None
-            return None, None
+            raise group from None
 
 
 def _check_collate(loader: Any) -> None:
@@ -126,7 +132,7 @@ def _check_collate(loader: Any) -> None:
 
 
 def _check_batches(loader: Any) -> None:
-    if loader.batch_size is None or class_of(loader.batch_sampler) != f"{_SAMPLERS}BatchSampler":
+    if loader.batch_size is None or _sampler_name(loader.batch_sampler) != "BatchSampler":
         subject = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         raise CannotPort(
             subject, "batches are of `batch: {size}` samples each, one behind the other in the order of samples"
@@ -134,10 +140,10 @@ def _check_batches(loader: Any) -> None:
 
 
 def _order(sampler: Any) -> tuple[dict[str, Any], list[str]]:
-    kind = class_of(sampler)
-    if kind == f"{_SAMPLERS}SequentialSampler":
+    kind = _sampler_name(sampler)
+    if kind == "SequentialSampler":
         return {"shuffle": "none"}, []
-    if kind == f"{_SAMPLERS}RandomSampler":
+    if kind == "RandomSampler":
         if sampler.replacement or sampler.num_samples != len(sampler.data_source):
             raise CannotPort(
                 sampler, "`order` has each sample once an epoch: not with replacement, nor another number of them"
@@ -145,10 +151,16 @@ def _order(sampler: Any) -> tuple[dict[str, Any], list[str]]:
         generator = sampler.generator
         seed = 0 if generator is None else generator.initial_seed() % 2**63
         return {"shuffle": "global", "seed": seed}, ["shuffled as well, in an order of its own"]
-    if kind == _DISTRIBUTED:
+    if kind in ("DistributedSampler", "StatefulDistributedSampler"):
         order = {"shuffle": "global", "seed": sampler.seed} if sampler.shuffle else {"shuffle": "none"}
         return order, ["each rank has its share by RANK and WORLD_SIZE, without a DistributedSampler"]
     raise CannotPort(sampler, "`order` is global, block or none: which samples it takes, and how often, cannot be seen")
+
+
+def _sampler_name(sampler: Any) -> str:
+    """Of torch's own samplers, and of torchdata's, which take their places."""
+    module, _, name = class_of(sampler).rpartition(".")
+    return name if module in _SAMPLERS else ""
 
 
 def _stages(images: Ported | None) -> list[Any]:

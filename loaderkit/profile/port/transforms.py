@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -62,6 +62,8 @@ def port_transforms(transform: Any, form: Form = "pillow") -> Ported:
             _port(one, ported)
         except CannotPort as error:
             failed.append(error)
+        except (AttributeError, TypeError, ValueError) as error:  # of another release
+            failed.append(CannotPort(one, f"its attributes are not those that loaderkit knows ({error})"))
     if not failed and ported.form == "pillow":
         failed.append(CannotPort(transform, "it ends with a picture of Pillow's, which no batch can hold"))
     if failed:
@@ -86,6 +88,8 @@ def _port(transform: Any, ported: Ported) -> None:
     name = is_of_torchvision(transform, "transforms")
     if name is None:
         _port_pillows(transform, ported)
+    elif name == "Lambda":
+        raise CannotPort(transform.lambd, "loaderkit cannot see what it does: write it as a `call`, or by a stage")
     elif name not in _RULES:
         raise CannotPort(transform, "no stage of loaderkit does the same")
     else:
@@ -355,9 +359,7 @@ def _port_pillows(function: Any, ported: Ported) -> None:
     """Functions of Pillow's, and calls of a method of its pictures by `operator.methodcaller` or `functools.partial`."""
     name, arguments = _pillows(function)
     if name is None or ported.form != "pillow":
-        raise CannotPort(
-            function, "loaderkit cannot see what it does: write it as a `call`, or in `normalize` or a stage"
-        )
+        raise CannotPort(function, "loaderkit cannot see what it does: write it as a `call`, or by a stage")
     if name == "exif_transpose" and not arguments and not ported.stages:
         ported.upright = True
     elif name in ("mirror", "flip") and not arguments:
@@ -373,10 +375,10 @@ def _port_pillows(function: Any, ported: Ported) -> None:
 def _pillows(function: Any) -> tuple[str | None, dict[str, Any]]:
     """The name and arguments of a call of Pillow's; None: it is none."""
     if isinstance(function, methodcaller):
-        made, given = function.__reduce__()  # type: ignore[misc]
+        made, given = cast("tuple[Any, tuple[Any, ...]]", function.__reduce__())
         is_named = isinstance(made, partial)
-        name, *positional = (*made.args, *given) if is_named else given  # type: ignore[union-attr]
-        named = made.keywords if is_named else {}  # type: ignore[union-attr]
+        name, *positional = (*made.args, *given) if is_named else given
+        named = made.keywords if is_named else {}
     elif isinstance(function, partial):
         name, positional, named = name_of_function(function.func), [*function.args], function.keywords
         if (

@@ -26,7 +26,7 @@ def write_pipeline(ported: PortedPipeline, path: Path, made_by: str) -> list[Pat
         pipeline = {**pipeline, "source": {**pipeline["source"], "args": {"file": os.fspath(file.absolute())}}}
         written.append(file)
     lines = [f"made by {made_by}: the same samples as of the script's DataLoader", *ported.notes]
-    comment = "".join(f"# {line}\n" for line in lines)
+    comment = "".join(f"# {' '.join(line.split())}\n" for line in lines)
     write_atomically(path, f"{comment}{Pipeline(pipeline).to_yaml()}")
     return written
 

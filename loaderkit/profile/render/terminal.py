@@ -10,6 +10,7 @@ from rich.text import Text
 from loaderkit._internal.units import say_count, say_seconds
 from loaderkit.diagnosis.verdict import say
 from loaderkit.profile.render.lines import lines_section
+from loaderkit.profile.render.ported import ported_section
 from loaderkit.profile.render.restore import restore_sections
 from loaderkit.profile.render.saves import saves_table, saving_advice
 from loaderkit.profile.render.summary import (
@@ -50,6 +51,7 @@ def _sections(report: Report) -> Iterator[RenderableType]:
         yield from titled("What the loop waited for", _stalls(report))
     yield from titled("What the workers did, in percent of their time", _stages(report.stages))
     yield from lines_section(report.lines)
+    yield from ported_section(report.ported)
     if report.sources:
         given, times = sources_tables([row.model_dump() for row in report.sources])
         yield from titled("Sources", given)

@@ -80,10 +80,12 @@ class State:
             raise ConfigError(f"accept={accept!r}: expected the names of what may differ, such as ['seed', 'mix']")
         accept = {accept} if isinstance(accept, str) else set(accept)
         _check_names(accept, {*self.fingerprint, *fingerprint})
+        is_same_data = all(self.fingerprint.get(part) == fingerprint.get(part) for part in ("data", "sources"))
         parts = {
             part: _apart(part, self.fingerprint.get(part, "nothing"), fingerprint.get(part, "nothing"))
             for part in sorted({*self.fingerprint, *fingerprint})
             if (part != "classes" or part in self.fingerprint)  # once states had them in the digest of `data` alone
+            if not (part == "bad_shards" and is_same_data)  # another way to leave out the same
         }
         differences = {part: pair for part, pair in parts.items() if pair[0] != pair[1]}
         if self.seed != seed:
@@ -126,13 +128,31 @@ class State:
                 " Other weights from here on need no acceptance: leave those of the sources as they were, and add them to "
                 "`mix.changes`, at a position that has not come yet."
             )
+        if "bad_shards" in refused:
+            hint = (
+                " To go on exactly, let the same shards be left out, also by `include`; to read what was mended, begin with "
+                f"the next epoch: set_epoch({self.epoch + 1})."
+            )
         return (
             f"{effect}; it differs in {said}.{hint} To go on nevertheless, at position {self.position} of epoch {self.epoch} "
             f"of this loader's own order: load_state_dict(state, accept={sorted(differences)})"
         )
 
 
-_PARTS = ("batches", "classes", "data", "fields", "lengths", "mix", "order", "position", "seed", "sources", "stages")
+_PARTS = (
+    "bad_shards",
+    "batches",
+    "classes",
+    "data",
+    "fields",
+    "lengths",
+    "mix",
+    "order",
+    "position",
+    "seed",
+    "sources",
+    "stages",
+)
 
 
 def _check_names(accept: Collection[str], parts: Collection[str]) -> None:

@@ -117,7 +117,7 @@ def _row_groups(plan: ExecutionPlan) -> dict[str, Any]:
     if groups is None:
         return {}
     if plan.order.unit == "samples":  # else samples come in another order than in that of the source
-        share = decoded_share(groups, len(plan.source), plan.order, schedule.rank, schedule.world_size)
+        share = decoded_share(groups, len(plan.source), plan.order.core, schedule.rank, schedule.world_size)
     return {
         "row_groups": {
             "num": len(groups.group_bytes),

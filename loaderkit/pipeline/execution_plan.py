@@ -151,6 +151,7 @@ def compile_pipeline(
             config.batch.drop_last,
             wraps=not kind.is_stream,
             sizes=order if order.epochs_differ else None,
+            keeps_neighbours=order.keeps_neighbours,
         )
         schedule = _checked_schedule(sampler, config)
         inline_reason = None if is_shared(config, place) else why_inline(config, source, connector)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import chain
@@ -12,6 +13,7 @@ from loaderkit._internal.text import short_repr
 from loaderkit.errors import ConfigError, StateError
 
 STATE_VERSION = 1
+_NUM = re.compile(r'"num": (\d+)')
 logger = logging.getLogger("loaderkit")
 
 
@@ -168,8 +170,11 @@ def _unit(fingerprint: dict[str, str]) -> str:
     """What a position counts."""
     if "batches" in fingerprint:
         return "batches"
-    is_packed = any(part.startswith("stages.") and value.startswith("pack ") for part, value in fingerprint.items())
-    return "sequences" if is_packed else "samples"
+    stages = [value for part, value in fingerprint.items() if part.startswith("stages.")]
+    if any(value.startswith("pack ") for value in stages):
+        return "sequences"
+    nums = [_NUM.search(value) for value in stages if value.startswith("expand ")]
+    return "".join(["samples", *(f" of which {num[1]} are made of one" for num in nums if num is not None)])
 
 
 def _is_accepted(part: str, accept: Collection[str]) -> bool:
@@ -180,7 +185,7 @@ def _moves_samples(differences: dict[str, tuple[str, str]]) -> bool:
     """False if only what is made of the samples differs, and not which comes when."""
     return any(
         part not in ("classes", "fields", "stages")
-        and (not part.startswith("stages.") or any(value.startswith(("pack ", "batch ")) for value in pair))
+        and (not part.startswith("stages.") or any(value.startswith(("pack ", "batch ", "expand ")) for value in pair))
         for part, pair in differences.items()
     )
 

@@ -217,7 +217,7 @@ def _compile(
             stages += parts
             context.sample_runs.extend(part.run for part in parts)
             continue
-        if isinstance(config.args, ExpandArgs) and cuts_samples(before):
+        if isinstance(config.args, ExpandArgs) and cuts_samples(context.stages):
             stages = [replace(stage, run=unless_empty(stage.run)) for stage in stages]
             stages.append(sharing(config))
             context.sample_runs.append(stages[-1].run)

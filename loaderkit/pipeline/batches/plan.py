@@ -49,7 +49,8 @@ class BatchPlan:
         """`find_specs` gives the fields of a batch: see `specs_of_first`; `preparing` tells where that is. `whole_chunks`: a
         batch is one chunk. `begin_pass` begins to read, from (epoch, position, step) on, a source whose items come in order
         only. `make_single` makes the chunk of one sample of the source. `sources_of` gives the mixed source of every sample: a
-        chunk is to have few. `aligned` moves the bounds of chunks to where a batch may be cut. `batch_size`: the samples of a batch, about the mean of unequal ones."""
+        chunk is to have few. `aligned` moves the bounds of chunks to where a batch may be cut. `batch_size`: the samples of a
+        batch, about the mean of unequal ones."""
         self._cursor = cursor
         self.memory = memory
         self._assembler = assembler

@@ -29,8 +29,8 @@ class SourceCounter:
         *,
         skips: bool,
     ) -> None:
-        """`samples_of` gives the samples that slots are made of, `lengths_of` the tokens of samples, if weights are shares of these. `skips`: bad samples are left out; else
-        others stand in their slots."""
+        """`samples_of` gives the samples that slots are made of, `lengths_of` the tokens of samples, if weights are shares of
+        these. `skips`: bad samples are left out; else others stand in their slots."""
         self._source = source
         self._samples_of = samples_of
         self._lengths_of = lengths_of

@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple, TypeVar
 
 from loaderkit.errors import FormatError, LoaderkitError, ObjectNotFoundError, SourceError, TooManyBadShardsError
 
-_Argument, _Result = TypeVar("_Argument"), TypeVar("_Result")
+_Argument = TypeVar("_Argument")
+_Result = TypeVar("_Result")
 OnBadShard = Literal["raise", "skip"]
 _MOST_IN_STATES = 10
 OPTION = "to go on without damaged shards: `errors: {on_bad_shard: skip}`"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from damaged_shards import DAMAGES, KINDS, Kind, Rows, cut, remove, tar_shard
+from torch.distributed.distributed_c10d import FileStore, PrefixStore
 
 import loaderkit
 from loaderkit.cli import main
@@ -178,7 +179,7 @@ def test_a_shard_that_is_mended_is_refused_by_name(tmp_path: Path, rng: random.R
 def test_other_samples_that_stay_are_refused(tmp_path: Path, rng: random.Random) -> None:
     shards = Shards("tar", tmp_path / "data", rng)
     written = tar_shard(shards.rows[0])
-    states = []
+    states: list[Any] = []
     for number in (1, 2):
         shards.path(0).write_bytes(written.data[: written.ends[number] + 600])
         states += given(shards.pipeline(errors=SKIP), state=states[0][2] if number == 1 and states else None)[:1]
@@ -331,8 +332,8 @@ def test_ranks_that_leave_out_others_are_refused(
     """As where a copy is damaged on one node."""
     shards = Shards("lines", tmp_path / "data", rng)
     described, ranks = shards.pipeline(errors=SKIP), iter(range(9))
-    monkeypatch.setattr(same_shards, "default_store", lambda: dist.FileStore(str(tmp_path / "store"), 3))
-    monkeypatch.setattr(same_shards, "own_connection", lambda store, prefix: dist.PrefixStore(prefix, store))
+    monkeypatch.setattr(same_shards, "default_store", lambda: FileStore(str(tmp_path / "store"), 3))
+    monkeypatch.setattr(same_shards, "own_connection", lambda store, prefix: PrefixStore(prefix, store))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: next(ranks))
     for rank in range(2):

@@ -91,7 +91,10 @@ def break_header(kind: Kind, rows: Rows, path: Path, rng: random.Random) -> Rows
         data[begin + rng.randrange(100)] ^= 0x15
         left = rows[:number]
     elif kind.extension == "parquet":
-        data[-8:-4] = (len(data) + rng.randrange(1, 1000)).to_bytes(4, "little")
+        if rng.random() < 0.5:
+            data[rng.randrange(4)] ^= 0x15
+        else:
+            data[-8:-4] = (len(data) + rng.randrange(1, 1000)).to_bytes(4, "little")
     elif kind.extension == "tfrecord":
         data[rng.randrange(12)] ^= 0x15
     else:

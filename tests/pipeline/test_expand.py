@@ -15,6 +15,8 @@ from expanding import Volumes, described, draws_in, expected, found_in, order_of
 
 import loaderkit
 from loaderkit.cli import main
+from loaderkit.connectors.base import ConnectorTraits
+from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, StageError, StateError
 from loaderkit.testing.runs import assert_same
 
@@ -269,6 +271,53 @@ def test_filters_before_and_behind(rng: random.Random) -> None:
     assert pairs == [(i, n) for i in range(10) for n in range(3) if i not in left_out and n != number_out]
 
 
+# ------------------------------------------------------------------------------------------------------------ stores
+
+
+class Far(MemoryConnector):
+    """Reads of it wait for a network, as far as the loader knows: they are read ahead."""
+
+    traits = ConnectorTraits(is_remote=True)
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        super().__init__(objects)
+        self.num_bytes = 0
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        super().read_into(key, start, buffer, etag=etag)
+        self.num_bytes += len(buffer)
+
+
+def name_row(sample: dict[str, Any], number: int) -> dict[str, Any]:
+    return {"text": f"{sample['__key__']} {number}", "number": number}
+
+
+@pytest.mark.parametrize("shuffle", ["global", "block"])
+def test_from_a_store_that_is_read_ahead(shuffle: str, rng: random.Random) -> None:
+    objects = {f"{number:02}.txt": rng.randbytes(400).hex().encode() for number in range(30)}
+    num, world_size = rng.randint(2, 5), rng.choice([1, 2])
+    size = num * rng.randint(1, 3)
+    pipeline = {
+        "source": {"kind": "files", "url": "memory://", "include": "*.txt", "fields": {"text": "txt"}},
+        "stages": ["read", "decode", {"expand": {"function": name_row, "num": num}}, {"batch": {"size": size}}],
+        "order": {"seed": 1, "epochs": 1, "shuffle": shuffle, "block": {"block": 2400, "window": 2, "lanes": 2}},
+        "prefetch": {"executor": "thread", "concurrency": 3},
+    }
+    if shuffle == "global":
+        del pipeline["order"]["block"]  # type: ignore[attr-defined]
+    found, num_bytes = [], 0
+    for rank in range(world_size):
+        connector = Far(objects)
+        with loaderkit.build(pipeline, rank=rank, world_size=world_size, connectors={"memory": connector}) as loader:
+            for batch in loader:
+                wrapped = batch.get("__wrapped__", torch.zeros(len(batch["text"]), dtype=torch.bool)).tolist()
+                found += [text for text, is_wrapped in zip(batch["text"], wrapped, strict=True) if not is_wrapped]
+        num_bytes += connector.num_bytes
+    assert sorted(found) == [f"{key} {number}" for key in sorted(objects) for number in range(num)]
+    if world_size == 1:
+        assert num_bytes <= 31 * 800  # each once, and the first for the layout of a batch
+
+
 # ---------------------------------------------------------------------------------------------------------- mixtures
 
 
@@ -369,6 +418,30 @@ def test_dedicated_workers_where_batches_cut_no_sample(rng: random.Random) -> No
     pipeline["stages"][0] = {"read": {"workers": 2}}
     pairs = [pair for batch, _ in batches_of(pipeline) for pair in found_in(batch)]
     assert pairs == [(index, number) for index in range(8) for number in range(3)]
+
+
+def test_commands_and_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline whose batches cut samples has a stage more, which no command stumbles over."""
+    (tmp_path / "data").mkdir()
+    for number in range(6):
+        (tmp_path / "data" / f"{number}.txt").write_text(str(number))
+    (tmp_path / "mine_too.py").write_text(
+        "def name(sample, number):\n    return {'txt': sample['txt'] + str(number)}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    stages = ["read", "decode", {"expand": {"function": "mine_too:name", "num": 3}}, {"batch": {"size": 2}}]
+    source = {"kind": "files", "url": str(tmp_path / "data"), "include": "*.txt"}
+    path = tmp_path / "pipeline.json"
+    path.write_text(json.dumps({"source": source, "stages": stages}))
+    for command in (["check"], ["explain"], ["run", "--batches", "5"], ["pack", "--out", str(tmp_path / "shards")]):
+        assert main([command[0], str(path), *command[1:]]) == 0, command
+    assert "18" in capsys.readouterr().out
+    with loaderkit.build(path) as loader, loader.profile() as report:
+        assert len(list(loader)) == 9
+    assert "expand.share" in [row["name"] for row in report.to_dict()["stages"]]
+    assert str(report)
 
 
 def test_a_state_of_another_number_is_refused() -> None:

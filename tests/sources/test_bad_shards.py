@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from damaged_shards import DAMAGES, KINDS, Kind, Rows, cut, remove, tar_shard
-from torch.distributed.distributed_c10d import FileStore, PrefixStore
+from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 import loaderkit
 from loaderkit.cli import main
@@ -108,10 +108,10 @@ def test_the_same_as_of_what_is_left(kind: str, damage: Any, tmp_path: Path, rng
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_raising_is_the_default_and_names_the_option(kind: str, tmp_path: Path, rng: random.Random) -> None:
-    for damage in DAMAGES:
+    # Of Parquet files the begin is looked at to leave out bad ones only, and of lines a cut is a bad sample.
+    damages = {"parquet": [cut, remove], "lines": DAMAGES[1:]}.get(kind, DAMAGES)
+    for damage in damages:
         shards = Shards(kind, tmp_path / damage.__name__, rng)
-        if (kind, damage) == ("lines", cut):
-            continue
         damage(shards.kind, shards.rows[2], shards.path(2), rng)
         with pytest.raises((FormatError, SourceError), match=rf"2\.{shards.kind.extension}.*on_bad_shard: skip"):
             loaderkit.build(shards.pipeline())

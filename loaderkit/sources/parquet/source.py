@@ -315,7 +315,7 @@ class ParquetSource(Source):
 
 def _open(args: ParquetArgs, connector: Connector, found_bad: BadShards) -> ParquetSource:
     begin_s = time.perf_counter()
-    load = partial(load_footer, connector, cache_dir=default_cache_dir())
+    load = partial(load_footer, connector, cache_dir=default_cache_dir(), checks_begin=found_bad.skips)
     source = ParquetSource(connector, args, load, found_bad)
     source.index_s = time.perf_counter() - begin_s
     return source

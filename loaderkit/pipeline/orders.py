@@ -13,6 +13,7 @@ from loaderkit.errors import ConfigError, SourceError
 from loaderkit.pipeline.config.mixture import MixtureArgs
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.lengths import lengths_in, planned_lengths, planned_stage
+from loaderkit.sampling.expanded import ExpandedOrder
 from loaderkit.sampling.mix_rules import MixedSource
 from loaderkit.sampling.mixture import MixedOrder, Mixture
 from loaderkit.sampling.order import SampleOrder
@@ -26,6 +27,7 @@ from loaderkit.sources.base import Source
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.batch import BatchArgs
+from loaderkit.stages.expand import ExpandArgs
 from loaderkit.stages.sequence.pack import PackArgs
 
 _WINDOW_IN_ORDER = 32768  # samples: batches end with it, so that no plan needs all samples before
@@ -36,7 +38,9 @@ def order_of(config: PipelineConfig, source: Source) -> SampleOrder:
     """The order of a config's epochs. Raises ConfigError if it goes by lengths that are not known, or do not fit."""
     stage = planned_stage(config)
     if stage is None:
-        return _order_of_samples(config, source, None)
+        order = _order_of_samples(config, source, None)
+        nums = [one.args.num for one in config.stages if isinstance(one.args, ExpandArgs)]
+        return ExpandedOrder(order, nums[0]) if nums else order
     if isinstance(config.source, MixtureArgs) and config.source.mix.stop == "never":
         raise ConfigError(
             f"stages.{stage.name}: it is planned by epochs, and this mixture has no end: use another `stop` than never, or "

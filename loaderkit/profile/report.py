@@ -80,6 +80,7 @@ class Report(_Document):
     num_batches: int
     num_samples: int
     num_dropped: int = Field(0, description="samples that `filter` left out of these batches; not in num_samples")
+    bad_shards: list[str] = Field([], description="that are left out of the source, each with what is wrong")
     stall: StallPart
     throughput: dict[str, float] = Field(description="samples_per_s, bytes_per_s")
     steps: Steps

@@ -62,6 +62,7 @@ class SampleOrder(ABC):
     """Those that take turns; none: there is one source."""
     share_of: Literal["samples", "tokens"] = "samples"
     """What the weights of sources are shares of."""
+    keeps_neighbours = False  # True: a rank's batches are of consecutive positions, as neighbours are read together
 
     @abstractmethod
     def num_positions(self, epoch: int) -> int:
@@ -84,6 +85,10 @@ class SampleOrder(ABC):
     def num_samples(self, epoch: int) -> int:
         """The samples of an epoch; of packed ones the sequences."""
         return self.num_positions(epoch)
+
+    def samples_of(self, indices: Int64) -> Int64:
+        """The samples of the source that the slots of batches are made of, where each is made of one: int64 [n] both."""
+        return indices
 
     def keys(self, epoch: int, indices: Int64, keys_of: Callable[[Int64], list[str]]) -> list[str]:
         """The names of what is in the slots of a batch, from `keys_of` samples."""

@@ -189,7 +189,8 @@ class BatchSampler:
     Position p goes to rank p mod world_size. Dropping, every rank has floor(left / (batch_size world_size)) batches; else
     every rank has ceil(left / world_size) samples, and positions past the end are marked as wrapped. Where samples cannot be
     repeated (`wraps`), the last batch has what is left, and there is none unless every rank has a sample for it. With `sizes`
-    the number of samples is that of one epoch, and `of_epoch` gives others.
+    the number of samples is that of one epoch, and `of_epoch` gives others. With `keeps_neighbours`, of what wraps, a rank's
+    batch is a run of consecutive positions, and all ranks together have the same ones in every step.
     """
 
     num_samples: int
@@ -199,6 +200,7 @@ class BatchSampler:
     drop_last: bool
     wraps: bool = True
     sizes: EpochSizes | None = None
+    keeps_neighbours: bool = False
 
     def of_epoch(self, epoch: int) -> BatchSampler:
         """This one, for the samples of another epoch."""
@@ -253,11 +255,22 @@ class BatchSampler:
 
         int64 [num_batches * batch_size], or less at the end of the epoch.
         """
+        if self.keeps_neighbours:
+            return self._runs(start, step, num_batches)
         first = start + (self.rank - start) % self.world_size
         per_rank = -(-(self.num_samples - (start if self.wraps else first)) // self.world_size)
         lo = step * self.batch_size
         hi = min(lo + num_batches * self.batch_size, per_rank)
         return np.arange(first + lo * self.world_size, first + hi * self.world_size, self.world_size, dtype=np.int64)
+
+    def _runs(self, start: int, step: int, num_batches: int) -> Int64:
+        per_rank = -(-(self.num_samples - start) // self.world_size)
+        before = np.arange(step, step + num_batches, dtype=np.int64) * self.batch_size  # on each rank
+        sizes = np.clip(per_rank - before, 0, self.batch_size)
+        firsts = start + before * self.world_size + self.rank * sizes
+        places = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        positions: Int64 = np.repeat(firsts, sizes) + places
+        return positions
 
     def position_after(self, start: int, num_batches: int) -> int:
         """The global position once every rank has delivered `num_batches` batches from `start` on."""

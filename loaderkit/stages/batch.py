@@ -411,7 +411,7 @@ def _gather(failed: FailureNamer, context: CompileContext, field: str) -> Callab
         if context.on_bad_sample == "replace":
             return replace_failed(chunk, fill, others, context.seed, failed)
         return [
-            SampleFailure(chunk.slot_of(row), int(chunk.indices[row]), error.position, error)
+            SampleFailure(chunk.slot_of(row), chunk.index_of(row), error.position, error)
             for row, error in chunk.failures.items()
         ]
 

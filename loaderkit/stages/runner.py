@@ -31,7 +31,7 @@ class FailureNamer:
     describe: Callable[[str], str]
 
     def __call__(self, chunk: SampleChunk, row: int, error: BaseException) -> None:
-        index = int(chunk.indices[row])
+        index = chunk.index_of(row)
         key, origin = self.source.key(index), self.describe(self.source.origin(index))
         raise_kernel_failure(error, f"{self.stage}, with sample {key!r},")
         reason = str(error) if isinstance(error, (ValueError, LoaderkitError, OSError)) and str(error) else repr(error)
@@ -150,10 +150,9 @@ def each_call(
         for row, sample in enumerate(chunk.samples):
             if sample is not None:
                 chunk.current = row
-                index = int(chunk.indices[row])
-                rng = generator(keys[chunk.epoch], index) if keys is not None else None
+                rng = generator(keys[chunk.epoch], int(chunk.indices[row])) if keys is not None else None
                 try:
-                    chunk.samples[row] = call(sample, source.key(index), rng)
+                    chunk.samples[row] = call(sample, source.key(chunk.index_of(row)), rng)
                     if chunk.samples[row] is None:
                         chunk.dropped.append(row)
                 except USER_ERRORS as error:
@@ -190,15 +189,15 @@ def replace_failed(
     failures = []
     key = key_of("replace", seed, chunk.epoch)
     for row in sorted(chunk.failures):
-        slot, original = chunk.slot_of(row), int(chunk.indices[row])
+        slot, original = chunk.slot_of(row), chunk.index_of(row)
         position = int(chunk.work_item.positions[slot])
         failures.append(SampleFailure(slot, original, position, chunk.failures[row]))
         draws = uniforms(key, np.array([original], np.int64), _NUM_REPLACEMENTS)[0]
         for index in others(original, draws):
-            attempt = SampleChunk(chunk.work_item, slot, slot + 1, np.array([index], np.int64))
+            attempt = chunk.replacement(row, int(index))
             run_all(attempt)
             if not attempt.failures:
-                chunk.work_item.indices[slot] = index
+                chunk.work_item.indices[slot] = attempt.indices[0]
                 chunk.samples[row] = attempt.samples[0]
                 if attempt.dropped:
                     chunk.dropped.append(row)

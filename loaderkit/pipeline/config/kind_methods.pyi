@@ -733,6 +733,39 @@ class KindMethods:
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """
 
+    def expand(
+        self,
+        function: str | Callable[..., Any],
+        num: int,
+        args: Mapping[str, Any] = ...,
+        timeout: float | str | None = None,
+        thread_safe: bool | Literal["auto"] = "auto",
+        seeded: bool = False,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Make `num` samples of one by a user's function, as patches of a volume; they are neighbours in the order.
+
+        The function gets a sample as `call` does, and returns a list of `num` dicts; or, if it has a second parameter, it gets
+        the number of one of them, from 0, and returns that. Each is merged into the sample, as `call` does it. It must change no
+        array or tensor in place, as all are made of the same: crops may be views.
+
+        function: "package.module:function", or in Python the function itself; of a class with `__call__`
+            one object is made in each process, and called
+        num: how many samples are made of one
+        args: keyword arguments for every call; of a class: to make its object with
+        timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned: it
+            may run on, and unless the function is `thread_safe` the next call waits for it, as long as for
+            itself
+        thread_safe: true: several threads of a process may call it at once; else, and with auto, one does
+            at a time, in which no other function or data set runs that is not declared
+        seeded: seed the global generators of torch, NumPy and Python for every call; not with `executor:
+            thread`
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
     def pack(
         self,
         length: int,
@@ -872,14 +905,19 @@ class KindMethods:
         *,
         on_bad_sample: Literal["raise", "skip", "replace"] = "raise",
         max_bad_samples: int = 100,
+        on_bad_shard: Literal["raise", "skip"] = "raise",
+        max_bad_shards: int = 1,
         quarantine: str | os.PathLike[str] | None = None,
     ) -> Self:
-        """What to do with samples that cannot be read, decoded or transformed.
+        """What to do with samples that cannot be read, decoded or transformed, and with shards that are damaged or missing.
 
         on_bad_sample: stop; make the batch shorter; or put another sample, drawn from the seed, in its
             place
         max_bad_samples: per rank and epoch; one more raises
-        quarantine: a file that gets one JSON line for every bad sample
+        on_bad_shard: of archives and files of many samples, one that is cut, damaged or missing: stop; or
+            leave it out (of a tar and an array what is behind the damage)
+        max_bad_shards: in all sources together; one more raises, and names all
+        quarantine: a file that gets one JSON line for every bad sample and shard
         """
 
     def ranks(self, *, share: Literal["read", "broadcast"] = "read") -> Self:

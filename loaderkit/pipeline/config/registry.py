@@ -20,6 +20,7 @@ from loaderkit.stages.base import StageArgs
 from loaderkit.stages.batch import BATCH
 from loaderkit.stages.call import CALL, FILTER
 from loaderkit.stages.context import StageKind
+from loaderkit.stages.expand import EXPAND
 from loaderkit.stages.image import color, geometry
 from loaderkit.stages.image.decode import DECODE
 from loaderkit.stages.image.normalize import NORMALIZE
@@ -72,6 +73,7 @@ STAGES: Registry[StageKind] = Registry(
         "random_volume_flip": moves.RANDOM_VOLUME_FLIP,
         "call": CALL,
         "filter": FILTER,
+        "expand": EXPAND,
         "pack": PACK,
         "batch": BATCH,
         "normalize": NORMALIZE,

@@ -117,6 +117,7 @@ def _loop(report: Report) -> RenderableType:
     speed = f"{report.throughput['samples_per_s']:.0f} samples/s, {_rate(report.throughput['bytes_per_s'])}"
     dropped = f", {report.num_dropped} more dropped by filter" if report.num_dropped else ""
     rows.append(("speed", f"{report.num_samples} samples in {report.num_batches} batches{dropped}, {speed}"))
+    rows += [("bad shard", shard) for shard in report.bad_shards]
     if steps.p50_s is not None and steps.p99_s is not None:
         computing = f", of it computing {short(steps.compute_p50_s)} and {short(steps.compute_p99_s)}"
         rows.append(("a step", f"{short(steps.p50_s)} (p50), {short(steps.p99_s)} (p99){computing}"))

@@ -11,8 +11,9 @@ from loaderkit.sources.files.source import FILES
 from loaderkit.sources.objects.dataset import DATASET
 from loaderkit.sources.objects.iterable import ITERABLE
 from loaderkit.sources.parquet.source import PARQUET
+from loaderkit.sources.parquet.tokens import open_documents
 from loaderkit.sources.records.array import ARRAY
-from loaderkit.sources.sequences.tokens import TOKENS
+from loaderkit.sources.sequences.tokens import tokens_kind
 from loaderkit.sources.serial.lines import LINES
 from loaderkit.sources.serial.tfrecord import TFRECORD
 from loaderkit.sources.tar.source import TAR
@@ -37,7 +38,7 @@ SOURCES: Registry[SourceKind] = Registry(
         "files": FILES,
         "tar": TAR,
         "array": ARRAY,
-        "tokens": TOKENS,
+        "tokens": tokens_kind(open_documents),
         "parquet": PARQUET,
         "lines": LINES,
         "tfrecord": TFRECORD,

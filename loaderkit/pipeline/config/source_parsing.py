@@ -112,9 +112,12 @@ def parse_kind(raw: dict[str, Any], path: KeyPath, problems: Problems, base: Pat
     parsed = validate(kind.args, raw, path, problems)
     url = getattr(parsed, "url", None)
     if parsed is not None and url is not None:
-        _check_scheme(url, (*path, "url"), problems)
+        urls = (url,) if isinstance(url, str) else url
+        for one in urls:
+            _check_scheme(one, (*path, "url"), problems)
         try:
-            parsed = parsed.model_copy(update={"url": absolute_url(url, base)})
+            absolute = tuple(absolute_url(one, base) for one in urls)
+            parsed = parsed.model_copy(update={"url": absolute[0] if isinstance(url, str) else absolute})
         except RuntimeError as error:  # an unknown user in ~user
             problems.error((*path, "url"), f"{url!r}: {error}")
     cache = getattr(parsed, "cache", None)

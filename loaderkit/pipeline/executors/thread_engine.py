@@ -14,6 +14,7 @@ from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.process.shared_memory import Allocator
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.pipeline.batches.assembler import BatchAssembler, BatchShape
+from loaderkit.pipeline.batches.padding import Padding
 from loaderkit.pipeline.batches.contents import contents_of
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.first_samples import specs_of_all_parts, specs_of_first
@@ -81,7 +82,7 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
     contents = contents_of(order, plan.source, skips=config.errors.on_bad_sample == "skip")
     shape = BatchShape(
         most_samples,
-        batch.pad_value,
+        Padding(batch.pad_value, batch.padding_side, batch.pad_to_multiple_of or 1, batch.masks),
         config.errors.on_bad_sample,
         has_keys=_names_samples(plan),
         marks_wrapped=schedule.world_size > 1 and not schedule.drop_last,

@@ -160,7 +160,8 @@ def _check_tokens(name: str, args: BatchArgs, source: Source, lengths: Int64) ->
         raise ConfigError(
             f"stages.{name}.tokens: {len(too_long)} of {len(lengths)} samples are longer than a batch of {args.tokens} tokens, "
             f"the first {source.key(first)!r} with {lengths[first]}{to_multiple}: allow at least "
-            f"{-(-lengths.max() // multiple) * multiple}, cut them (`call`), or leave them out (`filter`)"
+            f"{-(-lengths.max() // multiple) * multiple}, cut them (`max_length` of `tokenize`, or a `call`), or leave "
+            "them out (`filter`)"
         )
     if args.field not in args.forms and lengths.min() < lengths.max():
         raise ConfigError(

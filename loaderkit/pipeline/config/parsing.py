@@ -83,7 +83,7 @@ def _parse(data: Any, problems: Problems, base: Path, overrides: Mapping[str, An
     if not isinstance(data.get("name", ""), str):
         problems.error(("name",), f"expected text, not {data['name']!r}")
     source = parse_source(data, problems, base)
-    stages = parse_stages(data.get("stages"), ("stages",), problems)
+    stages = parse_stages(data.get("stages"), ("stages",), problems, base)
     order = parse_section(OrderArgs, data, "order", problems)
     prefetch = parse_section(PrefetchArgs, data, "prefetch", problems)
     errors = parse_section(ErrorsArgs, data, "errors", problems)

@@ -27,6 +27,7 @@ from loaderkit.stages.image.normalize import NORMALIZE
 from loaderkit.stages.image.sanitize_boxes import SANITIZE_BOXES
 from loaderkit.stages.read import READ
 from loaderkit.stages.sequence.pack import PACK
+from loaderkit.stages.sequence.tokenize import TOKENIZE
 from loaderkit.stages.transfer import TRANSFER
 
 SOURCES: Registry[SourceKind] = Registry(
@@ -70,6 +71,7 @@ STAGES: Registry[StageKind] = Registry(
         "random_erasing": color.RANDOM_ERASING,
         "call": CALL,
         "filter": FILTER,
+        "tokenize": TOKENIZE,
         "pack": PACK,
         "batch": BATCH,
         "normalize": NORMALIZE,

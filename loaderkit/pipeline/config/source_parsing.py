@@ -92,7 +92,7 @@ def _parse_mixed(raw: Any, number: int, problems: Problems, base: Path) -> Mixed
             del rest[key]
             problems.error((*path, key), f"unknown key {key!r}; {nearest(str(key), known)}")
     args = parse_kind(rest, path, problems, base)
-    stages = parse_stages(raw["stages"], (*path, "stages"), problems) if raw.get("stages") else ()
+    stages = parse_stages(raw["stages"], (*path, "stages"), problems, base) if raw.get("stages") else ()
     if args is None or mixed is None or source_kind is None:
         return None
     kind = args.kind

@@ -77,10 +77,14 @@ class CompiledStages:
         dtype = None if slots is None else STAGES[slots.kind].slot_dtype(slots.args)
         try:
             specs = specs_of(
-                examples, config.batch.ragged, dtype, has_untyped_arrays=self.context.source.has_untyped_arrays
+                examples, config.batch.forms, dtype, has_untyped_arrays=self.context.source.has_untyped_arrays
             )
         except (OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise StageError(f"batch cannot hold sample {key!r}: {error}", stage="batch", key=key) from error
+        if taken := sorted({*specs, *(f"{name}_sizes" for name in specs)} & {*config.batch.masks}):
+            raise ConfigError(
+                f"stages.batch.attention_mask: {taken[0]!r} is a field already: give the mask another name"
+            )
         ragged = [name for name in image_names(specs) if specs[name].kind in ("pad", "ragged")]
         if slots is not None and ragged:
             raise ConfigError(
@@ -94,6 +98,7 @@ class CompiledStages:
         if not all(STAGES[stage.kind].is_contained for stage in config.stages[len(self.context.before_batch) :]):
             return specs  # it may make other fields
         known = [*specs, *(f"{name}_sizes" for name, spec in specs.items() if spec.kind == "pad"), "__key__"]
+        known += config.batch.masks
         known += ["__source__"] if config.members else []
         for name in config.output or ():
             if name not in known and name != "__wrapped__":
@@ -252,7 +257,7 @@ def _lower(config: PipelineConfig, stream: Stream | None, num_workers: int) -> D
 def _stage_in_slots(config: PipelineConfig, stream: Stream | None) -> StageConfig | None:
     """The stage behind `batch` that can write images into their slots, if the stages between keep values on the CPU."""
     fields = config.kind.fields(config.source)
-    if any(fields is None or fields.get(name) == "image" for name in config.batch.ragged):
+    if any(fields is None or fields.get(name) == "image" for name in config.batch.forms):
         return None  # these images have no slots
     if any(getattr(stage.args, "depth", 8) == 16 for stage in config.stages):
         return None  # their slots are uint16

@@ -33,11 +33,12 @@ def arguments_of(stage: StageConfig, *, of: Literal["bytes", "lengths"]) -> dict
     measured again for any argument that is new.
     """
     kind, told = STAGES[stage.kind], _as_it_is if STAGES.is_ours(stage.kind) else _told
-    left_out = kind.args_of_speed | {"workers"}
+    left_out, contents = kind.args_of_speed | {"workers"}, kind.contents(stage.args)
+    all_given = {name: contents.get(name, value) for name, value in stage.args}
     if of == "lengths":
-        return {name: told(value) for name, value in stage.args if name not in left_out}
+        return {name: told(value) for name, value in all_given.items() if name not in left_out}
     left_out |= kind.args_of_refusal | {"name"}
-    given = {name: value for name, value in stage.args if name not in left_out}
+    given = {name: value for name, value in all_given.items() if name not in left_out}
     defaults = type(stage.args).model_fields
     return {name: told(value) for name, value in given.items() if not _is_same(value, defaults[name].default)}
 
@@ -132,7 +133,8 @@ def _of_member(args: MixtureArgs, member: MixedSourceConfig, part: Source) -> st
 
 
 def _of_batches(args: BatchArgs) -> str:
-    form = args.ragged.get(args.field, "pad")
+    form = args.forms.get(args.field, "pad")
+    form += f" to multiples of {args.pad_to_multiple_of}" * (args.pad_to_multiple_of is not None)
     return f"{args.tokens} tokens of {args.field!r}, {form}, window {args.window}, cost {args.cost}"
 
 

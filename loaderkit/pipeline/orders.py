@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,13 @@ from loaderkit.sampling.order import SampleOrder
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.random import key_of
 from loaderkit.sampling.schedule import BlockOrder, GlobalOrder, SequentialOrder
-from loaderkit.sampling.token_batches import TokenBatches, fill_by_length, fill_in_order, fill_in_order_by_sum
+from loaderkit.sampling.token_batches import (
+    TokenBatches,
+    fill_by_length,
+    fill_in_order,
+    fill_in_order_by_sum,
+    fill_rounded,
+)
 from loaderkit.sampling.token_mixture import TokenMixture
 from loaderkit.sampling.weighted import WeightedOrder, class_weights
 from loaderkit.sources.base import Source
@@ -149,9 +156,12 @@ def _cut_by_tokens(
     assert args.tokens is not None
     _check_tokens(stage.name, args, source, lengths)
     window = args.window or _WINDOW_IN_ORDER
-    is_padded = args.ragged.get(args.field) != "list"
+    is_padded = args.forms.get(args.field) != "list"
     in_order = fill_in_order if is_padded else fill_in_order_by_sum
     by_length = fill_by_length if is_padded else native.best_fit
+    fill = by_length if args.window else in_order
+    if is_padded and args.pad_to_multiple_of is not None:
+        fill = partial(fill_rounded, fill, args.pad_to_multiple_of)
     planned = PackedOrder(
         order,
         lengths,
@@ -160,7 +170,7 @@ def _cut_by_tokens(
         seed=config.order.seed,
         is_even=args.window > 0 and args.cost == "attention",
         keeps_order=args.window == 0,
-        fill=by_length if args.window else in_order,
+        fill=fill,
     )
     shortest = int(lengths[lengths > 0].min())
     return TokenBatches(planned, min(window, args.tokens // shortest))
@@ -168,15 +178,19 @@ def _cut_by_tokens(
 
 def _check_tokens(name: str, args: BatchArgs, source: Source, lengths: Int64) -> None:
     assert args.tokens is not None
-    too_long = np.flatnonzero(lengths > args.tokens)
+    multiple = (args.pad_to_multiple_of or 1) if args.forms.get(args.field) == "pad" else 1
+    most = args.tokens // multiple * multiple
+    too_long = np.flatnonzero(lengths > most)
     if len(too_long):
         first = int(too_long[0])
+        to_multiple = f", padded to a multiple of {multiple}" if multiple > 1 else ""
         raise ConfigError(
             f"stages.{name}.tokens: {len(too_long)} of {len(lengths)} samples are longer than a batch of {args.tokens} tokens, "
-            f"the first {source.key(first)!r} with {lengths[first]}: allow at least {lengths.max()}, cut them (`call`), or "
-            "leave them out (`filter`)"
+            f"the first {source.key(first)!r} with {lengths[first]}{to_multiple}: allow at least "
+            f"{-(-lengths.max() // multiple) * multiple}, cut them (`max_length` of `tokenize`, or a `call`), or leave "
+            "them out (`filter`)"
         )
-    if args.field not in args.ragged and lengths.min() < lengths.max():
+    if args.field not in args.forms and lengths.min() < lengths.max():
         raise ConfigError(
             f"stages.{name}.ragged: samples have {lengths.min()} to {lengths.max()} tokens in {args.field!r}: say how a batch "
             f"holds them, `ragged: {{{args.field}: pad}}` or `list`"

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from loaderkit.sampling.order import BatchSamples, Int64, Reads, WrappedOrder
-from loaderkit.sampling.packing import PackedOrder
+from loaderkit.sampling.packing import Fill, PackedOrder
 
 _READ_AT_ONCE = 64  # batches
 
@@ -59,6 +59,13 @@ def fill_in_order_by_sum(sizes: Int64, capacity: int, bounds: Int64, bins: Int64
             firsts.append(at)
         bins[begin:end] = -1
         counts[window] = _number(bins, places, firsts)
+
+
+def fill_rounded(  # noqa: PLR0917 - a `Fill` behind the first two
+    fill: Fill, multiple: int, sizes: Int64, capacity: int, bounds: Int64, bins: Int64, counts: Int64
+) -> None:
+    """A `Fill` of sizes that are padded to a multiple of `multiple`."""
+    fill(-(-sizes // multiple) * multiple, capacity, bounds, bins, counts)
 
 
 def _number(bins: Int64, places: Int64, firsts: list[int]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from loaderkit.stages.sequence.lengths import check_lengths, no_longer
 from loaderkit.stages.sequence.pack import PackArgs
 from loaderkit.stages.values import NUMBER_DTYPES, as_tensor, describe, dtype_of, shape_and_dtype
 
+PadValue = Annotated[float, Field(allow_inf_nan=True)]
+_OF_PADDING = ("padding_side", "pad_to_multiple_of", "attention_mask")
+
 
 class BatchArgs(StageArgs):
     """Gather samples into batches, of `size` samples or of `tokens` tokens."""
@@ -42,7 +45,21 @@ class BatchArgs(StageArgs):
     ragged: Mapping[str, Literal["list", "pad"]] = Field(
         {}, description="fields whose tensors differ in shape: delivered as a list, or padded to the largest"
     )
-    pad_value: float = Field(0, allow_inf_nan=True, description="the value of the padding")
+    pad_value: PadValue | Mapping[str, PadValue] = Field(
+        0,
+        description="the value of the padding; or field -> its value, as in {input_ids: 0, labels: -100}: these are padded",
+    )
+    padding_side: Literal["right", "left"] = Field(
+        "right", description="where the padding of a field's first dimension is"
+    )
+    pad_to_multiple_of: PositiveInt | None = Field(
+        None, description="pad the first dimension on, to a multiple of this: what fast kernels ask for"
+    )
+    attention_mask: str | Mapping[str, str] | None = Field(
+        None,
+        description="its name in the batch: int64, 1 where there is a sample's own value and 0 in the padding, of all fields that "
+        "are padded; or, if these differ in length, name -> field",
+    )
     tokens: PositiveInt | None = Field(
         None,
         description="per batch, at most: of a padded `field` the longest sample times the number of samples, of a list the "
@@ -71,7 +88,34 @@ class BatchArgs(StageArgs):
             )
         if self.size is not None and (changed := self.changed_plan):
             raise ValueError(f"`{changed[0]}` says how batches of `tokens` are planned, and these have a `size`")
+        named = self.pad_value if isinstance(self.pad_value, Mapping) else {}
+        if listed := [name for name in named if self.ragged.get(name) == "list"]:
+            raise ValueError(
+                f"`pad_value` pads {listed[0]!r}, and `ragged` makes a list of it: leave it out of one of them"
+            )
+        padded = [name for name, form in self.forms.items() if form == "pad"]
+        changed = [name for name in _OF_PADDING if getattr(self, name) != type(self).model_fields[name].default]
+        if changed and not padded:
+            raise ValueError(
+                f"`{changed[0]}` is for fields that are padded: name them, as in pad_value: {{input_ids: 0}}"
+            )
+        if unpadded := [field for field in self.masks.values() if field is not None and field not in padded]:
+            raise ValueError(
+                f"`attention_mask` names {unpadded[0]!r}, which is not padded; those that are: {', '.join(padded)}"
+            )
         return self
+
+    @property
+    def forms(self) -> Mapping[str, Literal["list", "pad"]]:
+        """Of the fields whose tensors differ in shape, how they are delivered."""
+        named = self.pad_value if isinstance(self.pad_value, Mapping) else {}
+        return {**self.ragged, **dict.fromkeys(named, "pad")}
+
+    @property
+    def masks(self) -> Mapping[str, str | None]:
+        """The name of every attention mask, and the field that it is of; None: of all that are padded."""
+        given = self.attention_mask
+        return {} if given is None else {given: None} if isinstance(given, str) else given
 
     @property
     def changed_plan(self) -> list[str]:

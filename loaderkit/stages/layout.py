@@ -50,7 +50,7 @@ def specs_of(
         raise ValueError(f"its field {taken[0]!r} has a reserved name: rename it")
     for name in ragged:
         if name not in fields:
-            raise ValueError(f"`ragged` names {name!r}, but samples have {', '.join(fields)}")
+            raise ValueError(f"`ragged` or `pad_value` names {name!r}, but samples have {', '.join(fields)}")
     untyped = (*_NUMBERS_OF_PYTHON, np.ndarray) if has_untyped_arrays else _NUMBERS_OF_PYTHON
     specs = {}
     for name in fields:

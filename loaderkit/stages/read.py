@@ -69,7 +69,8 @@ def values_reader(stage: StageConfig, context: CompileContext) -> Reader:
 
 def _read_context(stage: StageConfig, context: CompileContext) -> ReadContext:
     is_alone = context.mixed is None  # else its samples are a part of the chunk
-    packs = len(context.before_batch) > 1 and context.kind_of(context.before_batch[1]).packs
+    behind = context.before_batch[1:]
+    packs = bool(behind) and context.kind_of(behind[0]).packs and not getattr(behind[0].args, "beside", ())
     return ReadContext(
         context.connector,
         context.failed(stage),

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from math import isinf
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loaderkit.errors import ConfigError, StageError
+from loaderkit.errors import StageError
+from loaderkit.pipeline.batches.padding import Padding
 from loaderkit.pipeline.batches.source_counts import CountBySource
 from loaderkit.samples.chunk import BatchWork
-from loaderkit.samples.slots import Slots, TakeBytes, new_tensor
+from loaderkit.samples.slots import Slots
 from loaderkit.samples.values import GpuDecoded
 
 
@@ -29,7 +28,7 @@ class BatchShape:
     """
 
     size: int
-    pad_value: float = 0
+    padding: Padding = Padding()
     policy: Literal["raise", "skip", "replace"] = "raise"
     has_keys: bool = True
     marks_wrapped: bool = False
@@ -88,10 +87,13 @@ class BatchAssembler:
             elif spec.kind == "starts":
                 batch[name] = _bounds_of(kept, spec.shape[0], slots)
             elif spec.kind == "pad":
-                _check_pad_value(name, shape.pad_value, kept[0].dtype)
-                batch[name], batch[f"{name}_sizes"] = _padded(kept, shape.pad_value, work_item.take_bytes)
+                batch[name], batch[f"{name}_sizes"] = shape.padding.pad(name, kept, work_item.take_bytes)
             else:
                 batch[name] = kept
+        if shape.padding.masks:
+            batch |= shape.padding.masks_of(
+                batch, [name for name, spec in work_item.specs.items() if spec.kind == "pad"]
+            )
         self._add_marks(batch, work_item, slots, numbers)
         work_item.let_go()
         return batch
@@ -171,28 +173,3 @@ def _bounds_of(starts: list[NDArray[np.int32]], length: int, slots: NDArray[np.i
         before = (slots - np.arange(len(slots))) * length  # the length of those left out
         starts = [begins - num for begins, num in zip(starts, before.astype(np.int32), strict=True)]
     return torch.from_numpy(np.concatenate([*starts, np.array([len(starts) * length], np.int32)]))
-
-
-@lru_cache
-def _check_pad_value(name: str, value: float, dtype: torch.dtype) -> None:
-    """Raise ConfigError if tensors of this type would hold another value, as those of whole numbers do of 0.5."""
-    held = torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype).item()
-    is_held = isinf(held) == isinf(value) if dtype.is_floating_point else held == value
-    if not (is_held or dtype.is_complex):
-        raise ConfigError(f"batch.pad_value is {value:g}, which {name!r} cannot hold: its type is {dtype}")
-
-
-def _padded(
-    tensors: list[torch.Tensor], value: float, take_bytes: TakeBytes | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tensors of equal rank and dtype padded into one, [B, largest...], and their sizes, int64 [B] or [B, rank]."""
-    first = tensors[0]
-    sizes = torch.tensor([list(tensor.shape) for tensor in tensors], dtype=torch.int64, device="cpu")
-    shape = (len(tensors), *sizes.amax(0).tolist())
-    if first.device.type == "cpu":
-        padded = new_tensor(shape, first.dtype, take_bytes).fill_(value)
-    else:
-        padded = torch.full(shape, value, dtype=first.dtype, device=first.device)
-    for slot, tensor in zip(padded, tensors, strict=True):
-        slot[tuple(slice(0, n) for n in tensor.shape)] = tensor
-    return padded, sizes[:, 0] if first.ndim == 1 else sizes

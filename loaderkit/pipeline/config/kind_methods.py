@@ -119,11 +119,14 @@ def _parameter(name: str, field: FieldInfo, *, is_positional: bool) -> inspect.P
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as in YAML: lists for tuples and texts for paths."""
-    return {
-        key: list(value) if type(value) is tuple else str(value) if isinstance(value, os.PathLike) else value
-        for key, value in values.items()
-    }
+    """The values as in YAML: lists for tuples and texts for paths, also in lists."""
+    return {key: _plain(value) for key, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return [str(item) if isinstance(item, os.PathLike) else item for item in value]
+    return str(value) if isinstance(value, os.PathLike) else value
 
 
 for _kind, _source in SOURCES.ours.items():

@@ -83,7 +83,7 @@ def _parse(data: Any, problems: Problems, base: Path, overrides: Mapping[str, An
     if not isinstance(data.get("name", ""), str):
         problems.error(("name",), f"expected text, not {data['name']!r}")
     source = parse_source(data, problems, base)
-    stages = parse_stages(data.get("stages"), ("stages",), problems)
+    stages = parse_stages(data.get("stages"), ("stages",), problems, base)
     order = parse_section(OrderArgs, data, "order", problems)
     prefetch = parse_section(PrefetchArgs, data, "prefetch", problems)
     errors = parse_section(ErrorsArgs, data, "errors", problems)
@@ -124,8 +124,9 @@ def _apply_overrides(data: dict[str, Any], overrides: Any, problems: Problems) -
         if found is None:
             continue
         target, parts = found
-        if section in ("source", "sources") and parts[-1:] == ["url"] and isinstance(value, str):
-            value = absolute_url(value, Path.cwd())  # noqa: PLW2901 - relative to the caller's folder
+        if section in ("source", "sources") and parts[-1:] == ["url"] and isinstance(value, (str, list)):
+            # Relative to the caller's folder.
+            value = absolute_url(value, Path.cwd()) if isinstance(value, str) else _absolute(value)  # noqa: PLW2901
         elif (dotted == "errors.quarantine" or dotted.endswith(".cache.dir")) and isinstance(value, str):
             value = str(Path.cwd() / Path(value).expanduser())  # noqa: PLW2901
         for part in parts[:-1]:
@@ -133,6 +134,10 @@ def _apply_overrides(data: dict[str, Any], overrides: Any, problems: Problems) -
                 target[part] = {}
             target = target[part]
         target[parts[-1]] = value
+
+
+def _absolute(urls: list[Any]) -> list[Any]:
+    return [absolute_url(url, Path.cwd()) if isinstance(url, str) else url for url in urls]
 
 
 def _target_of(data: dict[str, Any], dotted: str, problems: Problems) -> tuple[dict[str, Any], list[str]] | None:

@@ -11,8 +11,9 @@ from loaderkit.sources.files.source import FILES
 from loaderkit.sources.objects.dataset import DATASET
 from loaderkit.sources.objects.iterable import ITERABLE
 from loaderkit.sources.parquet.source import PARQUET
+from loaderkit.sources.parquet.tokens import open_documents
 from loaderkit.sources.records.array import ARRAY
-from loaderkit.sources.sequences.tokens import TOKENS
+from loaderkit.sources.sequences.tokens import tokens_kind
 from loaderkit.sources.serial.lines import LINES
 from loaderkit.sources.serial.tfrecord import TFRECORD
 from loaderkit.sources.tar.source import TAR
@@ -27,6 +28,7 @@ from loaderkit.stages.image.normalize import NORMALIZE
 from loaderkit.stages.image.sanitize_boxes import SANITIZE_BOXES
 from loaderkit.stages.read import READ
 from loaderkit.stages.sequence.pack import PACK
+from loaderkit.stages.sequence.tokenize import TOKENIZE
 from loaderkit.stages.transfer import TRANSFER
 from loaderkit.stages.volume import moves
 
@@ -39,7 +41,7 @@ SOURCES: Registry[SourceKind] = Registry(
         "files": FILES,
         "tar": TAR,
         "array": ARRAY,
-        "tokens": TOKENS,
+        "tokens": tokens_kind(open_documents),
         "parquet": PARQUET,
         "lines": LINES,
         "tfrecord": TFRECORD,
@@ -74,6 +76,7 @@ STAGES: Registry[StageKind] = Registry(
         "call": CALL,
         "filter": FILTER,
         "expand": EXPAND,
+        "tokenize": TOKENIZE,
         "pack": PACK,
         "batch": BATCH,
         "normalize": NORMALIZE,

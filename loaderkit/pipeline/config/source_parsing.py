@@ -92,7 +92,7 @@ def _parse_mixed(raw: Any, number: int, problems: Problems, base: Path) -> Mixed
             del rest[key]
             problems.error((*path, key), f"unknown key {key!r}; {nearest(str(key), known)}")
     args = parse_kind(rest, path, problems, base)
-    stages = parse_stages(raw["stages"], (*path, "stages"), problems) if raw.get("stages") else ()
+    stages = parse_stages(raw["stages"], (*path, "stages"), problems, base) if raw.get("stages") else ()
     if args is None or mixed is None or source_kind is None:
         return None
     kind = args.kind
@@ -112,9 +112,12 @@ def parse_kind(raw: dict[str, Any], path: KeyPath, problems: Problems, base: Pat
     parsed = validate(kind.args, raw, path, problems)
     url = getattr(parsed, "url", None)
     if parsed is not None and url is not None:
-        _check_scheme(url, (*path, "url"), problems)
+        urls = (url,) if isinstance(url, str) else url
+        for one in urls:
+            _check_scheme(one, (*path, "url"), problems)
         try:
-            parsed = parsed.model_copy(update={"url": absolute_url(url, base)})
+            absolute = tuple(absolute_url(one, base) for one in urls)
+            parsed = parsed.model_copy(update={"url": absolute[0] if isinstance(url, str) else absolute})
         except RuntimeError as error:  # an unknown user in ~user
             problems.error((*path, "url"), f"{url!r}: {error}")
     cache = getattr(parsed, "cache", None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from loaderkit._internal.config.diagnostics import KeyPath, Problems, nearest
@@ -39,8 +42,8 @@ def stage_arguments(stages: Any, name: str) -> dict[str, Any] | None:
     return None
 
 
-def parse_stages(raw: Any, where: KeyPath, problems: Problems) -> tuple[StageConfig, ...]:
-    """The stages at the key `where`: the common ones, or those of one source."""
+def parse_stages(raw: Any, where: KeyPath, problems: Problems, base: Path) -> tuple[StageConfig, ...]:
+    """The stages at the key `where`: the common ones, or those of one source. Paths that are there below `base` become absolute."""
     if not isinstance(raw, list) or not raw:
         if where == ("stages",):
             said = "is missing" if raw is None else "is empty" if raw == [] else f"is {raw!r}"
@@ -61,6 +64,8 @@ def parse_stages(raw: Any, where: KeyPath, problems: Problems) -> tuple[StageCon
         args = None if arguments is None else validate(STAGES[kind].args, arguments, (*path, kind), problems)
         if args is None:  # its errors are added; the checks of the stages' order still need it
             args = STAGES[kind].args.model_construct()
+        else:
+            args = args.model_copy(update=_paths_in(args, STAGES[kind].paths, base))
         name = names[number]
         if name in seen:
             problems.error(path, f"two stages are called {name!r}: give one of them another `name`")
@@ -69,6 +74,17 @@ def parse_stages(raw: Any, where: KeyPath, problems: Problems) -> tuple[StageCon
             args = args.model_copy(update={"name": None})
         stages.append(StageConfig(kind, name, args))
     return tuple(stages)
+
+
+def _paths_in(args: StageArgs, names: Iterable[str], base: Path) -> dict[str, str]:
+    """The arguments that name a file or folder which is there, as absolute paths; others may be names of something else."""
+    given = {name: getattr(args, name) for name in names}
+    absolute = {
+        name: os.path.normpath(base.absolute() / os.path.expanduser(value))
+        for name, value in given.items()
+        if isinstance(value, str)
+    }
+    return {name: path for name, path in absolute.items() if os.path.exists(path)}
 
 
 def _kind_and_arguments(item: Any, path: KeyPath, problems: Problems) -> tuple[str, dict[str, Any] | None] | None:

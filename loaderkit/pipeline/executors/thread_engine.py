@@ -18,6 +18,7 @@ from loaderkit.pipeline.batches.contents import contents_of
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.first_samples import specs_of_all_parts, specs_of_first
 from loaderkit.pipeline.batches.memory import BatchMemory
+from loaderkit.pipeline.batches.padding import Padding
 from loaderkit.pipeline.batches.plan import BatchPlan, MakeChunk
 from loaderkit.pipeline.config.extensions import Kinds
 from loaderkit.pipeline.execution_plan import ExecutionPlan
@@ -81,7 +82,7 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
     contents = contents_of(order, plan.source, skips=config.errors.on_bad_sample == "skip")
     shape = BatchShape(
         most_samples,
-        batch.pad_value,
+        Padding(batch.pad_value, batch.padding_side, batch.pad_to_multiple_of or 1, batch.masks),
         config.errors.on_bad_sample,
         has_keys=_names_samples(plan),
         marks_wrapped=schedule.world_size > 1 and not schedule.drop_last,

@@ -143,6 +143,13 @@ class ListColumn:
         self._node, self._is_there = node, is_there
         self.num_bytes = node.num_bytes  # with `is_there`
 
+    def lengths(self) -> NDArray[np.int64] | None:
+        """Of the list in every row; None if one is null, or has nulls in it."""
+        node = self._node
+        if not isinstance(node, ListNode) or node.items.valid() is not None or self._is_there is not None:
+            return None
+        return np.diff(node.bounds)
+
     def take(self, rows: Rows) -> Taken:
         values: list[Any] = [None] * len(rows)
         bad: dict[int, str] = {}

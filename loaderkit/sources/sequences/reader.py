@@ -1,4 +1,4 @@
-"""Sources of sequences of numbers in one object, and how these are read: whole, or as the pieces that `pack` puts together."""
+"""Sources of sequences of numbers in objects, and how these are read: whole, or as the pieces that `pack` puts together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Int64 = NDArray[np.int64]
 
 
 class Sequences(NamedTuple):
-    """Samples of numbers of one type in one object: the field they become, and the type (torch's name) of a number.
+    """Samples of numbers of one type: the field they become, and the type (torch's name) of a number.
 
     `is_swapped` is True if its byte order is not this machine's.
     """
@@ -33,10 +33,11 @@ class Sequences(NamedTuple):
 
 
 class SequenceSource(RangeSource):
-    """A source whose samples are `Sequences` of one object: each one range, and as long as it is."""
+    """A source whose samples are `Sequences` in some objects: each one range, and as long as it is."""
 
     sequences: Sequences
-    file: ObjectInfo  # the object that holds them, as it was when the source was opened
+    files: tuple[ObjectInfo, ...]  # the objects that hold them, as they were when the source was opened
+    firsts: Int64  # the first sample of every object and, last, the number of samples: int64 [objects + 1]
     starts: Int64  # the first byte of every sample: int64 [samples]
     lengths: Int64  # the numbers in every sample: int64 [samples]
 
@@ -48,16 +49,26 @@ class SequenceSource(RangeSource):
     def table(self, indices: Int64) -> Table:
         """The ranges of several sequences."""
         lengths = self.lengths[indices] * self.sequences.item_bytes
-        return Table(((self.sequences.field, "raw"),), self._ranges_at(self.starts[indices], lengths))
+        return Table(((self.sequences.field, "raw"),), self.ranges_at(indices, self.starts[indices], lengths))
 
     def piece_ranges(self, samples: Int64, firsts: Int64, lengths: Int64) -> Ranges:
         """The bytes of pieces of sequences."""
         item_bytes = self.sequences.item_bytes
-        return self._ranges_at(self.starts[samples] + firsts * item_bytes, lengths * item_bytes)
+        return self.ranges_at(samples, self.starts[samples] + firsts * item_bytes, lengths * item_bytes)
 
-    def _ranges_at(self, starts: Int64, lengths: Int64) -> Ranges:
-        num, file = len(starts), self.file
-        return Ranges([file.key] * num, starts.tolist(), lengths.tolist(), [file.etag] * num)
+    def file_numbers(self, samples: Int64) -> Int64:
+        """Which of `files` each sample lies in."""
+        numbers: Int64 = np.searchsorted(self.firsts, samples, "right") - 1
+        return numbers
+
+    def ranges_at(self, samples: Int64, starts: Int64, lengths: Int64) -> Ranges:
+        """Ranges of the files that the samples lie in."""
+        if len(self.files) == 1:
+            files = [self.files[0]] * len(starts)
+        else:
+            files = [self.files[number] for number in self.file_numbers(samples).tolist()]
+        keys, etags = [file.key for file in files], [file.etag for file in files]
+        return Ranges(keys, starts.tolist(), lengths.tolist(), [*etags])
 
     def reader(self, context: ReadContext) -> Reader:
         """A reader of pieces where `pack` follows; else a sample is {field: tensor}, or an array where only `batch` does."""
@@ -73,7 +84,8 @@ class PieceReader(Reader):
     def __init__(self, source: SequenceSource, context: ReadContext, length: int) -> None:
         self._source, self._failed, self._length = source, context.failed, length
         scatter = bulk_of(context.store).scatter_into
-        self._scatter = None if scatter is None else ending_forks(scatter)
+        # Of several files one call for all ranges beats one call a file, which opens it for a few.
+        self._scatter = None if scatter is None or len(source.files) > 1 else ending_forks(scatter)
         self._read_many, self._read_into = bulk_calls(context.store)
 
     def read(self, chunk: SampleChunk) -> int:
@@ -96,10 +108,10 @@ class PieceReader(Reader):
             self._failed(chunk, row, errors[row])
         return int(lengths.sum()) - sum(int(lengths[row]) for row in errors)
 
-    def _read(self, chunk: SampleChunk, starts: Int64, lengths: Int64, offsets: Int64, view: memoryview) -> Errors:
+    def _read(self, chunk: PackedChunk, starts: Int64, lengths: Int64, offsets: Int64, view: memoryview) -> Errors:
         if self._scatter is None:
             return self._read_singly(chunk, starts, lengths, offsets, view)
-        key, _, etag = self._source.file
+        key, _, etag = self._source.files[0]
         try:
             self._scatter(key, starts, lengths, offsets, view, etag=etag)
         except STORE_FAILURES as error:  # the pieces one by one would take as long to fail alike
@@ -109,11 +121,10 @@ class PieceReader(Reader):
         return {}
 
     def _read_singly(
-        self, chunk: SampleChunk, starts: Int64, lengths: Int64, offsets: Int64, view: memoryview
+        self, chunk: PackedChunk, starts: Int64, lengths: Int64, offsets: Int64, view: memoryview
     ) -> Errors:
         num, places = len(starts), offsets.tolist()
-        key, _, etag = self._source.file
-        ranges = Ranges([key] * num, starts.tolist(), lengths.tolist(), [etag] * num)
+        ranges = self._source.ranges_at(chunk.pieces.samples, starts, lengths)
         if self._read_many is not None:
             return self._read_many(ranges, places, view)
         return read_each(self._read_into, chunk, ranges, owners=list(range(num)), offsets=places, view=view)

@@ -1,106 +1,207 @@
-"""`kind: tokens`: the documents of one file of tokens, which differ in length.
+"""`kind: tokens`: the documents of files of tokens, which differ in length.
 
-Megatron's .bin ──> the .idx beside it ──┐
-.npy, raw       ──> where `end` stands ──┴──> (first byte, number of tokens) of every document ──> one range a sample
+one file, a folder, a glob, a list ──> documents.py: (first byte, number of tokens) of every document ──> one range a sample
+Parquet ──────────────────────────────> rows of row groups, whose lengths are found once (given by `tokens_kind`)
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from loaderkit._internal.system.user_cache import default_cache_dir
-from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit._internal.config.settings import ByteSize, as_tuple
+from loaderkit.connectors.base import Connector, ObjectInfo, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, FormatError, ObjectNotFoundError, SourceError
-from loaderkit.sources.base import PackedSize, SourceKind
-from loaderkit.sources.formats.npy import read_npy_header
-from loaderkit.sources.listing import numbered
-from loaderkit.sources.sequences.document_ends import load_document_ends
-from loaderkit.sources.sequences.megatron import Documents, parse_megatron_index
+from loaderkit.sources.base import PackedSize, Source, SourceKind
+from loaderkit.sources.fields import Include
+from loaderkit.sources.listing import StringTable, extension_of, list_matching, numbered, said_counts
+from loaderkit.sources.patterns import Patterns
+from loaderkit.sources.sequences.documents import Documents, Form, TokenFormat, documents_of
 from loaderkit.sources.sequences.reader import Sequences, SequenceSource
 
 TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
+_USUAL = {"bin": "*.bin", "npy": "*.npy", "arrow": "*.arrow", "parquet": "*.parquet"}
+"""By extension, what is read of a folder."""
+_STATE, _MOST_STATE = "state.json", 16 << 20  # of datasets.save_to_disk
+_NUM_THREADS, _NUM_REMOTE_THREADS = 4, 32  # the latter wait for the store, not for a CPU
 
 
 class TokensArgs(StoreArgs):
-    """The documents of one file of tokens: Megatron's `.bin` and `.idx`, an `.npy` file, or raw numbers."""
+    """The documents of files of tokens: Megatron's `.bin` and `.idx`, `.npy`, raw numbers, or `input_ids` in Arrow or Parquet."""
 
     kind: Literal["tokens"] = "tokens"
     url: Annotated[
-        str,
+        str | tuple[str, ...],
+        BeforeValidator(as_tuple),
         Field(
             min_length=1,
-            description="the file: a .bin with its .idx beside it (without `dtype`), .npy, or raw (with `dtype`)",
+            description="the folder of the files, or one file, or a list (also with globs and braces): .bin with its .idx beside it "
+            "(without `dtype`), .npy, .arrow, .parquet, or raw (with `dtype`)",
         ),
     ]
-    dtype: TokenType | None = Field(None, description="of a raw file, little-endian; .npy and .idx state it")
-    end: int | None = Field(None, description="the token that ends a document and is its last; an .idx states the ends")
+    include: Include | None = Field(
+        None,
+        description="which files of the folder `url`: globs and braces, or a list; default: those of one form that are there",
+    )
+    dtype: TokenType | None = Field(None, description="of raw files, little-endian; .npy and .idx state it")
+    end: int | None = Field(
+        None,
+        description="of .npy and raw files: the token that ends a document and is its last; other files say where they end",
+    )
+    column: str = Field("input_ids", min_length=1, description="of Arrow and Parquet files: the lists of tokens")
     field: str = Field("tokens", min_length=1, description="its name in the batch")
+    memory: ByteSize = Field(
+        2 * 2**30, description="of Parquet files: bound on the decoded row groups that each loading process holds"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> TokensArgs:
-        if not self.key:
-            raise ValueError(f"`url` must name one file, not the folder {self.url!r}")
-        if self.form == "raw" and self.dtype is None:
-            raise ValueError(
-                f"`dtype` is missing: {self.key!r} is neither .npy nor .bin, so give the type of its tokens (dtype: uint16)"
-            )
-        if self.form == "megatron" and self.end is not None:
-            raise ValueError(
-                f"`end` is for .npy and raw files: the documents of {self.key!r} are in its .idx (for raw tokens in a .bin, "
-                "give `dtype`, too)"
-            )
-        if self.form != "megatron" and self.end is None:
-            raise ValueError("`end` is missing: the token that ends a document")
         if self.field.startswith("__"):
             raise ValueError(f"`field` {self.field!r}: names that begin with two underscores are reserved")
+        if any("://" in url for url in self._urls) and not re.fullmatch(r"(?:memory|file)://.*|.+://[^/].*", self.root):
+            raise ValueError(
+                "`url` lists files in several stores: make each a source of its own, and mix them (`sources`)"
+            )
+        if self.include is not None and self.names_files:
+            raise ValueError("`url` names the files already; leave `include` out, or let `url` name their folder")
+        if self.extension is not None:
+            check_form(self, self.extension)
         return self
 
     @property
+    def names_files(self) -> bool:
+        """True if `url` names files, not their folder: it is a list, a pattern, or its last part has an extension. A raw file
+        needs none."""
+        if not isinstance(self.url, str):
+            return True
+        scheme, separator, path = self.url.rpartition("://")
+        is_bucket = separator and scheme not in {"file", "memory"} and "/" not in path
+        last = path[path.rfind("/") + 1 :]
+        if is_bucket or not last:
+            return False
+        return "." in last.lstrip(".") or (self.include is None and (self.dtype is not None or _is_pattern(last)))
+
+    @property
     def root(self) -> str:
-        """The connector's root: the file's folder."""
-        return self.url[: self.url.rfind("/") + 1] or "."
+        """The connector's root: `url`, or the folder that all files are in."""
+        if not self.names_files:
+            assert isinstance(self.url, str)
+            return self.url
+        return _common_folder(self._urls) or "."
 
     @property
-    def key(self) -> str:
-        """The file's key below `root`."""
-        return self.url[self.url.rfind("/") + 1 :]
+    def _urls(self) -> tuple[str, ...]:
+        return (self.url,) if isinstance(self.url, str) else self.url
 
     @property
-    def form(self) -> Literal["megatron", "npy", "raw"]:
-        """How the file says where its documents end."""
-        name = self.key.lower()
-        if name.endswith(".npy"):
-            return "npy"
-        return "megatron" if name.endswith(".bin") and self.dtype is None else "raw"
+    def written(self) -> tuple[str, ...] | None:
+        """The patterns of files below `root`; None: those that are usual."""
+        if self.names_files:
+            begin = len(_common_folder(self._urls))
+            return tuple(url[begin:] for url in self._urls)
+        return (self.include,) if isinstance(self.include, str) else self.include
+
+    @property
+    def extension(self) -> str | None:
+        """The one that all files have by what is written; None: only the listing tells."""
+        return None if self.written is None else _one_extension(self.written)
+
+
+def _is_pattern(name: str) -> bool:
+    return any(sign in name for sign in "*?[{")
+
+
+def _common_folder(urls: tuple[str, ...]) -> str:
+    """The longest folder, with a slash at its end, that all URLs begin with; nothing before a sign of a pattern is none."""
+    folders = [re.split(r"[*?\[{]", url, maxsplit=1)[0].rpartition("/")[0].split("/") for url in urls]
+    common = [parts[0] for parts in itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*folders, strict=False))]
+    folder = "/".join(common)
+    is_whole = "/" in urls[0] and bool(common)
+    return f"{folder}/" if is_whole else ""
+
+
+def _one_extension(names: tuple[str, ...]) -> str | None:
+    """The extension that all names have; None if they differ, or their patterns leave it open."""
+    found = {extension_of(name).lower() for name in names}
+    extension = found.pop() if len(found) == 1 else None
+    is_open = extension is None or _is_pattern(extension) or (not extension and any(map(_is_pattern, names)))
+    return None if is_open else extension
+
+
+def check_form(args: TokensArgs, extension: str) -> str:
+    """How files with this extension hold tokens: a `Form`, or "parquet". Raises ValueError if `args` do not fit."""
+    form: str = extension if extension in ("npy", "arrow", "parquet") else "raw"
+    if extension == "bin" and args.dtype is None:
+        form = "megatron"
+    shown = f"*.{extension}" if extension else "files without an extension"
+    if form == "raw" and args.dtype is None:
+        raise ValueError(
+            f"`dtype` is missing: {shown} are none of .bin with .idx, .npy, .arrow and .parquet, so give the type of their tokens "
+            "(dtype: uint16)"
+        )
+    if form in ("npy", "raw") and args.end is None:
+        raise ValueError("`end` is missing: the token that ends a document")
+    if form not in ("npy", "raw") and args.end is not None:
+        where = (
+            "in the .idx (for raw tokens in a .bin, give `dtype`, too)"
+            if form == "megatron"
+            else "the lists of a column"
+        )
+        raise ValueError(f"`end` is for .npy and raw files: the documents of {shown} are {where}")
+    if form in ("arrow", "parquet") and args.dtype is not None:
+        raise ValueError(f"`dtype` is for raw files: {shown} state the type of their tokens")
+    return form
 
 
 class TokensSource(SequenceSource):
-    """The documents of one object of `connector`. In memory 16 bytes a document.
+    """The documents of objects of `connector`, file by file. In memory 16 bytes a document.
 
-    Raises `FormatError` if the file or its index is not what it should be, `ConfigError` if `args` do not fit it, `SourceError`
-    if there are no tokens, and what the connector raises.
+    A key is the number of the document, of several files behind the file's: "shard-003.bin/17". Raises `FormatError` if a file or
+    its index is not what it should be, or files differ in type, `ConfigError` if `args` do not fit, `SourceError` if there are no
+    tokens, and what the connector raises.
     """
 
-    def __init__(self, connector: Connector, args: TokensArgs) -> None:
-        self.file = connector.stat(args.key)
-        name = connector.describe(args.key)
-        if not self.file.size:
-            raise SourceError(f"{name} is empty (0 bytes): there are no tokens in it")
+    def __init__(self, connector: Connector, args: TokensArgs, infos: list[ObjectInfo], form: Form) -> None:
         begin_s = time.perf_counter()
-        find = _documents_of_index if args.form == "megatron" else _documents_by_end
-        dtype, starts, lengths = find(connector, args, self.file, name)
+        token_format = TokenFormat(form, args.dtype, args.end, args.column)
+        files: list[ObjectInfo] = []
+        parts: list[Documents] = []
+        num = 0
+        for info, found in _opened(connector, infos, token_format, args.limit):
+            if len(found.starts) or len(infos) == 1:
+                files.append(info)
+                parts.append(found)
+                num += len(found.starts)
+            if args.limit is not None and num >= args.limit:
+                break
         self.index_s = time.perf_counter() - begin_s
-        if not len(starts):
-            raise SourceError(f"{name} has no documents")
-        self.starts, self.lengths = starts[: args.limit], lengths[: args.limit]
+        if not num:
+            more = f", and so have the other {len(infos) - 1}" if len(infos) > 1 else ""
+            raise SourceError(f"{connector.describe(infos[0].key)} has no documents{more}")
+        dtype = parts[0].dtype
+        for info, part in zip(files, parts, strict=True):
+            if part.dtype != dtype:
+                raise FormatError(
+                    f"{connector.describe(info.key)} has tokens of {part.dtype.str}, and {connector.describe(files[0].key)} of "
+                    f"{dtype.str}: files of one source have one type. Choose some by `include`, or mix two sources"
+                )
+        self.files = tuple(files)
+        self.firsts = np.cumsum([0, *(len(part.starts) for part in parts)])
+        self.firsts[-1] = min(num, args.limit or num)
+        self.starts = np.concatenate([part.starts for part in parts])[: args.limit]
+        self.lengths = np.concatenate([part.lengths for part in parts])[: args.limit]
         for values in (self.starts, self.lengths):
             values.setflags(write=False)
         self.sequences = Sequences(args.field, dtype.name, not dtype.isnative, dtype.itemsize)
@@ -109,115 +210,160 @@ class TokensSource(SequenceSource):
         return len(self.starts)
 
     def key(self, index: int) -> str:
-        """The document's number."""
-        return str(index)
+        """The document's number, behind its file if there are several."""
+        return self.keys(np.array([index]))[0]
 
     def keys(self, indices: NDArray[np.int64]) -> list[str]:
-        """The documents' numbers."""
-        return numbered(indices)
+        """The keys of several documents."""
+        if len(self.files) == 1:
+            return numbered(indices)
+        numbers = self.file_numbers(indices)
+        within = zip(numbers.tolist(), (indices - self.firsts[numbers]).tolist(), strict=True)
+        return [f"{self.files[number].key}/{place}" for number, place in within]
 
     def origin(self, index: int) -> str:
         """The key of the file."""
-        return self.file.key
+        return self.files[int(self.file_numbers(np.array([index]))[0])].key
 
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
-        """Runs of documents of about `block_bytes`, each at least one: int64 [number of runs + 1]."""
+        """Runs of documents of about `block_bytes`, each at least one and of one file: int64 [number of runs + 1]."""
         ends = np.cumsum(self.lengths * self.sequences.item_bytes)
         numbers = np.concatenate(([0], ends[:-1])) // block_bytes
-        return np.concatenate(([0], np.flatnonzero(np.diff(numbers)) + 1, [len(self)])).astype(np.int64)
+        bounds = np.concatenate((self.firsts, np.flatnonzero(np.diff(numbers)) + 1))
+        return np.unique(bounds).astype(np.int64)
 
     def packed(self) -> PackedSize:
-        return PackedSize(len(self), int(self.lengths.sum()) * self.sequences.item_bytes, self.file.size)
+        num_bytes = int(self.lengths.sum()) * self.sequences.item_bytes
+        return PackedSize(len(self), num_bytes, sum(info.size for info in self.files))
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits from the type and the lengths of all documents."""
+        """16 hexadecimal digits from the type and the lengths of all documents, and the keys of files, if there are several."""
         digest = blake2b(self.sequences.dtype.encode(), digest_size=8)
         digest.update(np.ascontiguousarray(self.lengths).data)
+        if len(self.files) > 1:
+            digest.update(StringTable(info.key for info in self.files).digest())
         return digest.hexdigest()
 
 
-def _documents_of_index(connector: Connector, args: TokensArgs, info: ObjectInfo, name: str) -> Documents:
-    """The documents of Megatron's .bin, by the .idx beside it."""
-    key = f"{args.key[: -len('.bin')]}.idx"
-    try:
-        index = connector.stat(key)
-    except ObjectNotFoundError as error:
-        raise ConfigError(
-            f"source.dtype: {name} has no {key} beside it, which Megatron's .bin have: put it there, or, for raw tokens, "
-            "give `dtype` and `end`"
-        ) from error
-    data = bytearray(index.size)
-    connector.read_into(key, 0, memoryview(data), etag=index.etag)
-    try:
-        documents = parse_megatron_index(data)
-    except FormatError as error:
-        raise FormatError(f"{connector.describe(key)}: {error}") from None
-    ends = documents.starts + documents.lengths * documents.dtype.itemsize
-    if len(ends) and ends.max() > info.size:
-        raise FormatError(
-            f"{connector.describe(key)} has documents up to byte {ends.max()}, and {name} has {info.size} bytes: one of them "
-            "is truncated, or they are not of one data set"
-        )
-    return documents
+def _opened(
+    connector: Connector, infos: list[ObjectInfo], token_format: TokenFormat, limit: int | None
+) -> Iterator[tuple[ObjectInfo, Documents]]:
+    """All files with their documents; a few are loaded ahead, none with a `limit`, which may need only the first."""
+    num_threads = _NUM_REMOTE_THREADS if traits_of(connector).is_remote else _NUM_THREADS
+    num_ahead = 4 * num_threads if limit is None else 1
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="loaderkit-index") as pool:
+        for first in range(0, len(infos), num_ahead):
+            some = infos[first : first + num_ahead]
+            yield from zip(some, pool.map(partial(_documents, connector, token_format), some), strict=True)
 
 
-def _documents_by_end(connector: Connector, args: TokensArgs, info: ObjectInfo, name: str) -> Documents:
-    """The documents of an .npy or raw file, by the token that ends each."""
-    if args.form == "npy":
-        dtype, first_byte = _npy_of(connector, args, info, name)
+def _documents(connector: Connector, token_format: TokenFormat, info: ObjectInfo) -> Documents:
+    return documents_of(connector, info, token_format)
+
+
+def _listed(connector: Connector, args: TokensArgs) -> tuple[list[ObjectInfo], str]:
+    """The files that are meant, and their extension. Raises SourceError if there are none, or of several forms."""
+    written = args.written
+    if written is None:
+        infos = _usual(connector, args)
+    elif len(written) == 1 and Patterns(written).names == [*written]:
+        infos = [_only(connector, args, written[0])]
     else:
-        dtype, first_byte = np.dtype(args.dtype).newbyteorder("<"), 0
-    assert args.end is not None
-    bounds = np.iinfo(dtype)
-    if not bounds.min <= args.end <= bounds.max:
-        raise ConfigError(f"source.end: {args.end} is no {dtype.name}, which the tokens of {name} are")
-    if (info.size - first_byte) % dtype.itemsize:
-        raise FormatError(
-            f"{name} has {info.size} bytes, which is no multiple of a token's {dtype.itemsize} ({dtype.name}): it is "
-            "truncated, or `dtype` is wrong"
+        infos = list_matching(connector, Patterns(written), args.root, _NUM_THREADS)
+        keys = {info.key for info in infos}
+        infos = [info for info in infos if not (info.key.endswith(".idx") and f"{info.key[:-4]}.bin" in keys)]
+    extension = _one_extension(tuple(info.key for info in infos))
+    if extension is None:
+        counts = _counted(infos)
+        raise SourceError(
+            f"the files of {args.url!r} are of several forms ({said_counts(counts)}): choose those of one by `include`, as in "
+            f"include: '*.{min(counts)}'"
         )
-    if info.size == first_byte:
-        raise SourceError(f"{name} has no tokens")
-    ends = load_document_ends(connector, info, default_cache_dir(), first_byte=first_byte, dtype=dtype, end=args.end)
-    if len(ends) == 1:
-        last = bytearray(dtype.itemsize)
-        connector.read_into(args.key, info.size - dtype.itemsize, memoryview(last), etag=info.etag)
-        if np.frombuffer(last, dtype)[0] != args.end:
-            raise SourceError(
-                f"{name} has no token {args.end}, which `end` says ends a document: all of it would be one document. Is `end` "
-                "or `dtype` wrong? Windows of one long text are read by kind: array"
-            )
-    lengths = np.diff(ends, prepend=0)
-    return Documents(dtype, first_byte + (ends - lengths) * dtype.itemsize, lengths)
+    return infos, extension
 
 
-def _npy_of(connector: Connector, args: TokensArgs, info: ObjectInfo, name: str) -> tuple[np.dtype[Any], int]:
-    """Type and first byte of the tokens of an .npy file."""
+def _only(connector: Connector, args: TokensArgs, key: str) -> ObjectInfo:
+    """The one file that `url` names."""
     try:
-        header = read_npy_header(partial(connector.read_into, args.key, etag=info.etag), info.size)
-    except FormatError as error:
-        raise FormatError(f"{name}: {error}") from None
-    if len(header.shape) != 1 or header.dtype.kind not in "iu":
-        raise FormatError(
-            f"{name} is {header.dtype.name} {list(header.shape)}: tokens are whole numbers in one dimension (for rows of one "
-            "length: kind: array)"
-        )
-    if header.data_start + header.num_bytes != info.size:
-        raise FormatError(
-            f"{name} has {info.size} bytes, and its header promises {header.data_start + header.num_bytes}: it is truncated, "
-            "or something follows the array"
-        )
-    if args.dtype is not None and args.dtype != header.dtype.name:
-        raise ConfigError(
-            f"source.dtype: {args.dtype} is not what {name} holds, which is {header.dtype.name} by its header: leave `dtype` "
-            "out, an .npy file states it"
-        )
-    return header.dtype, header.data_start
+        return connector.stat(key)
+    except ObjectNotFoundError:
+        if next(iter(connector.list(f"{key}/")), None) is None:
+            raise
+        raise SourceError(
+            f"{connector.describe(key)} is a folder: say which of its files, as by `include: '*.bin'`"
+        ) from None
 
 
-TOKENS = SourceKind(
-    TokensArgs,
-    lambda args, connector: TokensSource(connector, args),
-    lambda args: args.root,
-    lambda args: {args.field: "a document's tokens"},
-)
+def _usual(connector: Connector, args: TokensArgs) -> list[ObjectInfo]:
+    """The files of a folder that hold tokens by their extension."""
+    every = list(connector.list(""))
+    patterns = Patterns(tuple(_USUAL.values()))
+    infos = [info for info in every if patterns.matches(info.key)]
+    state = next((info for info in every if info.key == _STATE), None)
+    if state is not None:
+        infos = _in_state(connector, state, infos)
+    if infos:
+        return infos
+    deeper = [info.key for info in every if extension_of(info.key).lower() in _USUAL]
+    if deeper:
+        hint = f"there are some in folders below, as {deeper[0]!r}: say `include: '**/*.{extension_of(deeper[0])}'`"
+    elif every:
+        hint = (
+            f"there are {said_counts(_counted(every))}: name them in `include`, and of raw files the `dtype` and `end`"
+        )
+    else:
+        hint = "there is no file at all"
+    raise SourceError(f"no files of tokens ({', '.join(_USUAL.values())}) are in {args.root!r}; {hint}")
+
+
+def _in_state(connector: Connector, state: ObjectInfo, infos: list[ObjectInfo]) -> list[ObjectInfo]:
+    """Of the files of a folder those that `datasets` wrote as its data, and not what it has cached beside them since."""
+    data = bytearray(min(state.size, _MOST_STATE))
+    connector.read_into(state.key, 0, memoryview(data), etag=state.etag)
+    try:
+        names = {file["filename"] for file in json.loads(data)["_data_files"]}
+    except (ValueError, KeyError, TypeError):  # another program's
+        return infos
+    if missing := sorted(names - {info.key for info in infos}):
+        raise SourceError(
+            f"{connector.describe(state.key)} names {missing[0]!r}, which is not there: the folder is not whole"
+        )
+    return [info for info in infos if info.key in names]
+
+
+def _counted(infos: list[ObjectInfo]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for info in infos:
+        counts[extension_of(info.key)] = counts.get(extension_of(info.key), 0) + 1
+    return counts
+
+
+OpenParquet = Callable[..., Source]
+"""Opens the documents of Parquet files, by the connector and `root`, `files`, `column`, `field`, `limit` and `memory`."""
+
+
+def _open(args: TokensArgs, connector: Connector, open_parquet: OpenParquet) -> Source:
+    infos, extension = _listed(connector, args)
+    try:
+        form: Any = check_form(args, extension)
+    except ValueError as error:
+        raise ConfigError(f"source: {error}") from None
+    if form != "parquet":
+        return TokensSource(connector, args, infos, form)
+    names = tuple(info.key for info in infos)
+    given = {name: getattr(args, name) for name in ("root", "column", "field", "limit", "memory")}
+    return open_parquet(connector, files=names, **given)
+
+
+def tokens_kind(open_parquet: OpenParquet) -> SourceKind:
+    """`kind: tokens`, which leaves Parquet to another kind's source."""
+    return SourceKind(
+        TokensArgs,
+        partial(_open, open_parquet=open_parquet),
+        _root_of,
+        lambda args: {args.field: "a document's tokens"},
+    )
+
+
+def _root_of(args: TokensArgs) -> str:
+    return args.root

@@ -1,6 +1,8 @@
 """`pack`: documents of unequal length become sequences of one length.
 
     PackedOrder ──pieces of this chunk's sequences──> read ... ──documents──> pack ──> input_ids, position_ids, document_ids
+                                                                                  ├──> labels, ...: fields beside the tokens
+                                                                                  ├──> source_ids, of a mixture
                                                                                   └──> cu_seqlens
 
 Which documents a sequence holds is planned (`sampling.packing`); this stage puts their tokens where they belong. If `read`
@@ -15,20 +17,22 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from loaderkit import native
 from loaderkit.engine.work import Stage
-from loaderkit.errors import StageError
+from loaderkit.errors import ConfigError, StageError
 from loaderkit.samples.chunk import PackedChunk, SampleChunk, SampleFailure, Starts
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.random import key_of, uniforms
+from loaderkit.sources.mixture import MixtureSource
 from loaderkit.stages.base import AddError, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.runner import FailureNamer, raise_store_failure
 from loaderkit.stages.values import as_tensor
 
-FIELDS = ("input_ids", "position_ids", "document_ids", "cu_seqlens")
+TOKENS, POSITIONS, DOCUMENTS, STARTS = "input_ids", "position_ids", "document_ids", "cu_seqlens"
+SOURCES = "source_ids"
 _NUM_REPLACEMENTS = 64
 
 
@@ -37,7 +41,8 @@ class PackArgs(StageArgs):
 
     Their fields: `input_ids`, `position_ids` (int32, from 0 in every piece), `document_ids` (int32, the number in the sequence,
     -1 in the padding), each [B, length]; and `cu_seqlens`, int32, where pieces and paddings begin in all sequences of the batch
-    laid end to end, and last B x length.
+    laid end to end, and last B x length. Of several sources also `source_ids`, int32 [B, length]: the place of each token's source
+    in `loader.sources`, -1 in the padding.
     """
 
     length: PositiveInt = Field(description="tokens of a sequence, the padding included")
@@ -53,6 +58,38 @@ class PackArgs(StageArgs):
     field: str = Field(
         "tokens", min_length=1, description="of the documents' tokens: whole numbers, [n]; others are left out"
     )
+    pad_value: Mapping[str, float] = Field(
+        {},
+        description="other fields that have a number for each token, as in {labels: -100}: they are packed as the tokens are, and "
+        "hold this in the padding; `input_ids` gives that of the tokens, which is 0",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> PackArgs:
+        if taken := [name for name in self.pad_value if name in (POSITIONS, DOCUMENTS, STARTS, SOURCES)]:
+            raise ValueError(f"`pad_value` names {taken[0]!r}, which `pack` makes itself: rename that field")
+        if self.field in self.beside:
+            raise ValueError(
+                f"`pad_value` names {self.field!r}, the tokens, which become `input_ids`: give the value of that"
+            )
+        return self
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The fields that are packed beside the tokens."""
+        return tuple(name for name in self.pad_value if name != TOKENS)
+
+
+def can_hold(dtype: np.dtype[Any], value: float) -> bool:
+    """True if an array of this type holds the number as it is; of floats, as near as they come."""
+    if dtype.kind not in "iu":
+        return True
+    bounds = np.iinfo(dtype)
+    return value == int(value) and bounds.min <= value <= bounds.max
+
+
+Arrays = dict[str, NDArray[Any]]
+"""The slots of a chunk by field: [sequences, length] each."""
 
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:
@@ -70,7 +107,14 @@ class _Packer:
         self._policy = context.on_bad_sample
         self._seed = context.seed
         self._run_before = context.run_before_pack
-        self._made = [name for name in FIELDS if name == FIELDS[0] or context.is_needed(name)]
+        self._mixture = context.source if isinstance(context.source, MixtureSource) else None
+        others = (POSITIONS, DOCUMENTS, *args.beside, *([SOURCES] if self._mixture is not None else []))
+        self._made = (TOKENS, *filter(context.is_needed, others))
+        self._has_starts = context.is_needed(STARTS)
+        self._stored = {
+            name: args.field if name == TOKENS else name for name in (TOKENS, *args.beside) if name in self._made
+        }
+        self._nothing = np.empty((0, args.length), np.int32)
 
     def run(self, chunk: SampleChunk) -> None:
         """Write the chunk's slots, or, for the layout of a batch, make its sample."""
@@ -84,72 +128,112 @@ class _Packer:
             self._settle(chunk)
         chunk.end_pieces()
 
-    def _fill(self, chunk: PackedChunk) -> list[NDArray[Any]]:
+    def _fill(self, chunk: PackedChunk) -> Arrays:
         """Put the tokens of good documents in their places, and mark them. Others fail. Returns the chunk's arrays."""
         lo, hi, length, pieces = chunk.lo, chunk.hi, self._args.length, chunk.pieces
         chunk.current = None
-        arrays = [self._array(chunk, name) for name in FIELDS[:3]]
-        tokens, positions, documents = arrays
+        arrays = {name: self._array(chunk, name) for name in self._made}
+        for name in arrays.keys() & {*self._args.beside}:
+            arrays[name].fill(self._args.pad_value[name])
         if chunk.tokens is None:
-            self._copy(chunk, tokens)
+            self._copy(chunk, arrays)
+        tokens, documents = arrays[TOKENS], arrays.get(DOCUMENTS, self._nothing)
         starts, ends = np.empty(len(pieces.lengths) + hi - lo, np.int32), np.empty(hi - lo, np.int64)
         native.mark_documents(
-            pieces.lengths, pieces.bounds, length, positions, documents, tokens, lo * length, starts, ends
+            pieces.lengths,
+            pieces.bounds,
+            length,
+            arrays.get(POSITIONS, self._nothing),
+            documents,
+            tokens,
+            lo * length,
+            starts,
+            ends,
         )
-        for row in chunk.failures:
-            hole = slice(pieces.places[row], pieces.places[row] + pieces.lengths[row])
-            tokens.reshape(-1)[hole], documents.reshape(-1)[hole] = 0, -1
-        values = chunk.work_item.values.get(FIELDS[3])
+        if SOURCES in arrays:
+            self._mark_sources(chunk, arrays[SOURCES])
+        self._empty(chunk, arrays)
+        values = chunk.work_item.values.get(STARTS)
         if values is not None:
             bounds = [0, *ends.tolist()]
             values[lo:hi] = [starts[begin:end] for begin, end in pairwise(bounds)]
         return arrays
 
+    def _mark_sources(self, chunk: PackedChunk, array: NDArray[Any]) -> None:
+        """Write of every token the number of its source."""
+        assert self._mixture is not None
+        pieces, flat = chunk.pieces, array.reshape(-1)
+        array.fill(-1)
+        numbers = self._mixture.numbers_of(pieces.samples).tolist()
+        for number, place, length in zip(numbers, pieces.places.tolist(), pieces.lengths.tolist(), strict=True):
+            flat[place : place + length] = number
+
+    def _empty(self, chunk: PackedChunk, arrays: Arrays) -> None:
+        """Write the padding where it is not 0, and, in the places of failed documents, all of it."""
+        pieces, value = chunk.pieces, self._args.pad_value.get(TOKENS, 0)
+        if value:
+            counts = np.add.reduceat(np.append(pieces.lengths, 0), pieces.bounds[:-1])  # every sequence has a piece
+            for row, num in zip(arrays[TOKENS], counts.tolist(), strict=True):
+                row[num:] = value
+        paddings = {DOCUMENTS: -1, SOURCES: -1, TOKENS: value, **self._args.pad_value}
+        for row in chunk.failures:
+            hole = slice(pieces.places[row], pieces.places[row] + pieces.lengths[row])
+            for name in arrays.keys() & paddings.keys():
+                arrays[name].reshape(-1)[hole] = paddings[name]
+
     def _array(self, chunk: PackedChunk, name: str) -> NDArray[Any]:
-        """The chunk's slots of a field, [hi - lo, length], or [0, length] if it is not made; for the layout new ones."""
-        num, length = len(chunk), self._args.length
-        if name not in self._made:
-            return np.empty((0, length), np.int32)
-        if name == FIELDS[0] and chunk.tokens is not None:
+        """The chunk's slots of a field that is made, [hi - lo, length]; for the layout new ones."""
+        if name == TOKENS and chunk.tokens is not None:
             return chunk.tokens
         if chunk.work_item.specs:
             array = chunk.work_item.fields[name].array
             assert array is not None
             return array[chunk.lo : chunk.hi]
-        return np.zeros((num, length), self._dtype_of(chunk) if name == FIELDS[0] else np.int32)
+        if name not in self._stored:
+            return np.zeros((len(chunk), self._args.length), np.int32)
+        dtype, value = self._dtype_of(chunk, self._stored[name]), self._args.pad_value.get(name, 0)
+        array = np.zeros((len(chunk), self._args.length), dtype)
+        if not can_hold(dtype, value):
+            raise ConfigError(
+                f"stages.{self._failed.stage}.pad_value: {name!r} cannot hold {value:g}: its type is {dtype}"
+            )
+        return array
 
-    def _sample_of(self, arrays: list[NDArray[Any]]) -> dict[str, Any]:
-        sample: dict[str, Any] = {name: array[0] for name, array in zip(FIELDS, arrays, strict=False) if len(array)}
-        if FIELDS[3] in self._made:
-            sample[FIELDS[3]] = Starts(self._args.length)
+    def _sample_of(self, arrays: Arrays) -> dict[str, Any]:
+        sample: dict[str, Any] = {name: array[0] for name, array in arrays.items()}
+        if self._has_starts:
+            sample[STARTS] = Starts(self._args.length)
         return sample
 
-    def _dtype_of(self, chunk: PackedChunk) -> np.dtype[Any]:
-        """Of the documents' tokens, for the layout; int64 if there are none, which is told then."""
+    def _dtype_of(self, chunk: PackedChunk, name: str) -> np.dtype[Any]:
+        """Of the documents' values, for the layout; int64 if there are none, which is told then."""
         sample = chunk.samples[0]
-        values = None if sample is None else sample.get(self._args.field)
+        values = None if sample is None else sample.get(name)
         try:
             return as_tensor(values).numpy().dtype
         except (TypeError, ValueError, RuntimeError, OverflowError):
             return np.dtype(np.int64)
 
-    def _copy(self, chunk: PackedChunk, tokens: NDArray[Any]) -> None:
-        pieces, flat = chunk.pieces, tokens.reshape(-1)
+    def _copy(self, chunk: PackedChunk, arrays: Arrays) -> None:
+        pieces = chunk.pieces
+        flat = {name: arrays[name].reshape(-1) for name in self._stored}
         rows = zip(pieces.firsts.tolist(), pieces.lengths.tolist(), pieces.places.tolist(), strict=True)
         for row, (first, length, place) in enumerate(rows):
             if row in chunk.failures:
                 continue
             chunk.current = row
             try:
-                values = self._tokens_of(chunk, row, tokens.dtype)
+                values = {name: self._values_of(chunk, row, name, array.dtype) for name, array in flat.items()}
             except Exception as error:
                 self._failed(chunk, row, error)
                 continue
-            flat[place : place + length] = values[first : first + length]
+            for name, array in flat.items():
+                array[place : place + length] = values[name][first : first + length]
         chunk.current = None
 
-    def _tokens_of(self, chunk: PackedChunk, row: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        sample, name = chunk.samples[row], self._args.field
+    def _values_of(self, chunk: PackedChunk, row: int, made: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The document's numbers that become the field `made`. Raises ValueError."""
+        sample, name = chunk.samples[row], self._stored[made]
         planned = int(self._packing.lengths_of(chunk.indices[row : row + 1])[0])
         if sample is None:
             raise ValueError(
@@ -157,20 +241,26 @@ class _Packer:
                 "--lengths` again"
             )
         if name not in sample:
-            raise ValueError(f"it has no field {name!r}, but {', '.join(sample)}: name the tokens' field in `field`")
+            key = "field" if made == TOKENS else "pad_value"
+            raise ValueError(f"it has no field {name!r}, but {', '.join(sample)}: name the tokens' field in `{key}`")
         values: NDArray[Any] = as_tensor(sample[name]).numpy()
-        if values.ndim != 1 or values.dtype.kind not in "iu":
+        if values.ndim != 1 or (made == TOKENS and values.dtype.kind not in "iu"):
             raise ValueError(
                 f"its field {name!r} is {values.dtype} {list(values.shape)}: tokens are whole numbers, [n]"
+                if made == TOKENS
+                else f"its field {name!r} is {values.dtype} {list(values.shape)}, not a number for each token, [n]"
             )
         if len(values) != planned:
             raise ValueError(
                 f"it has {len(values)} tokens, and the index of lengths says {planned}: a stage before `pack` has changed, or "
                 "gives another result each time; run `loaderkit index --lengths` again"
+                if made == TOKENS
+                else f"its field {name!r} has {len(values)} numbers, and there are {planned} tokens: give one for each"
             )
         if values.dtype != dtype:
+            noun = "tokens" if made == TOKENS else f"values of {name!r}"
             raise ValueError(
-                f"its tokens are {values.dtype}, and those of the first document {dtype}: give all one type"
+                f"its {noun} are {values.dtype}, and those of the first document {dtype}: give all one type"
             )
         return values
 

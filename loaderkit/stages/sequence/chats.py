@@ -1,0 +1,112 @@
+"""Chats as text, by a chat template, and where in it the assistant speaks.
+
+`{% generation %}` in the template says that. Without it an assistant's turn is what the template adds for the message, behind
+what it writes to prompt for one (`add_generation_prompt`): that is told only where the text up to each message is how the text
+of the whole chat begins.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+_MARKS = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
+_ASSISTANT = "assistant"
+_REMEDY = "put {% generation %} and {% endgeneration %} around it, in a file that `template` names"
+Spans = Sequence[tuple[int, int]]
+"""Parts [begin, end) of a text, in order."""
+Messages = list[dict[str, Any]]
+
+
+class Written(NamedTuple):
+    """A text, and the parts of it that are to be learned; None: not asked for."""
+
+    text: str
+    spans: Spans | None
+
+
+class ChatWriter:
+    """Writes chats by one template. Any number of threads."""
+
+    def __init__(self, template: str, special_tokens: Mapping[str, Any]) -> None:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self._render_all = render_jinja_template
+        self._template, self._special_tokens = template, special_tokens
+        self._has_marks = _MARKS.search(template) is not None
+        self._lock = threading.Lock()  # earlier versions of transformers keep the marks of a call in the template
+
+    def write(self, chat: Any, prompt: Any = None, *, marks: bool) -> Written:
+        """The text of a chat, which may have its first messages apart, as `prompt`; with `marks` what the assistant says behind
+        them. Raises ValueError where that cannot be told, and what the template raises."""
+        before = [] if prompt is None else _checked(prompt)
+        messages = [*before, *_checked(chat)]
+        if not messages:
+            raise ValueError("it has no message")
+        if not marks:
+            return Written(self._render(messages)[0], None)
+        if not self._has_marks:
+            text = self._render(messages)[0]
+            return Written(text, self._turns(messages, len(before), text))
+        text, spans = self._render(messages, return_assistant_tokens_mask=True)
+        begin = self._length_before(messages, len(before), text) if before else 0
+        return Written(text, [span for span in spans if span[0] >= begin])
+
+    def _render(self, messages: Messages, **how: bool) -> tuple[str, Spans]:
+        with self._lock:
+            texts, spans = self._render_all([messages], chat_template=self._template, **how, **self._special_tokens)
+        return texts[0], spans[0] if spans else []
+
+    def _turns(self, messages: Messages, num_before: int, text: str) -> Spans:
+        """What the template writes for each of the assistant's messages."""
+        spans = []
+        for number, message in enumerate(messages):
+            if number < num_before or message.get("role") != _ASSISTANT:
+                continue
+            begin = self._length_before(messages, number, text)
+            is_last = number + 1 == len(messages)
+            until = text if is_last else self._render(messages[: number + 1])[0]
+            if len(until) < begin or not text.startswith(until):
+                raise ValueError(_untold(number, "writes it in another way when more messages follow"))
+            spans.append((begin, len(until)))
+        return spans
+
+    def _length_before(self, messages: Messages, number: int, text: str) -> int:
+        """The characters before what a message adds."""
+        try:
+            before = self._render(messages[:number], add_generation_prompt=True)[0] if number else ""
+        except Exception as error:
+            raise ValueError(_untold(number, f"cannot write the messages before it alone ({error})")) from error
+        if not text.startswith(before):
+            raise ValueError(_untold(number, "prompts for it in another way than it then writes it"))
+        return len(before)
+
+
+def _untold(number: int, reason: str) -> str:
+    return (
+        f"what the assistant says in message {number} cannot be told from the chat template, which {reason}: {_REMEDY}"
+    )
+
+
+def _checked(chat: Any) -> Messages:
+    """The messages, without what is null in them, as transformers leaves it out. Raises ValueError."""
+    if isinstance(chat, Mapping) and "messages" in chat:
+        chat = chat["messages"]
+    messages = [*chat] if isinstance(chat, (list, tuple)) else None
+    if messages is None or not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError(f"a chat is a list of messages, {{role: ..., content: ...}}, not {_shortened(chat)}")
+    for message in messages:
+        if "role" not in message:
+            hint = " (of `from` and `value` a `call` makes these)" if "from" in message else ""
+            raise ValueError(
+                f"a message has `role` and `content`{hint}, not {', '.join(map(str, message)) or 'nothing'}"
+            )
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _shortened(value: Any) -> str:
+    if isinstance(value, list):
+        return f"a list of {type(value[0]).__name__}" if value else "an empty list"
+    return type(value).__name__

@@ -1,0 +1,206 @@
+"""A tokenizer of transformers', for any number of threads: loaded once, and never changed after that.
+
+transformers sets the limits of a call in the tokenizer itself, so that two threads with two lengths give wrong samples or an
+error ("Already borrowed"). Here the Rust tokenizer has no limits; texts are cut behind it, as it would have cut them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaderkit.errors import USER_ERRORS, ConfigError, MissingExtraError
+
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
+_MOST_LOADED = 4
+Int64 = NDArray[np.int64]
+_loaded: OrderedDict[tuple[Any, ...], TextTokenizer] = OrderedDict()
+_loading = (
+    threading.Lock()
+)  # transformers imports its parts at first use, and a second thread would find them half made
+
+
+def _begin_anew() -> None:
+    """In a fork's child: the thread that may have held the lock is not there."""
+    global _loading  # noqa: PLW0603 - a property of the process
+    _loading = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+class Tokens(NamedTuple):
+    """The tokens of a text: int64 [tokens], of each the characters [begin, end) that it is of, int64 [tokens, 2], or (0, 0) for
+    one that stands for none; and how many were cut."""
+
+    ids: Int64
+    offsets: Int64
+    num_cut: int
+
+
+def load_tokenizer(name: str) -> TextTokenizer:
+    """The tokenizer in a folder, or of that name in the hub's cache or the hub. One that has not changed is loaded once in a
+    process. Raises ConfigError, MissingExtraError."""
+    key = name, _stamp(name)
+    with _loading:
+        found = _loaded.get(key)
+        if found is None:
+            found = _loaded[key] = TextTokenizer(_load(name))
+            while len(_loaded) > _MOST_LOADED:
+                _loaded.popitem(last=False)
+        _loaded.move_to_end(key)
+        return found
+
+
+def _stamp(name: str) -> tuple[Any, ...]:
+    """What tells the files of a folder from what they were."""
+    try:
+        found = [(entry.name, entry.stat()) for entry in os.scandir(name)]
+    except OSError:
+        return ()
+    return tuple(sorted((file, status.st_mtime_ns, status.st_size) for file, status in found))
+
+
+def _load(name: str) -> Any:
+    # Texts are tokenized by the loader's own threads. Else each would wait for a pool of tokenizers', which a fork's child lacks.
+    os.environ.setdefault(_PARALLELISM, "false")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingExtraError(
+            f"tokenize needs transformers, which cannot be imported ({error}): pip install 'loaderkit[tokenize]'"
+        ) from error
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # unset, a terminal would be asked
+    except USER_ERRORS as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        raise ConfigError(
+            f"tokenize: {name!r} is no folder with a tokenizer, and none that transformers finds by that name ({reason}): name one "
+            "as `save_pretrained` writes it, or of the hub"
+        ) from error
+
+
+class TextTokenizer:
+    """Makes tokens of texts."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        self._tokenizer = tokenizer
+        self.template: Any = tokenizer.chat_template
+        self.special_tokens: Mapping[str, Any] = tokenizer.special_tokens_map
+        self.eos: str | None = tokenizer.eos_token
+        self.num_specials: int = tokenizer.num_special_tokens_to_add()  # around a text
+        self._cuts_left = tokenizer.truncation_side == "left"
+        self._lock = threading.Lock()  # of what is Python's
+        is_rust = isinstance(tokenizer, PreTrainedTokenizerFast)
+        # One that does more than the Rust tokenizer behind it is called as a whole.
+        is_plain = is_rust and type(tokenizer)._encode_plus is PreTrainedTokenizerFast._encode_plus
+        self._rust: Any = tokenizer.backend_tokenizer if is_plain else None
+        if self._rust is not None:
+            self._rust.no_truncation()
+            self._rust.no_padding()
+            self._rust.encode_special_tokens = tokenizer.split_special_tokens
+        self.digest = self._digest()
+
+    def _digest(self) -> str:
+        """16 hexadecimal digits of all that tokens depend on."""
+        vocabulary = self._tokenizer.get_vocab() if self._rust is None else self._rust.to_str()
+        parts = [type(self._tokenizer).__name__, vocabulary, self.template, self.special_tokens, self._cuts_left]
+        return blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+    def chat_template(self, path: str | None) -> str:
+        """The chat template in a file, or the tokenizer's own. Raises ConfigError."""
+        if path is not None:
+            try:
+                return Path(path).read_text("utf-8")
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"tokenize: the chat template {path!r} cannot be read: {error}") from error
+        template = self.template.get("default") if isinstance(self.template, Mapping) else self.template
+        if not isinstance(template, str):
+            raise ConfigError(
+                "tokenize: the tokenizer has no chat template: name a file with one in `template`, or, for plain text, the field "
+                "in `text`"
+            )
+        return template
+
+    def encode(
+        self, texts: Sequence[str], *, specials: bool, max_length: int | None, borders: Sequence[Sequence[int]]
+    ) -> list[Tokens]:
+        """The tokens of texts; with `specials` those that the tokenizer puts around each. `borders`: the characters of each text
+        where parts begin or end that are told apart. Raises ValueError where that cannot be."""
+        if self._rust is None:
+            return [self._called(text, specials, max_length, these) for text, these in zip(texts, borders, strict=True)]
+        num_specials = self.num_specials if specials else 0
+        if max_length is None or not num_specials:
+            encodings = self._rust.encode_batch(list(texts), add_special_tokens=specials)
+            return [self._cut(_tokens_of(encoding), max_length) for encoding in encodings]
+        made = []
+        room = max(0, max_length - num_specials)
+        for encoding in self._rust.encode_batch(list(texts), add_special_tokens=False):
+            num_cut = max(0, len(encoding) - room)
+            if num_cut:
+                encoding.truncate(room, direction="left" if self._cuts_left else "right")
+            made.append(_tokens_of(self._rust.post_process(encoding))._replace(num_cut=num_cut))
+        return made
+
+    def _cut(self, tokens: Tokens, max_length: int | None) -> Tokens:
+        num_cut = 0 if max_length is None else max(0, len(tokens.ids) - max_length)
+        if not num_cut:
+            return tokens
+        kept = slice(num_cut, None) if self._cuts_left else slice(max_length)
+        return Tokens(tokens.ids[kept], tokens.offsets[kept], num_cut)
+
+    def _called(self, text: str, specials: bool, max_length: int | None, borders: Sequence[int]) -> Tokens:
+        """The tokens by a call of the tokenizer, which is Python's."""
+        with self._lock:
+            ids = self._ids(text, specials)
+            offsets = np.zeros((len(ids), 2), np.int64)
+            begin, num_before = 0, 0
+            num_leading = self._num_leading(text, ids) if specials and borders else 0
+            for border in [*borders, len(text)] if borders else ():
+                num = (
+                    len(ids) if border == len(text) else num_leading + len(self._prefix(text, border, ids, num_leading))
+                )
+                offsets[max(num_before, num_leading) : num] = begin, border
+                begin, num_before = border, num
+            tokens = Tokens(ids, offsets, 0)
+            if not specials or max_length is None or len(ids) <= max_length:
+                return self._cut(tokens, max_length)
+            kept = self._ids(text, specials, max_length)
+            return Tokens(kept, offsets[: len(kept)], len(ids) - len(kept))
+
+    def _ids(self, text: str, specials: bool, max_length: int | None = None) -> Int64:
+        limits = {} if max_length is None else {"truncation": True, "max_length": max_length}
+        return np.array(
+            self._tokenizer(text, add_special_tokens=specials, verbose=False, **limits)["input_ids"], np.int64
+        )
+
+    def _num_leading(self, text: str, ids: Int64) -> int:
+        """The special tokens before the text's own."""
+        own = self._ids(text, False)
+        return next((n for n in range(len(ids) - len(own) + 1) if (ids[n : n + len(own)] == own).all()), 0)
+
+    def _prefix(self, text: str, end: int, ids: Int64, begin: int) -> Int64:
+        """The tokens of the first `end` characters, which those of the whole text have to begin with."""
+        prefix = self._ids(text[:end], False)
+        if not np.array_equal(ids[begin : begin + len(prefix)], prefix):
+            raise ValueError(
+                f"a token of its text reaches over character {end}, where a part begins that is not to be learned, or ends; this "
+                "tokenizer does not say which characters its tokens are of: use a fast one (tokenizer.json)"
+            )
+        return prefix
+
+
+def _tokens_of(encoding: Any) -> Tokens:
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    return Tokens(np.array(encoding.ids, np.int64), offsets, 0)

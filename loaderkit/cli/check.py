@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +24,7 @@ from loaderkit.cli.terminal.options import (
     described,
     open_plan,
 )
-from loaderkit.errors import ConfigError
+from loaderkit.errors import ConfigError, SourceError
 
 if TYPE_CHECKING:
     from loaderkit.engine.metrics.tuning import Tuning
@@ -237,9 +237,11 @@ def describe_field(name: str, value: Any) -> dict[str, Any]:
 
 
 def _first_sample(plan: ExecutionPlan) -> dict[str, Any]:
-    """Key, origin and size in bytes (None if the source has no bytes) of the first sample in canonical order."""
-    source = plan.source
-    num_bytes = sum(sample_range.range.length for sample_range in source.ranges(0)) if source.has_ranges else None
+    """Key, origin and size in bytes (None if the source has no bytes, or not all of its fields) of the first sample in
+    canonical order."""
+    source, num_bytes = plan.source, None
+    with suppress(SourceError):  # a field is missing, which the batch that it is in says
+        num_bytes = sum(sample_range.range.length for sample_range in source.ranges(0)) if source.has_ranges else None
     return {"key": source.key(0), "origin": source.origin(0), "num_bytes": num_bytes}
 
 

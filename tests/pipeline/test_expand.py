@@ -120,6 +120,24 @@ def test_a_volume_is_read_once(size: int, rng: random.Random) -> None:
         assert counts[1] - counts[0] == Counter(dict.fromkeys(range(25), 2)), prefetch
 
 
+def test_it_ends_and_seeks_in_the_middle(rng: random.Random, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where batches wait for what others make."""
+    num, order = 5, {"shuffle": "none"}
+    pipeline = described(Volumes(20), num, 1, order=order, prefetch=EXECUTORS[-1])
+    for _ in range(12):
+        with loaderkit.build(pipeline, rank=0, world_size=1) as loader:
+            begin = 0
+            for _ in range(2):
+                stop = begin + rng.randrange(9)
+                for place, batch in enumerate(loader, begin):
+                    assert found_in(batch) == [divmod(place, num)]
+                    if place == stop:
+                        break
+                begin = rng.randrange(90)
+                loader.load_state_dict({**loader.state_dict(), "epoch": 3, "position": begin})
+    assert not caplog.records
+
+
 def test_stages_before_run_once_and_those_behind_for_each(rng: random.Random) -> None:
     calls: list[tuple[str, float]] = []
 

@@ -20,7 +20,7 @@ from loaderkit.sampling.mixture import MixedOrder, Mixture
 from loaderkit.sampling.order import SampleOrder
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.random import key_of
-from loaderkit.sampling.schedule import BlockOrder, GlobalOrder, SequentialOrder
+from loaderkit.sampling.schedule import BlockOrder, GlobalOrder, SequentialOrder, WeightedOrder
 from loaderkit.sampling.token_batches import (
     TokenBatches,
     fill_by_length,
@@ -29,7 +29,6 @@ from loaderkit.sampling.token_batches import (
     fill_rounded,
 )
 from loaderkit.sampling.token_mixture import TokenMixture
-from loaderkit.sampling.weighted import WeightedOrder, class_weights
 from loaderkit.sources.base import Source
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.stages.base import StageConfig
@@ -103,8 +102,30 @@ def _weighted(given: str | Mapping[str, float], kind: str, source: Source, seed:
             f"parent` or `labels`; this is kind: {kind}"
         )
     classes = source.labels.astype(np.int64)
-    weights = class_weights(None if isinstance(given, str) else given, classes, source.classes, "order.weights")
+    weights = _class_weights(None if isinstance(given, str) else given, classes, source.classes, "order.weights")
     return WeightedOrder(classes, weights, seed)
+
+
+def _class_weights(
+    given: Mapping[str, float] | None, classes: Int64, names: list[str] | None, where: str
+) -> dict[int, float]:
+    """The weight of every class that has samples, by its number: that `given` for its name (for its number without names); else
+    1. Raises ConfigError, naming `where`, for a name that is no class, one left out, and for no weight at all."""
+    present = np.unique(classes).tolist()
+    if given is None:
+        return dict.fromkeys(present, 1.0)
+    name_of = {number: names[number] if names is not None else str(number) for number in present}
+    known = {*name_of.values()} | {*(names or ())}
+    if unknown := [name for name in given if name not in known]:
+        raise ConfigError(f"{where}: {unknown[0]!r} is no class; there are: {', '.join(sorted(known)[:10])}")
+    if missing := [name for name in name_of.values() if name not in given]:
+        raise ConfigError(
+            f"{where}: the class {missing[0]!r} has no weight: name all, and give 0 to what is to be left out"
+        )
+    found = {number: given[name] for number, name in name_of.items()}
+    if not any(found.values()):
+        raise ConfigError(f"{where}: no class that has samples has a weight above 0")
+    return found
 
 
 def _block_bounds(source: Source, kind: str, block_bytes: int) -> Int64:

@@ -6,6 +6,7 @@ every world size, batch size, number of workers and restart, and a saved state i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple, Protocol
@@ -16,8 +17,7 @@ from numpy.typing import NDArray
 from loaderkit._internal.splitmix import mix
 from loaderkit.errors import ConfigError
 from loaderkit.sampling.order import Int64, SampleOrder
-from loaderkit.sampling.permutation import Bijection
-from loaderkit.sampling.random import key_of
+from loaderkit.sampling.random import Bijection, key_of, uniforms
 
 UNKNOWN = 1 << 60
 """The number of samples of what ends when it ends."""
@@ -54,6 +54,33 @@ class GlobalOrder(SampleOrder):
         distinct, places = np.unique(epochs, return_inverse=True)
         keys = np.array([key_of("global", self._seed, epoch) for epoch in distinct.tolist()], np.uint64)
         return Bijection(self._num_samples, keys if len(keys) == 1 else keys[places])(positions)
+
+
+class WeightedOrder(SampleOrder):
+    """At every position a class is drawn by its weight, and one of its samples, each as likely: with replacement, as torch's
+    WeightedRandomSampler draws. An epoch has as many positions as there are samples.
+
+    `classes`: int64 [samples]. `weights` are by class number, and no class without a weight is drawn.
+    """
+
+    def __init__(self, classes: Int64, weights: Mapping[int, float], seed: int) -> None:
+        self._seed = seed
+        self._members = np.argsort(classes, kind="stable").astype(np.int64)  # class by class
+        numbers, counts = np.unique(classes, return_counts=True)
+        self._counts, self._starts = counts.astype(np.int64), np.cumsum(counts) - counts
+        shares: NDArray[np.float64] = np.array([weights.get(number, 0.0) for number in numbers.tolist()], np.float64)
+        self._ends = np.cumsum(shares / shares.sum())
+        self._ends[np.flatnonzero(shares)[-1] :] = 1.0  # a draw is below 1, a rounded sum may be, too
+
+    def num_positions(self, epoch: int) -> int:
+        return len(self._members)
+
+    def indices(self, epoch: int, positions: Int64) -> Int64:
+        draws = uniforms(key_of("weighted", self._seed, epoch), positions.ravel(), 2)
+        drawn = np.searchsorted(self._ends, draws[:, 0], side="right")
+        places = self._starts[drawn] + (draws[:, 1] * self._counts[drawn]).astype(np.int64)
+        samples: Int64 = self._members[places].reshape(positions.shape)
+        return samples
 
 
 class BlockOrder(SampleOrder):

@@ -15,7 +15,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, StateError
-from loaderkit.sampling.weighted import WeightedOrder
+from loaderkit.sampling.schedule import WeightedOrder
 
 NUM = {"rare": 3, "usual": 40, "common": 157}
 

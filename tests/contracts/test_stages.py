@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,10 +39,13 @@ def darken(sample: dict[str, Any], number: int, rng: np.random.Generator) -> dic
     return {"image": sample["image"] // (1 + number), "number": number, "drawn": float(rng.random())}
 
 
+EXPAND = {"expand": {"function": f"{__name__}:darken", "num": 4}}
+
+
 class TestExpand(StageContract):
     """Its samples share their keys."""
 
-    stage: ClassVar[dict[str, Any]] = {"expand": {"function": f"{__name__}:darken", "num": 4}}
+    stage = EXPAND
 
     @pytest.fixture
     def samples(self, rng: random.Random) -> Sequence[Mapping[str, Any]]:

@@ -81,7 +81,9 @@ class CompiledStages:
         except (OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise StageError(f"batch cannot hold sample {key!r}: {error}", stage="batch", key=key) from error
         if taken := sorted({*specs, *(f"{name}_sizes" for name in specs)} & {*config.batch.masks}):
-            raise ConfigError(f"stages.batch.attention_mask: {taken[0]!r} is a field already: give the mask another name")
+            raise ConfigError(
+                f"stages.batch.attention_mask: {taken[0]!r} is a field already: give the mask another name"
+            )
         ragged = [name for name in image_names(specs) if specs[name].kind in ("pad", "ragged")]
         if slots is not None and ragged:
             raise ConfigError(

@@ -20,8 +20,8 @@ from loaderkit.pipeline.fingerprint import arguments_of, text_of
 from loaderkit.pipeline.run_samples import StageRuns, chunk_of, run_samples
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.sources.base import Source
-from loaderkit.sources.mixture import MixtureSource
 from loaderkit.sources.lengths import LengthIndex
+from loaderkit.sources.mixture import MixtureSource
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.sequence.pack import PackArgs

@@ -19,7 +19,13 @@ from loaderkit.sampling.order import SampleOrder
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.random import key_of
 from loaderkit.sampling.schedule import BlockOrder, GlobalOrder, SequentialOrder
-from loaderkit.sampling.token_batches import TokenBatches, fill_by_length, fill_in_order, fill_in_order_by_sum, fill_rounded
+from loaderkit.sampling.token_batches import (
+    TokenBatches,
+    fill_by_length,
+    fill_in_order,
+    fill_in_order_by_sum,
+    fill_rounded,
+)
 from loaderkit.sampling.token_mixture import TokenMixture
 from loaderkit.sources.base import Source
 from loaderkit.sources.mixture import MixtureSource

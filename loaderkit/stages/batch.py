@@ -31,7 +31,6 @@ from loaderkit.stages.sequence.lengths import check_lengths, no_longer
 from loaderkit.stages.sequence.pack import PackArgs
 from loaderkit.stages.values import NUMBER_DTYPES, as_tensor, describe, dtype_of, shape_and_dtype
 
-
 PadValue = Annotated[float, Field(allow_inf_nan=True)]
 _OF_PADDING = ("padding_side", "pad_to_multiple_of", "attention_mask")
 
@@ -47,7 +46,8 @@ class BatchArgs(StageArgs):
         {}, description="fields whose tensors differ in shape: delivered as a list, or padded to the largest"
     )
     pad_value: PadValue | Mapping[str, PadValue] = Field(
-        0, description="the value of the padding; or field -> its value, as in {input_ids: 0, labels: -100}: these are padded"
+        0.0,
+        description="the value of the padding; or field -> its value, as in {input_ids: 0, labels: -100}: these are padded",
     )
     padding_side: Literal["right", "left"] = Field(
         "right", description="where the padding of a field's first dimension is"
@@ -57,8 +57,8 @@ class BatchArgs(StageArgs):
     )
     attention_mask: str | Mapping[str, str] | None = Field(
         None,
-        description="its name in the batch: int64, 1 where there is a sample's own value and 0 in the padding, of all fields that "
-        "are padded; or, if these differ in length, name -> field",
+        description="its name in the batch: int64, 1 where there is a sample's own value and 0 in the padding, of all fields "
+        "that are padded; or, if these differ in length, name -> field",
     )
     tokens: PositiveInt | None = Field(
         None,
@@ -90,13 +90,19 @@ class BatchArgs(StageArgs):
             raise ValueError(f"`{changed[0]}` says how batches of `tokens` are planned, and these have a `size`")
         named = self.pad_value if isinstance(self.pad_value, Mapping) else {}
         if listed := [name for name in named if self.ragged.get(name) == "list"]:
-            raise ValueError(f"`pad_value` pads {listed[0]!r}, and `ragged` makes a list of it: leave it out of one of them")
+            raise ValueError(
+                f"`pad_value` pads {listed[0]!r}, and `ragged` makes a list of it: leave it out of one of them"
+            )
         padded = [name for name, form in self.forms.items() if form == "pad"]
         changed = [name for name in _OF_PADDING if getattr(self, name) != type(self).model_fields[name].default]
         if changed and not padded:
-            raise ValueError(f"`{changed[0]}` is for fields that are padded: name them, as in pad_value: {{input_ids: 0}}")
+            raise ValueError(
+                f"`{changed[0]}` is for fields that are padded: name them, as in pad_value: {{input_ids: 0}}"
+            )
         if unpadded := [field for field in self.masks.values() if field is not None and field not in padded]:
-            raise ValueError(f"`attention_mask` names {unpadded[0]!r}, which is not padded; those that are: {', '.join(padded)}")
+            raise ValueError(
+                f"`attention_mask` names {unpadded[0]!r}, which is not padded; those that are: {', '.join(padded)}"
+            )
         return self
 
     @property

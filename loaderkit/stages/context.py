@@ -93,7 +93,9 @@ class StageKind:
     """The dtype of the images that it can write into their slots directly after `batch`; None: it cannot."""
     objects: Callable[[Any], Mapping[str, Any]] = _nothing
     """Key -> object that the user gave for it and that is pickled to loading processes."""
-    paths: frozenset[str] = frozenset()  # arguments that may name a file or folder: relative to the YAML file, if it is there
+    paths: frozenset[str] = (
+        frozenset()
+    )  # arguments that may name a file or folder: relative to the YAML file, if it is there
     contents: Callable[[Any], Mapping[str, str]] = _nothing
     """Argument -> a digest of what it names, which a saved state and kept lengths hold in its place."""
 

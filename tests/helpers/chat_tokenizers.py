@@ -8,8 +8,47 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-WORDS = "the a cat dog sat on my mat hello world what is your name yes no maybe please help with code x1 don't I'm ok".split()
-ODD = ["", " ", "\n\n", "héllo wörld", "日本語の文", "🎉🎉", "a  b\tc", "<|im_end|>", "<think>", "{{ x }}", "'quoted' \"text\"", "é"]
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sat",
+    "on",
+    "my",
+    "mat",
+    "hello",
+    "world",
+    "what",
+    "is",
+    "your",
+    "name",
+    "yes",
+    "no",
+    "maybe",
+    "please",
+    "help",
+    "with",
+    "code",
+    "x1",
+    "don't",
+    "I'm",
+    "ok",
+]
+ODD = [
+    "",
+    " ",
+    "\n\n",
+    "héllo wörld",
+    "日本語の文",
+    "🎉🎉",
+    "a  b\tc",
+    "<|im_end|>",
+    "<think>",
+    "{{ x }}",
+    "'quoted' \"text\"",
+    "é",
+]
 SPECIAL = ["<unk>", "<|im_start|>", "<|im_end|>", "<pad>", "<s>", "</s>"]
 _HEAD = "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
 _TAIL = "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
@@ -28,7 +67,9 @@ FORGETS = (
 """One that leaves out of earlier turns what was thought, as those of models that reason do."""
 
 
-def write_tokenizer(folder: Path, template: str | None = MARKED, *, adds_specials: bool = False, **settings: Any) -> Path:
+def write_tokenizer(
+    folder: Path, template: str | None = MARKED, *, adds_specials: bool = False, **settings: Any
+) -> Path:
     """A byte-level BPE, as `save_pretrained` writes it; with `adds_specials` texts begin with <s> and end with </s>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -46,7 +87,8 @@ def write_tokenizer(folder: Path, template: str | None = MARKED, *, adds_special
         ids = [(name, rust.token_to_id(name)) for name in ("<s>", "</s>")]
         rust.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ids)
     names = {"pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, **{**names, **settings})
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(tokenizer_object=rust, **{**names, **settings})
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder
@@ -62,7 +104,9 @@ def draw_chat(rng: random.Random, num_turns: int = 4) -> list[dict[str, Any]]:
     for turn in range(rng.randint(1, num_turns)):
         if turn or rng.random() > 0.05:
             chat.append({"role": "user", "content": draw_text(rng)})
-        chat.append({"role": "assistant", "content": draw_text(rng), **({"tool_calls": None} if rng.random() < 0.1 else {})})
+        chat.append(
+            {"role": "assistant", "content": draw_text(rng), **({"tool_calls": None} if rng.random() < 0.1 else {})}
+        )
     return chat[:-1] if len(chat) > 1 and rng.random() < 0.1 else chat
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +28,7 @@ class BatchShape:
     """
 
     size: int
-    padding: Padding = Padding()
+    padding: Padding = field(default_factory=Padding)
     policy: Literal["raise", "skip", "replace"] = "raise"
     has_keys: bool = True
     marks_wrapped: bool = False
@@ -91,7 +91,9 @@ class BatchAssembler:
             else:
                 batch[name] = kept
         if shape.padding.masks:
-            batch |= shape.padding.masks_of(batch, [name for name, spec in work_item.specs.items() if spec.kind == "pad"])
+            batch |= shape.padding.masks_of(
+                batch, [name for name, spec in work_item.specs.items() if spec.kind == "pad"]
+            )
         self._add_marks(batch, work_item, slots, numbers)
         work_item.let_go()
         return batch

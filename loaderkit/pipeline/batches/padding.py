@@ -74,7 +74,9 @@ class Padding:
 def _lengths(name: str, sizes: torch.Tensor) -> torch.Tensor:
     """The first sizes, of `sizes` as `pad` gives them."""
     if sizes.ndim == 2 and not sizes.shape[1]:
-        raise StageError(f"batch: {name!r} is a single number a sample, of which there is no attention mask", stage="batch")
+        raise StageError(
+            f"batch: {name!r} is a single number a sample, of which there is no attention mask", stage="batch"
+        )
     return sizes if sizes.ndim == 1 else sizes[:, 0]
 
 

@@ -14,11 +14,11 @@ from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.process.shared_memory import Allocator
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.pipeline.batches.assembler import BatchAssembler, BatchShape
-from loaderkit.pipeline.batches.padding import Padding
 from loaderkit.pipeline.batches.contents import contents_of
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.first_samples import specs_of_all_parts, specs_of_first
 from loaderkit.pipeline.batches.memory import BatchMemory
+from loaderkit.pipeline.batches.padding import Padding
 from loaderkit.pipeline.batches.plan import BatchPlan, MakeChunk
 from loaderkit.pipeline.config.extensions import Kinds
 from loaderkit.pipeline.execution_plan import ExecutionPlan

@@ -28,9 +28,12 @@ Int64 = NDArray[np.int64]
 
 
 def load_list_bounds(connector: Connector, info: ObjectInfo, cache_dir: Path | None, *, column: str) -> Documents:
-    """The lists of a column, a document each, from the copy in `cache_dir` if size and etag match, else from the file's metadata
-    and offsets. Raises `FormatError` if it is damaged, compressed or has no such column of lists, `MissingExtraError`, and what
-    the connector raises."""
+    """The lists of a column, a document each, from the copy in `cache_dir` if size and etag match, else from the metadata
+    and offsets of the file.
+
+    Raises `FormatError` if it is damaged, compressed or has no such column of lists, `MissingExtraError`, and what the connector
+    raises.
+    """
     name = connector.describe(info.key)
     if cache_dir is None:
         return _found(connector, info, column, name)
@@ -131,7 +134,9 @@ class _Mirror:
         head = self._read(position, 8)
         num_bytes = int.from_bytes(head[4:], "little", signed=True)
         if head[:4] != _CONTINUES:
-            raise FormatError(f"no message begins at byte {position}: it is damaged, or written by a version before 0.15")
+            raise FormatError(
+                f"no message begins at byte {position}: it is damaged, or written by a version before 0.15"
+            )
         if num_bytes == 0:
             return None
         if not 0 < num_bytes <= _MOST_METADATA:
@@ -144,7 +149,9 @@ class _Mirror:
     def _check_column(self, schema: Any, column: str) -> None:
         types = self._pa.types
         if column not in schema.names:
-            raise FormatError(f"it has no column {column!r}, but {', '.join(schema.names)}: name the tokens' in `column`")
+            raise FormatError(
+                f"it has no column {column!r}, but {', '.join(schema.names)}: name the tokens' in `column`"
+            )
         if schema.names.count(column) > 1:
             raise FormatError(f"it has two columns {column!r}")
         kind = schema.field(column).type
@@ -152,7 +159,9 @@ class _Mirror:
         if not is_list or not types.is_integer(kind.value_type):
             raise FormatError(f"its column {column!r} is {kind}, and documents of tokens are lists of whole numbers")
         if any(types.is_dictionary(field.type) for field in schema):
-            raise FormatError("it has columns packed by dictionaries, which cannot be read by ranges: write it without them")
+            raise FormatError(
+                "it has columns packed by dictionaries, which cannot be read by ranges: write it without them"
+            )
 
     def _lists_in(self, array: Any) -> _Run:
         if array.null_count or array.values.null_count:
@@ -185,7 +194,11 @@ class _Mirror:
         place = 0 if buffer is None else buffer.address - self._buffer.address
         is_inside = buffer is not None and 0 <= place <= self._info.size - buffer.size
         if not is_inside and num_bytes:
-            raise FormatError("its record batches are compressed, so that lists are no ranges of it: write it without that")
+            raise FormatError(
+                "its record batches are compressed, so that lists are no ranges of it: write it without that"
+            )
         if num_bytes > (0 if buffer is None else buffer.size):
-            raise FormatError(f"a buffer of its lists has {buffer.size} bytes, and they take {num_bytes}: it is damaged")
+            raise FormatError(
+                f"a buffer of its lists has {buffer.size} bytes, and they take {num_bytes}: it is damaged"
+            )
         return place

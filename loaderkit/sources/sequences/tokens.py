@@ -28,7 +28,8 @@ from loaderkit.sources.base import PackedSize, Source, SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import StringTable, extension_of, list_matching, numbered, said_counts
 from loaderkit.sources.patterns import Patterns
-from loaderkit.sources.sequences.documents import Documents, Form, TokenFormat, documents_of
+from loaderkit.sources.sequences.documents import Form, TokenFormat, documents_of
+from loaderkit.sources.sequences.megatron import Documents
 from loaderkit.sources.sequences.reader import Sequences, SequenceSource
 
 TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
@@ -39,7 +40,7 @@ _NUM_THREADS, _NUM_REMOTE_THREADS = 4, 32  # the latter wait for the store, not 
 
 
 class TokensArgs(StoreArgs):
-    """The documents of files of tokens: Megatron's `.bin` and `.idx`, `.npy`, raw numbers, or `input_ids` in Arrow or Parquet."""
+    """The documents of files of tokens: Megatron's `.bin` and `.idx`, `.npy`, raw numbers, `input_ids` in Arrow or Parquet."""
 
     kind: Literal["tokens"] = "tokens"
     url: Annotated[
@@ -47,16 +48,18 @@ class TokensArgs(StoreArgs):
         BeforeValidator(as_tuple),
         Field(
             min_length=1,
-            description="the folder of the files, or one file, or a list (also with globs and braces): .bin with its .idx beside it "
-            "(without `dtype`), .npy, .arrow, .parquet, or raw (with `dtype`)",
+            description="the folder of the files, or one file, or a list (also with globs and braces): .bin with its .idx "
+            "beside it (without `dtype`), .npy, .arrow, .parquet, or raw (with `dtype`)",
         ),
     ]
     include: Include | None = Field(
-        None, description="which files of the folder `url`: globs and braces, or a list; default: those of one form that are there"
+        None,
+        description="which files of the folder `url`: globs and braces, or a list; default: all of the form that is there",
     )
     dtype: TokenType | None = Field(None, description="of raw files, little-endian; .npy and .idx state it")
     end: int | None = Field(
-        None, description="of .npy and raw files: the token that ends a document and is its last; other files say where they end"
+        None,
+        description="of .npy and raw files: the token that ends a document and is its last; other files say where they end",
     )
     column: str = Field("input_ids", min_length=1, description="of Arrow and Parquet files: the lists of tokens")
     field: str = Field("tokens", min_length=1, description="its name in the batch")
@@ -68,8 +71,14 @@ class TokensArgs(StoreArgs):
     def _fits(self) -> TokensArgs:
         if self.field.startswith("__"):
             raise ValueError(f"`field` {self.field!r}: names that begin with two underscores are reserved")
-        if any("://" in url for url in self._urls) and not re.fullmatch(r"(?:memory|file)://.*|.+://[^/].*", self.root):
-            raise ValueError("`url` lists files in several stores: make each a source of its own, and mix them (`sources`)")
+        if (
+            len(self._urls) > 1
+            and any("://" in url for url in self._urls)
+            and not re.fullmatch(r"(?:memory|file)://.*|.+://[^/].*", self.root)
+        ):
+            raise ValueError(
+                "`url` lists files in several stores: make each a source of its own, and mix them (`sources`)"
+            )
         if self.include is not None and self.names_files:
             raise ValueError("`url` names the files already; leave `include` out, or let `url` name their folder")
         if self.extension is not None:
@@ -144,13 +153,17 @@ def check_form(args: TokensArgs, extension: str) -> str:
     shown = f"*.{extension}" if extension else "files without an extension"
     if form == "raw" and args.dtype is None:
         raise ValueError(
-            f"`dtype` is missing: {shown} are none of .bin with .idx, .npy, .arrow and .parquet, so give the type of their tokens "
-            "(dtype: uint16)"
+            f"`dtype` is missing: {shown} are none of .bin with .idx, .npy, .arrow and .parquet, so give the type of their "
+            "tokens (dtype: uint16)"
         )
     if form in ("npy", "raw") and args.end is None:
         raise ValueError("`end` is missing: the token that ends a document")
     if form not in ("npy", "raw") and args.end is not None:
-        where = "in the .idx (for raw tokens in a .bin, give `dtype`, too)" if form == "megatron" else "the lists of a column"
+        where = (
+            "in the .idx (for raw tokens in a .bin, give `dtype`, too)"
+            if form == "megatron"
+            else "the lists of a column"
+        )
         raise ValueError(f"`end` is for .npy and raw files: the documents of {shown} are {where}")
     if form in ("arrow", "parquet") and args.dtype is not None:
         raise ValueError(f"`dtype` is for raw files: {shown} state the type of their tokens")
@@ -160,9 +173,9 @@ def check_form(args: TokensArgs, extension: str) -> str:
 class TokensSource(SequenceSource):
     """The documents of objects of `connector`, file by file. In memory 16 bytes a document.
 
-    A key is the number of the document, of several files behind the file's: "shard-003.bin/17". Raises `FormatError` if a file or
-    its index is not what it should be, or files differ in type, `ConfigError` if `args` do not fit, `SourceError` if there are no
-    tokens, and what the connector raises.
+    A key is the number of the document, of several files behind the file's: "shard-003.bin/17". Raises `FormatError` if a file
+    or its index is not what it should be, or files differ in type, `ConfigError` if `args` do not fit, `SourceError` if there
+    are no tokens, and what the connector raises.
     """
 
     def __init__(self, connector: Connector, args: TokensArgs, infos: list[ObjectInfo], form: Form) -> None:
@@ -300,7 +313,9 @@ def _usual(connector: Connector, args: TokensArgs) -> list[ObjectInfo]:
     if deeper:
         hint = f"there are some in folders below, as {deeper[0]!r}: say `include: '**/*.{extension_of(deeper[0])}'`"
     elif every:
-        hint = f"there are {said_counts(_counted(every))}: name them in `include`, and of raw files the `dtype` and `end`"
+        hint = (
+            f"there are {said_counts(_counted(every))}: name them in `include`, and of raw files the `dtype` and `end`"
+        )
     else:
         hint = "there is no file at all"
     raise SourceError(f"no files of tokens ({', '.join(_USUAL.values())}) are in {args.root!r}; {hint}")

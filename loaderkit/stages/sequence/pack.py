@@ -41,8 +41,8 @@ class PackArgs(StageArgs):
 
     Their fields: `input_ids`, `position_ids` (int32, from 0 in every piece), `document_ids` (int32, the number in the sequence,
     -1 in the padding), each [B, length]; and `cu_seqlens`, int32, where pieces and paddings begin in all sequences of the batch
-    laid end to end, and last B x length. Of several sources also `source_ids`, int32 [B, length]: the place of each token's source
-    in `loader.sources`, -1 in the padding.
+    laid end to end, and last B x length. Of several sources also `source_ids`, int32 [B, length]: the place of each token's
+    source in `loader.sources`, -1 in the padding.
     """
 
     length: PositiveInt = Field(description="tokens of a sequence, the padding included")
@@ -60,8 +60,8 @@ class PackArgs(StageArgs):
     )
     pad_value: Mapping[str, float] = Field(
         {},
-        description="other fields that have a number for each token, as in {labels: -100}: they are packed as the tokens are, and "
-        "hold this in the padding; `input_ids` gives that of the tokens, which is 0",
+        description="other fields that have a number for each token, as in {labels: -100}: they are packed as the tokens are, "
+        "and hold this in the padding; `input_ids` gives that of the tokens, which is 0",
     )
 
     @model_validator(mode="after")
@@ -69,7 +69,9 @@ class PackArgs(StageArgs):
         if taken := [name for name in self.pad_value if name in (POSITIONS, DOCUMENTS, STARTS, SOURCES)]:
             raise ValueError(f"`pad_value` names {taken[0]!r}, which `pack` makes itself: rename that field")
         if self.field in self.beside:
-            raise ValueError(f"`pad_value` names {self.field!r}, the tokens, which become `input_ids`: give the value of that")
+            raise ValueError(
+                f"`pad_value` names {self.field!r}, the tokens, which become `input_ids`: give the value of that"
+            )
         return self
 
     @property
@@ -109,7 +111,9 @@ class _Packer:
         others = (POSITIONS, DOCUMENTS, *args.beside, *([SOURCES] if self._mixture is not None else []))
         self._made = (TOKENS, *filter(context.is_needed, others))
         self._has_starts = context.is_needed(STARTS)
-        self._stored = {name: args.field if name == TOKENS else name for name in (TOKENS, *args.beside) if name in self._made}
+        self._stored = {
+            name: args.field if name == TOKENS else name for name in (TOKENS, *args.beside) if name in self._made
+        }
         self._nothing = np.empty((0, args.length), np.int32)
 
     def run(self, chunk: SampleChunk) -> None:
@@ -190,7 +194,9 @@ class _Packer:
         dtype, value = self._dtype_of(chunk, self._stored[name]), self._args.pad_value.get(name, 0)
         array = np.zeros((len(chunk), self._args.length), dtype)
         if not can_hold(dtype, value):
-            raise ConfigError(f"stages.{self._failed.stage}.pad_value: {name!r} cannot hold {value:g}: its type is {dtype}")
+            raise ConfigError(
+                f"stages.{self._failed.stage}.pad_value: {name!r} cannot hold {value:g}: its type is {dtype}"
+            )
         return array
 
     def _sample_of(self, arrays: Arrays) -> dict[str, Any]:
@@ -253,7 +259,9 @@ class _Packer:
             )
         if values.dtype != dtype:
             noun = "tokens" if made == TOKENS else f"values of {name!r}"
-            raise ValueError(f"its {noun} are {values.dtype}, and those of the first document {dtype}: give all one type")
+            raise ValueError(
+                f"its {noun} are {values.dtype}, and those of the first document {dtype}: give all one type"
+            )
         return values
 
     # ------------------------------------------------------------------------------------------------- bad documents

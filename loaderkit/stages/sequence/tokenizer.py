@@ -24,7 +24,9 @@ _PARALLELISM = "TOKENIZERS_PARALLELISM"
 _MOST_LOADED = 4
 Int64 = NDArray[np.int64]
 _loaded: OrderedDict[tuple[Any, ...], TextTokenizer] = OrderedDict()
-_loading = threading.Lock()  # transformers imports its parts at first use, and a second thread would find them half made
+_loading = (
+    threading.Lock()
+)  # transformers imports its parts at first use, and a second thread would find them half made
 
 
 def _begin_anew() -> None:
@@ -69,7 +71,7 @@ def _stamp(name: str) -> tuple[Any, ...]:
 
 
 def _load(name: str) -> Any:
-    # Texts are tokenized by the loader's own threads. Else each would wait for a pool of tokenizers', which a fork's child lacks.
+    # The loader's own threads tokenize. Else each would wait for a pool of tokenizers', which a fork's child lacks.
     os.environ.setdefault(_PARALLELISM, "false")
     try:
         from transformers import AutoTokenizer
@@ -82,8 +84,8 @@ def _load(name: str) -> Any:
     except USER_ERRORS as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         raise ConfigError(
-            f"tokenize: {name!r} is no folder with a tokenizer, and none that transformers finds by that name ({reason}): name one "
-            "as `save_pretrained` writes it, or of the hub"
+            f"tokenize: {name!r} is no folder with a tokenizer, and none that transformers finds by that name ({reason}): name "
+            "one as `save_pretrained` writes it, or of the hub"
         ) from error
 
 
@@ -126,16 +128,16 @@ class TextTokenizer:
         template = self.template.get("default") if isinstance(self.template, Mapping) else self.template
         if not isinstance(template, str):
             raise ConfigError(
-                "tokenize: the tokenizer has no chat template: name a file with one in `template`, or, for plain text, the field "
-                "in `text`"
+                "tokenize: the tokenizer has no chat template: name a file with one in `template`, or, for plain text, the "
+                "field in `text`"
             )
         return template
 
     def encode(
         self, texts: Sequence[str], *, specials: bool, max_length: int | None, borders: Sequence[Sequence[int]]
     ) -> list[Tokens]:
-        """The tokens of texts; with `specials` those that the tokenizer puts around each. `borders`: the characters of each text
-        where parts begin or end that are told apart. Raises ValueError where that cannot be."""
+        """The tokens of texts; with `specials` those that the tokenizer puts around each. `borders`: the characters of each
+        text where parts begin or end that are told apart. Raises ValueError where that cannot be."""
         if self._rust is None:
             return [self._called(text, specials, max_length, these) for text, these in zip(texts, borders, strict=True)]
         num_specials = self.num_specials if specials else 0
@@ -166,7 +168,9 @@ class TextTokenizer:
             begin, num_before = 0, 0
             num_leading = self._num_leading(text, ids) if specials and borders else 0
             for border in [*borders, len(text)] if borders else ():
-                num = len(ids) if border == len(text) else num_leading + len(self._prefix(text, border, ids, num_leading))
+                num = (
+                    len(ids) if border == len(text) else num_leading + len(self._prefix(text, border, ids, num_leading))
+                )
                 offsets[max(num_before, num_leading) : num] = begin, border
                 begin, num_before = border, num
             tokens = Tokens(ids, offsets, 0)
@@ -177,7 +181,9 @@ class TextTokenizer:
 
     def _ids(self, text: str, specials: bool, max_length: int | None = None) -> Int64:
         limits = {} if max_length is None else {"truncation": True, "max_length": max_length}
-        return np.array(self._tokenizer(text, add_special_tokens=specials, verbose=False, **limits)["input_ids"], np.int64)
+        return np.array(
+            self._tokenizer(text, add_special_tokens=specials, verbose=False, **limits)["input_ids"], np.int64
+        )
 
     def _num_leading(self, text: str, ids: Int64) -> int:
         """The special tokens before the text's own."""
@@ -189,8 +195,8 @@ class TextTokenizer:
         prefix = self._ids(text[:end], False)
         if not np.array_equal(ids[begin : begin + len(prefix)], prefix):
             raise ValueError(
-                f"a token of its text reaches over character {end}, where a part begins that is not to be learned, or ends; this "
-                "tokenizer does not say which characters its tokens are of: use a fast one (tokenizer.json)"
+                f"a token of its text reaches over character {end}, where a part begins that is not to be learned, or ends; "
+                "this tokenizer does not say which characters its tokens are of: use a fast one (tokenizer.json)"
             )
         return prefix
 

@@ -133,7 +133,7 @@ def _of_member(args: MixtureArgs, member: MixedSourceConfig, part: Source) -> st
 
 
 def _of_batches(args: BatchArgs) -> str:
-    form = args.forms.get(args.field, "pad")
+    form: str = args.forms.get(args.field, "pad")
     form += f" to multiples of {args.pad_to_multiple_of}" * (args.pad_to_multiple_of is not None)
     return f"{args.tokens} tokens of {args.field!r}, {form}, window {args.window}, cost {args.cost}"
 

@@ -46,7 +46,7 @@ class BatchArgs(StageArgs):
         {}, description="fields whose tensors differ in shape: delivered as a list, or padded to the largest"
     )
     pad_value: PadValue | Mapping[str, PadValue] = Field(
-        0,
+        0.0,
         description="the value of the padding; or field -> its value, as in {input_ids: 0, labels: -100}: these are padded",
     )
     padding_side: Literal["right", "left"] = Field(
@@ -57,8 +57,8 @@ class BatchArgs(StageArgs):
     )
     attention_mask: str | Mapping[str, str] | None = Field(
         None,
-        description="its name in the batch: int64, 1 where there is a sample's own value and 0 in the padding, of all fields that "
-        "are padded; or, if these differ in length, name -> field",
+        description="its name in the batch: int64, 1 where there is a sample's own value and 0 in the padding, of all fields "
+        "that are padded; or, if these differ in length, name -> field",
     )
     tokens: PositiveInt | None = Field(
         None,

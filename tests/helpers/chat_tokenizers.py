@@ -87,7 +87,8 @@ def write_tokenizer(
         ids = [(name, rust.token_to_id(name)) for name in ("<s>", "</s>")]
         rust.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ids)
     names = {"pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, **{**names, **settings})
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(tokenizer_object=rust, **{**names, **settings})
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 
 import loaderkit
 from loaderkit.cli import main
-from loaderkit.errors import ConfigError, LoaderkitError, StageError, StateError
+from loaderkit.errors import ConfigError, StageError, StateError
 from loaderkit.testing import StageContract
 
 Chat = list[dict[str, Any]]
@@ -141,7 +142,7 @@ def test_masks_and_padding_of_three_thousand_chats(rng: random.Random, tmp_path:
 
 class TestTokenizeStage(StageContract):
     stage: Mapping[str, Any]
-    batch = {"size": 3, "pad_value": {"input_ids": 3, "labels": -100}}
+    batch: ClassVar = {"size": 3, "pad_value": {"input_ids": 3, "labels": -100}}
 
     @pytest.fixture(autouse=True)
     def chosen(self, marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +160,11 @@ class TestTokenizeStage(StageContract):
 @pytest.mark.parametrize("template", [FORGETS, PLAIN.replace("<|im_start|>assistant", "<|im_start|>model")])
 def test_a_template_that_does_not_tell_is_refused(rng: random.Random, tmp_path: Path, template: str) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer", template)
-    say = lambda role: {"role": role, "content": f"<think>{draw_text(rng)}</think>{draw_text(rng)}."}
-    chats = [[say("user"), say("assistant"), say("user"), say("assistant")] for _ in range(4)]
+    roles = ("user", "assistant", "user", "assistant")
+    chats = [
+        [{"role": role, "content": f"<think>{draw_text(rng)}</think>{draw_text(rng)}."} for role in roles]
+        for _ in range(4)
+    ]
     data = write_lines(tmp_path / "chats.jsonl", [{"messages": chat} for chat in chats])
     with pytest.raises(StageError, match=r"message 1 cannot be told.*\{% generation %\}"):
         rows_of(described(data, folder))
@@ -178,7 +182,7 @@ class TestTexts:
             folder = write_tokenizer(tmp_path / f"{number}", adds_specials=adds_specials, truncation_side=side)
             tokenizer = AutoTokenizer.from_pretrained(folder)
             for max_length in (None, 3, 4, 9):
-                given = {"chat": None, "text": "text", "mask": "none", "max_length": max_length}
+                given: dict[str, Any] = {"chat": None, "text": "text", "mask": "none", "max_length": max_length}
                 limits = {} if max_length is None else {"truncation": True, "max_length": max_length}
                 for batch in rows_of(described(data, folder, **given)):
                     sizes = batch["input_ids_sizes"].tolist()
@@ -190,7 +194,9 @@ class TestTexts:
         """Also what ends the text."""
         folder = write_tokenizer(tmp_path / "tokenizer", adds_specials=True)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        samples = [{"prompt": draw_text(rng) + "\n", "answer": "<|im_start|>" + draw_text(rng)} for _ in range(30)]
+        samples: list[dict[str, str]] = [
+            {"prompt": draw_text(rng) + "\n", "answer": "<|im_start|>" + draw_text(rng)} for _ in range(30)
+        ]
         data = write_lines(tmp_path / "texts.jsonl", samples)
         for batch in rows_of(described(data, folder, chat=None, text="answer", prompt="prompt")):
             for row, key in enumerate(batch["__key__"]):
@@ -255,12 +261,12 @@ class TestPairs:
 
     def test_what_the_prompt_says_is_not_learned(self, tmp_path: Path, folder: Path) -> None:
         """Also where it has turns of the assistant's."""
-        say = lambda role, text: {"role": role, "content": text}
-        prompt = [say("user", "a"), say("assistant", "the cat"), say("user", "b")]
-        data = write_lines(tmp_path / "one.jsonl", [{"prompt": prompt, "answer": [say("assistant", "no dog")]}])
+        said = [("user", "a"), ("assistant", "the cat"), ("user", "b"), ("assistant", "no dog")]
+        chat = [{"role": role, "content": text} for role, text in said]
+        data = write_lines(tmp_path / "one.jsonl", [{"prompt": chat[:3], "answer": chat[3:]}])
         (batch,) = rows_of(described(data, folder, chat="answer", prompt="prompt"))
-        said = AutoTokenizer.from_pretrained(folder).decode(batch["labels"][0][batch["labels"][0] != -100])
-        assert said.strip() == "no dog<|im_end|>"
+        text = AutoTokenizer.from_pretrained(folder).decode(batch["labels"][0][batch["labels"][0] != -100])
+        assert str(text).strip() == "no dog<|im_end|>"
 
     def test_one_mask_of_unequal_fields_is_refused(self, tmp_path: Path, marked: Path) -> None:
         data = write_lines(tmp_path / "pairs.jsonl", [{"a": "x", "b": "x y z"}])
@@ -295,7 +301,7 @@ class TestLengths:
                         found.setdefault(number, {})[first] = sample
             for number, pieces in found.items():
                 parts = [pieces[first] for first in sorted(pieces)]
-                assert tuple(sum((part[which] for part in parts), []) for which in (0, 1)) == expected[number]
+                assert tuple([*chain(*(part[which] for part in parts))] for which in (0, 1)) == expected[number]
             assert sorted(found) == list(range(len(chats)))
 
 
@@ -381,10 +387,8 @@ if __name__ == "__main__":
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
         data = write_lines(tmp_path / "chats.jsonl", [{"messages": draw_chat(random.Random(1))}])
-        try:
+        with suppress(ConfigError):  # or transformers takes a class of its own
             rows_of(described(data, folder))
-        except LoaderkitError as error:
-            assert "custom code" in str(error) or "no folder with a tokenizer" in str(error)
         assert not (tmp_path / "ran").exists()
 
     def test_a_template_that_reaches_out_makes_bad_samples(self, tmp_path: Path) -> None:
@@ -404,7 +408,7 @@ class TestWhatIsSaid:
         with loaderkit.build(described(data, elsewhere)) as loader:
             loader.load_state_dict(state)
         other = write_tokenizer(tmp_path / "elsewhere", PLAIN)  # in the place of the first
-        with loaderkit.build(described(data, other)) as loader, pytest.raises(StateError, match="stages.tokenize"):
+        with loaderkit.build(described(data, other)) as loader, pytest.raises(StateError, match=r"stages\.tokenize"):
             loader.load_state_dict(state)
 
     def test_a_cut_is_said_once(self, tmp_path: Path, marked: Path, caplog: pytest.LogCaptureFixture) -> None:

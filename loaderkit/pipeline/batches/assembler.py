@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +28,7 @@ class BatchShape:
     """
 
     size: int
-    padding: Padding = Padding()
+    padding: Padding = field(default_factory=Padding)
     policy: Literal["raise", "skip", "replace"] = "raise"
     has_keys: bool = True
     marks_wrapped: bool = False

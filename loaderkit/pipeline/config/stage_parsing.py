@@ -43,7 +43,7 @@ def stage_arguments(stages: Any, name: str) -> dict[str, Any] | None:
 
 
 def parse_stages(raw: Any, where: KeyPath, problems: Problems, base: Path) -> tuple[StageConfig, ...]:
-    """The stages at the key `where`: the common ones, or those of one source. Paths that are there below `base` become absolute."""
+    """The stages at the key `where`: the common ones, or those of one source. Paths below `base` become absolute."""
     if not isinstance(raw, list) or not raw:
         if where == ("stages",):
             said = "is missing" if raw is None else "is empty" if raw == [] else f"is {raw!r}"

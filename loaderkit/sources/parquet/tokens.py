@@ -1,10 +1,10 @@
-"""Documents of tokens in Parquet files, for `kind: tokens`: the lists of one column, whose lengths are found by decoding it once,
-and kept."""
+"""Documents of tokens in Parquet files, for `kind: tokens`: lists of a column, which is decoded once for their lengths."""
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 
@@ -34,18 +34,16 @@ class ParquetDocuments(ParquetSource):
         kind = self._types[column]
         if kind.content != "number" or len(kind.shape) != 1 or np.dtype(kind.dtype).kind not in "iu":
             raise ConfigError(
-                f"source.column: {column!r} of {connector.describe(self.origin(0))} holds {kind}, and documents of tokens are lists "
-                "of whole numbers"
+                f"source.column: {column!r} of {connector.describe(self.origin(0))} holds {kind}, and documents of tokens are "
+                "lists of whole numbers"
             )
         self.length_field, self._column = field, column
         index = LengthIndex(default_cache_dir(), self._made_of(connector))
         found = index.load(len(self))
         self.lengths = self._measured(connector) if found is None else found[0]
         if found is None:
-            try:
+            with suppress(OSError):  # as when the disk is full: that only costs time at the next start
                 index.save(self.lengths, 0)
-            except OSError:
-                pass  # as when the disk is full: that only costs time at the next start
         self.lengths.setflags(write=False)
         self.index_s = time.perf_counter() - begin_s
 
@@ -64,8 +62,8 @@ class ParquetDocuments(ParquetSource):
             if lengths is None:
                 info, number = self.file_of(group)
                 raise FormatError(
-                    f"{connector.describe(info.key)}: the column {self._column!r} has nulls, in row group {number}: leave these "
-                    "rows out when you write it"
+                    f"{connector.describe(info.key)}: the column {self._column!r} has nulls, in row group {number}: leave "
+                    "these rows out when you write it"
                 )
             return lengths[: num_rows[group]]
 

@@ -28,7 +28,8 @@ from loaderkit.sources.base import PackedSize, Source, SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import StringTable, extension_of, list_matching, numbered, said_counts
 from loaderkit.sources.patterns import Patterns
-from loaderkit.sources.sequences.documents import Documents, Form, TokenFormat, documents_of
+from loaderkit.sources.sequences.documents import Form, TokenFormat, documents_of
+from loaderkit.sources.sequences.megatron import Documents
 from loaderkit.sources.sequences.reader import Sequences, SequenceSource
 
 TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
@@ -39,7 +40,7 @@ _NUM_THREADS, _NUM_REMOTE_THREADS = 4, 32  # the latter wait for the store, not 
 
 
 class TokensArgs(StoreArgs):
-    """The documents of files of tokens: Megatron's `.bin` and `.idx`, `.npy`, raw numbers, or `input_ids` in Arrow or Parquet."""
+    """The documents of files of tokens: Megatron's `.bin` and `.idx`, `.npy`, raw numbers, `input_ids` in Arrow or Parquet."""
 
     kind: Literal["tokens"] = "tokens"
     url: Annotated[
@@ -47,13 +48,13 @@ class TokensArgs(StoreArgs):
         BeforeValidator(as_tuple),
         Field(
             min_length=1,
-            description="the folder of the files, or one file, or a list (also with globs and braces): .bin with its .idx beside it "
-            "(without `dtype`), .npy, .arrow, .parquet, or raw (with `dtype`)",
+            description="the folder of the files, or one file, or a list (also with globs and braces): .bin with its .idx "
+            "beside it (without `dtype`), .npy, .arrow, .parquet, or raw (with `dtype`)",
         ),
     ]
     include: Include | None = Field(
         None,
-        description="which files of the folder `url`: globs and braces, or a list; default: those of one form that are there",
+        description="which files of the folder `url`: globs and braces, or a list; default: all of the form that is there",
     )
     dtype: TokenType | None = Field(None, description="of raw files, little-endian; .npy and .idx state it")
     end: int | None = Field(
@@ -70,7 +71,11 @@ class TokensArgs(StoreArgs):
     def _fits(self) -> TokensArgs:
         if self.field.startswith("__"):
             raise ValueError(f"`field` {self.field!r}: names that begin with two underscores are reserved")
-        if any("://" in url for url in self._urls) and not re.fullmatch(r"(?:memory|file)://.*|.+://[^/].*", self.root):
+        if (
+            len(self._urls) > 1
+            and any("://" in url for url in self._urls)
+            and not re.fullmatch(r"(?:memory|file)://.*|.+://[^/].*", self.root)
+        ):
             raise ValueError(
                 "`url` lists files in several stores: make each a source of its own, and mix them (`sources`)"
             )
@@ -148,8 +153,8 @@ def check_form(args: TokensArgs, extension: str) -> str:
     shown = f"*.{extension}" if extension else "files without an extension"
     if form == "raw" and args.dtype is None:
         raise ValueError(
-            f"`dtype` is missing: {shown} are none of .bin with .idx, .npy, .arrow and .parquet, so give the type of their tokens "
-            "(dtype: uint16)"
+            f"`dtype` is missing: {shown} are none of .bin with .idx, .npy, .arrow and .parquet, so give the type of their "
+            "tokens (dtype: uint16)"
         )
     if form in ("npy", "raw") and args.end is None:
         raise ValueError("`end` is missing: the token that ends a document")
@@ -168,9 +173,9 @@ def check_form(args: TokensArgs, extension: str) -> str:
 class TokensSource(SequenceSource):
     """The documents of objects of `connector`, file by file. In memory 16 bytes a document.
 
-    A key is the number of the document, of several files behind the file's: "shard-003.bin/17". Raises `FormatError` if a file or
-    its index is not what it should be, or files differ in type, `ConfigError` if `args` do not fit, `SourceError` if there are no
-    tokens, and what the connector raises.
+    A key is the number of the document, of several files behind the file's: "shard-003.bin/17". Raises `FormatError` if a file
+    or its index is not what it should be, or files differ in type, `ConfigError` if `args` do not fit, `SourceError` if there
+    are no tokens, and what the connector raises.
     """
 
     def __init__(self, connector: Connector, args: TokensArgs, infos: list[ObjectInfo], form: Form) -> None:

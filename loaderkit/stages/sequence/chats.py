@@ -33,7 +33,7 @@ class ChatWriter:
     def __init__(self, template: str, special_tokens: Mapping[str, Any]) -> None:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        self._render_all = render_jinja_template
+        self._render_all: Any = render_jinja_template
         self._template, self._special_tokens = template, special_tokens
         self._has_marks = _MARKS.search(template) is not None
         self._lock = threading.Lock()  # earlier versions of transformers keep the marks of a call in the template
@@ -57,7 +57,9 @@ class ChatWriter:
     def _render(self, messages: Messages, **how: bool) -> tuple[str, Spans]:
         with self._lock:
             texts, spans = self._render_all([messages], chat_template=self._template, **how, **self._special_tokens)
-        return texts[0], spans[0] if spans else []
+        text: str = texts[0]
+        found: Spans = spans[0] if spans else []
+        return text, found
 
     def _turns(self, messages: Messages, num_before: int, text: str) -> Spans:
         """What the template writes for each of the assistant's messages."""

@@ -41,8 +41,8 @@ class PackArgs(StageArgs):
 
     Their fields: `input_ids`, `position_ids` (int32, from 0 in every piece), `document_ids` (int32, the number in the sequence,
     -1 in the padding), each [B, length]; and `cu_seqlens`, int32, where pieces and paddings begin in all sequences of the batch
-    laid end to end, and last B x length. Of several sources also `source_ids`, int32 [B, length]: the place of each token's source
-    in `loader.sources`, -1 in the padding.
+    laid end to end, and last B x length. Of several sources also `source_ids`, int32 [B, length]: the place of each token's
+    source in `loader.sources`, -1 in the padding.
     """
 
     length: PositiveInt = Field(description="tokens of a sequence, the padding included")
@@ -60,8 +60,8 @@ class PackArgs(StageArgs):
     )
     pad_value: Mapping[str, float] = Field(
         {},
-        description="other fields that have a number for each token, as in {labels: -100}: they are packed as the tokens are, and "
-        "hold this in the padding; `input_ids` gives that of the tokens, which is 0",
+        description="other fields that have a number for each token, as in {labels: -100}: they are packed as the tokens are, "
+        "and hold this in the padding; `input_ids` gives that of the tokens, which is 0",
     )
 
     @model_validator(mode="after")

@@ -39,8 +39,8 @@ _Names = Annotated[
 class TokenizeArgs(StageArgs):
     """Make tokens of chats or texts, by a tokenizer of transformers'.
 
-    Fields: `input_ids` and, with `mask`, `labels`, int64 [tokens] both; of several fields, as those of preference pairs, each with
-    the field's name before it, `chosen_input_ids`. The fields they are made of are left out. No code of a tokenizer's is run.
+    Fields: `input_ids` and, with `mask`, `labels`, int64 [tokens] both; of several fields, such as preference pairs have, each
+    with the field's name before it, `chosen_input_ids`. The fields they are made of are left out. No code of a tokenizer's is run.
     """
 
     tokenizer: str = Field(
@@ -49,8 +49,8 @@ class TokenizeArgs(StageArgs):
     )
     chat: _Names | None = Field(
         None,
-        description="the field with a list of messages, {role: ..., content: ...}, written by the chat template; or several, each "
-        "a sequence of its own, as in [chosen, rejected]",
+        description="the field with a list of messages, {role: ..., content: ...}, written by the chat template; or several, "
+        "each a sequence of its own, as in [chosen, rejected]",
     )
     text: _Names | None = Field(None, description="or the field with plain text, or several")
     prompt: str | None = Field(
@@ -58,8 +58,8 @@ class TokenizeArgs(StageArgs):
     )
     mask: Literal["prompt", "none"] | None = Field(
         None,
-        description="labels for the loss; prompt: -100 for all but what the assistant says, or, of text, what follows `prompt`; "
-        "none: the tokens themselves; default: no labels",
+        description="labels for the loss; prompt: -100 for all but what the assistant says, or, of text, what follows "
+        "`prompt`; none: the tokens themselves; default: no labels",
     )
     template: str | None = Field(
         None, min_length=1, description="a file with a chat template (Jinja), in the place of the tokenizer's own"
@@ -99,7 +99,7 @@ class TokenizeArgs(StageArgs):
         return (given,) if isinstance(given, str) else given or ()
 
 
-class _Job(NamedTuple):
+class _TextJob(NamedTuple):
     """A text to tokenize, for the sample at a row; its fields begin with `prefix`."""
 
     row: int
@@ -127,12 +127,14 @@ class _TokenizeRunner:
 
     def run(self, chunk: SampleChunk) -> None:
         """Put tokens in the place of texts."""
-        jobs: list[_Job] = []
+        jobs: list[_TextJob] = []
         for row, sample in enumerate(chunk.samples):
             if sample is not None:
                 chunk.current = row
                 try:
-                    jobs += [_Job(row, self._prefixes[name], self._write(sample, name)) for name in self._args.sources]
+                    jobs += [
+                        _TextJob(row, self._prefixes[name], self._write(sample, name)) for name in self._args.sources
+                    ]
                 except USER_ERRORS as error:
                     self._failed(chunk, row, error)
         chunk.current = None
@@ -161,23 +163,23 @@ class _TokenizeRunner:
             text += self._eos
         return Written(text, [(len(before), len(text))] if marks else None)
 
-    def _encode(self, chunk: SampleChunk, jobs: Sequence[_Job]) -> list[tuple[_Job, Tokens]]:
+    def _encode(self, chunk: SampleChunk, jobs: Sequence[_TextJob]) -> list[tuple[_TextJob, Tokens]]:
         try:
             return list(zip(jobs, self._tokens_of(jobs), strict=True))
         except USER_ERRORS:  # one by one they show which of them are bad
             pass
-        good = []
+        good: list[tuple[_TextJob, Tokens]] = []
         for job in jobs:
             chunk.current = job.row
             try:
-                good.append((job, *self._tokens_of([job])))
+                good.append((job, self._tokens_of([job])[0]))
             except USER_ERRORS as error:
                 if chunk.samples[job.row] is not None:
                     self._failed(chunk, job.row, error)
         chunk.current = None
         return good
 
-    def _tokens_of(self, jobs: Sequence[_Job]) -> list[Tokens]:
+    def _tokens_of(self, jobs: Sequence[_TextJob]) -> list[Tokens]:
         if not jobs:
             return []
         return self._tokenizer.encode(
@@ -187,7 +189,7 @@ class _TokenizeRunner:
             borders=[sorted({border for span in job.written.spans or () for border in span}) for job in jobs],
         )
 
-    def _fields_of(self, chunk: SampleChunk, job: _Job, tokens: Tokens) -> Sample:
+    def _fields_of(self, chunk: SampleChunk, job: _TextJob, tokens: Tokens) -> Sample:
         """The fields that a text becomes. Raises ValueError."""
         args, ids = self._args, tokens.ids
         if tokens.num_cut:
@@ -207,7 +209,7 @@ class _TokenizeRunner:
         fields[f"{job.prefix}labels"] = labels
         return fields
 
-    def _say(self, what: str, chunk: SampleChunk, job: _Job, text: str) -> None:
+    def _say(self, what: str, chunk: SampleChunk, job: _TextJob, text: str) -> None:
         with self._lock:
             if what in self._said:
                 return
@@ -219,8 +221,8 @@ class _TokenizeRunner:
 
 
 def learned(tokens: Tokens, spans: Spans, *, to_end: bool) -> NDArray[np.bool_]:
-    """True for the tokens that have a character in one of the spans, as transformers tells it: bool [tokens]. `to_end`: also for
-    what the tokenizer puts behind the last of them."""
+    """True for the tokens that have a character in one of the spans, as transformers tells it: bool [tokens]. `to_end`: also
+    for what the tokenizer puts behind the last of them."""
     if not spans:
         return np.zeros(len(tokens.ids), np.bool_)
     begins, ends = np.array(spans, np.int64).T

@@ -71,7 +71,7 @@ def _stamp(name: str) -> tuple[Any, ...]:
 
 
 def _load(name: str) -> Any:
-    # Texts are tokenized by the loader's own threads. Else each would wait for a pool of tokenizers', which a fork's child lacks.
+    # The loader's own threads tokenize. Else each would wait for a pool of tokenizers', which a fork's child lacks.
     os.environ.setdefault(_PARALLELISM, "false")
     try:
         from transformers import AutoTokenizer
@@ -84,8 +84,8 @@ def _load(name: str) -> Any:
     except USER_ERRORS as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         raise ConfigError(
-            f"tokenize: {name!r} is no folder with a tokenizer, and none that transformers finds by that name ({reason}): name one "
-            "as `save_pretrained` writes it, or of the hub"
+            f"tokenize: {name!r} is no folder with a tokenizer, and none that transformers finds by that name ({reason}): name "
+            "one as `save_pretrained` writes it, or of the hub"
         ) from error
 
 
@@ -128,16 +128,16 @@ class TextTokenizer:
         template = self.template.get("default") if isinstance(self.template, Mapping) else self.template
         if not isinstance(template, str):
             raise ConfigError(
-                "tokenize: the tokenizer has no chat template: name a file with one in `template`, or, for plain text, the field "
-                "in `text`"
+                "tokenize: the tokenizer has no chat template: name a file with one in `template`, or, for plain text, the "
+                "field in `text`"
             )
         return template
 
     def encode(
         self, texts: Sequence[str], *, specials: bool, max_length: int | None, borders: Sequence[Sequence[int]]
     ) -> list[Tokens]:
-        """The tokens of texts; with `specials` those that the tokenizer puts around each. `borders`: the characters of each text
-        where parts begin or end that are told apart. Raises ValueError where that cannot be."""
+        """The tokens of texts; with `specials` those that the tokenizer puts around each. `borders`: the characters of each
+        text where parts begin or end that are told apart. Raises ValueError where that cannot be."""
         if self._rust is None:
             return [self._called(text, specials, max_length, these) for text, these in zip(texts, borders, strict=True)]
         num_specials = self.num_specials if specials else 0
@@ -195,8 +195,8 @@ class TextTokenizer:
         prefix = self._ids(text[:end], False)
         if not np.array_equal(ids[begin : begin + len(prefix)], prefix):
             raise ValueError(
-                f"a token of its text reaches over character {end}, where a part begins that is not to be learned, or ends; this "
-                "tokenizer does not say which characters its tokens are of: use a fast one (tokenizer.json)"
+                f"a token of its text reaches over character {end}, where a part begins that is not to be learned, or ends; "
+                "this tokenizer does not say which characters its tokens are of: use a fast one (tokenizer.json)"
             )
         return prefix
 

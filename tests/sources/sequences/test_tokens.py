@@ -17,6 +17,8 @@ import loaderkit
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectChangedError, SourceError
+from loaderkit.pipeline.config.registry import SOURCES
+from loaderkit.sources.base import Source
 from loaderkit.sources.sequences.document_ends import load_document_ends
 from loaderkit.sources.sequences.megatron import parse_megatron_index
 from loaderkit.sources.sequences.tokens import TokensArgs, TokensSource
@@ -36,8 +38,10 @@ def npy(array: np.ndarray[Any, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def source_of(files: dict[str, bytes], url: str, **args: Any) -> TokensSource:
-    return TokensSource(MemoryConnector(files), TokensArgs.model_validate({"url": f"memory://{url}", **args}))
+def source_of(files: dict[str, bytes], url: str, **args: Any) -> Source:
+    opens = SOURCES["tokens"].open
+    assert opens is not None
+    return opens(TokensArgs.model_validate({"url": f"memory://{url}", **args}), MemoryConnector(files))
 
 
 def documents_in(path: Path, **more: Any) -> list[list[int]]:
@@ -136,6 +140,7 @@ def test_documents_end_behind_the_token(tokens: list[int], end: int) -> None:
             source_of(file, "x.raw", dtype="uint16", end=end)
         return
     source = source_of(file, "x.raw", dtype="uint16", end=end)
+    assert isinstance(source, TokensSource)
     lengths, starts = source.lengths.tolist(), source.starts.tolist()
     assert [tokens[at // 2 : at // 2 + length] for at, length in zip(starts, lengths, strict=True)] == wanted
 
@@ -259,8 +264,11 @@ def test_gaps_between_documents_are_no_matter() -> None:
         ({"url": "x.raw", "end": 0}, "`dtype` is missing"),
         ({"url": "x.raw", "dtype": "uint16"}, "`end` is missing"),
         ({"url": "x.npy"}, "`end` is missing"),
-        ({"url": "x.bin", "end": 0}, "are in its .idx"),
-        ({"url": "data/"}, "must name one file"),
+        ({"url": "x.bin", "end": 0}, "are in the .idx"),
+        ({"url": ["a/x.bin", "a/y.bin"], "include": "*.bin"}, "names the files already"),
+        ({"url": "x.arrow", "dtype": "uint16"}, "`dtype` is for raw files"),
+        ({"url": ["s3://a/x.bin", "s3://b/y.bin"]}, "in several stores"),
+        ({"url": ["s3://a/x.bin", "data/y.bin"]}, "in several stores"),
     ],
 )
 def test_settings_that_do_not_go_together(args: dict[str, Any], message: str) -> None:

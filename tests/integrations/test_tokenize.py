@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -142,7 +142,7 @@ def test_masks_and_padding_of_three_thousand_chats(rng: random.Random, tmp_path:
 
 class TestTokenizeStage(StageContract):
     stage: Mapping[str, Any]
-    batch: ClassVar = {"size": 3, "pad_value": {"input_ids": 3, "labels": -100}}
+    batch = {"size": 3, "pad_value": {"input_ids": 3, "labels": -100}}  # noqa: RUF012 - the class is a description
 
     @pytest.fixture(autouse=True)
     def chosen(self, marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +210,9 @@ class TestTexts:
     def test_the_end_of_a_text_is_written_once(self, tmp_path: Path, marked: Path) -> None:
         data = write_lines(tmp_path / "texts.jsonl", [{"text": "a b"}, {"text": "a b</s>"}])
         batch = {"size": 2, "pad_value": {"input_ids": 3}}
-        (batch,) = rows_of(described(data, marked, chat=None, text="text", eos=True, mask=None, batch=batch))
-        assert batch["input_ids"][0].tolist() == batch["input_ids"][1].tolist()
-        assert "labels" not in batch
+        (one,) = rows_of(described(data, marked, chat=None, text="text", eos=True, mask=None, batch=batch))
+        assert one["input_ids"][0].tolist() == one["input_ids"][1].tolist()
+        assert "labels" not in one
 
     def test_a_tokenizer_in_python(self, rng: random.Random, tmp_path: Path) -> None:
         ByT5Tokenizer().save_pretrained(tmp_path / "byt5")

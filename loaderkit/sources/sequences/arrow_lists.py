@@ -31,8 +31,8 @@ def load_list_bounds(connector: Connector, info: ObjectInfo, cache_dir: Path | N
     """The lists of a column, a document each, from the copy in `cache_dir` if size and etag match, else from the metadata
     and offsets of the file.
 
-    Raises `FormatError` if it is damaged, compressed or has no such column of lists, `MissingExtraError`, and what the connector
-    raises.
+    Raises `FormatError` if it is damaged, compressed or has no such column of lists, `MissingExtraError`, and what the
+    connector raises.
     """
     name = connector.describe(info.key)
     if cache_dir is None:

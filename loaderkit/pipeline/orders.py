@@ -43,6 +43,8 @@ Int64 = NDArray[np.int64]
 def order_of(config: PipelineConfig, source: Source) -> SampleOrder:
     """The order of a config's epochs. Raises ConfigError if it goes by lengths that are not known, or do not fit."""
     stage = planned_stage(config)
+    if config.order.weights is not None:
+        _check_weights(config, stage)
     if stage is None:
         order = _order_of_samples(config, source, None)
         nums = [one.args.num for one in config.stages if isinstance(one.args, ExpandArgs)]
@@ -91,6 +93,20 @@ def _shuffled(config: PipelineConfig, kind: str, source: Source, seed: int) -> S
             _block_bounds(source, kind, order.block.block), seed, window=order.block.window, lanes=order.block.lanes
         )
     return SequentialOrder(len(source))
+
+
+def _check_weights(config: PipelineConfig, planned: StageConfig | None) -> None:
+    """Raise ConfigError for what does not go together with samples that are drawn again and again."""
+    expanding = next((stage for stage in config.stages if isinstance(stage.args, ExpandArgs)), None)
+    if isinstance(config.source, MixtureArgs):
+        raise ConfigError(
+            "order.weights: the classes of one source have weights; sources that are mixed have their own"
+        )
+    if (stage := planned or expanding) is not None:
+        raise ConfigError(
+            "order.weights: what is drawn by weight is neither packed, nor cut by tokens, nor expanded: remove it, or the "
+            f"stage {stage.name}"
+        )
 
 
 def _weighted(given: str | Mapping[str, float], kind: str, source: Source, seed: int) -> WeightedOrder:

@@ -60,6 +60,7 @@ class SampleOrder(ABC):
     block_spread = 0  # the positions, about, from a block's first sample to its last one
     sources: Sequence[MixedSource] = ()
     """Those that take turns; none: there is one source."""
+    repeats = False  # True: a sample may come several times in an epoch, each time with random numbers of its own
     share_of: Literal["samples", "tokens"] = "samples"
     """What the weights of sources are shares of."""
     keeps_neighbours = False  # True: a rank's batches are of consecutive positions, as neighbours are read together
@@ -97,6 +98,10 @@ class SampleOrder(ABC):
     def lengths_of(self, samples: Int64) -> Int64:
         """The tokens of some samples, where they are known: int64 [n]."""
         raise AssertionError(f"{type(self).__name__} knows no lengths")
+
+    def others(self, index: int, draws: NDArray[np.float64]) -> Int64 | None:
+        """As `Source.others`, where the order says which samples may come; None: it does not."""
+        return None
 
     def digests(self) -> dict[str, str]:
         """The parts of a state's fingerprint that tell this order from another one of the same sources and shuffle."""

@@ -63,8 +63,11 @@ class WeightedOrder(SampleOrder):
     `classes`: int64 [samples]. `weights` are by class number, and no class without a weight is drawn.
     """
 
+    repeats = True
+
     def __init__(self, classes: Int64, weights: Mapping[int, float], seed: int) -> None:
         self._seed = seed
+        self._classes = classes
         self._members = np.argsort(classes, kind="stable").astype(np.int64)  # class by class
         numbers, counts = np.unique(classes, return_counts=True)
         self._counts, self._starts = counts.astype(np.int64), np.cumsum(counts) - counts
@@ -81,6 +84,11 @@ class WeightedOrder(SampleOrder):
         places = self._starts[drawn] + (draws[:, 1] * self._counts[drawn]).astype(np.int64)
         samples: Int64 = self._members[places].reshape(positions.shape)
         return samples
+
+    def others(self, index: int, draws: NDArray[np.float64]) -> Int64:
+        """Of the same class."""
+        members = np.flatnonzero(self._classes == self._classes[index])
+        return members[(draws * len(members)).astype(np.int64)]
 
 
 class BlockOrder(SampleOrder):

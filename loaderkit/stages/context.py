@@ -162,7 +162,7 @@ class CompileContext:
 
     def keys(self, stage: StageConfig) -> StageKeys:
         """The key of its random numbers in each epoch."""
-        return StageKeys(self.seed, stage.name)
+        return StageKeys(self.seed, stage.name, by_position=self.order.repeats)
 
     def failed(self, stage: StageConfig) -> FailureNamer:
         """The marker of samples that fail in it."""

@@ -173,6 +173,24 @@ def test_a_template_that_does_not_tell_is_refused(rng: random.Random, tmp_path: 
     assert len(rows_of(described(data, folder, mask="none"))) == 1
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}\n{% endfor %}",
+        "{% if not messages or messages[0].role != 'system' %}You are a helpful bot\n{% endif %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}",
+    ],
+)
+def test_headers_that_are_not_prompted_for_are_not_learned(rng: random.Random, tmp_path: Path, template: str) -> None:
+    """Nor is a system prompt that the template puts before an assistant that begins."""
+    folder = write_tokenizer(tmp_path / "tokenizer", template)
+    for first in (["user"], []):
+        chat = [{"role": role, "content": draw_text(rng)} for role in [*first, "assistant"]]
+        data = write_lines(tmp_path / f"chats{len(first)}.jsonl", [{"messages": chat}])
+        with pytest.raises(StageError, match="does not prompt for"):
+            rows_of(described(data, folder))
+
+
 class TestTexts:
     @pytest.mark.parametrize("adds_specials", [False, True])
     def test_tokens_are_those_of_a_call(self, rng: random.Random, tmp_path: Path, adds_specials: bool) -> None:

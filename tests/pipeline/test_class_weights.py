@@ -136,11 +136,72 @@ def test_not_with_another_order(shuffle: str) -> None:
         keys(pipeline)
 
 
-def test_of_one_source_among_several() -> None:
-    """Each source draws its own classes; weights are of the names that all have."""
+def test_not_for_sources_that_are_mixed() -> None:
     data = {"label": "parent", "include": "**/*.bin"}
     one, two = (Pipeline.files(f"memory://{name}", **data) for name in "ab")  # type: ignore[arg-type]
     mixed = Pipeline.mix({"a": one, "b": two}).shuffle(seed=1, weights="by class").read().batch(10)
-    found = keys(mixed)
-    assert len(found) >= 200
-    assert sum(key.partition(":")[2].startswith("rare") or key.startswith("rare") for key in found) > len(found) / 5
+    with pytest.raises(ConfigError, match="sources that are mixed have their own"):
+        keys(mixed)
+
+
+def half(sample: dict[str, Any], number: int) -> dict[str, Any]:
+    return {"half": number}
+
+
+def test_not_with_what_makes_several_of_one() -> None:
+    data = {"label": "parent", "include": "**/*.bin"}
+    pipeline = Pipeline.files("memory://a", **data).shuffle(weights="by class").read().expand(half, 2).batch(2)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="nor expanded"):
+        keys(pipeline)
+
+
+def draw(sample: dict[str, Any], rng: Any) -> dict[str, Any]:
+    """Numbers by which each time that a sample comes is told from the others."""
+    return {"number": float(rng.random())}
+
+
+@pytest.mark.parametrize("executor", ["thread", "process", "inline"])
+def test_each_time_it_comes_a_sample_has_random_numbers_of_its_own(executor: str) -> None:
+    """The same ones whoever draws them, and after resuming."""
+    args = {"label": "parent", "include": "**/*.bin"}
+    found = Pipeline.files("memory://x", **args).shuffle(seed=5, weights={"rare": 9, "usual": 1, "common": 1})  # type: ignore[arg-type]
+    pipeline = found.read().call(draw).batch(8)
+    with loaderkit.build(
+        pipeline, connectors={"memory": stored()}, overrides={"prefetch.executor": executor}
+    ) as loader:
+        drawn = [pair for batch in loader for pair in zip(batch["__key__"], batch["number"].tolist(), strict=True)]
+    assert len({key for key, _ in drawn}) < len(drawn) == len({number for _, number in drawn})
+    with loaderkit.build(
+        pipeline, connectors={"memory": stored()}, overrides={"prefetch.executor": "inline"}
+    ) as loader:
+        for _ in zip(range(7), loader, strict=False):
+            pass
+        state = loader.state_dict()
+    with loaderkit.build(
+        pipeline, connectors={"memory": stored()}, overrides={"prefetch.executor": executor}
+    ) as loader:
+        loader.load_state_dict(state)
+        rest = [pair for batch in loader for pair in zip(batch["__key__"], batch["number"].tolist(), strict=True)]
+    assert rest == drawn[7 * 8 :]
+
+
+def refuse(sample: dict[str, Any]) -> None:
+    if sample["__key__"] in ("rare/0.bin", "common/7.bin"):
+        raise ValueError("bad")
+
+
+def test_a_bad_sample_is_replaced_by_others_of_its_class() -> None:
+    """Each time by another one, and never by one without weight."""
+    args = {"label": "parent", "include": "**/*.bin"}
+    pipeline = Pipeline.files("memory://x", **args).shuffle(weights={"rare": 1, "usual": 0, "common": 1})  # type: ignore[arg-type]
+    overrides = {"errors.on_bad_sample": "replace", "errors.max_bad_samples": 1000, "prefetch.executor": "thread"}
+    with loaderkit.build(
+        pipeline.read().call(refuse).batch(8), connectors={"memory": stored()}, overrides=overrides
+    ) as loader:
+        found = [key for _ in range(3) for batch in loader for key in batch["__key__"]]
+    with loaderkit.build(pipeline.read().batch(8), connectors={"memory": stored()}) as loader:
+        whole = [key for _ in range(3) for batch in loader for key in batch["__key__"]]
+    pairs = [(one, other) for one, other in zip(whole, found, strict=True) if one != other]
+    assert {one for one, _ in pairs} <= {"rare/0.bin", "common/7.bin"}
+    assert {other for one, other in pairs if one == "rare/0.bin"} == {"rare/1.bin", "rare/2.bin"}
+    assert all(one.partition("/")[0] == other.partition("/")[0] for one, other in pairs)

@@ -19,7 +19,8 @@ from loaderkit.errors import ConfigError, SourceError
 
 FORMS = [lambda key: key, lambda key: splitext(key)[0], basename, lambda key: splitext(basename(key))[0]]
 KINDS = {
-    "texts": lambda rng: rng.choice(["cat", "dog", "n01", "007", "Ärger, groß", 'a "b"', "-"]),
+    "texts": lambda rng: rng.choice(["cat", "dog", "n01", "Ärger, gro\u2028ß", 'a "b"', "-"]),
+    "codes": lambda rng: rng.choice(["007", "07", "010", "7a"]),
     "whole": lambda rng: rng.randrange(-5, 5),
     "numbers": lambda rng: rng.choice([0.5, -3.25, 7, 1e-3]),
 }
@@ -81,13 +82,13 @@ def test_as_a_plain_loop_has_it(suffix: str, kind: str, tmp_path: Path, rng: ran
     pipeline = labelled(tmp_path, f"train{suffix}", labels={"unmatched": "skip"})
     names = sorted({value for _, value in table})
     expected = {
-        key: names.index(value) if kind == "texts" else value
+        key: names.index(value) if kind in ("texts", "codes") else value
         for key, (_, value) in zip(keys, rows, strict=True)
         if key not in keys[:num_without]
     }
     assert delivered(pipeline) == pytest.approx(expected)
     with loaderkit.build(pipeline) as loader:
-        assert loader.classes == (names if kind == "texts" else None)
+        assert loader.classes == (names if kind in ("texts", "codes") else None)
         assert next(iter(loader))["label"].dtype == (torch.float64 if kind == "numbers" else torch.int64)
     if lone or num_without:
         with pytest.raises(SourceError, match=r"have no (file|row).*unmatched: skip"):
@@ -180,6 +181,7 @@ BAD = {
     "a list as a label": ("t.json", b'{"0": [1]}', r"the label \[1\], which is neither"),
     "texts and numbers": ("t.json", b'{"0": 1, "1": "a"}', "neither all texts nor"),
     "too large": ("t.json", b'{"0": 1e400, "1": 2}', "neither all texts nor"),
+    "mostly numbers": ("t.csv", b"name,class\n0,1\n1,nan\n2,4\n", "'nan' among labels of which most are numbers"),
     "rows that are none": ("t.jsonl", b"1\n", "row 1, is int"),
 }
 
@@ -190,6 +192,8 @@ def test_a_table_that_is_none(case: str, tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"{number}.bin").write_bytes(b"x")
     (tmp_path / name).write_bytes(data)
+    if case == "mostly numbers":
+        (tmp_path / "2.bin").write_bytes(b"x")
     columns = {} if case not in ("rows that are none",) and name == "t.json" else {"key": "name", "value": "class"}
     with pytest.raises(SourceError, match=message):
         loaderkit.build(Pipeline.files(tmp_path, include="*.bin", labels={"file": name, **columns}).read().batch(1))
@@ -222,3 +226,11 @@ def test_check_tells_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixt
     out = " ".join(capsys.readouterr().out.split())
     assert "3 of 5 files have no row in" in out
     assert "1 of 3 rows of" in out
+
+
+def test_no_class_of_that_name(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}.bin").write_bytes(b"x")
+    (tmp_path / "t.json").write_text(json.dumps({"0": 0, "1": 1}))
+    with pytest.raises(SourceError, match="the label 0, which is none of `classes`"):
+        delivered(labelled(tmp_path, "t.json", labels={"key": None, "value": None}, classes=["1"]))

@@ -25,8 +25,8 @@ from loaderkit.sources.patterns import said_of_form
 
 _MOST_BYTES = 1 << 30
 _MOST_NAMED = 3
-_INTEGER = re.compile(r"[+-]?(?:0|[1-9]\d*)")
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_INTEGER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)")  # 007 is a name
+_NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _MOST_DIGITS = 19
 
 _FORMS: Mapping[str, Callable[[str], str]] = {
@@ -102,9 +102,12 @@ class LabelTable:
         form, numbers = self._numbers(keys, describe)
         alone = self._unmatched(keys, numbers, form)
         if alone and (self._args.unmatched == "raise" or not numbers):
-            raise SourceError(
-                f"{' and '.join(alone)}; narrow `include`, mend the table, or leave both out by `labels: {{unmatched: skip}}`"
+            hint = (
+                ", or leave both out by `labels: {unmatched: skip}`"
+                if numbers
+                else ": no row names a file that is there"
             )
+            raise SourceError(f"{' and '.join(alone)}; narrow `include`, mend the table{hint}")
         order = sorted(numbers, key=numbers.__getitem__)
         all_values, names = self._values(classes)
         values = np.array([all_values[name] for name in order])
@@ -141,7 +144,7 @@ class LabelTable:
     def _objects(self, text: str, *, is_lines: bool) -> Iterable[Any]:
         try:
             if is_lines:
-                return [_parse(line) for line in text.splitlines() if line.strip()]
+                return [_parse(line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
             found = _parse(text)
         except (ValueError, RecursionError) as error:
             raise SourceError(f"{self._where} is no JSON: {error}") from None
@@ -237,7 +240,8 @@ class LabelTable:
         """Of every row, also of one without a file, so that a class keeps its number whatever files there are."""
         values = self._labels.values()
         if classes is not None:
-            if unknown := next((value for value in values if str(value) not in classes), None):
+            unknown = next((value for value in values if str(value) not in classes), None)
+            if unknown is not None:
                 raise SourceError(
                     f"{self._where} has the label {unknown!r}, which is none of `classes` ({shortened(list(classes))})"
                     f"{said_of_form(str(unknown), classes)}: add it there"
@@ -255,14 +259,23 @@ class LabelTable:
                 f"{self._where} has labels that are neither all texts nor all finite numbers below 1e18: quote them, or give "
                 "numbers alone"
             )
+        odd = [value for value in values if not _NUMBER.fullmatch(value)]
+        if 0 < len(odd) < len(self._labels) / 2:
+            raise SourceError(
+                f"{self._where} has {odd[0]!r} among labels of which most are numbers: mend or remove it, or, if all are "
+                "names, give them in `classes`"
+            )
         names = sorted({*values})
         number_of = {name: number for number, name in enumerate(names)}
         return {name: number_of[value] for name, value in self._labels.items()}, names
 
 
-def _parse(text: str) -> Any:
+def _parse(text: str, line: int | None = None) -> Any:
     """JSON in which no name comes twice: the first of two labels would be lost. Raises ValueError."""
-    return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse)
+    try:
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse)
+    except ValueError as error:
+        raise ValueError(f"{error}" if line is None else f"{error}, of line {line} of the file") from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

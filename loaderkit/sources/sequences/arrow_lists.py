@@ -28,8 +28,7 @@ Int64 = NDArray[np.int64]
 
 
 def load_list_bounds(connector: Connector, info: ObjectInfo, cache_dir: Path | None, *, column: str) -> Documents:
-    """The lists of a column, a document each, from the copy in `cache_dir` if size and etag match, else from the metadata
-    and offsets of the file.
+    """The lists of a column, a document each, from the copy in `cache_dir` if size and etag match, else from the file.
 
     Raises `FormatError` if it is damaged, compressed or has no such column of lists, `MissingExtraError`, and what the
     connector raises.

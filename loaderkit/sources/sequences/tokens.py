@@ -202,7 +202,7 @@ class TokensSource(SequenceSource):
                     f"{connector.describe(info.key)} has tokens of {part.dtype.str}, and {connector.describe(files[0].key)} of "
                     f"{dtype.str}: files of one source have one type. Choose some by `include`, or mix two sources"
                 )
-        self.files = tuple(files)
+        self.files, self._has_names = tuple(files), len(infos) > 1  # also if `limit` leaves one
         self.firsts = np.cumsum([0, *(len(part.starts) for part in parts)])
         self.firsts[-1] = min(num, args.limit or num)
         self.starts = np.concatenate([part.starts for part in parts])[: args.limit]
@@ -220,7 +220,7 @@ class TokensSource(SequenceSource):
 
     def keys(self, indices: NDArray[np.int64]) -> list[str]:
         """The keys of several documents."""
-        if len(self.files) == 1:
+        if not self._has_names:
             return numbered(indices)
         numbers = self.file_numbers(indices)
         within = zip(numbers.tolist(), (indices - self.firsts[numbers]).tolist(), strict=True)
@@ -245,7 +245,7 @@ class TokensSource(SequenceSource):
         """16 hexadecimal digits from the type and the lengths of all documents, and the keys of files, if there are several."""
         digest = blake2b(self.sequences.dtype.encode(), digest_size=8)
         digest.update(np.ascontiguousarray(self.lengths).data)
-        if len(self.files) > 1:
+        if self._has_names:
             digest.update(StringTable(info.key for info in self.files).digest())
         return digest.hexdigest()
 

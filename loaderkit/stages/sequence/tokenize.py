@@ -39,9 +39,8 @@ _Names = Annotated[
 class TokenizeArgs(StageArgs):
     """Make tokens of chats or texts, by a tokenizer of transformers'.
 
-    Fields: `input_ids` and, with `mask`, `labels`, int64 [tokens] both; of several fields, such as preference pairs have, each
-    with the field's name before it, `chosen_input_ids`. The fields they are made of are left out. No code of a tokenizer's is
-    run.
+    Fields: `input_ids` and, with `mask`, `labels`, int64 [tokens] both; of several fields, such as preference pairs have, with
+    the field's name before each, `chosen_input_ids`. The fields they are made of are left out. No code of a tokenizer's is run.
     """
 
     tokenizer: str = Field(

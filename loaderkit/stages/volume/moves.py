@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
 from loaderkit._internal.config.settings import as_tuple
 from loaderkit.samples.sample import Sample
@@ -46,6 +46,15 @@ class RandomVolumeCropArgs(StageArgs):
     labels: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
         (), description="fields of class numbers, which are padded with 0; `foreground` is one of them"
     )
+
+    @model_validator(mode="after")
+    def _names_are_fields(self) -> RandomVolumeCropArgs:
+        for argument, names in (("foreground", [self.foreground] if self.foreground else []), ("labels", self.labels)):
+            if missing := [name for name in names if name not in self.fields]:
+                raise ValueError(
+                    f"`{argument}` names {missing[0]!r}, which is none of `fields` ({', '.join(self.fields)})"
+                )
+        return self
 
 
 class RandomVolumeFlipArgs(StageArgs):
@@ -98,9 +107,7 @@ def _foreground(
 ) -> tuple[int, ...] | None:
     """The place of a value that is not 0, each as likely; None: there is none."""
     assert args.foreground is not None
-    labels = arrays.get(args.foreground)
-    if labels is None:
-        raise ValueError(f"`fields` has no {args.foreground!r}, which `foreground` names")
+    labels = arrays[args.foreground]
     values = labels.numpy() if isinstance(labels, torch.Tensor) else labels
     is_any = (values != 0).reshape(-1, *values.shape[-len(args.size) :]).any(0)
     places = np.flatnonzero(is_any)
@@ -113,8 +120,16 @@ def _padded(array: Any, missing: list[int], fill: float) -> Any:
     """`array` with `fill` on both sides of its last dimensions; of an odd number one more at the end."""
     around = [(0, 0)] * (array.ndim - len(missing)) + [(num // 2, num - num // 2) for num in missing]
     values = array.numpy() if isinstance(array, torch.Tensor) else array
+    kind = values.dtype.kind
+    if (kind == "b" and fill not in (0, 1)) or (kind in "iu" and not _is_within(fill, values.dtype)):
+        raise ValueError(f"`fill` is {fill}, which its {values.dtype} array cannot hold")
     padded = np.pad(values, around, constant_values=values.dtype.type(fill))
     return torch.from_numpy(padded) if isinstance(array, torch.Tensor) else padded
+
+
+def _is_within(value: float, dtype: np.dtype[Any]) -> bool:
+    limits = np.iinfo(dtype)
+    return value == int(value) and limits.min <= value <= limits.max
 
 
 def random_volume_flip(args: RandomVolumeFlipArgs) -> Callable[..., None]:

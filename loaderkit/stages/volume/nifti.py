@@ -42,6 +42,8 @@ def read_nifti(data: memoryview) -> NDArray[Any]:
             raise ValueError(f"a header of {size} bytes and kind {magic!r}, where {kind.single_magic!r} is read")
         dtype, shape, start = header.get_data_dtype(), header.get_data_shape(), int(header.get_data_offset())
         slope, inter = header.get_slope_inter()
+        if start < kind.sizeof_hdr + 4:
+            raise ValueError(f"its header says that values begin at byte {start}, inside of it")
         num_bytes = _checked_size(dtype, shape, start)
         whole = _unpacked(data, start + num_bytes, checks_end=True)
     except (HeaderDataError, WrapStructError, KeyError, ValueError, OverflowError, zlib.error) as error:
@@ -84,9 +86,7 @@ def _unpacked(data: memoryview, num: int, *, checks_end: bool = False) -> bytes:
             if left:
                 parts.append(part)
                 left -= len(part)
-            elif part:
-                raise ValueError("it holds more than its header says")
         if checks_end and not unpacker.eof:
             raise ValueError(f"it is cut after {num - left} of {num} bytes")
-        packed = unpacker.unused_data
+        packed = unpacker.unused_data.lstrip(b"\0")  # padding, as of tapes
     return b"".join(parts)

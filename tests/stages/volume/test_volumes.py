@@ -93,8 +93,18 @@ def test_what_is_smaller_is_padded_or_refused(rng: random.Random) -> None:
     assert np.array_equal(sample["scan"], np.pad(scan, [(0, 0), *around], constant_values=-7))
     assert np.array_equal(sample["labels"], np.pad(labels, around))
     if any(missing):
+        with pytest.raises(ValueError, match=r"fill` is 0\.5, which its uint8 array cannot hold"):
+            random_volume_crop(RandomVolumeCropArgs(size=size, fields=("labels",), pad_if_needed=True, fill=0.5))(
+                {**given}, np.zeros(6)
+            )
         with pytest.raises(ValueError, match="less than the window"):
             random_volume_crop(RandomVolumeCropArgs(**args))({**given}, np.zeros(6))
+
+
+@pytest.mark.parametrize("names", [{"foreground": "maks"}, {"labels": ("maks",)}])
+def test_names_that_are_no_fields(names: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="'maks', which is none of `fields`"):
+        RandomVolumeCropArgs(size=(2,), fields=("scan",), **names)
 
 
 @pytest.mark.parametrize("given", MODES)
@@ -226,8 +236,13 @@ def test_absurd_headers_take_no_memory(rng: random.Random) -> None:
 
 def test_more_than_it_says(rng: random.Random) -> None:
     data = nibabel.Nifti1Image(np.zeros((3, 3, 3), np.uint8), np.eye(4)).to_bytes()
-    with pytest.raises(FormatError, match="holds more than its header says"):
-        read_nifti(memoryview(gzip.compress(data + bytes(10**6))))
+    for more in (bytes(10**6), b"x"):
+        for packed in (data + more, gzip.compress(data + more), gzip.compress(data) + bytes(512)):
+            assert read_nifti(memoryview(packed)).shape == (3, 3, 3)
+    damaged = bytearray(data)
+    damaged[108:112] = np.float32(348).tobytes()
+    with pytest.raises(FormatError, match="begin at byte 348, inside of it"):
+        read_nifti(memoryview(bytes(damaged)))
 
 
 def test_a_damaged_scan_is_a_bad_sample(tmp_path: Path) -> None:

@@ -17,4 +17,5 @@ for number in range(num):
     scan = (100 * ball + rng.normal(0, 10, shape)).astype(np.int16)
     for kind, values in (("images", scan), ("labels", ball.astype(np.uint8))):
         nibabel.Nifti1Image(values, np.eye(4)).to_filename(folder / kind / f"case_{number:02}.nii.gz")
+    print(f"case_{number:02}: {' x '.join(map(str, shape))}")
 print(f"{num} scans are in {folder}")

@@ -14,7 +14,8 @@ from buckets import upload
 
 FOLDER = Path(__file__).parent.parent / "examples"
 PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if path.name != "ray_train.py")  # which tests/integrations runs
-ARGUMENTS = {  # a program that is not here fails: give it small work to do
+ARGUMENTS = {
+    "make_volumes.py": ["volumes", "3"],  # a program that is not here fails: give it small work to do
     "train.py": ["PHOTOS", "--batch-size", "20", "--checkpoints", "run"],
     "torch_dataset.py": ["--samples", "100"],
     "train_from_s3.py": ["s3://examples/shards", "--endpoint", "ENDPOINT", "--cache", "cache", "--batch-size", "20"],

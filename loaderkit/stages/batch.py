@@ -420,7 +420,8 @@ def _check_masks(chunk: SampleChunk, failed: FailureNamer) -> None:
 def _gather(failed: FailureNamer, context: CompileContext, field: str) -> Callable[[SampleChunk], None]:
     """A chunk stage that writes samples into their slots, and raises, skips or replaces bad ones."""
 
-    order, others = context.order, context.source.others
+    order = context.order
+    others: Callable[[int, NDArray[np.float64]], Any] = order.others if order.repeats else context.source.others
     is_planned = order.unit == "batches"
     # Otherwise masks may have been left as they are, say to be compared with in full.
     keeps_together = not any(
@@ -428,7 +429,6 @@ def _gather(failed: FailureNamer, context: CompileContext, field: str) -> Callab
         for stage in context.before_batch
         if not context.kind_of(stage).decodes
     )
-    others = order.others if order.repeats else others
     if is_planned:
         others = partial(no_longer, order, others)
 

@@ -57,12 +57,8 @@ def tokens_of_chat(tokenizer: Any, chat: Chat, max_length: int | None = None) ->
     labels = [-100] * len(ids)
     for number, message in enumerate(chat):
         if message["role"] == "assistant":
-            before = (
-                tokenizer.apply_chat_template(chat[:number], add_generation_prompt=True, return_dict=True)
-                if number
-                else None
-            )
-            begin = 0 if before is None else len(before["input_ids"])
+            before = tokenizer.apply_chat_template(chat[:number], add_generation_prompt=True, tokenize=False)
+            begin = len(tokenizer(before, add_special_tokens=False)["input_ids"])
             end = len(tokenizer.apply_chat_template(chat[: number + 1], return_dict=True)["input_ids"])
             labels[begin:end] = ids[begin:end]
     return ids[:max_length], labels[:max_length]

@@ -141,12 +141,12 @@ class KindMethods:
         cache: Mapping[str, Any] = ...,
         read_ahead: Mapping[str, Any] = ...,
     ) -> Self:
-        """The documents of files of tokens: Megatron's `.bin` and `.idx`, `.npy`, raw numbers, or `input_ids` in Arrow or Parquet.
+        """The documents of files of tokens: Megatron's `.bin` and `.idx`, `.npy`, raw numbers, `input_ids` in Arrow or Parquet.
 
         url: the folder of the files, or one file, or a list (also with globs and braces): .bin with its
             .idx beside it (without `dtype`), .npy, .arrow, .parquet, or raw (with `dtype`)
-        include: which files of the folder `url`: globs and braces, or a list; default: those of one form
-            that are there
+        include: which files of the folder `url`: globs and braces, or a list; default: all of the form that
+            is there
         dtype: of raw files, little-endian; .npy and .idx state it
         end: of .npy and raw files: the token that ends a document and is its last; other files say where
             they end
@@ -795,8 +795,8 @@ class KindMethods:
     ) -> Self:
         """Make tokens of chats or texts, by a tokenizer of transformers'.
 
-        Fields: `input_ids` and, with `mask`, `labels`, int64 [tokens] both; of several fields, as those of preference pairs, each with
-        the field's name before it, `chosen_input_ids`. The fields they are made of are left out. No code of a tokenizer's is run.
+        Fields: `input_ids` and, with `mask`, `labels`, int64 [tokens] both; of several fields, such as preference pairs have, with
+        the field's name before each, `chosen_input_ids`. The fields they are made of are left out. No code of a tokenizer's is run.
 
         tokenizer: a folder, as `save_pretrained` writes it, relative to the file; or its name on the hub
         chat: the field with a list of messages, {role: ..., content: ...}, written by the chat template; or
@@ -832,8 +832,8 @@ class KindMethods:
 
         Their fields: `input_ids`, `position_ids` (int32, from 0 in every piece), `document_ids` (int32, the number in the sequence,
         -1 in the padding), each [B, length]; and `cu_seqlens`, int32, where pieces and paddings begin in all sequences of the batch
-        laid end to end, and last B x length. Of several sources also `source_ids`, int32 [B, length]: the place of each token's source
-        in `loader.sources`, -1 in the padding.
+        laid end to end, and last B x length. Of several sources also `source_ids`, int32 [B, length]: the place of each token's
+        source in `loader.sources`, -1 in the padding.
 
         length: tokens of a sequence, the padding included
         window: documents, consecutive in the order, that are packed together
@@ -852,7 +852,7 @@ class KindMethods:
         size: int | None = None,
         drop_last: bool = False,
         ragged: Mapping[str, Literal["list", "pad"]] = ...,
-        pad_value: float | Mapping[str, float] = 0,
+        pad_value: float | Mapping[str, float] = 0.0,
         padding_side: Literal["right", "left"] = "right",
         pad_to_multiple_of: int | None = None,
         attention_mask: str | Mapping[str, str] | None = None,

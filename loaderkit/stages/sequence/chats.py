@@ -73,7 +73,7 @@ class ChatWriter:
             if len(until) < begin or not text.startswith(until):
                 raise ValueError(_untold(number, "writes it in another way when more messages follow"))
             content = message.get("content")
-            is_prompted = begin > len(self._render(messages[:number])[0]) if number else begin > 0
+            is_prompted = begin > len(self._render(messages[:number])[0])
             if not is_prompted and not until[begin:].lstrip().startswith(str(content or "").strip()):
                 raise ValueError(_untold(number, "writes something before it that it does not prompt for"))
             spans.append((begin, len(until)))

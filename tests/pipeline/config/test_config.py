@@ -29,6 +29,7 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
         "url": str(tmp_path / "data"),
         "include": None,
         "classes": None,
+        "labels": None,
         "label": "none",
         "fields": None,
         "optional": (),
@@ -50,6 +51,7 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
     }
     assert config.order.model_dump(mode="python") == {
         "shuffle": "global",
+        "weights": None,
         "seed": 0,
         "epochs": None,
         "block": {"block": "8MiB", "window": 16, "lanes": 8},

@@ -149,9 +149,9 @@ def test_packed_pieces_come_from_all_files(folder: Path, form: str, shards: list
             pieces: dict[str, dict[int, list[int]]] = {}
             for batch in loader:
                 for row, keys in enumerate(batch["__key__"]):
-                    for number, key in enumerate(keys.split(" ")):
+                    for place, key in enumerate(keys.split(" ")):
                         name, _, part = key.partition("[")
-                        tokens = batch["input_ids"][row][batch["document_ids"][row] == number]
+                        tokens = batch["input_ids"][row][batch["document_ids"][row] == place]
                         pieces.setdefault(name, {})[int(part.partition(":")[0] or 0)] = tokens.tolist()
         for name, parts in pieces.items():
             shard, _, number = name.partition("/")
@@ -312,7 +312,7 @@ def test_what_datasets_has_cached_is_no_data(tmp_path: Path) -> None:
 
 def test_hundreds_of_shards(tmp_path: Path) -> None:
     urls = [write_megatron(tmp_path / f"{number:03}", [np.array([number, number])], "uint16") for number in range(300)]
-    pipeline = Pipeline.tokens(urls[:290]).shuffle(False).epochs(1).read().batch(64)
+    pipeline = Pipeline.tokens(list(map(str, urls[:290]))).shuffle(False).epochs(1).read().batch(64)
     with loaderkit.build(pipeline) as loader:
         batches = list(loader)
     assert [row[0] for batch in batches for row in batch["tokens"].tolist()] == list(range(290))
@@ -325,7 +325,7 @@ def test_a_data_set_of_other_files_is_another_one(tmp_path: Path) -> None:
         _megatron(tmp_path / name, [[1, 2], [3]])
     states = []
     for names in ("ab", "ac"):
-        urls = [tmp_path / f"{name}.bin" for name in names]
+        urls = [str(tmp_path / f"{name}.bin") for name in names]
         with loaderkit.build(Pipeline.tokens(urls).read().batch(1, ragged={"tokens": "list"})) as loader:
             states.append(loader.state_dict()["fingerprint"])
     assert states[0] != states[1]

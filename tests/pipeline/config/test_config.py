@@ -69,7 +69,13 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
         "on_timeout": "warn",
     }
     assert (config.prefetch.memory, config.prefetch.timeout) == (2 * 2**30, 60.0)
-    assert config.errors.model_dump() == {"on_bad_sample": "raise", "max_bad_samples": 100, "quarantine": None}
+    assert config.errors.model_dump() == {
+        "on_bad_sample": "raise",
+        "max_bad_samples": 100,
+        "on_bad_shard": "raise",
+        "max_bad_shards": 1,
+        "quarantine": None,
+    }
     assert config.output is None
     assert [stage.name for stage in config.stages] == ["read", "batch"]
     assert config.stages[0].args.model_dump() == {"name": None, "workers": "auto"}

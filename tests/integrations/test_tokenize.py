@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -142,12 +142,12 @@ def test_masks_and_padding_of_three_thousand_chats(rng: random.Random, tmp_path:
 
 class TestTokenizeStage(StageContract):
     stage: Mapping[str, Any]
-    batch: ClassVar = {"size": 3, "pad_value": {"input_ids": 3, "labels": -100}}
 
     @pytest.fixture(autouse=True)
     def chosen(self, marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         stage = {"tokenize": {"tokenizer": str(marked), "chat": "messages", "mask": "prompt"}}
         monkeypatch.setattr(type(self), "stage", stage, raising=False)
+        monkeypatch.setattr(type(self), "batch", {"size": 3, "pad_value": {"input_ids": 3, "labels": -100}})
 
     @pytest.fixture
     def samples(self, rng: random.Random) -> Sequence[Mapping[str, Any]]:
@@ -209,8 +209,8 @@ class TestTexts:
 
     def test_the_end_of_a_text_is_written_once(self, tmp_path: Path, marked: Path) -> None:
         data = write_lines(tmp_path / "texts.jsonl", [{"text": "a b"}, {"text": "a b</s>"}])
-        batch = {"size": 2, "pad_value": {"input_ids": 3}}
-        (batch,) = rows_of(described(data, marked, chat=None, text="text", eos=True, mask=None, batch=batch))
+        padded_ids = {"size": 2, "pad_value": {"input_ids": 3}}
+        (batch,) = rows_of(described(data, marked, chat=None, text="text", eos=True, mask=None, batch=padded_ids))
         assert batch["input_ids"][0].tolist() == batch["input_ids"][1].tolist()
         assert "labels" not in batch
 

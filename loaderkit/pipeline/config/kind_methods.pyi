@@ -124,23 +124,32 @@ class KindMethods:
     @classmethod
     def tokens(
         cls,
-        url: str | os.PathLike[str],
+        url: str | os.PathLike[str] | tuple[str, ...] | list[str] | Sequence[os.PathLike[str]],
         *,
+        include: str | tuple[str, ...] | list[str] | None = None,
         dtype: Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"] | None = None,
         end: int | None = None,
+        column: str = "input_ids",
         field: str = "tokens",
+        memory: int | str = 2147483648,
         limit: int | None = None,
         s3: Mapping[str, Any] = ...,
         retry: Mapping[str, Any] = ...,
         cache: Mapping[str, Any] = ...,
         read_ahead: Mapping[str, Any] = ...,
     ) -> Self:
-        """The documents of one file of tokens: Megatron's `.bin` and `.idx`, an `.npy` file, or raw numbers.
+        """The documents of files of tokens: Megatron's `.bin` and `.idx`, `.npy`, raw numbers, `input_ids` in Arrow or Parquet.
 
-        url: the file: a .bin with its .idx beside it (without `dtype`), .npy, or raw (with `dtype`)
-        dtype: of a raw file, little-endian; .npy and .idx state it
-        end: the token that ends a document and is its last; an .idx states the ends
+        url: the folder of the files, or one file, or a list (also with globs and braces): .bin with its
+            .idx beside it (without `dtype`), .npy, .arrow, .parquet, or raw (with `dtype`)
+        include: which files of the folder `url`: globs and braces, or a list; default: all of the form that
+            is there
+        dtype: of raw files, little-endian; .npy and .idx state it
+        end: of .npy and raw files: the token that ends a document and is its last; other files say where
+            they end
+        column: of Arrow and Parquet files: the lists of tokens
         field: its name in the batch
+        memory: of Parquet files: bound on the decoded row groups that each loading process holds
         limit: only the first N samples of the canonical order
         s3: for `s3://`: `source.s3`
         retry: when the store fails for a while: `source.retry`
@@ -685,6 +694,45 @@ class KindMethods:
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """
 
+    def tokenize(
+        self,
+        tokenizer: str | os.PathLike[str],
+        chat: str | tuple[str, ...] | list[str] | None = None,
+        text: str | tuple[str, ...] | list[str] | None = None,
+        prompt: str | None = None,
+        mask: Literal["prompt", "none"] | None = None,
+        template: str | os.PathLike[str] | None = None,
+        max_length: int | None = None,
+        too_long: Literal["cut", "bad"] = "cut",
+        special_tokens: bool = True,
+        eos: bool = False,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Make tokens of chats or texts, by a tokenizer of transformers'.
+
+        Fields: `input_ids` and, with `mask`, `labels`, int64 [tokens] both; of several fields, such as preference pairs have, with
+        the field's name before each, `chosen_input_ids`. The fields they are made of are left out. No code of a tokenizer's is run.
+
+        tokenizer: a folder, as `save_pretrained` writes it, relative to the file; or its name on the hub
+        chat: the field with a list of messages, {role: ..., content: ...}, written by the chat template; or
+            several, each a sequence of its own, as in [chosen, rejected]
+        text: or the field with plain text, or several
+        prompt: a field of the same kind that comes before each, and is not to be learned
+        mask: labels for the loss; prompt: -100 for all but what the assistant says, or, of text, what
+            follows `prompt`; none: the tokens themselves; default: no labels
+        template: a file with a chat template (Jinja), in the place of the tokenizer's own
+        max_length: tokens of a sequence, at most
+        too_long: longer ones are cut, at the tokenizer's `truncation_side`, and a warning says so once; or
+            are bad samples
+        special_tokens: of `text`: with the tokens that the tokenizer puts around one; chats have those of
+            the template
+        eos: of `text`: with the token that ends a text behind it, unless it ends so already
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
     def pack(
         self,
         length: int,
@@ -692,6 +740,7 @@ class KindMethods:
         split: Literal["long", "never"] = "long",
         cost: Literal["attention", "none"] = "attention",
         field: str = "tokens",
+        pad_value: Mapping[str, float] = ...,
         *,
         name: str | None = None,
         workers: int | Literal["auto"] = "auto",
@@ -700,7 +749,8 @@ class KindMethods:
 
         Their fields: `input_ids`, `position_ids` (int32, from 0 in every piece), `document_ids` (int32, the number in the sequence,
         -1 in the padding), each [B, length]; and `cu_seqlens`, int32, where pieces and paddings begin in all sequences of the batch
-        laid end to end, and last B x length.
+        laid end to end, and last B x length. Of several sources also `source_ids`, int32 [B, length]: the place of each token's
+        source in `loader.sources`, -1 in the padding.
 
         length: tokens of a sequence, the padding included
         window: documents, consecutive in the order, that are packed together
@@ -708,6 +758,8 @@ class KindMethods:
         cost: neighbouring sequences, and so the ranks of a step, have about the same sum of squares of
             pieces; none: a random order
         field: of the documents' tokens: whole numbers, [n]; others are left out
+        pad_value: other fields that have a number for each token, as in {labels: -100}: they are packed as
+            the tokens are, and hold this in the padding; `input_ids` gives that of the tokens, which is 0
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """
@@ -717,7 +769,10 @@ class KindMethods:
         size: int | None = None,
         drop_last: bool = False,
         ragged: Mapping[str, Literal["list", "pad"]] = ...,
-        pad_value: float = 0,
+        pad_value: float | Mapping[str, float] = 0.0,
+        padding_side: Literal["right", "left"] = "right",
+        pad_to_multiple_of: int | None = None,
+        attention_mask: str | Mapping[str, str] | None = None,
         tokens: int | None = None,
         window: int = 20000,
         cost: Literal["attention", "none"] = "attention",
@@ -731,7 +786,12 @@ class KindMethods:
         size: samples per batch; or give `tokens`
         drop_last: drop samples that do not fill a batch on every rank; with `tokens`, batches
         ragged: fields whose tensors differ in shape: delivered as a list, or padded to the largest
-        pad_value: the value of the padding
+        pad_value: the value of the padding; or field -> its value, as in {input_ids: 0, labels: -100}:
+            these are padded
+        padding_side: where the padding of a field's first dimension is
+        pad_to_multiple_of: pad the first dimension on, to a multiple of this: what fast kernels ask for
+        attention_mask: its name in the batch: int64, 1 where there is a sample's own value and 0 in the
+            padding, of all fields that are padded; or, if these differ in length, name -> field
         tokens: per batch, at most: of a padded `field` the longest sample times the number of samples, of a
             list the sum; behind `pack`, whose sequences are all of one length, their number is `tokens` /
             `length`, rounded down

@@ -85,7 +85,7 @@ def test_batches_of_tokens_count_what_is_padded_on(
     monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
     documents = [np.full(rng.randint(1, 90), number) for number in range(150)]
     path = write_megatron(tmp_path / "x", documents, "int32")
-    batch = {
+    batch: dict[str, Any] = {
         "tokens": 200,
         "window": window,
         "pad_value": {"tokens": -1},

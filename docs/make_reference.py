@@ -49,6 +49,7 @@ from loaderkit.pipeline.config.model import (
 )
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.profile import ranks, report, report_parts
+from loaderkit.profile.port import parts as ported
 from loaderkit.stages.base import StageArgs
 
 TARGET = Path(__file__).parent / "reference.md"
@@ -283,6 +284,9 @@ def report_tables() -> str:
         *parts_by_name.values(),
         lines.LineTimes,
         lines.CostlyLine,
+        ported.PortedLoader,
+        ported.SampleCheck,
+        ported.Unported,
         ranks.RankRow,
         ranks.Merged,
         report.RestoreReport,

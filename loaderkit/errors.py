@@ -19,6 +19,7 @@
     ├── CheckpointError        a checkpoint cannot be restored: partial, damaged, or not what is to be filled
     ├── PeerError              another rank, with which this one shares a checkpoint or batches, failed or died
     ├── SourceError            the data set cannot be used: empty, no match, inconsistent
+    │   └── TooManyBadShardsError    `errors.max_bad_shards` was passed
     ├── StageError             a stage failed on a sample or a batch; the cause is chained
     │   └── TooManyBadSamplesError   `errors.max_bad_samples` was passed
     ├── DeviceError            a kernel on the GPU failed, of whatever code of the process (also a RuntimeError)
@@ -176,6 +177,10 @@ class PeerError(LoaderkitError):
 
 class SourceError(LoaderkitError):
     """The data set cannot be used: it is empty, nothing matches, or its parts contradict one another."""
+
+
+class TooManyBadShardsError(SourceError):
+    """More shards are damaged or missing than `errors.max_bad_shards` allows; the message names all."""
 
 
 class StageError(LoaderkitError):

@@ -29,6 +29,7 @@ from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.samples.chunk import BatchContext, SampleChunk
 from loaderkit.samples.sample import FieldRange, Sample, Table
 from loaderkit.samples.values import Encoded, Image
+from loaderkit.sources.bad_shards import BadShards
 from loaderkit.sources.base import ReadContext, Reader, Source, SourceKind
 from loaderkit.sources.sample_reader import SampleReader
 from loaderkit.stages.base import FieldNames, StageArgs, StageConfig
@@ -36,6 +37,7 @@ from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.values import image_fields, to_tensor
 
 __all__ = [
+    "BadShards",
     "BatchContext",
     "BulkConnector",
     "BulkReads",

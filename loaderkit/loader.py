@@ -25,6 +25,7 @@ from loaderkit.pipeline.delivery.empty_batches import EmptyBatches
 from loaderkit.pipeline.delivery.source_accounts import SourceAccounts
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
 from loaderkit.pipeline.executors.executor_lifecycle import ExecutorLifecycle, open_metrics
+from loaderkit.pipeline.ranks.same_shards import check_same_shards
 from loaderkit.ranks.place import given_place, other_ranks, ranks_now
 from loaderkit.sampling.mix_rules import with_later_changes
 from loaderkit.sampling.state import State
@@ -89,6 +90,7 @@ class Loader(DataLoaderParts):
         self._asked: int | None = None  # its epoch, if `set_epoch` has said it
         self._iteration = 0
         self._next_call = NextCall()
+        self._has_noted_shards = False
         self._bad_samples = BadSamples(plan.noted_errors, plan.source)
         self._sources = SourceAccounts(plan, self._bad_samples)
         self._empty_batches = EmptyBatches(plan.config, plan.schedule)
@@ -138,7 +140,16 @@ class Loader(DataLoaderParts):
         return self._plan.compiled.context.stream
 
     def _take_ranks(self) -> None:
-        """Take rank and world size, unless they were given; later check that they are the same. Raises ConfigError."""
+        """Take rank and world size, unless they were given; later check that they are the same, and that no rank leaves out
+        other shards. Raises ConfigError, SourceError."""
+        self._take_ranks_now()
+        if not self._has_noted_shards:
+            self._has_noted_shards = True
+            check_same_shards(self._plan)
+            if self._plan.schedule.rank == 0:  # all ranks have found them
+                self._bad_samples.note_shards()
+
+    def _take_ranks_now(self) -> None:
         if self._plan.has_given_ranks:
             return
         now, mine = ranks_now(), (self._plan.schedule.rank, self._plan.schedule.world_size)
@@ -359,6 +370,7 @@ class Loader(DataLoaderParts):
     def stats(self, since: Stats | None = None) -> Stats:
         """The counters up to now, with open intervals; with `since`, their rise after that moment."""
         now = Stats.of(self._sources.added_to(self._executors.stats(), *self._here))
+        now.bad_shards = tuple(map(str, self._plan.source.bad_shards))
         return now if since is None else now.since(since)
 
     def series(self) -> list[dict[str, Any]]:

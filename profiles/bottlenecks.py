@@ -392,9 +392,13 @@ def settings_contradictions(verdict: Mapping[str, Any], tuning: Mapping[str, Any
     parts = change.split("; and for ")  # of several causes
     for key, value in settings.items():
         of_workers = key == "prefetch.concurrency" or key.endswith(".workers")
-        stage = "" if key == "prefetch.concurrency" else f'"{key.removeprefix("stages.").removesuffix(".workers")}"'
-        own = next((part for part in parts if f"resize({stage}" in part), parts[0])
-        resized = re.search(r'loader\.resize\("([^"]+)", workers=(\d+)\)', own)
+        stage = key.removeprefix("stages.").removesuffix(".workers")
+        in_pool = next((pool["stages"] for pool in tuning.get("pools", ()) if stage in pool["stages"]), [stage])
+        own, resized = parts[0], None
+        for part in parts:
+            found = re.search(r'loader\.resize\("([^"]+)", workers=(\d+)\)', part)
+            if resized is None and found and (key == "prefetch.concurrency" or found[1] in in_pool):
+                own, resized = part, found
         if of_workers and "more workers would not help" in own:
             problems.append(f"{key}: {value}, but {change!r}")
         if of_workers and resized is not None:

@@ -179,10 +179,15 @@ def _drawn(
     is_from_start: bool = False,
     **args: Any,
 ) -> Drawn:
+    found = {*kinds.split()}
+    if stage == "call" and not overrides.get("stages.call.thread_safe"):
+        found.add("lock")  # one item of such a function at a time is what limits it, whatever it does
+    if stage is not None and overrides.get("prefetch.batches") == 1 and overrides["prefetch.concurrency"] > 1:
+        found.add("depth")  # workers stand still at the end of each batch
     return Drawn(
         bottleneck,
         stage,
-        frozenset(kinds.split()),
+        frozenset(found),
         call,
         args,
         store,

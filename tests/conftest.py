@@ -47,7 +47,7 @@ INTEGRATION_TESTS = {
     ROOT / "tests" / place
     for place in ("engine/ray", "integrations/test_ray_data.py", "integrations/test_ray_train.py",
                   "integrations/test_tokenize.py",
-                  "metrics/test_with_ray.py", "stages/test_torchvision.py")
+                  "metrics/test_with_ray.py", "stages/test_torchvision.py", "profile/port/test_with_torchvision.py")
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from profiles.gpu_session.context import Report
 from profiles.gpu_session.loading import account, merged, own_account, shared_time
@@ -93,7 +94,7 @@ def test_what_a_step_has_left_running_or_in_memory_is_gone(place: Place) -> None
     before = sleepers()
     (line,) = run_steps(steps("orphan"), command(place), place, budget_s=1000)
     assert (line["outcome"], line["stderr"]) == ("passed", "begun\n")
-    assert sleepers() <= before
+    wait_for(lambda: sleepers() <= before)  # what is killed takes a while to end
     assert not list(place.fast.iterdir())
 
 

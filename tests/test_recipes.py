@@ -204,3 +204,19 @@ class TestAScriptWithADataLoader:
                 assert images.dtype == torch.float32
                 assert {*labels.tolist()} <= {0, 1, 2}
                 assert torch.equal(images, same_images), "drawn from the sample's own numbers"
+
+
+def test_labels_in_a_table_and_rare_classes(folder: Path) -> None:
+    (folder / "data" / "leaves").mkdir(parents=True)
+    for number in range(40):
+        Image.new("RGB", (60, 40), (6 * number, 0, 0)).save(folder / "data" / "leaves" / f"{number:03}.jpg")
+    rows = "".join(f"{number:03},{'oak' if number % 10 else 'yew'}\n" for number in range(40))
+    (folder / "data" / "leaves" / "train.csv").write_text(f"id,species\n{rows}")
+    with loaderkit.build(recipe(folder, "leaves.yaml")) as loader:
+        assert loader.classes == ["oak", "yew"]
+        batches = [batch for _ in range(10) for batch in loader]
+    labels = torch.cat([batch["label"] for batch in batches])
+    keys = [key for batch in batches for key in batch["__key__"]]
+    assert labels.tolist() == [int(int(key.removesuffix(".jpg")) % 10 == 0) for key in keys]
+    assert len(labels) == 400
+    assert 140 < labels.sum() < 260  # 200 within six standard deviations

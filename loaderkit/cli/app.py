@@ -19,6 +19,7 @@ from loaderkit.cli.checkpoints import checkpoints
 from loaderkit.cli.demo import demo
 from loaderkit.cli.indexing.command import index
 from loaderkit.cli.pack import pack
+from loaderkit.cli.port import port
 from loaderkit.cli.profile import profile
 from loaderkit.cli.restore import manifest, restore
 from loaderkit.cli.run import run
@@ -57,7 +58,8 @@ def _root(
 
 for function in (run, check, explain, profile, tune, index, pack, restore, manifest, checkpoints, demo):
     app.command()(function)
-app.command(context_settings={"allow_interspersed_args": False})(watch)
+for of_script in (watch, port):
+    app.command(context_settings={"allow_interspersed_args": False})(of_script)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +24,7 @@ from loaderkit.cli.terminal.options import (
     described,
     open_plan,
 )
-from loaderkit.errors import ConfigError
+from loaderkit.errors import ConfigError, SourceError
 
 if TYPE_CHECKING:
     from loaderkit.engine.metrics.tuning import Tuning
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from loaderkit.pipeline.execution_plan import ExecutionPlan
 
 _NUM_CLASSES_SHOWN = 5
+_NUM_LACKING_LISTED, _NUM_LACKING_SHOWN = 100, 3
 _MUCH_DECODED = 1.5  # times the bytes of an epoch
 
 
@@ -58,6 +59,7 @@ def check(
         "batch_tokens": plan.config.batch.tokens,
         "rank": plan.schedule.rank,
         "world_size": plan.schedule.world_size,
+        "num_listed": None if plan.config.kind.is_stream else len(plan.source),
         "extensions": _extensions(plan.config),
         "classes": plan.source.classes,
         "first_sample": _first_sample(plan),
@@ -65,6 +67,8 @@ def check(
         "left_out": dict(getattr(plan.source, "left_out", {})),
         "num_of_systems": getattr(plan.source, "num_of_systems", 0),
         "class_oddities": plan.source.oddities(),
+        "bad_shards": [shard._asdict() for shard in plan.source.bad_shards],
+        "lacking": _lacking(plan),
         **_first_batch(plan),
         **_row_groups(plan),
     }
@@ -113,7 +117,7 @@ def _row_groups(plan: ExecutionPlan) -> dict[str, Any]:
     if groups is None:
         return {}
     if plan.order.unit == "samples":  # else samples come in another order than in that of the source
-        share = decoded_share(groups, len(plan.source), plan.order, schedule.rank, schedule.world_size)
+        share = decoded_share(groups, len(plan.source), plan.order.core, schedule.rank, schedule.world_size)
     return {
         "row_groups": {
             "num": len(groups.group_bytes),
@@ -233,10 +237,28 @@ def describe_field(name: str, value: Any) -> dict[str, Any]:
 
 
 def _first_sample(plan: ExecutionPlan) -> dict[str, Any]:
-    """Key, origin and size in bytes (None if the source has no bytes) of the first sample in canonical order."""
-    source = plan.source
-    num_bytes = sum(sample_range.range.length for sample_range in source.ranges(0)) if source.has_ranges else None
+    """Key, origin and size in bytes (None if the source has no bytes, or not all of its fields) of the first sample in
+    canonical order."""
+    source, num_bytes = plan.source, None
+    with suppress(SourceError):  # a field is missing, which the batch that it is in says
+        num_bytes = sum(sample_range.range.length for sample_range in source.ranges(0)) if source.has_ranges else None
     return {"key": source.key(0), "origin": source.origin(0), "num_bytes": num_bytes}
+
+
+def _lacking(plan: ExecutionPlan) -> list[dict[str, Any]]:
+    """The fields that some samples lack, as the index of the source has it: how many, and the keys of the first."""
+    source, found = plan.source, []
+    for field, indices in source.lacking().items():
+        keys = source.keys(indices[:_NUM_LACKING_LISTED])
+        found.append({"field": field, "num": len(indices), "keys": keys, "origin": source.origin(int(indices[0]))})
+    return found
+
+
+def _said_of_lacking(checked: dict[str, Any]) -> Iterator[str]:
+    for one in checked["lacking"]:
+        named = ", ".join(one["keys"][:_NUM_LACKING_SHOWN])
+        more = ", ..." if one["num"] > _NUM_LACKING_SHOWN else ""
+        yield f"{one['num']} of {checked['num_listed']} samples have no {one['field']}: {named}{more}, from {one['origin']}"
 
 
 def _left_out(checked: dict[str, Any]) -> list[tuple[str, str]]:
@@ -261,6 +283,8 @@ def _left_out(checked: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _tell_check(checked: dict[str, Any]) -> None:
+    from loaderkit.sources.bad_shards import BadShard
+
     first, classes = checked["first_sample"], checked["classes"]
     rows = [
         ("samples", _samples(checked)),
@@ -294,6 +318,8 @@ def _tell_check(checked: dict[str, Any]) -> None:
         shape = "" if field["shape"] is None else " " + _shape(field["shape"])
         rows.append(("field", f"{field['name']}: {field['dtype']}{shape}"))
     rows += _left_out(checked)
+    rows += [("bad shard", str(BadShard(**shard))) for shard in checked["bad_shards"]]
+    rows += [("lacking", said) for said in _said_of_lacking(checked)]
     if checked["num_bad_in_first_batch"]:
         rows.append(("bad", f"{checked['num_bad_in_first_batch']} samples tried for the first batch"))
     if num_dropped := checked["num_dropped_for_first_batch"]:

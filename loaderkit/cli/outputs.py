@@ -1,4 +1,4 @@
-"""Where the report of `profile` goes: checked before the run, written after it."""
+"""Where the report of `profile`, and what other commands write, goes: checked before the run, written after it."""
 
 from __future__ import annotations
 
@@ -55,6 +55,16 @@ def open_outputs(
             raise typer.BadParameter(reason, param_hint="--html")
     earlier = [read_report(one, "--baseline") for one in baseline]
     return Outputs(path, json_path == "-", html, trace, folder, earlier)
+
+
+def check_free(path: Path, option: str, *, force: bool) -> None:
+    """Raises BadParameter for a file that is there, unless with `force`, or cannot be written."""
+    if path.exists() and not force:
+        raise typer.BadParameter(
+            f"{path} is there already: name another file, or --force overwrites it", param_hint=option
+        )
+    if (reason := why_not_writable(path)) is not None:
+        raise typer.BadParameter(reason, param_hint=option)
 
 
 def read_report(path: Path, option: str) -> Report:

@@ -108,10 +108,15 @@ def run(
 
 
 def _retry_quarantined(pipeline: Path, quarantine: Path, assignments: list[str] | None, as_json: bool) -> None:
-    from loaderkit.pipeline.delivery.bad_samples import indices_of, read_quarantine, retry_quarantined
+    from loaderkit.pipeline.delivery.bad_samples import (
+        indices_of,
+        quarantined_shards,
+        read_quarantine,
+        retry_quarantined,
+    )
     from loaderkit.stages.time_limit import NotCalledError
 
-    lines = read_quarantine(quarantine)
+    lines, shards = read_quarantine(quarantine), quarantined_shards(quarantine)
     plan = open_plan(pipeline, assignments, on_this_thread=True)
     if plan.config.kind.is_stream:
         raise typer.BadParameter("an iterable gives no single samples", param_hint="--only-quarantined")
@@ -124,19 +129,30 @@ def _retry_quarantined(pipeline: Path, quarantine: Path, assignments: list[str] 
         else:
             state = "untried" if isinstance(error.__cause__, NotCalledError) else "bad"
             tried[state].append({**line._asdict(), "stage": error.stage, "error": str(error)})
+    still_bad = {shard.name: str(shard) for shard in plan.source.bad_shards}
+    good_shards = [name for name in shards if name not in still_bad]
     if as_json:
-        console.tell_json({"pipeline": plan.config.name, **tried})
+        of_shards = {"bad_shards": [*still_bad.values()], "good_shards": good_shards}
+        console.tell_json({"pipeline": plan.config.name, **tried, **of_shards})
     else:
-        for state in ("bad", "untried"):
-            for one in tried[state]:
-                console.tell(f"{state:<5} {_said(one)} (epoch {one['epoch']}): {one['error']}")
-        for one in tried["good"]:
-            console.tell(f"good  {_said(one)} (epoch {one['epoch']})")
-        for one in tried["gone"]:
-            console.tell(f"gone  {_said(one)}: the data set has it no more")
-        console.tell(", ".join(f"{len(some)} {state}" for state, some in tried.items() if some or state != "untried"))
-    if tried["bad"] or tried["untried"]:
+        for said in still_bad.values():
+            console.tell(f"bad   shard {said}")
+        for name in good_shards:
+            console.tell(f"good  shard {name}")
+        _tell_tried(tried)
+    if tried["bad"] or tried["untried"] or still_bad:
         raise typer.Exit(1)
+
+
+def _tell_tried(tried: Mapping[str, list[dict[str, Any]]]) -> None:
+    for state in ("bad", "untried"):
+        for one in tried[state]:
+            console.tell(f"{state:<5} {_said(one)} (epoch {one['epoch']}): {one['error']}")
+    for one in tried["good"]:
+        console.tell(f"good  {_said(one)} (epoch {one['epoch']})")
+    for one in tried["gone"]:
+        console.tell(f"gone  {_said(one)}: the data set has it no more")
+    console.tell(", ".join(f"{len(some)} {state}" for state, some in tried.items() if some or state != "untried"))
 
 
 def _said(one: Mapping[str, Any]) -> str:

@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import importlib.util
 import os
-import runpy
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
+from functools import cached_property
 from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from loaderkit._internal.atomic_file import why_not_writable, write_atomically
+from loaderkit.cli.outputs import check_free
+from loaderkit.cli.script import IsModule, ScriptArguments, ScriptName, check_script, exit_code, run_script
 from loaderkit.cli.terminal import console
 from loaderkit.cli.terminal.options import Settings
-from loaderkit.profile.watched.script import ScriptLoaders
+from loaderkit.profile.watched.script import ScriptLoaders, ScriptLoop
 
 if TYPE_CHECKING:
+    from loaderkit.profile.port.compare import ScriptComparison
     from loaderkit.profile.report import Report
 
 _MOST_SHOWN = 5
-_IMPORT = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
-_BEFORE = (__file__, runpy.__file__, "<frozen runpy>", *_IMPORT)  # frames before the script's own
 
 
 def watch(
     context: typer.Context,
-    script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="A Python script; with -m a module.", show_default=False)
-    ],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments, whatever they are.", show_default=False)
-    ] = None,
+    script: ScriptName,
+    arguments: ScriptArguments = None,
     *,
-    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
+    is_module: IsModule = False,
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.", show_default=False)
     ] = None,
@@ -51,12 +46,24 @@ def watch(
             "--html", metavar="FILE", help="Write the report as one HTML page with charts.", show_default=False
         ),
     ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="When SCRIPT is over, run the same samples through a pipeline of loaderkit with the script's own step, "
+            "for some 15 s, and write that pipeline.",
+        ),
+    ] = False,
+    pipeline: Annotated[
+        Path, typer.Option("--pipeline", metavar="FILE", help="Where --compare writes the pipeline.")
+    ] = Path("pipeline.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Let --compare overwrite FILE.")] = False,
 ) -> None:
     """Run SCRIPT as it is, and say on stderr what its loops over torch's DataLoaders wait for, which of its lines take that
     time, and what to change.
 
-    Options come before SCRIPT. Of several DataLoaders each has a report, in files FILE, FILE-2, ...; under torchrun each rank:
-    torchrun -m loaderkit watch SCRIPT.
+    Options come before SCRIPT. Of several DataLoaders each has a report, in files FILE, FILE-2, ... (so have their pipelines);
+    under torchrun each rank: torchrun -m loaderkit watch SCRIPT.
     """
     for path, option in ((json_path, "--json"), (html, "--html")):
         if path is not None and (reason := why_not_writable(path)) is not None:
@@ -64,14 +71,17 @@ def watch(
     missing = [name for name in ("jinja2", "vl_convert") if html is not None and importlib.util.find_spec(name) is None]
     if missing:
         raise typer.BadParameter(f"it needs {missing[0]}: pip install 'loaderkit[profile]'", param_hint="--html")
-    if not is_module and not Path(script).exists():
-        raise typer.BadParameter(f"there is no file {script}; options come before it", param_hint="SCRIPT")
+    check_script(script, is_module=is_module)
+    if compare:
+        check_free(pipeline, "--pipeline", force=force)
     wanted = Script(
         script,
         tuple(arguments or ()),
         is_module,
         json_path and json_path.resolve(),  # the script may go to another folder
         html and html.resolve(),
+        pipeline.resolve() if compare else None,
+        force,
     )
     settings = context.obj
     assert isinstance(settings, Settings)
@@ -87,35 +97,23 @@ class Script:
     is_module: bool
     json: Path | None
     html: Path | None
+    pipeline: Path | None = None  # where --compare writes; None: nothing is compared
+    force: bool = False
 
     def run(self) -> int:
         """Run it in this process, as Python would; the exit code that it asks for. Raises KeyboardInterrupt for a script that
         Ctrl-C ended, when all is said about it."""
-        loaders, ended_by, pid = ScriptLoaders(Path(self.name).name), None, os.getpid()
+        note = None if self.pipeline is None else self._port
+        loaders, pid = ScriptLoaders(Path(self.name).name, note), os.getpid()
         loaders.begin()
         with _on_sigterm(lambda: self._deliver(loaders, KeyboardInterrupt, None, "terminated by SIGTERM")):
-            try:
-                self._run()
-                _join_threads()
-            except BaseException as error:
-                ended_by = error
-            code, is_error = _exit_code(ended_by), not isinstance(ended_by, (SystemExit, type(None)))
+            ended_by = run_script(self.name, self.arguments, is_module=self.is_module)
+            code, is_error = exit_code(ended_by), not isinstance(ended_by, (SystemExit, type(None)))
             if os.getpid() == pid:  # and no child that the script has forked, which has come to its end as well
                 self._deliver(loaders, type(ended_by) if is_error and ended_by else None, ended_by)
         if type(ended_by) is KeyboardInterrupt:
             raise KeyboardInterrupt
         return code
-
-    def _run(self) -> None:
-        sys.argv = [self.name, *self.arguments]
-        if not getattr(sys.flags, "safe_path", False):
-            sys.path[0] = os.getcwd() if self.is_module else str(Path(self.name).resolve().parent)
-        if self.is_module:
-            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-        elif Path(self.name).is_dir():
-            runpy.run_path(self.name, run_name="__main__")
-        else:
-            _run_file(str(Path(self.name).absolute()))
 
     def _deliver(
         self,
@@ -126,7 +124,8 @@ class Script:
     ) -> None:
         """Say and write the reports. What goes wrong with that is said, and is no matter for the script."""
         try:
-            reports = loaders.reports(kind, error)
+            loops = loaders.loops(kind, error)
+            reports = self._compared(loops, why or (f"the script was ended by {kind.__name__}" if kind else None))
             if why is not None:
                 reports = [report.model_copy(update={"partial": why}) for report in reports]
             with_batches = [report for report in reports if report.num_batches]
@@ -136,6 +135,30 @@ class Script:
             self._write(with_batches)
         except Exception as failed:
             _say(f"there is no report: {type(failed).__name__}: {failed}")
+
+    @cached_property
+    def _comparison(self) -> ScriptComparison:
+        from loaderkit.loader import build  # with torch, which the script has imported by now
+        from loaderkit.profile.port.compare import ScriptComparison
+
+        assert self.pipeline is not None
+        return ScriptComparison(Path(self.name).name, self.pipeline, self.force, build)
+
+    def _port(self, loader: Any) -> Any:
+        return self._comparison.port(loader)
+
+    def _compared(self, loops: list[ScriptLoop], ended: str | None) -> list[Report]:
+        """The reports, with the pipelines of those that gave batches if these are wanted. `ended`: why they are not run."""
+        if self.pipeline is None:
+            return [loop.report for loop in loops]
+        if ended is None and any(loop.report.num_batches for loop in loops):
+            _say("the script is over; its samples are now run through a pipeline of loaderkit (Ctrl-C leaves that out)")
+        reports, number = [], 0
+        for loop in loops:
+            number += loop.report.num_batches > 0
+            is_empty = not loop.report.num_batches
+            reports.append(loop.report if is_empty else self._comparison.report(loop, number, ended))
+        return reports
 
     def _write(self, reports: list[Report]) -> None:
         """Write each report to each file. One that cannot be written does not keep the others from it."""
@@ -177,16 +200,6 @@ def _to_html(report: Report) -> str:
     return to_html(report)
 
 
-def _run_file(path: str) -> None:
-    """Run a script as `__main__`, which `runpy.run_path` would take away at the end, and give it another `sys.argv[0]`."""
-    loader = SourceFileLoader("__main__", path)
-    code = loader.source_to_code(loader.get_data(path), path)
-    module = ModuleType("__main__")
-    module.__dict__.update(__file__=path, __builtins__=builtins, __cached__=None, __loader__=loader, __annotations__={})
-    sys.modules["__main__"] = module
-    exec(code, module.__dict__)  # noqa: S102  # the script that the user has named, as Python runs it
-
-
 def _show(reports: list[Report], without_batches: list[Report]) -> None:
     """Say what there is to say, the loop that waited longest first."""
     from loaderkit.profile.render.terminal import render, to_text
@@ -210,38 +223,6 @@ def _show(reports: list[Report], without_batches: list[Report]) -> None:
             sys.stderr.flush()
     if rest := ranked[_MOST_SHOWN:]:
         console.say(f"and {len(rest)} more, which waited {sum(report.stall.total_s for report in rest):.1f} s in all")
-
-
-def _exit_code(ended_by: BaseException | None) -> int:
-    """That of Python for a script that ended so; its traceback is shown as Python shows it."""
-    if ended_by is None:
-        return 0
-    if isinstance(ended_by, SystemExit):
-        if ended_by.code is None or isinstance(ended_by.code, int):
-            return ended_by.code or 0
-        with contextlib.suppress(OSError, ValueError):
-            console.say(str(ended_by.code))
-        return 1
-    trace = _of_script(ended_by)
-    sys.excepthook(type(ended_by), ended_by.with_traceback(trace), trace)
-    return 1
-
-
-def _of_script(error: BaseException) -> TracebackType | None:
-    """The traceback from the script's own frames on; of a script that does not compile none, as of Python."""
-    whole = trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename not in _BEFORE:
-            return trace
-        trace = trace.tb_next
-    return None if isinstance(error, SyntaxError) else whole
-
-
-def _join_threads() -> None:
-    """Wait for the script's threads, as Python does before it ends."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
 
 
 @contextlib.contextmanager

@@ -83,9 +83,10 @@ def slow_samples(facts: Facts) -> Verdict | None:
     if "batch" in kinds or interval.stats.turn_share(stage.name) >= ALWAYS:
         return None  # batches are new memory now and then; and in turn nothing else is done meanwhile, however long one takes
     # What waits for the GIL is slow for as long as others have it, and off the CPU in a stage that waits for nothing else.
+    if trial.holds_gil or not stage.waits:
+        return _stragglers(facts, 0.0, stage.busy_s - stage.cpu_s)
     least_s = MOST_FOR_GIL_S if (trial.gil_taken or 0.0) > _CONTENDED else 0.0
-    is_off_for_gil = trial.holds_gil or not stage.waits
-    return _stragglers(facts, least_s, stage.busy_s - stage.cpu_s if is_off_for_gil else stage.delayed_s)
+    return _stragglers(facts, least_s, stage.delayed_s)
 
 
 def stragglers(facts: Facts) -> Verdict | None:

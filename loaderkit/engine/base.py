@@ -299,7 +299,7 @@ class Engine(ABC):
         work_item = item.work_item
         if worker_clock.trace is not None:
             worker_clock.item = (work_item.epoch, work_item.end, item.lo, item.hi)
-        num_items, num_failed = len(item), len(item.failures)
+        num_items, num_failed = len(item), item.num_failed
         try:
             for number, run, part_of in pool.sample_stages:
                 turn = self.turns[number]
@@ -313,9 +313,9 @@ class Engine(ABC):
                     worker_clock.served(number, num_items, num_bytes or 0, item)
                 elif (part := part_of(item)) is not None:
                     worker_clock.served(number, len(part), num_bytes or 0, part)
-                if len(item.failures) > num_failed:
-                    worker_clock.failed(number, len(item.failures) - num_failed)
-                    num_failed = len(item.failures)
+                if item.num_failed > num_failed:
+                    worker_clock.failed(number, item.num_failed - num_failed)
+                    num_failed = item.num_failed
         except Exception as error:
             work_item.error = work_item.error or error
         if not pool.plan.lands:

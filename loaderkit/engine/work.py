@@ -174,6 +174,11 @@ class Chunk:
         """Its name in messages."""
         return f"slots {self.lo} to {self.hi}"
 
+    @property
+    def num_failed(self) -> int:
+        """How many items have failed so far."""
+        return len(self.failures)
+
     def index_of(self, row: int) -> int:
         """The plan's index of the item at `row` of the chunk."""
         return self.lo + row

@@ -86,6 +86,7 @@ FAMILIES = {
     "memory_live_bytes": Family("Memory of open batches and of those that the program still holds", "gauge"),
     "memory_allocated_bytes": Family("Memory allocated for batches, in use or kept for the next ones", "gauge"),
     "memory_rss_bytes": Family("Resident memory of the processes that load", "gauge"),
+    "bad_shards": Family("Shards that are left out of the source as they are damaged or missing", "gauge"),
     "source_passes": Family("Passes over a mixed source's samples, all ranks together", "gauge", ("source",)),
     "node_workers": Family("Processes that load on a node", "gauge", ("node",)),
     "store_held_bytes": Family("Bytes fetched ahead of `read` that are in memory", "gauge"),
@@ -196,6 +197,7 @@ def gauges(stats: Stats, epoch: int) -> Iterator[Point]:
     for name in ("budget", "slab", "batch", "open", "live", "allocated"):
         yield Point(f"memory_{name}_bytes", (), stats.memory[f"{name}_bytes"])
     yield Point("memory_rss_bytes", (), stats.host.rss_bytes)
+    yield Point("bad_shards", (), len(stats.bad_shards))
     for source in stats.sources:
         yield Point("source_passes", (source.name,), source.num_passes)
     for node in stats.nodes.rows:

@@ -28,6 +28,7 @@ from loaderkit.sources.forecast import Chosen, Forecast
 from loaderkit.sources.mixture import MixtureSource, SourcePart
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.context import CompileContext, Stream
+from loaderkit.stages.expand import ExpandArgs, cuts_samples, sharing, unless_empty
 from loaderkit.stages.image.decode import DecodeArgs, decode_hint
 from loaderkit.stages.layout import Examples, specs_of
 from loaderkit.stages.parts import for_part
@@ -221,6 +222,10 @@ def _compile(
             stages += parts
             context.sample_runs.extend(part.run for part in parts)
             continue
+        if isinstance(config.args, ExpandArgs) and cuts_samples(context.stages):
+            stages = [replace(stage, run=unless_empty(stage.run)) for stage in stages]
+            stages.append(sharing(config))
+            context.sample_runs.append(stages[-1].run)
         if lowering is None or config not in lowering.stages:
             stage = context.compile(config)
         elif config is lowering.decode:

@@ -59,7 +59,7 @@ class DaliLowering:
             fields=args.fields,
             takes_jpegs="jpeg" in args.formats,
             max_pixels=args.max_pixels,
-            draws=lambda name, chunk: uniforms(keys[name][chunk.epoch], chunk.indices, num_draws[name]),
+            draws=lambda name, chunk: uniforms(keys[name][chunk.epoch], keys[name].numbers(chunk), num_draws[name]),
             decode=context.compile(on_cpu).run,
             plain=run_plain,
             finish=self._finish(context),

@@ -6,6 +6,7 @@ config ──compile_pipeline──> ExecutionPlan ──make_executor──> Ex
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from typing import Any
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.work import Stage
-from loaderkit.errors import ConfigError
+from loaderkit.errors import ConfigError, printable
 from loaderkit.pipeline.compiler import CompiledStages, compile_stages
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
@@ -28,10 +29,13 @@ from loaderkit.pipeline.ranks.share_check import check_shared, is_shared
 from loaderkit.ranks.place import Place, given_place, ranks_now
 from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.shard import Shard
+from loaderkit.sources.bad_shards import check_number
 from loaderkit.sources.base import OwnedConnector, Source
 from loaderkit.sources.mixture import open_mixture
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.slowed import Slowdown
+
+logger = logging.getLogger("loaderkit")
 
 
 @dataclass(frozen=True)
@@ -118,21 +122,25 @@ def compile_pipeline(
             place = Place(0, 1)
     config = with_executor(config)
     check_shared(config, place)
-    given = connectors or {}
+    given, errors = connectors or {}, config.errors
     with ExitStack() as opened:  # closed if anything below raises
         begin_s = time.perf_counter()
         parts: tuple[OwnedConnector, ...] = ()
         connector, owns_connector = None, False
         source: Source
         if not (members := config.members):
-            source, (connector, owns_connector) = kind.open_with(config.source, given, opened)
+            source, (connector, owns_connector) = kind.open_with(config.source, given, opened, errors.on_bad_shard)
         else:
             source, parts = open_mixture(
                 [(member.name, SOURCES[member.kind], member.args) for member in members],
                 given,
                 opened,
                 share_labels=all(STAGES[stage.kind].is_contained for one in members for stage in one.stages),
+                on_bad_shard=errors.on_bad_shard,
             )
+        check_number(source.bad_shards, errors.max_bad_shards)
+        for shard in source.bad_shards:
+            logger.warning("bad shard (skip): %s", printable(str(shard)))
         list_s = time.perf_counter() - begin_s
         order = order_of(config, source)
         sampler = BatchSampler(
@@ -143,6 +151,7 @@ def compile_pipeline(
             config.batch.drop_last,
             wraps=not kind.is_stream,
             sizes=order if order.epochs_differ else None,
+            keeps_neighbours=order.keeps_neighbours,
         )
         schedule = _checked_schedule(sampler, config)
         inline_reason = None if is_shared(config, place) else why_inline(config, source, connector)

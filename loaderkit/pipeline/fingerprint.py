@@ -15,6 +15,7 @@ from loaderkit.pipeline.config.mixture import MixedSourceConfig, MixtureArgs
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.sampling.order import SampleOrder
+from loaderkit.sources.bad_shards import names_of
 from loaderkit.sources.base import Source, shortened
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.stages.base import StageConfig
@@ -86,9 +87,13 @@ def fingerprint_of(config: PipelineConfig, source: Source, order: SampleOrder) -
     values = _of_sources(config, source)
     if "mix" in digests:
         values["mix"] = digests.pop("mix")
+    if source.bad_shards:
+        values["bad_shards"] = names_of(source.bad_shards)
     values["order"] = (
         f"block of {block.block} bytes, window {block.window}, lanes {block.lanes}" if shuffle == "block" else shuffle
     )
+    if config.order.weights is not None:
+        values["order"] = f"weights {text_of(config.order.weights)}"
     values["stages"] = " > ".join(stage.name for stage in config.stages if stage.kind != "transfer")
     values |= digests
     if order.unit == "batches":

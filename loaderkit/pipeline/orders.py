@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,12 +14,13 @@ from loaderkit.errors import ConfigError, SourceError
 from loaderkit.pipeline.config.mixture import MixtureArgs
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.lengths import lengths_in, planned_lengths, planned_stage
+from loaderkit.sampling.expanded import ExpandedOrder
 from loaderkit.sampling.mix_rules import MixedSource
 from loaderkit.sampling.mixture import MixedOrder, Mixture
 from loaderkit.sampling.order import SampleOrder
 from loaderkit.sampling.packing import PackedOrder
 from loaderkit.sampling.random import key_of
-from loaderkit.sampling.schedule import BlockOrder, GlobalOrder, SequentialOrder
+from loaderkit.sampling.schedule import BlockOrder, GlobalOrder, SequentialOrder, WeightedOrder
 from loaderkit.sampling.token_batches import (
     TokenBatches,
     fill_by_length,
@@ -31,6 +33,7 @@ from loaderkit.sources.base import Source
 from loaderkit.sources.mixture import MixtureSource
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.batch import BatchArgs
+from loaderkit.stages.expand import ExpandArgs
 from loaderkit.stages.sequence.pack import PackArgs
 
 _WINDOW_IN_ORDER = 32768  # samples: batches end with it, so that no plan needs all samples before
@@ -40,8 +43,12 @@ Int64 = NDArray[np.int64]
 def order_of(config: PipelineConfig, source: Source) -> SampleOrder:
     """The order of a config's epochs. Raises ConfigError if it goes by lengths that are not known, or do not fit."""
     stage = planned_stage(config)
+    if config.order.weights is not None:
+        _check_weights(config, stage)
     if stage is None:
-        return _order_of_samples(config, source, None)
+        order = _order_of_samples(config, source, None)
+        nums = [one.args.num for one in config.stages if isinstance(one.args, ExpandArgs)]
+        return ExpandedOrder(order, nums[0]) if nums else order
     if isinstance(config.source, MixtureArgs) and config.source.mix.stop == "never":
         raise ConfigError(
             f"stages.{stage.name}: it is planned by epochs, and this mixture has no end: use another `stop` than never, or "
@@ -77,6 +84,8 @@ def _order_of_samples(config: PipelineConfig, source: Source, lengths: Int64 | N
 
 def _shuffled(config: PipelineConfig, kind: str, source: Source, seed: int) -> SampleOrder:
     order = config.order
+    if order.weights is not None:
+        return _weighted(order.weights, kind, source, seed)
     if order.shuffle == "global":
         return GlobalOrder(len(source), seed)
     if order.shuffle == "block":
@@ -84,6 +93,55 @@ def _shuffled(config: PipelineConfig, kind: str, source: Source, seed: int) -> S
             _block_bounds(source, kind, order.block.block), seed, window=order.block.window, lanes=order.block.lanes
         )
     return SequentialOrder(len(source))
+
+
+def _check_weights(config: PipelineConfig, planned: StageConfig | None) -> None:
+    """Raise ConfigError for what does not go together with samples that are drawn again and again."""
+    expanding = next((stage for stage in config.stages if isinstance(stage.args, ExpandArgs)), None)
+    if isinstance(config.source, MixtureArgs):
+        raise ConfigError(
+            "order.weights: the classes of one source have weights; sources that are mixed have their own"
+        )
+    if (stage := planned or expanding) is not None:
+        raise ConfigError(
+            "order.weights: what is drawn by weight is neither packed, nor cut by tokens, nor expanded: remove it, or the "
+            f"stage {stage.name}"
+        )
+
+
+def _weighted(given: str | Mapping[str, float], kind: str, source: Source, seed: int) -> WeightedOrder:
+    """Samples drawn by the weights of their classes. Raises ConfigError."""
+    if source.labels is None or source.labels.dtype.kind not in "iu":
+        numbers = " and its labels are numbers that name no class" if source.labels is not None else ""
+        raise ConfigError(
+            f"order.weights: it needs the class of every sample before it is read{numbers}, which `files` knows with `label: "
+            f"parent` or `labels`; this is kind: {kind}"
+        )
+    classes = source.labels.astype(np.int64)
+    weights = _class_weights(None if isinstance(given, str) else given, classes, source.classes, "order.weights")
+    return WeightedOrder(classes, weights, seed)
+
+
+def _class_weights(
+    given: Mapping[str, float] | None, classes: Int64, names: list[str] | None, where: str
+) -> dict[int, float]:
+    """The weight of every class that has samples, by its number: that `given` for its name (for its number without names); else
+    1. Raises ConfigError, naming `where`, for a name that is no class, one left out, and for no weight at all."""
+    present = np.unique(classes).tolist()
+    if given is None:
+        return dict.fromkeys(present, 1.0)
+    name_of = {number: names[number] if names is not None else str(number) for number in present}
+    known = {*name_of.values()} | {*(names or ())}
+    if unknown := [name for name in given if name not in known]:
+        raise ConfigError(f"{where}: {unknown[0]!r} is no class; there are: {', '.join(sorted(known)[:10])}")
+    if missing := [name for name in name_of.values() if name not in given]:
+        raise ConfigError(
+            f"{where}: the class {missing[0]!r} has no weight: name all, and give 0 to what is to be left out"
+        )
+    found = {number: given[name] for number, name in name_of.items()}
+    if not any(found.values()):
+        raise ConfigError(f"{where}: no class that has samples has a weight above 0")
+    return found
 
 
 def _block_bounds(source: Source, kind: str, block_bytes: int) -> Int64:

@@ -160,6 +160,7 @@ def make_report(facts: ReportFacts) -> Report:
         num_batches=passed.num_batches,
         num_samples=passed.num_samples,
         num_dropped=passed.num_dropped,
+        bad_shards=[*passed.bad_shards],
         stall=StallPart(**values["stall"], after_start_percent=after_start_percent),
         throughput=values["throughput"],
         steps=steps_of(log, waited_s),

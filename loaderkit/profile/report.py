@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, computed_field
 from loaderkit.diagnosis.restores import RestoreVerdict
 from loaderkit.diagnosis.verdict import Part
 from loaderkit.diagnosis.watched.lines import LineTimes
+from loaderkit.profile.port.parts import PortedLoader
 from loaderkit.profile.render.paragraph import paragraph
 from loaderkit.profile.report_parts import (
     Comparison,
@@ -79,6 +80,7 @@ class Report(_Document):
     num_batches: int
     num_samples: int
     num_dropped: int = Field(0, description="samples that `filter` left out of these batches; not in num_samples")
+    bad_shards: list[str] = Field([], description="that are left out of the source, each with what is wrong")
     stall: StallPart
     throughput: dict[str, float] = Field(description="samples_per_s, bytes_per_s")
     steps: Steps
@@ -91,6 +93,7 @@ class Report(_Document):
     first_batch: FirstBatch | None = Field(description="null: batches had come before the report began")
     utilisation: Utilisation | None
     lines: LineTimes | None = Field(None, description="which lines of a script that is watched make its batches")
+    ported: PortedLoader | None = Field(None, description="a DataLoader that is watched, as a pipeline: by --compare")
     saves: list[SaveRow] = Field([], description="of checkpoints, by CheckpointManager, in this process")
     headspace: Headroom | None = Field(None, description="what texts call headroom")
     what_if: list[WhatIf] = Field([], description="the change of the verdict first, then the most promising")

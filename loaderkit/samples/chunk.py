@@ -163,11 +163,17 @@ class SampleChunk(Chunk):
         return int(self.work_item.positions[self.slot_of(row)])
 
     def index_of(self, row: int) -> int:
+        """The index in the source of the sample at `row`; `indices` are also of what is made of it, for random numbers."""
         return int(self.indices[row])
 
     def slot_of(self, row: int) -> int:
         """The slot that the sample at `row` is for."""
         return self.lo + row
+
+    def replacement(self, row: int, index: int) -> SampleChunk:
+        """The work on another sample, for the slot of the bad one at `row`."""
+        slot = self.slot_of(row)
+        return SampleChunk(self.work_item, slot, slot + 1, np.array([index], np.int64))
 
     @property
     def where(self) -> slice | list[int]:

@@ -60,8 +60,10 @@ class SampleOrder(ABC):
     block_spread = 0  # the positions, about, from a block's first sample to its last one
     sources: Sequence[MixedSource] = ()
     """Those that take turns; none: there is one source."""
+    repeats = False  # True: a sample may come several times in an epoch, each time with random numbers of its own
     share_of: Literal["samples", "tokens"] = "samples"
     """What the weights of sources are shares of."""
+    keeps_neighbours = False  # True: a rank's batches are of consecutive positions, as neighbours are read together
 
     @abstractmethod
     def num_positions(self, epoch: int) -> int:
@@ -85,6 +87,10 @@ class SampleOrder(ABC):
         """The samples of an epoch; of packed ones the sequences."""
         return self.num_positions(epoch)
 
+    def samples_of(self, indices: Int64) -> Int64:
+        """The samples of the source that the slots of batches are made of, where each is made of one: int64 [n] both."""
+        return indices
+
     def keys(self, epoch: int, indices: Int64, keys_of: Callable[[Int64], list[str]]) -> list[str]:
         """The names of what is in the slots of a batch, from `keys_of` samples."""
         return keys_of(indices)
@@ -92,6 +98,10 @@ class SampleOrder(ABC):
     def lengths_of(self, samples: Int64) -> Int64:
         """The tokens of some samples, where they are known: int64 [n]."""
         raise AssertionError(f"{type(self).__name__} knows no lengths")
+
+    def others(self, index: int, draws: NDArray[np.float64]) -> Int64 | None:
+        """As `Source.others`, where the order says which samples may come; None: it does not."""
+        return None
 
     def digests(self) -> dict[str, str]:
         """The parts of a state's fingerprint that tell this order from another one of the same sources and shuffle."""

@@ -20,8 +20,7 @@ import numpy as np
 
 from loaderkit import native
 from loaderkit.sampling.order import Int64, Reads, SampleOrder, WrappedOrder, digest_of
-from loaderkit.sampling.permutation import Bijection
-from loaderkit.sampling.random import key_of
+from loaderkit.sampling.random import Bijection, key_of
 
 _COUNTED_AT_ONCE = 400_000  # samples
 _KEPT_SPANS, _KEPT_EPOCHS, _KEPT_TAKEN = 4, 3, 16

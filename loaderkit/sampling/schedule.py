@@ -6,6 +6,7 @@ every world size, batch size, number of workers and restart, and a saved state i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple, Protocol
@@ -16,8 +17,7 @@ from numpy.typing import NDArray
 from loaderkit._internal.splitmix import mix
 from loaderkit.errors import ConfigError
 from loaderkit.sampling.order import Int64, SampleOrder
-from loaderkit.sampling.permutation import Bijection
-from loaderkit.sampling.random import key_of
+from loaderkit.sampling.random import Bijection, key_of, uniforms
 
 UNKNOWN = 1 << 60
 """The number of samples of what ends when it ends."""
@@ -54,6 +54,41 @@ class GlobalOrder(SampleOrder):
         distinct, places = np.unique(epochs, return_inverse=True)
         keys = np.array([key_of("global", self._seed, epoch) for epoch in distinct.tolist()], np.uint64)
         return Bijection(self._num_samples, keys if len(keys) == 1 else keys[places])(positions)
+
+
+class WeightedOrder(SampleOrder):
+    """At every position a class is drawn by its weight, and one of its samples, each as likely: with replacement, as torch's
+    WeightedRandomSampler draws. An epoch has as many positions as there are samples.
+
+    `classes`: int64 [samples]. `weights` are by class number, and no class without a weight is drawn.
+    """
+
+    repeats = True
+
+    def __init__(self, classes: Int64, weights: Mapping[int, float], seed: int) -> None:
+        self._seed = seed
+        self._classes = classes
+        self._members = np.argsort(classes, kind="stable").astype(np.int64)  # class by class
+        numbers, counts = np.unique(classes, return_counts=True)
+        self._counts, self._starts = counts.astype(np.int64), np.cumsum(counts) - counts
+        shares: NDArray[np.float64] = np.array([weights.get(number, 0.0) for number in numbers.tolist()], np.float64)
+        self._ends = np.cumsum(shares / shares.sum())
+        self._ends[np.flatnonzero(shares)[-1] :] = 1.0  # a draw is below 1, a rounded sum may be, too
+
+    def num_positions(self, epoch: int) -> int:
+        return len(self._members)
+
+    def indices(self, epoch: int, positions: Int64) -> Int64:
+        draws = uniforms(key_of("weighted", self._seed, epoch), positions.ravel(), 2)
+        drawn = np.searchsorted(self._ends, draws[:, 0], side="right")
+        places = self._starts[drawn] + (draws[:, 1] * self._counts[drawn]).astype(np.int64)
+        samples: Int64 = self._members[places].reshape(positions.shape)
+        return samples
+
+    def others(self, index: int, draws: NDArray[np.float64]) -> Int64:
+        """Of the same class."""
+        members = np.flatnonzero(self._classes == self._classes[index])
+        return members[(draws * len(members)).astype(np.int64)]
 
 
 class BlockOrder(SampleOrder):
@@ -189,7 +224,8 @@ class BatchSampler:
     Position p goes to rank p mod world_size. Dropping, every rank has floor(left / (batch_size world_size)) batches; else
     every rank has ceil(left / world_size) samples, and positions past the end are marked as wrapped. Where samples cannot be
     repeated (`wraps`), the last batch has what is left, and there is none unless every rank has a sample for it. With `sizes`
-    the number of samples is that of one epoch, and `of_epoch` gives others.
+    the number of samples is that of one epoch, and `of_epoch` gives others. With `keeps_neighbours`, of what wraps, a rank's
+    batch is a run of consecutive positions, and all ranks together have the same ones in every step.
     """
 
     num_samples: int
@@ -199,6 +235,7 @@ class BatchSampler:
     drop_last: bool
     wraps: bool = True
     sizes: EpochSizes | None = None
+    keeps_neighbours: bool = False
 
     def of_epoch(self, epoch: int) -> BatchSampler:
         """This one, for the samples of another epoch."""
@@ -253,11 +290,22 @@ class BatchSampler:
 
         int64 [num_batches * batch_size], or less at the end of the epoch.
         """
+        if self.keeps_neighbours:
+            return self._runs(start, step, num_batches)
         first = start + (self.rank - start) % self.world_size
         per_rank = -(-(self.num_samples - (start if self.wraps else first)) // self.world_size)
         lo = step * self.batch_size
         hi = min(lo + num_batches * self.batch_size, per_rank)
         return np.arange(first + lo * self.world_size, first + hi * self.world_size, self.world_size, dtype=np.int64)
+
+    def _runs(self, start: int, step: int, num_batches: int) -> Int64:
+        per_rank = -(-(self.num_samples - start) // self.world_size)
+        before = np.arange(step, step + num_batches, dtype=np.int64) * self.batch_size  # on each rank
+        sizes = np.clip(per_rank - before, 0, self.batch_size)
+        firsts = start + before * self.world_size + self.rank * sizes
+        places = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        positions: Int64 = np.repeat(firsts, sizes) + places
+        return positions
 
     def position_after(self, start: int, num_batches: int) -> int:
         """The global position once every rank has delivered `num_batches` batches from `start` on."""

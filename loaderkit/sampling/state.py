@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import chain
@@ -12,6 +13,7 @@ from loaderkit._internal.text import short_repr
 from loaderkit.errors import ConfigError, StateError
 
 STATE_VERSION = 1
+_NUM = re.compile(r'"num": (\d+)')
 logger = logging.getLogger("loaderkit")
 
 
@@ -80,10 +82,12 @@ class State:
             raise ConfigError(f"accept={accept!r}: expected the names of what may differ, such as ['seed', 'mix']")
         accept = {accept} if isinstance(accept, str) else set(accept)
         _check_names(accept, {*self.fingerprint, *fingerprint})
+        is_same_data = all(self.fingerprint.get(part) == fingerprint.get(part) for part in ("data", "sources"))
         parts = {
             part: _apart(part, self.fingerprint.get(part, "nothing"), fingerprint.get(part, "nothing"))
             for part in sorted({*self.fingerprint, *fingerprint})
             if (part != "classes" or part in self.fingerprint)  # once states had them in the digest of `data` alone
+            if not (part == "bad_shards" and is_same_data)  # another way to leave out the same
         }
         differences = {part: pair for part, pair in parts.items() if pair[0] != pair[1]}
         if self.seed != seed:
@@ -126,13 +130,31 @@ class State:
                 " Other weights from here on need no acceptance: leave those of the sources as they were, and add them to "
                 "`mix.changes`, at a position that has not come yet."
             )
+        if "bad_shards" in refused:
+            hint = (
+                " To go on exactly, let the same shards be left out, also by `include`; to read what was mended, begin with "
+                f"the next epoch: set_epoch({self.epoch + 1})."
+            )
         return (
             f"{effect}; it differs in {said}.{hint} To go on nevertheless, at position {self.position} of epoch {self.epoch} "
             f"of this loader's own order: load_state_dict(state, accept={sorted(differences)})"
         )
 
 
-_PARTS = ("batches", "classes", "data", "fields", "lengths", "mix", "order", "position", "seed", "sources", "stages")
+_PARTS = (
+    "bad_shards",
+    "batches",
+    "classes",
+    "data",
+    "fields",
+    "lengths",
+    "mix",
+    "order",
+    "position",
+    "seed",
+    "sources",
+    "stages",
+)
 
 
 def _check_names(accept: Collection[str], parts: Collection[str]) -> None:
@@ -148,8 +170,11 @@ def _unit(fingerprint: dict[str, str]) -> str:
     """What a position counts."""
     if "batches" in fingerprint:
         return "batches"
-    is_packed = any(part.startswith("stages.") and value.startswith("pack ") for part, value in fingerprint.items())
-    return "sequences" if is_packed else "samples"
+    stages = [value for part, value in fingerprint.items() if part.startswith("stages.")]
+    if any(value.startswith("pack ") for value in stages):
+        return "sequences"
+    nums = [_NUM.search(value) for value in stages if value.startswith("expand ")]
+    return "".join(["samples", *(f" of which {num[1]} are made of one" for num in nums if num is not None)])
 
 
 def _is_accepted(part: str, accept: Collection[str]) -> bool:
@@ -160,7 +185,7 @@ def _moves_samples(differences: dict[str, tuple[str, str]]) -> bool:
     """False if only what is made of the samples differs, and not which comes when."""
     return any(
         part not in ("classes", "fields", "stages")
-        and (not part.startswith("stages.") or any(value.startswith(("pack ", "batch ")) for value in pair))
+        and (not part.startswith("stages.") or any(value.startswith(("pack ", "batch ", "expand ")) for value in pair))
         for part, pair in differences.items()
     )
 

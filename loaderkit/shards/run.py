@@ -173,6 +173,7 @@ def _make_missing(
     """Make the shards `missing`, and add them to `records`."""
     job, errors = plan.job, plan.job.plan.config.errors
     bad = BadSamples(errors, job.plan.source)
+    bad.note_shards()
     bad.recall(one["sample"] for record in records.values() for one in record.bad)
     samples_done = sum(int(job.bounds[number + 1] - job.bounds[number]) for number in records)
     bytes_done = sum(record.num_bytes for record in records.values())

@@ -64,6 +64,8 @@ def _why_left(stage: StageConfig) -> str:
     kind = STAGES[stage.kind]
     if kind.packs:
         return "plans over the order of each epoch"
+    if kind.expands:
+        return "makes several samples of one, of which each epoch has others"
     if kind.num_draws:
         return "draws random numbers for each epoch"
     if isinstance(stage.args, CallArgs):

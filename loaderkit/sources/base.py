@@ -6,7 +6,7 @@ SourceKind.open(args, connector) ──> Source ──reader(ReadContext)──>
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -23,6 +23,7 @@ from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.sample import FieldRange, Sample, Table
 from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.shard import Shard
+from loaderkit.sources.bad_shards import BadShard, BadShards, OnBadShard
 
 _MAX_CLASSES_NAMED = 10
 
@@ -149,6 +150,7 @@ class Source(ABC):
     """A finite set of samples in canonical order, numbered from 0. What is not abstract is a hook that has a default."""
 
     classes: list[str] | None = None
+    labels: NDArray[Any] | None = None  # of every sample, where they are known without reading: int or float [samples]
     index_s: float = 0.0  # of the time that opening took: for the indexes of archives
     is_typed = True  # False: a field may have another type in every sample, as in JSON
     has_untyped_arrays = False  # True: a list of numbers is an array whose type only the numbers tell
@@ -159,6 +161,7 @@ class Source(ABC):
     lengths: NDArray[np.int64] | None = None  # of that field in every sample: int64 [samples]
     row_groups: RowGroups | None = None  # in which samples are decoded and held; None: each is read by itself
     in_order: ItemsInOrder | None = None  # how items are read that come in their own order only; None: at any time
+    bad_shards: Sequence[BadShard] = ()  # those that were left out of it
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -237,6 +240,10 @@ class Source(ABC):
         """What looks wrong in what was listed, a sentence each, for `loaderkit check`."""
         return []
 
+    def lacking(self) -> Mapping[str, NDArray[np.int64]]:
+        """Field -> the samples that lack it, as far as that is known without reading, for `loaderkit check`: int64 [n] each."""
+        return {}
+
 
 NO_BLOCKS = "order.shuffle: block needs a source that knows where its bytes lie: use global or none with this one"
 
@@ -268,7 +275,7 @@ class SourceKind:
     """
 
     args: type[SourceArgs]
-    open: Callable[[Any, Any], Source] | None = None
+    open: Callable[..., Source] | None = None
     """(args, the connector at `root`, if there is one) -> the samples, listed."""
     root: Callable[[Any], str] | None = None  # the URL at which the connector starts; None: there is no connector
     fields: Callable[[Any], Mapping[str, str] | None] = _none  # field -> image, text, ...; None: only the data tells
@@ -278,6 +285,8 @@ class SourceKind:
     """Which fields are the bytes of files up to `decode`, so that `loaderkit pack` may write them as they are."""
     has_blocks: bool = True  # False: `order.shuffle: block` is refused
     has_samples: bool = True  # False: it has tensors, to be restored
+    has_shards: bool = False
+    """True: `open` gets the source's `BadShards` as well, and tells it of shards that are damaged or missing."""
     is_stream: bool = False  # items come in their own order only, and their number shows at their end
     objects: Callable[[Any], Mapping[str, Any]] = _nothing
     """Key -> object that the user gave for it and that is pickled to loading processes."""
@@ -285,7 +294,7 @@ class SourceKind:
     """(args, the opened source) -> what `loaderkit check` finds out about items of the user's code, by the keys of its JSON."""
 
     def open_with(
-        self, args: SourceArgs, given: Mapping[str, Connector], opened: ExitStack
+        self, args: SourceArgs, given: Mapping[str, Connector], opened: ExitStack, on_bad_shard: OnBadShard = "raise"
     ) -> tuple[Source, OwnedConnector]:
         """A source, listed, and its connector: one of `given` by its scheme, else one that `opened` closes."""
         assert self.open is not None
@@ -294,7 +303,12 @@ class SourceKind:
         is_owned = connector is not None and connector not in given.values()
         if connector is not None and is_owned:
             opened.callback(connector.close)
-        return self.open(args, connector), OwnedConnector(connector, is_owned)
+        if not self.has_shards:
+            return self.open(args, connector), OwnedConnector(connector, is_owned)
+        bad_shards = BadShards(on_bad_shard)
+        source = self.open(args, connector, bad_shards)
+        source.bad_shards = bad_shards.found
+        return source, OwnedConnector(connector, is_owned)
 
     def is_elsewhere(self, args: SourceArgs) -> bool:
         """True if the samples lie in another place than the file system."""

@@ -105,7 +105,7 @@ class FieldMap:
         self.names = None if fields is None else tuple(fields)
         self._fields: dict[str, str] = {}
         if fields is None:
-            self._fields = dict.fromkeys(IMAGE_EXTENSIONS, "image") | dict(defaults or {})
+            self._fields = dict.fromkeys(IMAGE_EXTENSIONS, "image") | {"nii.gz": "nii"} | dict(defaults or {})
         else:
             for name, listed in fields.items():
                 self._fields |= dict.fromkeys(_split_extensions(listed), name)
@@ -132,12 +132,17 @@ class FieldMap:
         return None
 
 
+def last_extension(name: str) -> str:
+    """The part of a name, or of an extension, that says what a file is: what follows its last dot, or "nii.gz"."""
+    return "nii.gz" if name.endswith("nii.gz") else name.rpartition(".")[2]
+
+
 def described_fields(fields: Mapping[str, str]) -> dict[str, str] | None:
     """Field -> its content (image, text, a number, ...) by its extensions; None if only the data can tell."""
     named = {name: _split_extensions(listed) for name, listed in fields.items()}
     if are_patterns(fields):
         named = {name: [_last_extension(text) for text in expand_braces(listed)] for name, listed in fields.items()}
-        if not all(extension.isalnum() for extensions in named.values() for extension in extensions):
+        if not all(extension.replace(".", "").isalnum() for extensions in named.values() for extension in extensions):
             return None
     return _unless_archived({name: _content_of(extensions) for name, extensions in named.items()})
 
@@ -146,7 +151,7 @@ def included_fields(include: str | tuple[str, ...]) -> dict[str, str] | None:
     """The same for the files that patterns include; None if a pattern does not end in one extension."""
     patterns = (include,) if isinstance(include, str) else include
     extensions = list(map(_last_extension, patterns))
-    if not all(extension.isalnum() for extension in extensions):
+    if not all(extension.replace(".", "").isalnum() for extension in extensions):
         return None
     named = {
         "image" if extension in IMAGE_EXTENSIONS else extension: _content_of([extension]) for extension in extensions
@@ -156,8 +161,7 @@ def included_fields(include: str | tuple[str, ...]) -> dict[str, str] | None:
 
 def _last_extension(pattern: str) -> str:
     """The extension that a pattern ends in, in lower case; "" if there is none."""
-    _, dot, extension = pattern.rpartition(".")
-    return extension.lower() if dot else ""
+    return last_extension(pattern.lower()) if "." in pattern else ""
 
 
 _CONTENTS = {
@@ -166,6 +170,8 @@ _CONTENTS = {
     "json": "JSON",
     "cls": "a number",
     "npy": "an array",
+    "nii": "an array",
+    "nii.gz": "an array",
     "npz": "several arrays",
 }
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from loaderkit import native
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import AccessDeniedError, LoaderkitError, ObjectNotFoundError, SourceError
+from loaderkit.sources.bad_shards import OPTION, BadShards
 from loaderkit.sources.patterns import Patterns, is_hidden, said_of_form
 
 _MAX_NAMED = 20
@@ -113,6 +114,10 @@ class Listing:
     def __getitem__(self, index: int) -> ObjectInfo:
         return ObjectInfo(self.keys[index], int(self.sizes[index]), self.etags[index])
 
+    def part(self, indices: NDArray[np.int64]) -> Listing:
+        """The listing of some of the objects."""
+        return Listing(map(self.__getitem__, indices.tolist()))
+
     def take(self, indices: NDArray[np.int64]) -> tuple[list[str], list[int], list[str | None]]:
         """The keys, sizes and etags of several objects."""
         return self.keys.take(indices), self.sizes[indices].tolist(), [*self.etags.take(indices)]
@@ -123,11 +128,13 @@ def list_matching(
     patterns: Patterns,
     root: str,
     num_threads: int,
+    *,
     leave_out: Callable[[str], None] = lambda key: None,
+    bad_shards: BadShards | None = None,
 ) -> list[ObjectInfo]:
     """The objects that match, in canonical order; named ones also where the store does not list. `leave_out` gets the keys of
-    the others that are listed and not hidden. Raises SourceError, naming `root`, if a pattern matches nothing, and what the
-    connector raises."""
+    the others that are listed and not hidden, `bad_shards` what is named and not there. Raises SourceError, naming `root`, if a
+    pattern matches nothing, and what the connector raises."""
     infos: list[ObjectInfo] = []
     try:
         for info in connector.list(patterns.prefix):
@@ -142,7 +149,7 @@ def list_matching(
         infos = stat_all(connector, patterns.names, num_threads)
     patterns = patterns.narrowed(info.key for info in infos)
     infos = [info for info in infos if patterns.matches(info.key)]
-    refuse_unmatched(connector, patterns, (info.key for info in infos), root)
+    refuse_unmatched(connector, patterns, (info.key for info in infos), root, bad_shards)
     return infos
 
 
@@ -184,14 +191,22 @@ def stat_all(
     return sorted(infos, key=lambda info: info.key.encode("utf-8", "surrogateescape"))
 
 
-def refuse_unmatched(connector: Connector, patterns: Patterns, keys: Iterable[str], root: str) -> None:
-    """Raise SourceError if a pattern matches none of `keys`."""
+def refuse_unmatched(
+    connector: Connector, patterns: Patterns, keys: Iterable[str], root: str, bad_shards: BadShards | None = None
+) -> None:
+    """Raise SourceError if a pattern matches none of `keys`. Objects that are named and missing are `bad_shards`, if these are
+    skipped."""
     missing = patterns.without_match(keys)
+    if bad_shards is not None and bad_shards.skips:
+        for name in filter(patterns.is_name, missing):
+            bad_shards.leave_out(name, connector.describe(name), ObjectNotFoundError("it is not there"))
+        missing = [text for text in missing if not patterns.is_name(text)]
     if missing:
         named = ", ".join(map(repr, missing[:_MAX_NAMED]))
         more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
         exists = _describe_folder(connector, missing[0]) or _describe_existing(connector, missing[0])
-        raise SourceError(f"nothing below {root!r} is called {named}{more}; {exists}")
+        option = "" if bad_shards is None or not patterns.is_name(missing[0]) else f"; {OPTION}"
+        raise SourceError(f"nothing below {root!r} is called {named}{more}; {exists}{option}")
 
 
 def _describe_folder(connector: Connector, name: str) -> str:

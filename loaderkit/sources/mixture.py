@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError, SourceError
+from loaderkit.sources.bad_shards import OnBadShard
 from loaderkit.sources.base import OwnedConnector, ReadContext, Reader, Source, SourceKind, shortened
 
 _MOST_AT_ONCE = 32  # sources that are listed side by side
@@ -37,9 +38,10 @@ class SourcePart(Source):
         self.name = name
         self.first = first
         self.total = total
-        self.classes = inner.classes
+        self.classes, self.labels = inner.classes, inner.labels
         self.is_typed, self.runs_user_code = inner.is_typed, inner.runs_user_code
         self.index_s = inner.index_s
+        self.bad_shards = [shard._replace(source=name) for shard in inner.bad_shards]
         self._size = len(inner)
         self._inner: Source | None = inner
         self._reopen = reopen
@@ -112,6 +114,7 @@ class MixtureSource(Source):
         self._total = sum(map(len, parts))
         self._firsts = np.array([part.first for part in parts], np.int64)
         self.index_s = sum(part.index_s for part in parts)
+        self.bad_shards = [shard for part in parts for shard in part.bad_shards]
         known = [part for part in parts if part.classes is not None]
         self.classes = known[0].classes if known and all(part.classes == known[0].classes for part in parts) else None
         if share_labels and known and any(part.classes != known[0].classes for part in known):
@@ -170,9 +173,22 @@ class MixtureSource(Source):
     def fingerprint(self) -> str:
         return " ".join(part.fingerprint() for part in self.parts)
 
+    def lacking(self) -> dict[str, Int64]:
+        """By the names of source and field."""
+        return {
+            f"{part.name}: {field}": indices + part.first
+            for part in self.parts
+            for field, indices in part.inner.lacking().items()
+        }
+
 
 def open_mixture(
-    members: Sequence[Member], given: Mapping[str, Connector], opened: ExitStack, *, share_labels: bool
+    members: Sequence[Member],
+    given: Mapping[str, Connector],
+    opened: ExitStack,
+    *,
+    share_labels: bool,
+    on_bad_shard: OnBadShard = "raise",
 ) -> tuple[MixtureSource, tuple[OwnedConnector, ...]]:
     """Sources, listed one after another, those in other places than the file system side by side, and their connectors; see
     `SourceKind.open_with` and `MixtureSource`. Raises ConfigError, SourceError with the name of the source."""
@@ -180,7 +196,7 @@ def open_mixture(
     def open_one(member: Member) -> tuple[Source, OwnedConnector]:
         name, kind, args = member
         try:
-            return kind.open_with(args, given, opened)
+            return kind.open_with(args, given, opened, on_bad_shard)
         except (ConfigError, SourceError) as error:
             raise type(error)(f"sources.{name}: {error}") from error
 

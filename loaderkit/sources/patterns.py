@@ -151,6 +151,10 @@ class Patterns:
         """All names that can match, with braces expanded, in the order given; None if there are wildcards."""
         return None if self._globs else self._order
 
+    def is_name(self, text: str) -> bool:
+        """True if one of the patterns, with braces expanded, is the name of one object."""
+        return text in self._literals
+
     def without_match(self, keys: Iterable[str]) -> list[str]:
         """The patterns, with braces expanded, that match none of `keys`, in the order given."""
         existing = set(keys)

@@ -428,6 +428,7 @@ def _gather(failed: FailureNamer, context: CompileContext, field: str) -> Callab
         for stage in context.before_batch
         if not context.kind_of(stage).decodes
     )
+    others = order.others if order.repeats else others
     if is_planned:
         others = partial(no_longer, order, others)
 
@@ -453,9 +454,9 @@ def _gather(failed: FailureNamer, context: CompileContext, field: str) -> Callab
         if context.on_bad_sample != "raise":
             raise_store_failure(chunk)
         if context.on_bad_sample == "replace":
-            return replace_failed(chunk, fill, others, context.seed, failed)
+            return replace_failed(chunk, fill, others, context.seed, failed, by_position=order.repeats)
         return [
-            SampleFailure(chunk.slot_of(row), int(chunk.indices[row]), error.position, error)
+            SampleFailure(chunk.slot_of(row), chunk.index_of(row), error.position, error)
             for row, error in chunk.failures.items()
         ]
 

@@ -133,20 +133,20 @@ def needs_rng(function: Callable[..., Any], args: CallArgs) -> bool:
 def _takes_rng(function: Callable[..., Any]) -> bool:
     called: Any = function
     try:
-        called = called.__call__ if _makes_functions(function) else called
+        called = called.__call__ if makes_functions(function) else called
         return "rng" in inspect.signature(called).parameters
     except (TypeError, ValueError):
         return False
 
 
-def _makes_functions(function: Callable[..., Any]) -> bool:
+def makes_functions(function: Callable[..., Any]) -> bool:
     """True for a class whose objects can be called. Another class is called with the sample itself, as OrderedDict may be."""
     return isinstance(function, type) and any("__call__" in vars(base) for base in function.__mro__)
 
 
 def _made(name: str, function: Callable[..., Any], args: CallArgs) -> tuple[Callable[..., Any], Mapping[str, Any]]:
     """What is called, and the arguments of each call: of a class an object, made with them. Raises ConfigError."""
-    if not _makes_functions(function):
+    if not makes_functions(function):
         return function, args.args
     try:
         return function(**args.args), {}
@@ -158,22 +158,27 @@ def _made(name: str, function: Callable[..., Any], args: CallArgs) -> tuple[Call
 
 
 def _bound(function: Callable[..., Any], arguments: Mapping[str, Any], args: CallArgs) -> Callable[..., Any]:
-    """(value, generator or None) -> the result of a call."""
+    """(value, generator or None, what else it gets) -> the result of a call."""
     takes_rng = _takes_rng(function)
     call = ending_forks(function)
 
-    def bound(value: Any, rng: np.random.Generator | None) -> Any:
+    def bound(value: Any, rng: np.random.Generator | None, *others: Any) -> Any:
         with seeded_by(rng) if args.seeded and rng is not None else nullcontext():
-            return call(value, rng=rng, **arguments) if takes_rng else call(value, **arguments)
+            return call(value, *others, rng=rng, **arguments) if takes_rng else call(value, *others, **arguments)
 
     return bound
 
 
 def call_on_sample(function: Callable[..., Any], sample: Sample, key: str, rng: np.random.Generator | None) -> Sample:
     """The sample after the call. Images become tensors for it, and images again after it if they still are."""
-    given = _given(sample, key)
+    given = given_of(sample, key)
     copies = {name: given[name] for name, value in sample.items() if type(value) is Encoded}
-    result = _merged(given, function(given, rng))
+    return taken_of(sample, copies, merged(given, function(given, rng)))
+
+
+def taken_of(sample: Sample, copies: Mapping[str, Any], result: Sample) -> Sample:
+    """What a function left of a sample, as other stages know it: what it did not touch of `copies`, which it was given in the
+    place of encoded bytes, is these again, and tensors that were images are images."""
     result.pop(_KEY, None)
     for name, data in copies.items():
         if result.get(name) is data:
@@ -196,7 +201,7 @@ def filter_sample(
     function: Callable[..., Any], sample: Sample, key: str, rng: np.random.Generator | None
 ) -> Sample | None:
     """The sample, if the function keeps it, which is given its values themselves."""
-    kept = function(_given(sample, key), rng)
+    kept = function(given_of(sample, key), rng)
     if isinstance(kept, (np.generic, np.ndarray, torch.Tensor)):
         kept = kept.item()
     if type(kept) is not bool:
@@ -206,7 +211,7 @@ def filter_sample(
     return sample if kept else None
 
 
-def _given(sample: Sample, key: str) -> Sample:
+def given_of(sample: Sample, key: str) -> Sample:
     """What a function sees of a sample: images as tensors, and copies of encoded bytes, which lie in reused memory."""
     given = {
         name: to_tensor(value) if type(value) is Image else bytes(value.data) if type(value) is Encoded else value
@@ -219,10 +224,10 @@ def call_on_batch(
     function: Callable[..., Any], batch: dict[str, Any], rng: np.random.Generator | None
 ) -> dict[str, Any]:
     """The batch after the call."""
-    return _merged(batch, function(batch, rng))
+    return merged(batch, function(batch, rng))
 
 
-def _merged(given: dict[str, Any], returned: Any) -> dict[str, Any]:
+def merged(given: dict[str, Any], returned: Any) -> dict[str, Any]:
     """The fields given, as the function left them, and over them those that it returned."""
     if returned is None or returned is given:
         return given
@@ -238,7 +243,7 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     args, keys = stage.args, context.keys(stage)
     assert isinstance(args, CallArgs)
     is_batch = stage not in context.before_batch
-    function, wants_rng, limit, owner = _limited(stage.name, args, context.stream if is_batch else None)
+    function, wants_rng, limit, owner = limited(stage.name, args, context.stream if is_batch else None)
     close = None if limit is None else limit.close
     if is_batch:
         run_batch = _on_batches(function, keys if wants_rng else None)
@@ -248,9 +253,7 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     return stage.ready("sample", run, close=close, owner=owner)
 
 
-def _limited(
-    name: str, args: CallArgs, stream: Stream | None
-) -> tuple[Callable[..., Any], bool, TimeLimit | None, Any]:
+def limited(name: str, args: CallArgs, stream: Stream | None) -> tuple[Callable[..., Any], bool, TimeLimit | None, Any]:
     """The function, whether it needs `rng`, its time limit, and the object that one thread at a time may be in, if that is so.
     With a limit it runs in another thread, on the same stream."""
     loaded, arguments = _made(name, load(name, args), args)
@@ -275,7 +278,7 @@ def _on_batches(function: Callable[..., Any], keys: StageKeys | None) -> Callabl
     return run
 
 
-def _check(stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError) -> None:
+def check(stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError) -> None:
     args = stages[number].args
     assert isinstance(args, CallArgs)
     if args.seeded and args.timeout is not None:
@@ -294,7 +297,7 @@ CALL = StageKind(
     CallArgs,
     "either",
     compile=_compile,
-    check=_check,
+    check=check,
     runs_user_code=True,
     args_of_speed=frozenset({"timeout", "thread_safe"}),
     objects=lambda args: {"function": args.function, "args": args.args},

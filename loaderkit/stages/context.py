@@ -77,6 +77,7 @@ class StageKind:
     needs_images: bool = False
     is_single: bool = False  # at most one in a pipeline
     packs: bool = False  # samples before it are those of its sequences
+    expands: bool = False  # samples behind it are several of each before
     decodes: bool = False  # fields after it are no longer encoded bytes
     takes_16_bits: bool = False  # images may be uint16
     shrinks: bool = False  # images are cropped or resized, so seldom large after it
@@ -161,7 +162,7 @@ class CompileContext:
 
     def keys(self, stage: StageConfig) -> StageKeys:
         """The key of its random numbers in each epoch."""
-        return StageKeys(self.seed, stage.name)
+        return StageKeys(self.seed, stage.name, by_position=self.order.repeats)
 
     def failed(self, stage: StageConfig) -> FailureNamer:
         """The marker of samples that fail in it."""

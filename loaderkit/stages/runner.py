@@ -31,7 +31,7 @@ class FailureNamer:
     describe: Callable[[str], str]
 
     def __call__(self, chunk: SampleChunk, row: int, error: BaseException) -> None:
-        index = int(chunk.indices[row])
+        index = chunk.index_of(row)
         key, origin = self.source.key(index), self.describe(self.source.origin(index))
         raise_kernel_failure(error, f"{self.stage}, with sample {key!r},")
         reason = str(error) if isinstance(error, (ValueError, LoaderkitError, OSError)) and str(error) else repr(error)
@@ -51,8 +51,10 @@ class FailureNamer:
 class StageKeys(dict[int, int]):
     """Epoch -> the key of a stage's random numbers in it, from (seed, epoch, stage name)."""
 
-    def __init__(self, seed: int, stage: str) -> None:
+    def __init__(self, seed: int, stage: str, *, by_position: bool = False) -> None:
+        """`by_position`: of samples that come several times in an epoch, each has numbers of its own every time."""
         super().__init__()
+        self._by_position = by_position
         self._seed = seed
         self._stage = stage
 
@@ -64,8 +66,14 @@ class StageKeys(dict[int, int]):
         """The stage's uniform numbers, [samples of the chunk, num_draws]; drawn once, also for the `decode` before a crop."""
         numbers = chunk.draws.get(self._stage)
         if numbers is None:
-            numbers = chunk.draws[self._stage] = uniforms(self[chunk.epoch], chunk.indices, num_draws)
+            numbers = chunk.draws[self._stage] = uniforms(self[chunk.epoch], self.numbers(chunk), num_draws)
         return numbers
+
+    def numbers(self, chunk: SampleChunk) -> NDArray[np.int64]:
+        """What the random numbers of each row are of: int64 [samples of the chunk]."""
+        if not self._by_position:
+            return chunk.indices
+        return np.array([chunk.position_of(row) for row in range(len(chunk.samples))], np.int64)
 
 
 Jobs = list[tuple[int, Any]]
@@ -147,13 +155,13 @@ def each_call(
 
     def run(chunk: SampleChunk) -> None:
         slowest, begin_s = (0.0, 0), perf_counter()
+        numbers = chunk.indices if keys is None else keys.numbers(chunk)
         for row, sample in enumerate(chunk.samples):
             if sample is not None:
                 chunk.current = row
-                index = int(chunk.indices[row])
-                rng = generator(keys[chunk.epoch], index) if keys is not None else None
+                rng = generator(keys[chunk.epoch], int(numbers[row])) if keys is not None else None
                 try:
-                    chunk.samples[row] = call(sample, source.key(index), rng)
+                    chunk.samples[row] = call(sample, source.key(chunk.index_of(row)), rng)
                     if chunk.samples[row] is None:
                         chunk.dropped.append(row)
                 except USER_ERRORS as error:
@@ -180,25 +188,28 @@ def replace_failed(
     others: Callable[[int, NDArray[np.float64]], NDArray[np.int64]],
     seed: int,
     failed: FailureNamer,
+    *,
+    by_position: bool = False,
 ) -> list[SampleFailure]:
     """Fill every failed slot of a chunk with another sample, one of `others`; returns all failures, those of replacements
     included.
 
-    Attempt j for sample i of epoch e is a function of (seed, e, i, j) alone, so batches do not depend on the concurrency. The
+    Attempt j for sample i of epoch e is a function of (seed, e, i, j) alone, so batches do not depend on the concurrency; with
+    `by_position`, where a sample comes several times, of the position in the place of i. The
     replacement goes through all stages under its own index; if `filter` drops it, the slot is dropped.
     """
     failures = []
     key = key_of("replace", seed, chunk.epoch)
     for row in sorted(chunk.failures):
-        slot, original = chunk.slot_of(row), int(chunk.indices[row])
+        slot, original = chunk.slot_of(row), chunk.index_of(row)
         position = int(chunk.work_item.positions[slot])
         failures.append(SampleFailure(slot, original, position, chunk.failures[row]))
-        draws = uniforms(key, np.array([original], np.int64), _NUM_REPLACEMENTS)[0]
+        draws = uniforms(key, np.array([position if by_position else original], np.int64), _NUM_REPLACEMENTS)[0]
         for index in others(original, draws):
-            attempt = SampleChunk(chunk.work_item, slot, slot + 1, np.array([index], np.int64))
+            attempt = chunk.replacement(row, int(index))
             run_all(attempt)
             if not attempt.failures:
-                chunk.work_item.indices[slot] = index
+                chunk.work_item.indices[slot] = attempt.indices[0]
                 chunk.samples[row] = attempt.samples[0]
                 if attempt.dropped:
                     chunk.dropped.append(row)

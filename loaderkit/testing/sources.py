@@ -102,6 +102,24 @@ class SourceContract:
         expected = epochs_of(self.pipeline(described), EXECUTORS[0])
         assert_same(epochs_of(self.pipeline(described), IN_PROCESSES), expected, "in processes")
 
+    def test_several_samples_are_made_of_one(self, described: Mapping[str, Any]) -> None:
+        """By `expand`, also where batches end between them: each has what the sample has."""
+        if SOURCES[described["kind"]].is_stream:
+            pytest.skip("the items of an iterable are not known before its end")
+        plain = self.pipeline({**described, "limit": 7})
+        before = plain["stages"][:-1]
+        alone = epochs_of({**plain, "stages": [*before, {"batch": {"size": 1}}]}, EXECUTORS[0])
+        for num, size in ((2, 3), (3, 1), (2, 4)):
+            several = {"expand": {"function": _as_it_is, "num": num}}
+            for prefetch in EXECUTORS:
+                batches = epochs_of({**plain, "stages": [*before, several, {"batch": {"size": size}}]}, prefetch)
+                rows = [
+                    {name: values[row : row + 1] for name, values in batch.items()}
+                    for batch in batches
+                    for row in range(len(batch["__key__"]))
+                ]
+                assert_same(rows, [batch for batch in alone for _ in range(num)], f"{num} of one, {prefetch}")
+
     def test_it_resumes_exactly(self, described: Mapping[str, Any]) -> None:
         assert_resumes(self.pipeline({**described, "limit": 17}), EXECUTORS[-1])
 
@@ -115,6 +133,10 @@ class SourceContract:
         pipeline = self.pipeline({**described, "limmit": 3})
         with pytest.raises(ConfigError, match=r"source\.limmit: unknown key 'limmit'; did you mean 'limit'"):
             parse(pipeline)
+
+
+def _as_it_is(sample: dict[str, Any], number: int) -> None:
+    """Every one of several samples is the one that they are made of."""
 
 
 @contextmanager

@@ -168,7 +168,7 @@ def _has_its_own(path: str) -> bool:
     """Whether a PYTHONPATH has what the template has imported from elsewhere, or what an interpreter imports when it starts."""
     names = ("loaderkit", "sitecustomize.py", "usercustomize.py")
     folders = [Path(folder) for folder in path.split(os.pathsep) if folder]
-    return any((folder / name).exists() for folder in folders if folder != _ROOT for name in names)
+    return any((folder / name).exists() for folder in folders if folder.resolve() != _ROOT for name in names)
 
 
 def _can_be_passed(descriptor: int) -> bool:

@@ -142,12 +142,12 @@ def test_masks_and_padding_of_three_thousand_chats(rng: random.Random, tmp_path:
 
 class TestTokenizeStage(StageContract):
     stage: Mapping[str, Any]
+    batch = {"size": 3, "pad_value": {"input_ids": 3, "labels": -100}}  # noqa: RUF012 - the class is a description
 
     @pytest.fixture(autouse=True)
     def chosen(self, marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         stage = {"tokenize": {"tokenizer": str(marked), "chat": "messages", "mask": "prompt"}}
         monkeypatch.setattr(type(self), "stage", stage, raising=False)
-        monkeypatch.setattr(type(self), "batch", {"size": 3, "pad_value": {"input_ids": 3, "labels": -100}})
 
     @pytest.fixture
     def samples(self, rng: random.Random) -> Sequence[Mapping[str, Any]]:
@@ -171,6 +171,24 @@ def test_a_template_that_does_not_tell_is_refused(rng: random.Random, tmp_path: 
     (tmp_path / "marked.jinja").write_text(MARKED)
     assert len(rows_of(described(data, folder, template=str(tmp_path / "marked.jinja")))) == 1
     assert len(rows_of(described(data, folder, mask="none"))) == 1
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}\n{% endfor %}",
+        "{% if not messages or messages[0].role != 'system' %}You are a helpful bot\n{% endif %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}",
+    ],
+)
+def test_headers_that_are_not_prompted_for_are_not_learned(rng: random.Random, tmp_path: Path, template: str) -> None:
+    """Nor is a system prompt that the template puts before an assistant that begins."""
+    folder = write_tokenizer(tmp_path / "tokenizer", template)
+    for first in (["user"], []):
+        chat = [{"role": role, "content": draw_text(rng)} for role in [*first, "assistant"]]
+        data = write_lines(tmp_path / f"chats{len(first)}.jsonl", [{"messages": chat}])
+        with pytest.raises(StageError, match="does not prompt for"):
+            rows_of(described(data, folder))
 
 
 class TestTexts:
@@ -209,10 +227,10 @@ class TestTexts:
 
     def test_the_end_of_a_text_is_written_once(self, tmp_path: Path, marked: Path) -> None:
         data = write_lines(tmp_path / "texts.jsonl", [{"text": "a b"}, {"text": "a b</s>"}])
-        padded_ids = {"size": 2, "pad_value": {"input_ids": 3}}
-        (batch,) = rows_of(described(data, marked, chat=None, text="text", eos=True, mask=None, batch=padded_ids))
-        assert batch["input_ids"][0].tolist() == batch["input_ids"][1].tolist()
-        assert "labels" not in batch
+        batch = {"size": 2, "pad_value": {"input_ids": 3}}
+        (one,) = rows_of(described(data, marked, chat=None, text="text", eos=True, mask=None, batch=batch))
+        assert one["input_ids"][0].tolist() == one["input_ids"][1].tolist()
+        assert "labels" not in one
 
     def test_a_tokenizer_in_python(self, rng: random.Random, tmp_path: Path) -> None:
         ByT5Tokenizer().save_pretrained(tmp_path / "byt5")

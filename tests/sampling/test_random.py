@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from loaderkit import native
 from loaderkit._internal.splitmix import mix
-from loaderkit.sampling.permutation import Bijection
-from loaderkit.sampling.random import generator, key_of, uniforms
+from loaderkit.sampling.random import Bijection, generator, key_of, uniforms
 from loaderkit.sampling.schedule import BlockOrder, GlobalOrder
 
 KEYS = st.integers(0, 2**64 - 1)

@@ -92,7 +92,7 @@ class TestSamples:
 class TestBatches:
     def test_the_batch_is_named(self) -> None:
         trap = Trap("16")
-        pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().batch(8).call(trap.on_batch)
+        pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().batch(8).call(trap.on_batch, thread_safe=True)
         with loaderkit.build(pipeline, overrides={"stages.call.timeout": "2s"}) as loader:
             batches = iter(loader)
             next(batches)

@@ -139,6 +139,7 @@ class Snapshot:
     paused_s: float = 0.0  # not in wall_s, but in the counters of workers and CPUs: the loop did something else
     num_restarts: int = 0  # of worker processes that had died
     nodes: Nodes = field(default_factory=Nodes)  # that workers are on, where they may be on several
+    bad_shards: tuple[str, ...] = ()  # that were left out of the source, each with what is wrong
     started_s: float = 0.0  # of the waits for `start`, those in which workers ran: of a report's first batch
 
     @property
@@ -285,6 +286,7 @@ class Snapshot:
             "num_samples": self.num_samples,
             "num_dropped": self.num_dropped,
             "num_restarts": self.num_restarts,
+            "bad_shards": list(self.bad_shards),
             "stall": {
                 "total_s": total_s,
                 "percent": min(100.0, 100.0 * total_s / wall_s) if self.wall_s > 0 else 0.0,

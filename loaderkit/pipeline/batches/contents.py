@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from loaderkit.pipeline.batches.plan import MakeChunk
 from loaderkit.pipeline.batches.source_counts import CountBySource, DocumentCounter, SourceCounter
 from loaderkit.samples.chunk import BatchWork, PackedChunk, SampleChunk
+from loaderkit.samples.expanded import ExpandedChunks
+from loaderkit.sampling.expanded import ExpandedOrder
 from loaderkit.sampling.order import SampleOrder
 from loaderkit.sampling.packing import PackedOrder, Pieces
 from loaderkit.sources.base import Source
@@ -20,12 +22,14 @@ from loaderkit.sources.mixture import MixtureSource
 
 class Contents(NamedTuple):
     """How the slots of a batch are filled. `make_single` makes the chunk of one sample of the source. Of several sources
-    `count_sources` counts what is of each, and `sources_of` gives that of every slot, if a slot has one."""
+    `count_sources` counts what is of each, and `sources_of` gives that of every slot, if a slot has one. `aligned` moves the
+    bounds of chunks to where a batch, with these indices, may be cut."""
 
     make_chunk: MakeChunk
     make_single: MakeChunk
     count_sources: CountBySource | None = None
     sources_of: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None
+    aligned: Callable[[list[int], NDArray[np.int64]], list[int]] | None = None
 
 
 def contents_of(order: SampleOrder, source: Source, *, skips: bool) -> Contents:
@@ -34,11 +38,16 @@ def contents_of(order: SampleOrder, source: Source, *, skips: bool) -> Contents:
 
 
 def _samples(order: SampleOrder, source: Source, skips: bool) -> Contents:
+    count = None
+    if isinstance(source, MixtureSource):
+        lengths_of = order.core.lengths_of if order.core.knows_lengths else None
+        count = SourceCounter(source, order.samples_of, lengths_of, skips=skips).count
+    if isinstance(order, ExpandedOrder):
+        chunks = ExpandedChunks(order.num)
+        return Contents(chunks.make, chunks.single, count, aligned=chunks.aligned)
     if not isinstance(source, MixtureSource):
         return Contents(SampleChunk, SampleChunk)
-    lengths_of = order.core.lengths_of if order.core.knows_lengths else None
-    counter = SourceCounter(source, lengths_of, skips=skips)
-    return Contents(SampleChunk, SampleChunk, counter.count, source.numbers_of)
+    return Contents(SampleChunk, SampleChunk, count, source.numbers_of)
 
 
 def _sequences(order: SampleOrder, source: Source, skips: bool) -> Contents:

@@ -13,7 +13,7 @@ from loaderkit.pipeline.batches.plan import MakeChunk
 from loaderkit.pipeline.run_samples import StageRuns, chunk_of, run_samples
 from loaderkit.samples.chunk import BatchWork, FieldSpec, SampleChunk
 from loaderkit.samples.sample import Sample
-from loaderkit.sampling.permutation import Bijection
+from loaderkit.sampling.random import Bijection
 from loaderkit.sources.base import Source
 from loaderkit.sources.mixture import MixtureSource, SourcePart
 from loaderkit.sources.objects.iterable import Pass, Preview

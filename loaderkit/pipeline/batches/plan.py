@@ -43,12 +43,14 @@ class BatchPlan:
         make_chunk: MakeChunk = SampleChunk,
         make_single: MakeChunk = SampleChunk,
         sources_of: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
+        aligned: Callable[[list[int], NDArray[np.int64]], list[int]] | None = None,
         batch_size: int,
     ) -> None:
         """`find_specs` gives the fields of a batch: see `specs_of_first`; `preparing` tells where that is. `whole_chunks`: a
         batch is one chunk. `begin_pass` begins to read, from (epoch, position, step) on, a source whose items come in order
         only. `make_single` makes the chunk of one sample of the source. `sources_of` gives the mixed source of every sample: a
-        chunk is to have few. `batch_size`: the samples of a batch, about the mean of unequal ones."""
+        chunk is to have few. `aligned` moves the bounds of chunks to where a batch may be cut. `batch_size`: the samples of a
+        batch, about the mean of unequal ones."""
         self._cursor = cursor
         self.memory = memory
         self._assembler = assembler
@@ -60,6 +62,7 @@ class BatchPlan:
         self._make_chunk = make_chunk
         self.make_single = make_single
         self._sources_of = sources_of
+        self._aligned = aligned
         self._batch_size = batch_size
         self._begin = (0, 0)  # where the cursor was put last
         self._pass: Pass | None = None  # that of the newest batch
@@ -137,6 +140,8 @@ class BatchPlan:
         else:
             num = -(-size // chunk_size)
             bounds = [size * number // num for number in range(num + 1)]
+            if self._aligned is not None:
+                bounds = self._aligned(bounds, work_item.indices)
             if self._sources_of is not None:
                 slots = np.argsort(self._sources_of(work_item.indices), kind="stable")
                 work_item.chunks = [MixedChunk(work_item, lo, hi, slots[lo:hi]) for lo, hi in pairwise(bounds)]

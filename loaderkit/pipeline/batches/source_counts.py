@@ -21,20 +21,29 @@ these, if each has one."""
 class SourceCounter:
     """Counts samples, of several sources."""
 
-    def __init__(self, source: MixtureSource, lengths_of: Callable[[Int64], Int64] | None, *, skips: bool) -> None:
-        """`lengths_of` gives the tokens of samples, if weights are shares of these. `skips`: bad samples are left out; else
-        others stand in their slots."""
+    def __init__(
+        self,
+        source: MixtureSource,
+        samples_of: Callable[[Int64], Int64],
+        lengths_of: Callable[[Int64], Int64] | None,
+        *,
+        skips: bool,
+    ) -> None:
+        """`samples_of` gives the samples that slots are made of, `lengths_of` the tokens of samples, if weights are shares of
+        these. `skips`: bad samples are left out; else others stand in their slots."""
         self._source = source
+        self._samples_of = samples_of
         self._lengths_of = lengths_of
         self._skips = skips
 
     def count(self, work_item: BatchWork, kept: Int64 | None) -> Int64:
         """See `CountBySource`."""
-        numbers = self._source.numbers_of(work_item.indices)
+        samples = self._samples_of(work_item.indices)
+        numbers = self._source.numbers_of(samples)
         given = numbers if kept is None else numbers[kept]
         counts = SourceCounts(self._sums(given))
         if self._lengths_of is not None:
-            lengths = self._lengths_of(work_item.indices if kept is None else work_item.indices[kept])
+            lengths = self._lengths_of(samples if kept is None else samples[kept])
             counts = counts._replace(tokens=self._sums(given, lengths))
         if kept is not None or work_item.failures:
             bad = {failure.slot for failure in work_item.failures}

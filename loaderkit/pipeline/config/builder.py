@@ -110,11 +110,16 @@ class Pipeline(KindMethods):
         block: int | str | None = None,
         window: int | None = None,
         lanes: int | None = None,
+        weights: Literal["by class"] | Mapping[str, float] | None = None,
     ) -> Pipeline:
-        """The order: global (or True), block (with `block`, `window`, `lanes`), or none (or False), as for validation."""
+        """The order: global (or True), block (with `block`, `window`, `lanes`), or none (or False), as for validation.
+
+        `weights`: by class, or class -> weight: samples are drawn with replacement, every class as often as its weight says.
+        """
         given = {"block": block, "window": window, "lanes": lanes}
         cut = {name: value for name, value in given.items() if value is not None}
-        return self._with_section("order", shuffle=mode, seed=seed, **({"block": cut} if cut else {}))
+        drawn = {} if weights is None else {"weights": weights if isinstance(weights, str) else dict(weights)}
+        return self._with_section("order", shuffle=mode, seed=seed, **({"block": cut} if cut else {}), **drawn)
 
     def epochs(self, num_epochs: int | None) -> Pipeline:
         """Stop after `num_epochs` epochs; None: never."""

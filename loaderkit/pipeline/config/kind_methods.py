@@ -73,6 +73,7 @@ def source_method(kind: str, args: type[Model]) -> Any:
 def stage_method(kind: str, args: type[Model]) -> Callable[..., Any]:
     """The method that adds a stage. Its own arguments may be given by position."""
     own = [key for key in args.model_fields if key not in StageArgs.model_fields]
+    own.sort(key=lambda key: not args.model_fields[key].is_required())
     return _method(kind, args, own, lambda pipeline, given: pipeline._with_stage({kind: given} if given else kind))
 
 
@@ -97,7 +98,8 @@ def _method(
         return use(owner, plain({**given, **arguments}))
 
     fields = {key: field for key, field in args.model_fields.items() if key != "kind"}
-    names = sorted(fields, key=lambda key: (key not in positional, key in StoreArgs.model_fields))
+    others = [key for key in fields if key not in positional]
+    names = [*positional, *sorted(others, key=lambda key: key in StoreArgs.model_fields)]
     described = [textwrap.fill(f"{key}: {fields[key].description}", 100, subsequent_indent="    ") for key in names]
     method.__name__, method.__qualname__ = name, f"Pipeline.{name}"
     method.__doc__ = "\n".join([inspect.cleandoc(args.__doc__ or ""), "", *described]).rstrip()

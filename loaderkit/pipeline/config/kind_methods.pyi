@@ -18,6 +18,7 @@ class KindMethods:
         *,
         include: str | tuple[str, ...] | list[str] | None = None,
         label: Literal["parent", "top", "none"] = "none",
+        labels: Mapping[str, Any] | None = None,
         classes: tuple[str, ...] | list[str] | Mapping[str, int] | None = None,
         fields: Mapping[str, str] | None = None,
         optional: tuple[str, ...] | list[str] = ...,
@@ -34,8 +35,10 @@ class KindMethods:
             none of the first 10,000 is an image
         label: parent: the class is the index of the file's folder in the sorted folder names; top: that of
             the first folder below `url`, as torchvision's ImageFolder has it
+        labels: `label` from a table instead, as in {file: train.csv, key: name, value: class}: whole
+            numbers, numbers, or texts, which become classes
         classes: with `label`, the folders' names in the order of their class numbers, or {folder: number};
-            default: all there are, sorted
+            with `labels`, its texts; default: all there are, sorted
         fields: field -> extensions, as in {image: 'jpg;png'}; or field -> pattern, as in {image:
             images/*.jpg, mask: masks/*.png}: files with one stem are one sample; default: images are
             `image`
@@ -353,8 +356,10 @@ class KindMethods:
         channels the end that is 1, 3 or 4 long; if both are, a tensor's are the first, and an array is an error. A fourth channel
         is dropped, as a PNG's. What `fields` or `masks` name has to be an image, and may be [H, W].
 
-        An `npz` becomes one field for every array in it, named as in the archive. If a `random_resized_crop`, or a `random_crop`
-        without padding, comes next, no more of a JPEG is made into pixels than it will show.
+        An `npz` becomes one field for every array in it, named as in the archive. A `nii` or `nii.gz` is the array of a scan.
+
+        If a `random_resized_crop`, or a `random_crop` without padding, comes next, no more of a JPEG is made into pixels than it
+        will show.
 
         What `boxes` and `keypoints` name, in pixels of the decoded image, follows it through every stage that moves its pixels, and
         becomes float32. Boxes are clipped to the image (`sanitize_boxes` drops those of which nothing is left), keypoints (x, y)
@@ -629,6 +634,51 @@ class KindMethods:
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """
 
+    def random_volume_crop(
+        self,
+        size: Sequence[int],
+        fields: tuple[str, ...] | list[str],
+        foreground: str | None = None,
+        p: float = 0.4,
+        pad_if_needed: bool = False,
+        fill: int | float = 0,
+        labels: tuple[str, ...] | list[str] = ...,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Cut one random window out of arrays or tensors, such as a scan and its labels.
+
+        size: of the window along the last dimensions, as in [128, 128, 128]
+        fields: the arrays to cut, which are alike in these dimensions
+        foreground: a field of labels: the window holds one of its values that are not 0, as often as `p`
+            says
+        p: the probability of that; at other times, and without any, it is anywhere
+        pad_if_needed: pad what is smaller than `size` at its ends instead of refusing it
+        fill: the value of what is padded; labels are padded with 0
+        labels: fields of class numbers, which are padded with 0; `foreground` is one of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def random_volume_flip(
+        self,
+        fields: tuple[str, ...] | list[str],
+        axes: Sequence[int] = ...,
+        p: float = 0.5,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Mirror arrays or tensors alike, along each axis by itself.
+
+        fields: the arrays to mirror, which are alike along these axes
+        axes: counted from the last one, -1
+        p: the probability for each axis
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
     def call(
         self,
         function: str | Callable[..., Any],
@@ -690,6 +740,39 @@ class KindMethods:
         on_empty_batch: a batch of which nothing is left is an error; or it is skipped, with one warning:
             then how many batches come shows at the end of the epoch, so len(loader) is a TypeError. For one
             rank. Several filters must all say skip
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def expand(
+        self,
+        function: str | Callable[..., Any],
+        num: int,
+        args: Mapping[str, Any] = ...,
+        timeout: float | str | None = None,
+        thread_safe: bool | Literal["auto"] = "auto",
+        seeded: bool = False,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Make `num` samples of one by a user's function, as patches of a volume; they are neighbours in the order.
+
+        The function gets a sample as `call` does, and returns a list of `num` dicts; or, if it has a second parameter, it gets
+        the number of one of them, from 0, and returns that. Each is merged into the sample, as `call` does it. It must change no
+        array or tensor in place, as all are made of the same: crops may be views.
+
+        function: "package.module:function", or in Python the function itself; of a class with `__call__`
+            one object is made in each process, and called
+        num: how many samples are made of one
+        args: keyword arguments for every call; of a class: to make its object with
+        timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned: it
+            may run on, and unless the function is `thread_safe` the next call waits for it, as long as for
+            itself
+        thread_safe: true: several threads of a process may call it at once; else, and with auto, one does
+            at a time, in which no other function or data set runs that is not declared
+        seeded: seed the global generators of torch, NumPy and Python for every call; not with `executor:
+            thread`
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """
@@ -884,14 +967,19 @@ class KindMethods:
         *,
         on_bad_sample: Literal["raise", "skip", "replace"] = "raise",
         max_bad_samples: int = 100,
+        on_bad_shard: Literal["raise", "skip"] = "raise",
+        max_bad_shards: int = 1,
         quarantine: str | os.PathLike[str] | None = None,
     ) -> Self:
-        """What to do with samples that cannot be read, decoded or transformed.
+        """What to do with samples that cannot be read, decoded or transformed, and with shards that are damaged or missing.
 
         on_bad_sample: stop; make the batch shorter; or put another sample, drawn from the seed, in its
             place
         max_bad_samples: per rank and epoch; one more raises
-        quarantine: a file that gets one JSON line for every bad sample
+        on_bad_shard: of archives and files of many samples, one that is cut, damaged or missing: stop; or
+            leave it out (of a tar and an array what is behind the damage)
+        max_bad_shards: in all sources together; one more raises, and names all
+        quarantine: a file that gets one JSON line for every bad sample and shard
         """
 
     def ranks(self, *, share: Literal["read", "broadcast"] = "read") -> Self:

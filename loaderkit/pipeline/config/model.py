@@ -46,6 +46,11 @@ class OrderArgs(Model):
         "global",
         description="any sample anywhere (true); blocks of neighbours, for few large reads; or the canonical order (false)",
     )
+    weights: Literal["by class"] | dict[str, Annotated[float, Field(ge=0)]] | None = Field(
+        None,
+        description="by class: every class equally often, samples drawn with replacement; or class -> weight, as in {cat: 2, "
+        "dog: 1}; for sources that know the class of each sample without reading it",
+    )
     seed: NonNegativeInt = Field(0, description="of the order and of every augmentation")
     epochs: PositiveInt | None = Field(None, description="null: no end")
     block: BlockArgs = Field(BlockArgs(), description="for `shuffle: block`, below")
@@ -156,13 +161,19 @@ class PrefetchArgs(Model):
 
 
 class ErrorsArgs(Model):
-    """What to do with samples that cannot be read, decoded or transformed."""
+    """What to do with samples that cannot be read, decoded or transformed, and with shards that are damaged or missing."""
 
     on_bad_sample: Literal["raise", "skip", "replace"] = Field(
         "raise", description="stop; make the batch shorter; or put another sample, drawn from the seed, in its place"
     )
     max_bad_samples: NonNegativeInt = Field(100, description="per rank and epoch; one more raises")
-    quarantine: str | None = Field(None, description="a file that gets one JSON line for every bad sample")
+    on_bad_shard: Literal["raise", "skip"] = Field(
+        "raise",
+        description="of archives and files of many samples, one that is cut, damaged or missing: stop; or leave it out (of a "
+        "tar and an array what is behind the damage)",
+    )
+    max_bad_shards: NonNegativeInt = Field(1, description="in all sources together; one more raises, and names all")
+    quarantine: str | None = Field(None, description="a file that gets one JSON line for every bad sample and shard")
 
 
 class RanksArgs(Model):

@@ -21,6 +21,7 @@ from loaderkit.stages.base import StageArgs
 from loaderkit.stages.batch import BATCH
 from loaderkit.stages.call import CALL, FILTER
 from loaderkit.stages.context import StageKind
+from loaderkit.stages.expand import EXPAND
 from loaderkit.stages.image import color, geometry
 from loaderkit.stages.image.decode import DECODE
 from loaderkit.stages.image.normalize import NORMALIZE
@@ -29,6 +30,7 @@ from loaderkit.stages.read import READ
 from loaderkit.stages.sequence.pack import PACK
 from loaderkit.stages.sequence.tokenize import TOKENIZE
 from loaderkit.stages.transfer import TRANSFER
+from loaderkit.stages.volume import moves
 
 SOURCES: Registry[SourceKind] = Registry(
     "sources",
@@ -69,8 +71,11 @@ STAGES: Registry[StageKind] = Registry(
         "random_grayscale": color.RANDOM_GRAYSCALE,
         "gaussian_blur": color.GAUSSIAN_BLUR,
         "random_erasing": color.RANDOM_ERASING,
+        "random_volume_crop": moves.RANDOM_VOLUME_CROP,
+        "random_volume_flip": moves.RANDOM_VOLUME_FLIP,
         "call": CALL,
         "filter": FILTER,
+        "expand": EXPAND,
         "tokenize": TOKENIZE,
         "pack": PACK,
         "batch": BATCH,

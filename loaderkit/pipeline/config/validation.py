@@ -48,6 +48,10 @@ def _check_own(member: MixedSourceConfig, path: KeyPath, problems: Problems) -> 
                 where, f"`{stage.kind}` belongs to the common `stages`: a source has sample stages of its own"
             )
             are_sample_stages = False
+        elif STAGES[stage.kind].expands:
+            problems.error(
+                where, f"`{stage.kind}` belongs to the common `stages`: as many samples are made of one of each source"
+            )
         elif stage.args.workers != "auto":
             problems.error(
                 (*where, stage.kind, "workers"),
@@ -88,19 +92,8 @@ def _check_one(
     _check_fields(source_kind, source, stages, add_error)
     check_neighbours(stages, problems, paths)
     for number, stage in enumerate(stages):
-        if STAGES[stage.kind].packs and source_kind.is_stream:
-            add_error(
-                number,
-                f"`{stage.kind}` plans by the lengths of all documents, and of an iterable they show only when it is read: use "
-                "another kind of source",
-            )
-        if isinstance(stage.args, BatchArgs) and stage.args.tokens is not None and source_kind.is_stream:
-            add_error(
-                number,
-                "batches of `tokens` are planned by the lengths of all samples, and of an iterable they show only when it is "
-                "read: use `size`, or another kind of source",
-                "tokens",
-            )
+        if source_kind.is_stream:
+            _check_of_stream(number, stage, add_error)
         if prefetch is not None and prefetch.executor == "thread" and getattr(stage.args, "seeded", False):
             add_error(
                 number,
@@ -121,11 +114,41 @@ def _check_one(
             "auto lets processes join while the loop runs, and each would have to iterate over all that an iterable has given "
             "before: give their number",
         )
-    if order is not None and order.shuffle == "block" and not source_kind.has_blocks:
+    if order is not None:
+        _check_order(order, source_kind, problems)
+
+
+def _check_order(order: OrderArgs, source_kind: SourceKind, problems: Problems) -> None:
+    if order.weights is not None and order.shuffle != "global":
+        problems.error(("order", "weights"), "what is drawn by weight may come at any place: use `shuffle: global`")
+    if order.shuffle == "block" and not source_kind.has_blocks:
         problems.error(
             ("order", "shuffle"),
             "block needs a source that knows where its bytes lie (files, tar, array); a data set object has none: "
             "use global or none",
+        )
+
+
+def _check_of_stream(number: int, stage: StageConfig, add_error: AddError) -> None:
+    """Of an iterable its length and those of its items show only when it is read."""
+    if STAGES[stage.kind].packs:
+        add_error(
+            number,
+            f"`{stage.kind}` plans by the lengths of all documents, and of an iterable they show only when it is read: use "
+            "another kind of source",
+        )
+    if STAGES[stage.kind].expands:
+        add_error(
+            number,
+            f"`{stage.kind}` counts the samples that it makes, and how many an iterable has shows when it ends: let the "
+            "iterable give them, or use another kind of source",
+        )
+    if isinstance(stage.args, BatchArgs) and stage.args.tokens is not None:
+        add_error(
+            number,
+            "batches of `tokens` are planned by the lengths of all samples, and of an iterable they show only when it is "
+            "read: use `size`, or another kind of source",
+            "tokens",
         )
 
 
@@ -137,6 +160,8 @@ def order_of_stream(order: OrderArgs, errors: ErrorsArgs | None, problems: Probl
             "an iterable's items come in its own order: leave this out or use none, and shuffle in the iterable (its "
             "`set_epoch`, if it has one, is called with each epoch)",
         )
+    if order.weights is not None:
+        problems.error(("order", "weights"), "an iterable's items come in its own order: leave this out")
     if errors is not None and errors.on_bad_sample == "replace":
         problems.error(
             ("errors", "on_bad_sample"),

@@ -25,6 +25,7 @@ from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.executors.thread_engine import make_batch_plan
 from loaderkit.pipeline.run_samples import StageRuns, chunk_of, run_samples
 from loaderkit.samples.chunk import SampleChunk
+from loaderkit.sources.bad_shards import BadShard
 from loaderkit.sources.base import Source
 
 _BLOCK = 65_536  # keys looked through at a time
@@ -59,6 +60,19 @@ class BadSamples:
         """Count samples of epoch 0 that were noted before, by another process, and not again."""
         self._epoch = 0
         self._seen.update(samples)
+
+    def note_shards(self) -> None:
+        """Record the shards that were left out of the source."""
+        for shard in () if self._source is None else self._source.bad_shards:
+            self._write(
+                {
+                    "shard": shard.key,
+                    "source": shard.origin,
+                    "error": shard.error,
+                    "num_kept": shard.num_kept,
+                    **({} if shard.source is None else {"mixed": shard.source}),
+                }
+            )
 
     def note(self, work_item: Delivery, run: int = 0) -> None:
         """Record new bad samples; raise TooManyBadSamplesError when there are more than allowed."""
@@ -113,9 +127,10 @@ class BadSamples:
             if (self._file.write(data) or 0) < len(data):  # one system call a line: ranks may share the file
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
+            bad = f"bad sample {line['key']!r}" if "key" in line else f"bad shard {line['shard']!r}"
             raise ConnectorError(
-                f"errors.quarantine: {path} cannot be written ({error.strerror}), so bad sample {line['key']!r} would go "
-                "unrecorded: make room, or name another file"
+                f"errors.quarantine: {path} cannot be written ({error.strerror}), so {bad} would go unrecorded: make room, or "
+                "name another file"
             ) from error
 
     def close(self) -> None:
@@ -138,13 +153,15 @@ class Quarantined(NamedTuple):
 
 
 def read_quarantine(path: Path) -> list[Quarantined]:
-    """The distinct lines of a quarantine file. Raises ConfigError naming an invalid line, OSError."""
+    """The distinct samples in a quarantine file. Raises ConfigError naming an invalid line, OSError."""
     samples: dict[Quarantined, None] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
             values = json.loads(line)
+            if "shard" in values:
+                continue
             key, origin, epoch, position = (values[name] for name in Quarantined._fields[:4])
             sample = Quarantined(key, origin, epoch, position, values.get("mixed"))
         except (ValueError, TypeError, KeyError, RecursionError):
@@ -161,6 +178,13 @@ def read_quarantine(path: Path) -> list[Quarantined]:
             raise ConfigError(f"{path}, line {number}: no quarantined sample has the {name} {values.get(name)!r}")
         samples[sample] = None
     return list(samples)
+
+
+def quarantined_shards(path: Path) -> list[str]:
+    """The distinct shards in a quarantine file that `read_quarantine` reads, by key, with the name of a mixed source."""
+    lines = [json.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
+    shards = [BadShard(one["shard"], "", "", source=one.get("mixed")) for one in lines if "shard" in one]
+    return [*dict.fromkeys(shard.name for shard in shards)]
 
 
 def retry_quarantined(

@@ -23,7 +23,7 @@ from loaderkit.pipeline.batches.plan import BatchPlan, MakeChunk
 from loaderkit.pipeline.config.extensions import Kinds
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.run_samples import StageRuns
-from loaderkit.samples.chunk import FieldSpec
+from loaderkit.samples.chunk import FieldSpec, SampleChunk
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.base import Source
 from loaderkit.sources.mixture import MixtureSource
@@ -118,11 +118,12 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
             None if early is None else early.run,
         ),
         key=plan.source.key,
-        find_specs=_find_specs(plan, contents.make_single, look),
+        find_specs=_find_specs(plan, SampleChunk if order.unit == "samples" else contents.make_single, look),
         preparing=look.place,
         make_chunk=contents.make_chunk,
         make_single=contents.make_single,
         sources_of=contents.sources_of,
+        aligned=contents.aligned,
         batch_size=mean_samples,
         whole_chunks=compiled.lowering is not None,
         begin_pass=None if in_order is None else partial(in_order.begin_pass, schedule=schedule, shard=shard),

@@ -15,6 +15,7 @@ from loaderkit.errors import ConfigError
 from loaderkit.profile.compare import say
 from loaderkit.profile.ranks import Merged
 from loaderkit.profile.render.charts import charts, legend
+from loaderkit.profile.render.ported import say_ported
 from loaderkit.profile.render.saves import saving_advice
 from loaderkit.profile.report import Report
 
@@ -50,6 +51,7 @@ def to_html(report: Report, ranks: Merged | None = None) -> str:
         ranks=ranks,
         parts=report.steps.parts(),
         saving=saving_advice(report),
+        ported=[] if report.ported is None else say_ported(report.ported),
         waits=_waits(report),
         first=_first(report),
         charts=drawn,

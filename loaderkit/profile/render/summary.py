@@ -45,6 +45,8 @@ def summary(stats: Mapping[str, Any]) -> RenderableType:
     title = f"Waiting for batches: {stall['total_s']:.2f} s of {stats['wall_s']:.2f} s ({stall['percent']:.1f} %)"
     parts: list[RenderableType] = [Text(title, style="bold"), stall_table(stats)]
     parts += [Text("\nSlot time in seconds", style="bold"), slot_table(stats)]
+    if stats.get("bad_shards"):
+        parts += [Text("\nBad shards, left out", style="bold"), *map(Text, stats["bad_shards"])]
     if stats.get("sources"):
         given, times = sources_tables(stats["sources"])
         parts += [Text("\nSources", style="bold"), given, Text("\n" + SOURCE_TIMES, style="bold"), times]

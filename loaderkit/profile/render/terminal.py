@@ -10,6 +10,7 @@ from rich.text import Text
 from loaderkit._internal.units import say_count, say_seconds
 from loaderkit.diagnosis.verdict import say
 from loaderkit.profile.render.lines import lines_section
+from loaderkit.profile.render.ported import ported_section
 from loaderkit.profile.render.restore import restore_sections
 from loaderkit.profile.render.saves import saves_table, saving_advice
 from loaderkit.profile.render.summary import (
@@ -50,6 +51,7 @@ def _sections(report: Report) -> Iterator[RenderableType]:
         yield from titled("What the loop waited for", _stalls(report))
     yield from titled("What the workers did, in percent of their time", _stages(report.stages))
     yield from lines_section(report.lines)
+    yield from ported_section(report.ported)
     if report.sources:
         given, times = sources_tables([row.model_dump() for row in report.sources])
         yield from titled("Sources", given)
@@ -115,6 +117,7 @@ def _loop(report: Report) -> RenderableType:
     speed = f"{report.throughput['samples_per_s']:.0f} samples/s, {_rate(report.throughput['bytes_per_s'])}"
     dropped = f", {report.num_dropped} more dropped by filter" if report.num_dropped else ""
     rows.append(("speed", f"{report.num_samples} samples in {report.num_batches} batches{dropped}, {speed}"))
+    rows += [("bad shard", shard) for shard in report.bad_shards]
     if steps.p50_s is not None and steps.p99_s is not None:
         computing = f", of it computing {short(steps.compute_p50_s)} and {short(steps.compute_p99_s)}"
         rows.append(("a step", f"{short(steps.p50_s)} (p50), {short(steps.p99_s)} (p99){computing}"))

@@ -32,6 +32,7 @@ from loaderkit.profile.watched.accounts import Accounts
 from loaderkit.profile.watched.dataloader import LoaderView, WorkersView
 from loaderkit.profile.watched.lines import LoaderLines
 from loaderkit.profile.watched.rows import rows_of
+from loaderkit.profile.watched.step_cpu import StepCpu
 from loaderkit.profile.watched.worker_processes import WorkerProcesses
 
 _LOOKING = 0.005  # share of the time
@@ -49,6 +50,7 @@ class Recorder:
         self.next_look_s = 0.0
         self.holds_batches = _may_hold()  # for one step more, for a profile
         self.lines: LoaderLines | None = None  # where they are sampled
+        self.step_cpu: StepCpu | None = None  # where steps are to be imitated
         self._kind = kind
         self.accounts = Accounts()
         self._workers = WorkerProcesses()
@@ -94,6 +96,8 @@ class Recorder:
 
     def asked(self) -> float:
         """The loop asks for a batch; the time."""
+        if self.step_cpu is not None:
+            self.step_cpu.end()
         if self.log is not None:
             self.log.on_request()
         now_s = self.clock()
@@ -126,6 +130,8 @@ class Recorder:
         self._is_in_step = True
         if self.log is not None:
             self.log.on_batch((batch,) if self.holds_batches and not self.accounts.is_on_gpu else ())
+        if self.step_cpu is not None:
+            self.step_cpu.begin()
 
     def ended(self, begin_s: float) -> None:
         """No batch came: the epoch is over, which took the time since `begin_s`."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loaderkit._internal.imports import when_imported
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from loaderkit.profile.report import Report
     from loaderkit.profile.watched.recorder import Recorder
     from loaderkit.profile.watched.sampling import Sampler
+    from loaderkit.profile.watched.step_cpu import StepCpu
+
+Iterate = Callable[[Any, Callable[[Any], Any]], Any]
+"""(DataLoader, its own `__iter__`) -> an iterator."""
 
 _CLASSES = {
     "torch.utils.data.dataloader": "DataLoader",
@@ -43,14 +47,27 @@ class _Watching:
     key: tuple[Any, ...]
     dataset: _Identity
     num_datasets: int = 1
+    noted: Any = None
 
-    def report(self) -> Report:
+    def loop(self) -> ScriptLoop:
+        """Its report, and what was noted of it."""
+        return ScriptLoop(self._report(), self.noted, self.recorder.step_cpu)
+
+    def _report(self) -> Report:
         """Its report, which says so if several data sets are taken together in it."""
         report = self.profile.result
         if self.num_datasets == 1:
             return report
         name = f"{report.name.removesuffix(')')}, {self.num_datasets} data sets)"
         return report.model_copy(update={"name": name, "config": {**report.config, "name": name}})
+
+
+class ScriptLoop(NamedTuple):
+    """A loop of the script over one DataLoader, when the script is over."""
+
+    report: Report
+    noted: Any  # what `note` gave of the DataLoader when it was first iterated over
+    step_cpu: StepCpu | None  # of its steps; None: there was no `note`
 
 
 class _Identity:
@@ -79,42 +96,30 @@ def _kind_of(value: Any) -> tuple[type, int | None]:
 class ScriptLoaders:
     """The DataLoaders of this process, from `begin` on."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, note: Callable[[Any], Any] | None = None) -> None:
+        """`note` is called with each DataLoader before it is iterated over for the first time, and must not touch its
+        samples."""
+        self._name, self._note = name, note
         self._pid = os.getpid()
         self._watching: list[_Watching] = []
-        self._undo: list[Callable[[], None]] = []
+        self._undo: Callable[[], None] = lambda: None
         self._sampler: Sampler | None = None
 
     def begin(self) -> None:
         """Watch what is iterated over from now on."""
-        for module, name in _CLASSES.items():
-            self._undo.append(when_imported(module, functools.partial(self._replace, name)))
+        self._undo = on_iteration(self._iterate)
 
-    def reports(self, kind: type[BaseException] | None, error: BaseException | None) -> list[Report]:
-        """Stop, and give a report for each DataLoader that was iterated over, in the order in which they were begun. `kind` and
-        `error`: what ended the script."""
-        for undo in self._undo:
-            undo()
-        self._undo = []
+    def loops(self, kind: type[BaseException] | None, error: BaseException | None) -> list[ScriptLoop]:
+        """Stop, and give each DataLoader that was iterated over, in the order in which they were begun. `kind` and `error`:
+        what ended the script."""
+        self._undo()
         if self._sampler is not None:
             self._sampler.end()
         for one in self._watching:
             one.profile.__exit__(kind, error, None)
-        found = [one.report() for one in self._watching]
+        found = [one.loop() for one in self._watching]
         self._watching = []
         return found
-
-    def _replace(self, name: str, module: ModuleType) -> None:
-        kind = getattr(module, name)
-        original = kind.__iter__
-
-        @functools.wraps(original)
-        def iterate(loader: Any) -> Any:
-            return self._iterate(loader, original)
-
-        kind.__iter__ = iterate
-        self._undo.append(functools.partial(setattr, kind, "__iter__", original))
 
     def _iterate(self, loader: Any, original: Callable[[Any], Any]) -> Any:
         if os.getpid() != self._pid:  # in a process that the script has forked
@@ -131,7 +136,7 @@ class ScriptLoaders:
         known = next((one for one in self._watching if one.loader() is loader), None)
         if known is not None:
             return known
-        lines = _lines(sys._getframe(2))
+        lines = script_lines(sys._getframe(2))
         kinds = (type(part) for part in (loader, loader.dataset, loader.sampler, loader.batch_sampler))
         key = (*lines, *kinds, *(getattr(loader, name, None) for name in _ARGUMENTS))
         found = self._earlier(loader, key)
@@ -157,6 +162,7 @@ class ScriptLoaders:
         from loaderkit.profile.recording import Profile
         from loaderkit.profile.watched.lines import LoaderLines
         from loaderkit.profile.watched.recorder import Recorder
+        from loaderkit.profile.watched.step_cpu import StepCpu
         from loaderkit.profile.watched.subject import watched_subject
         from loaderkit.profile.watched.watch import name_of
 
@@ -164,8 +170,11 @@ class ScriptLoaders:
         recorder = Recorder(f"{kind.__module__}.{kind.__qualname__}")
         recorder.lines = LoaderLines(self._sampler_of_process, (sys.path[0], os.getcwd()))
         profile = Profile(watched_subject(recorder, f"{self._name}: {name_of(loader)} ({place})"))
+        watching = _Watching(recorder, profile, weakref.ref(loader), key, _Identity(loader.dataset))
+        if self._note is not None:
+            watching.noted, recorder.step_cpu = self._note(loader), StepCpu()
         profile.__enter__()
-        return _Watching(recorder, profile, weakref.ref(loader), key, _Identity(loader.dataset))
+        return watching
 
     def _sampler_of_process(self) -> Sampler:
         """One for all loaders: they load one after another, in one thread."""
@@ -177,7 +186,33 @@ class ScriptLoaders:
         return self._sampler
 
 
-def _lines(frame: Any) -> list[tuple[str, int]]:
+def on_iteration(iterate: Iterate) -> Callable[[], None]:
+    """Call `iterate` in the place of each DataLoader's `__iter__` from now on, once torch is imported. Returns what takes it
+    back."""
+    undo: list[Callable[[], None]] = []
+
+    def replace(name: str, module: ModuleType) -> None:
+        kind = getattr(module, name)
+        original = kind.__iter__
+
+        @functools.wraps(original)
+        def open_iterator(loader: Any) -> Any:
+            return iterate(loader, original)
+
+        kind.__iter__ = open_iterator
+        undo.append(functools.partial(setattr, kind, "__iter__", original))
+
+    for module, name in _CLASSES.items():
+        undo.append(when_imported(module, functools.partial(replace, name)))
+
+    def take_back() -> None:
+        for one in undo:
+            one()
+
+    return take_back
+
+
+def script_lines(frame: Any) -> list[tuple[str, int]]:
     """Files and lines of the frames that are no library's, innermost first: where the script iterates, and where it calls that.
     Without one, those of the outermost."""
     found, outermost = [], ("", 0)

@@ -6,7 +6,7 @@ import os
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from itertools import chain, islice
 from typing import Annotated, Any, Literal, TypeVar
@@ -35,6 +35,7 @@ from loaderkit.sources.fields import (
 )
 from loaderkit.sources.files.class_folders import ClassFolders, oddities, shifted
 from loaderkit.sources.files.joined import join_files
+from loaderkit.sources.files.labels import LabelTable, LabelTableArgs
 from loaderkit.sources.listing import Listing, cut_blocks, extension_of, said_counts
 from loaderkit.sources.patterns import Patterns, is_hidden
 from loaderkit.sources.ranges import RangeSource
@@ -78,10 +79,15 @@ class FilesArgs(StoreArgs):
         description="parent: the class is the index of the file's folder in the sorted folder names; top: that of the first "
         "folder below `url`, as torchvision's ImageFolder has it",
     )
+    labels: LabelTableArgs | None = Field(
+        None,
+        description="`label` from a table instead, as in {file: train.csv, key: name, value: class}: whole numbers, numbers, "
+        "or texts, which become classes",
+    )
     classes: Classes | None = Field(
         None,
-        description="with `label`, the folders' names in the order of their class numbers, or {folder: number}; "
-        "default: all there are, sorted",
+        description="with `label`, the folders' names in the order of their class numbers, or {folder: number}; with `labels`, "
+        "its texts; default: all there are, sorted",
     )
     fields: FieldsOrPatterns | None = Field(
         None,
@@ -94,8 +100,14 @@ class FilesArgs(StoreArgs):
     def _label_has_one_origin(self) -> FilesArgs:
         if self.label != "none" and self.fields and "label" in self.fields:
             raise ValueError(f"`label: {self.label}` and a field named label exclude each other: remove one of them")
-        if self.classes is not None and self.label == "none":
-            raise ValueError("`classes` numbers the folders of `label: parent` (or top): add that, or remove `classes`")
+        if self.labels is not None and (self.label != "none" or "label" in (self.fields or ())):
+            raise ValueError(
+                "`labels` makes the field `label`: remove the other one, `label` or the field of that name"
+            )
+        if self.classes is not None and self.label == "none" and self.labels is None:
+            raise ValueError(
+                "`classes` numbers the folders of `label: parent` (or top), or the texts of `labels`: add that, or remove it"
+            )
         return self
 
     @model_validator(mode="after")
@@ -153,11 +165,13 @@ class FilesSource(RangeSource):
         self._connector = connector
         self._args = args
         self._patterns = Patterns(args.patterns or "**/*")
+        self._limit = None if args.labels is not None else args.limit  # while listing: later of the files with a label
+        self._odd_labels: tuple[str, ...] = ()
         self._first: str | None = None  # the field of the keys' files; None: their extensions tell
         self._partners: dict[str, Listing] = {}  # of the other fields, one file a sample
         self._missing: dict[str, str] = {}  # optional field -> the extension that a missing file would have
         if args.fields is not None and are_patterns(args.fields):
-            self._partners = join_files(connector, args.fields, args.limit, args.optional)
+            self._partners = join_files(connector, args.fields, self._limit, args.optional)
             self._first = next(iter(args.fields))
             self._patterns = Patterns(args.fields[self._first])
             first = self._partners.pop(self._first)
@@ -174,6 +188,8 @@ class FilesSource(RangeSource):
         self._listing = Listing(self._chosen(files, folder_ids))
         if not len(self._listing):
             self._fail_empty()
+        if args.labels is not None:
+            self._take_labels(LabelTable(connector, args.labels))
         for field, partners in self._partners.items():
             self._extensions |= self._extensions_of(field, partners)
         if self._takes_images and args.limit is None and self.left_out.total() >= len(self._listing):
@@ -185,6 +201,25 @@ class FilesSource(RangeSource):
         if args.label != "none":
             self._number_classes(np.array(folder_ids, np.int64))
 
+    def _take_labels(self, table: LabelTable) -> None:
+        """Set the labels, and leave out the files without one, and those beyond `limit`."""
+        given = self._args.class_numbers if self._args.classes is not None else None
+        found = table.match(self._listing.keys, given, self._connector.describe)
+        kept = found.rows[: self._args.limit]
+        self.labels, self._odd_labels = found.values[: self._args.limit], found.left_out
+        self.classes = found.classes if given is None else self._names_of(given)
+        if len(kept) < len(self._listing):
+            self._listing = self._listing.part(kept)
+            self._partners = {field: partners.part(kept) for field, partners in self._partners.items()}
+
+    @staticmethod
+    def _names_of(numbers: Mapping[str, int]) -> list[str]:
+        """The names of classes by their numbers; those of one number joined by "/"."""
+        names = [""] * (1 + max(numbers.values()))
+        for name, number in sorted(numbers.items()):
+            names[number] = f"{names[number]}/{name}" if names[number] else name
+        return names
+
     def _number_classes(self, labels: NDArray[np.int64]) -> None:
         """Set the classes, and of every sample its own, from its folder's number."""
         folders = self._folders.numbers
@@ -195,15 +230,13 @@ class FilesSource(RangeSource):
             if said := shifted(self._args.root, self.classes):
                 warn(said)
         else:
-            self.classes = [""] * (1 + max(folders.values()))
-            for name, number in sorted(folders.items()):
-                self.classes[number] = f"{self.classes[number]}/{name}" if self.classes[number] else name
-        self._labels = labels.astype(np.int32)
+            self.classes = self._names_of(folders)
+        self.labels = labels.astype(np.int32)
 
     def oddities(self) -> list[str]:
-        """What may surprise of the classes, for `loaderkit check`."""
-        if self.classes is None or self._args.classes is not None:
-            return []
+        """What may surprise of the classes, and what has no label, for `loaderkit check`."""
+        if self.classes is None or self._args.classes is not None or self._args.labels is not None:
+            return list(self._odd_labels)
         return list(oddities(self._args.root, self.classes))
 
     def _refuse_pairs(self) -> None:
@@ -258,7 +291,7 @@ class FilesSource(RangeSource):
             keys, sizes, etags = (
                 [*chain.from_iterable(zip(*column, strict=True))] for column in zip(*columns, strict=True)
             )
-        constants = {} if self.classes is None else {"label": self._labels[indices].tolist()}
+        constants = {} if self.labels is None else {"label": self.labels[indices].tolist()}
         return Table(tuple(self._extensions), Ranges(keys, [0] * len(sizes), sizes, etags), constants)
 
     def keys(self, indices: NDArray[np.int64]) -> list[str]:
@@ -266,8 +299,8 @@ class FilesSource(RangeSource):
         return self._listing.keys.take(indices)
 
     def constants(self, index: int) -> Sample:
-        """{"label": class number} with `label: parent`, else nothing."""
-        return {} if self.classes is None else {"label": int(self._labels[index])}
+        """{"label": number} with `label: parent` or `labels`, else nothing."""
+        return {} if self.labels is None else {"label": self.labels[index].item()}
 
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
         """Runs of samples of about `block_bytes` together: int64 [number of runs + 1]."""
@@ -281,12 +314,17 @@ class FilesSource(RangeSource):
             digest.update(files.keys.digest())
             digest.update(files.sizes.astype("<i8").tobytes())
         digest.update("\0".join(self.classes or []).encode("utf-8", "surrogateescape"))
+        if self._args.labels is not None and self.labels is not None:
+            digest.update(self.labels.tobytes())
         return digest.hexdigest()
 
     def _chosen(self, files: Iterable[ObjectInfo], folder_ids: array[int]) -> Iterator[ObjectInfo]:
         """The files that are samples; records the folder of every matching file, and those of samples in `folder_ids`."""
         num_chosen = 0
+        table = None if self._args.labels is None else self._args.labels.file
         for info in files:
+            if info.key == table:
+                continue
             matches = self._patterns.matches(info.key)
             if not matches or self._takes_images:
                 is_image = extension_of(info.key).lower() in IMAGE_EXTENSIONS
@@ -296,7 +334,7 @@ class FilesSource(RangeSource):
                     elif is_image or self._takes_images:
                         self.left_out[extension_of(info.key)] += 1
                     continue
-            is_sample = self._args.limit is None or num_chosen < self._args.limit
+            is_sample = self._limit is None or num_chosen < self._limit
             if not is_sample and (self._args.label == "none" or self._args.classes is not None):
                 return
             field_and_extension = self._field_of(info.key)
@@ -352,7 +390,7 @@ class FilesSource(RangeSource):
 
 def _fields_of(args: FilesArgs) -> dict[str, str] | None:
     fields = included_fields(args.patterns or "**/*") if args.fields is None else described_fields(args.fields)
-    if fields is not None and args.label != "none":
+    if fields is not None and (args.label != "none" or args.labels is not None):
         fields["label"] = "a number"
     return fields
 

@@ -16,12 +16,15 @@ _FIRST_BYTES = 64 << 10  # read at once: most footers are shorter
 _DIGEST_BYTES = 16
 
 
-def load_footer(connector: Connector, info: ObjectInfo, cache_dir: Path | None) -> bytes:
-    """The footer of a file, with its length and the magic bytes behind it.
+def load_footer(connector: Connector, info: ObjectInfo, cache_dir: Path | None, *, checks_begin: bool = False) -> bytes:
+    """The footer of a file, with its length and the magic bytes behind it. `checks_begin`: the file has to begin as one, too,
+    which takes a read more.
 
     That of an object in a remote store comes from `cache_dir` if a copy there has the object's size and etag; else a copy is
     kept, and a failure to keep it is no error. Raises FormatError naming the file, and what the connector raises.
     """
+    if checks_begin:
+        _check_begin(connector, info)
     if cache_dir is None or not traits_of(connector).is_remote:
         return _read(connector, info)
     path = path_in_cache(cache_dir, "parquet-footers", connector.describe(info.key), "")
@@ -50,6 +53,16 @@ def _read(connector: Connector, info: ObjectInfo) -> bytes:
     if size > len(data):
         data = _range(connector, info, info.size - size)
     return data[-size:]
+
+
+def _check_begin(connector: Connector, info: ObjectInfo) -> None:
+    begin = bytearray(min(len(_MAGIC), info.size))
+    connector.read_into(info.key, 0, memoryview(begin), etag=info.etag)
+    if begin != _MAGIC:
+        raise FormatError(
+            f"{connector.describe(info.key)} does not begin as a Parquet file does, by {_MAGIC!r}, but by {bytes(begin)!r}: it "
+            "is damaged, or none"
+        )
 
 
 def _range(connector: Connector, info: ObjectInfo, start: int) -> bytes:

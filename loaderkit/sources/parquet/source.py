@@ -22,8 +22,9 @@ from loaderkit._internal.config.settings import ByteSize, as_tuple
 from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, traits_of
 from loaderkit.connectors.config import StoreArgs
-from loaderkit.errors import ConfigError, SourceError
+from loaderkit.errors import ConfigError, LoaderkitError, SourceError
 from loaderkit.samples.sample import FieldRange
+from loaderkit.sources.bad_shards import BadShards
 from loaderkit.sources.base import ReadContext, Source, SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import StringTable, cut_blocks, extension_of, list_matching
@@ -90,6 +91,9 @@ class ParquetArgs(StoreArgs):
         return self.url[self.url.rfind("/") + 1 :] if self.names_files else self.include
 
 
+_Opened = tuple[dict[str, ColumnType], Footer, ChunkTable]
+
+
 class _Groups(NamedTuple):
     """Row groups that have rows, as arrays [groups] and [groups, leaves]."""
 
@@ -108,17 +112,26 @@ class ParquetSource(Source):
     `connector` reads below `args.root`; `load` returns the footer of one file, and is called from several threads. A key is
     the file's and the number of the row in it: "train-0.parquet/123". Raises `ConfigError` for a column that is not there or
     can be no field, `SourceError` if nothing matches, there is no row or files differ in their columns, `FormatError` for a
-    file that is damaged or none, and what `load` raises.
+    file that is damaged or none, and what `load` raises. With `found_bad` files that are damaged or missing are told to that.
     """
 
-    def __init__(self, connector: Connector, args: ParquetArgs, load: Callable[[ObjectInfo], bytes]) -> None:
+    def __init__(
+        self,
+        connector: Connector,
+        args: ParquetArgs,
+        load: Callable[[ObjectInfo], bytes],
+        found_bad: BadShards | None = None,
+    ) -> None:
         self._connector = connector
+        self._found_bad = found_bad or BadShards()
         self._args = args
         self._wanted = args.columns or (tuple(args.fields.values()) if args.fields is not None else None)
         patterns = Patterns(args.files)
         self._num_threads = _NUM_REMOTE_THREADS if traits_of(connector).is_remote else _NUM_THREADS
         self.left_out: Counter[str] = Counter()
-        self._files = list_matching(connector, patterns, args.root, self._num_threads, self._leave_out)
+        self._files = list_matching(
+            connector, patterns, args.root, self._num_threads, leave_out=self._leave_out, bad_shards=self._found_bad
+        )
         self._types: dict[str, ColumnType] = {}  # column -> its type in the first file
         self._groups = self._collect(load)
         renamed = {column: field for field, column in (args.fields or {}).items()}
@@ -215,30 +228,37 @@ class ParquetSource(Source):
         group = int(np.searchsorted(self._firsts, index % self._num, "right")) - 1
         return group, index % self._num - int(self._firsts[group])
 
-    def _opened(
-        self, load: Callable[[ObjectInfo], bytes]
-    ) -> Iterator[tuple[str, dict[str, ColumnType], Footer, ChunkTable]]:
-        """Of every file its name, the columns that become fields (none if there are no rows), the footer, and where their
-        chunks are; a few are loaded ahead."""
+    def _opened(self, load: Callable[[ObjectInfo], bytes]) -> Iterator[tuple[ObjectInfo, str, _Opened]]:
+        """Every file that is not bad, its name, the columns that become fields (none if there are no rows), the footer, and
+        where their chunks are; a few are loaded ahead."""
 
-        def open_one(info: ObjectInfo) -> tuple[str, dict[str, ColumnType], Footer, ChunkTable]:
+        def open_one(info: ObjectInfo) -> _Opened:
             where = self._connector.describe(info.key)
             data = load(info)
             footer = parse_footer(data, where)
             types = self._chosen(footer, where) if footer.metadata.num_rows else {}
             leaves = [leaf for kind in types.values() for leaf in kind.leaves]
-            return where, types, footer, chunk_table(footer, leaves, where, info.size - len(data))
+            return types, footer, chunk_table(footer, leaves, where, info.size - len(data))
 
         infos, num_ahead = self._files, 4 * self._num_threads
+        tried = self._found_bad.tried(open_one)
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="loaderkit-index") as pool:
             for first in range(0, len(infos), num_ahead):
-                yield from pool.map(open_one, infos[first : first + num_ahead])
+                some = infos[first : first + num_ahead]
+                for info, opened in zip(some, pool.map(tried, some), strict=True):
+                    where = self._connector.describe(info.key)
+                    if isinstance(opened, LoaderkitError):
+                        self._found_bad.leave_out(info.key, where, opened)
+                    else:
+                        yield info, where, opened
 
     def _collect(self, load: Callable[[ObjectInfo], bytes]) -> _Groups:
         """The row groups of all files, up to `limit` rows."""
         parts: list[tuple[Int64, ...]] = []
         num, limit, first = 0, self._args.limit, ""
-        for file, (where, types, footer, table) in enumerate(self._opened(load)):
+        files: list[ObjectInfo] = []
+        for file, (info, where, (types, footer, table)) in enumerate(self._opened(load)):
+            files.append(info)
             if not types:
                 continue
             if not self._types:
@@ -255,9 +275,10 @@ class ParquetSource(Source):
             )
             num += int(table.num_rows.sum())
             if limit is not None and num >= limit:
-                self._files = self._files[: file + 1]
                 break
+        self._files = files
         if not num:
+            self._found_bad.refuse_empty()
             raise SourceError(f"the {len(self._files)} files below {self._args.root!r} have no row")
         return _Groups(*(np.concatenate(columns).astype(np.int64) for columns in zip(*parts, strict=True)))
 
@@ -292,11 +313,12 @@ class ParquetSource(Source):
                 )
 
 
-def _open(args: ParquetArgs, connector: Connector) -> ParquetSource:
+def _open(args: ParquetArgs, connector: Connector, found_bad: BadShards) -> ParquetSource:
     begin_s = time.perf_counter()
-    source = ParquetSource(connector, args, partial(load_footer, connector, cache_dir=default_cache_dir()))
+    load = partial(load_footer, connector, cache_dir=default_cache_dir(), checks_begin=found_bad.skips)
+    source = ParquetSource(connector, args, load, found_bad)
     source.index_s = time.perf_counter() - begin_s
     return source
 
 
-PARQUET = SourceKind(ParquetArgs, _open, lambda args: args.root, encoded="some")
+PARQUET = SourceKind(ParquetArgs, _open, lambda args: args.root, encoded="some", has_shards=True)

@@ -20,6 +20,7 @@ from loaderkit._internal.config.settings import as_tuple
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, FormatError, SourceError
+from loaderkit.sources.bad_shards import BadShards
 from loaderkit.sources.base import PackedSize, SourceKind
 from loaderkit.sources.formats.npy import NpyHeader, read_npy_header
 from loaderkit.sources.listing import numbered
@@ -82,12 +83,13 @@ class ArraySource(RecordSource):
     """The records of one object of `connector`, or the windows of them.
 
     Raises `FormatError` if the file is not what it should be, `ConfigError` if `args` do not fit it, `SourceError` if it is
-    empty, and what the connector raises.
+    empty, and what the connector raises. With `found_bad` a file that is cut is told to that, and its whole records stay.
     """
 
-    def __init__(self, connector: Connector, args: ArrayArgs) -> None:
+    def __init__(self, connector: Connector, args: ArrayArgs, found_bad: BadShards | None = None) -> None:
         self._connector = connector
         self._args = args
+        self._found_bad = found_bad or BadShards()
         self.file = connector.stat(args.key)
         self._name = connector.describe(args.key)
         if not self.file.size:
@@ -152,6 +154,13 @@ class ArraySource(RecordSource):
             self._check_npy(header)
         except FormatError as error:
             raise FormatError(f"{self._name}: {error}") from None
+        whole = header.data_start + header.num_bytes
+        if self.file.size < whole:
+            self._keep_whole_records(
+                f"it is truncated: {header.dtype.name} {list(header.shape)} ends at byte {whole}, the file at "
+                f"{self.file.size}",
+                (self.file.size - header.data_start) // (header.num_bytes // header.shape[0]),
+            )
         dtype, shape = header.dtype.name, header.shape[1:]
         for name, configured, actual in (("dtype", self._args.dtype, dtype), ("shape", self._args.shape, shape)):
             if configured is not None and configured != actual:
@@ -180,12 +189,10 @@ class ArraySource(RecordSource):
                 "np.save(path, np.ascontiguousarray(array))"
             )
         whole = header.data_start + header.num_bytes
-        if whole != self.file.size:
-            problem = (
-                "truncated" if self.file.size < whole else "longer than its header says (several arrays in one file?)"
-            )
+        if whole < self.file.size:
             raise FormatError(
-                f"it is {problem}: {dtype.name} {list(shape)} ends at byte {whole}, the file at {self.file.size}"
+                f"it is longer than its header says (several arrays in one file?): {dtype.name} {list(shape)} ends at byte "
+                f"{whole}, the file at {self.file.size}"
             )
 
     def _of_raw(self) -> tuple[str, bool, tuple[int, ...], int]:
@@ -201,12 +208,19 @@ class ArraySource(RecordSource):
 
     def _counted(self) -> int:
         num_records, rest = divmod(self.file.size - self._data_start, self._record_bytes)
-        if rest:
-            raise FormatError(
-                f"{self._name} has {self.file.size} bytes, which is no multiple of a record's {self._record_bytes} "
-                f"({self._args.dtype} {list(self._args.shape or ())}): it is truncated, or `dtype` or `shape` is wrong"
+        if rest and not self._args.is_npy:
+            self._keep_whole_records(
+                f"it has {self.file.size} bytes, which is no multiple of a record's {self._record_bytes} "
+                f"({self._args.dtype} {list(self._args.shape or ())}): it is truncated, or `dtype` or `shape` is wrong",
+                num_records,
             )
         return num_records
+
+    def _keep_whole_records(self, problem: str, num: int) -> None:
+        """Note that the file is cut behind `num` records. Raises FormatError if it is to be whole, or none is left."""
+        self._found_bad.leave_out(self.file.key, self._name, FormatError(f"{self._name}: {problem}"), num)
+        if not num:
+            self._found_bad.refuse_empty()
 
     def _num_samples(self) -> int:
         window = self._args.window or 1
@@ -219,4 +233,9 @@ class ArraySource(RecordSource):
         return num_samples if self._args.limit is None else min(num_samples, self._args.limit)
 
 
-ARRAY = SourceKind(ArrayArgs, lambda args, connector: ArraySource(connector, args), lambda args: args.root)
+ARRAY = SourceKind(
+    ArrayArgs,
+    lambda args, connector, found_bad: ArraySource(connector, args, found_bad),
+    lambda args: args.root,
+    has_shards=True,
+)

@@ -17,8 +17,9 @@ from loaderkit._internal.system.user_cache import default_cache_dir, path_in_cac
 from loaderkit._internal.text import warn
 from loaderkit.connectors.base import Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
-from loaderkit.errors import FormatError, SourceError
+from loaderkit.errors import FormatError, LoaderkitError, SourceError
 from loaderkit.samples.sample import Table
+from loaderkit.sources.bad_shards import BadShards
 from loaderkit.sources.base import PackedSize
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import extension_of, list_matching
@@ -76,7 +77,7 @@ class SerialArgs(StoreArgs):
 
 
 def list_files(
-    connector: Connector, args: SerialArgs, is_index: Callable[[str, Container[str]], bool]
+    connector: Connector, args: SerialArgs, is_index: Callable[[str, Container[str]], bool], found_bad: BadShards
 ) -> tuple[list[ObjectInfo], Counter[str]]:
     """The files that are meant, without the indexes beside them, and by extension the number of files left out. `is_index`
     tells an index by its key and those of all files.
@@ -95,7 +96,7 @@ def list_files(
             if "/" not in key and _decompressed(key).endswith(args.also_usual):
                 alike.append(key)
 
-    infos = list_matching(connector, args.patterns, args.root, NUM_THREADS, leave_out)
+    infos = list_matching(connector, args.patterns, args.root, NUM_THREADS, leave_out=leave_out, bad_shards=found_bad)
     keys = {info.key for info in infos}
     infos = [info for info in infos if not is_index(info.key, keys)]
     for info in infos:
@@ -153,19 +154,29 @@ class SerialFiles(SerialSource):
     """The samples of all files: files by the UTF-8 bytes of their keys, samples by their places in them.
 
     The index of a file takes 8 bytes a sample, which are mapped from disk, not held in memory. A key is the file's key, ":" and
-    the number of the line or record. Raises SourceError if there is no sample, and what `find` raises.
+    the number of the line or record. Files that are damaged or missing are told to `found_bad`. Raises SourceError if there is
+    no sample, and what `load` raises.
     """
 
     first_number = 0  # of the items of a file, in keys
 
     def __init__(
-        self, connector: Connector, infos: list[ObjectInfo], limit: int | None, *, skips_blanks: bool = False
+        self,
+        connector: Connector,
+        infos: list[ObjectInfo],
+        limit: int | None,
+        found_bad: BadShards,
+        *,
+        skips_blanks: bool = False,
     ) -> None:
         self._connector = connector
         self._skips_blanks = skips_blanks
         self._files: list[_File] = []
         num = 0
         for info, offsets in self._loaded(infos, limit):
+            if isinstance(offsets, LoaderkitError):
+                found_bad.leave_out(info.key, connector.describe(info.key), offsets)
+                continue
             file = _File(info, offsets, skips_blanks=skips_blanks)
             num += file.num
             self._files.append(file)
@@ -175,6 +186,7 @@ class SerialFiles(SerialSource):
         self._firsts = np.cumsum([0, *(file.num for file in self._files)], dtype=np.int64)
         self._firsts[-1] = num
         if not num:
+            found_bad.refuse_empty()
             raise SourceError(
                 f"{connector.describe(infos[0].key)} is empty" + (", as the others are" * (len(infos) > 1))
             )
@@ -183,14 +195,17 @@ class SerialFiles(SerialSource):
     def load(self, info: ObjectInfo) -> Offsets:
         """The index of a file; called from several threads."""
 
-    def _loaded(self, infos: list[ObjectInfo], limit: int | None) -> Iterator[tuple[ObjectInfo, Offsets]]:
-        """All files with their indexes; a few are loaded ahead, none with a `limit`, which may need only the first."""
+    def _loaded(
+        self, infos: list[ObjectInfo], limit: int | None
+    ) -> Iterator[tuple[ObjectInfo, Offsets | LoaderkitError]]:
+        """All files with their indexes, or errors; a few are loaded ahead, none with a `limit`, which may need only the
+        first."""
         num_threads = _NUM_REMOTE_THREADS if traits_of(self._connector).is_remote else NUM_THREADS
         num_ahead = 4 * num_threads if limit is None else 1
         with ThreadPoolExecutor(num_threads, thread_name_prefix="loaderkit-index") as pool:
             for first in range(0, len(infos), num_ahead):
                 some = infos[first : first + num_ahead]
-                yield from zip(some, pool.map(self.load, some), strict=True)
+                yield from zip(some, pool.map(BadShards.tried(self.load), some), strict=True)
 
     def __len__(self) -> int:
         return int(self._firsts[-1])

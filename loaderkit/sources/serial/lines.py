@@ -17,6 +17,7 @@ from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError
 from loaderkit.samples.sample import Sample
 from loaderkit.samples.values import as_array
+from loaderkit.sources.bad_shards import BadShards
 from loaderkit.sources.base import SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.serial.beside import beside_or_found, is_beside
@@ -63,12 +64,13 @@ class LinesSource(SerialFiles):
 
     first_number = 1
 
-    def __init__(self, connector: Connector, args: LinesArgs) -> None:
-        infos, self.left_out = list_files(connector, args, is_beside)
+    def __init__(self, connector: Connector, args: LinesArgs, found_bad: BadShards | None = None) -> None:
+        found_bad = found_bad or BadShards()
+        infos, self.left_out = list_files(connector, args, is_beside, found_bad)
         self._is_text = args.format == "text"
         self._text = "text" if args.fields is None else next(iter(args.fields))
         self._picked = None if args.fields is None else [FieldOrigin.parse(*pair) for pair in args.fields.items()]
-        super().__init__(connector, infos, args.limit, skips_blanks=not self._is_text)
+        super().__init__(connector, infos, args.limit, found_bad, skips_blanks=not self._is_text)
 
     def load(self, info: ObjectInfo) -> Offsets:
         return load_with(self._connector, info, "lines", beside_or_found)
@@ -131,4 +133,10 @@ def _fields_of(args: LinesArgs) -> dict[str, str] | None:
     return None if args.fields is None else dict.fromkeys(args.fields, "a value of JSON")
 
 
-LINES = SourceKind(LinesArgs, lambda args, connector: LinesSource(connector, args), lambda args: args.root, _fields_of)
+LINES = SourceKind(
+    LinesArgs,
+    lambda args, connector, found_bad: LinesSource(connector, args, found_bad),
+    lambda args: args.root,
+    _fields_of,
+    has_shards=True,
+)

@@ -17,6 +17,7 @@ from loaderkit import native
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError
 from loaderkit.samples.sample import Sample
+from loaderkit.sources.bad_shards import BadShards
 from loaderkit.sources.base import SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.serial.files import SerialArgs, SerialFiles, list_files, load_with
@@ -76,13 +77,14 @@ class _Picked(NamedTuple):
 class TfrecordSource(SerialFiles):
     """The records of all matching files of `connector`; a key ends with the number of the record, from 0."""
 
-    def __init__(self, connector: Connector, args: TfrecordArgs) -> None:
-        infos, self.left_out = list_files(connector, args, lambda key, keys: key.endswith(".idx"))
+    def __init__(self, connector: Connector, args: TfrecordArgs, found_bad: BadShards | None = None) -> None:
+        found_bad = found_bad or BadShards()
+        infos, self.left_out = list_files(connector, args, lambda key, keys: key.endswith(".idx"), found_bad)
         self._is_full = args.verify == "full"
         self._bytes = None if args.format == "example" else next(iter(args.fields or ("data",)))
         self._picked = None if args.fields is None else [_picked(*pair) for pair in args.fields.items()]
         self._wanted = None if self._picked is None else frozenset(picked.origin.key for picked in self._picked)
-        super().__init__(connector, infos, args.limit)
+        super().__init__(connector, infos, args.limit, found_bad)
 
     def load(self, info: ObjectInfo) -> Offsets:
         return load_with(self._connector, info, "tfrecord", find_records)
@@ -124,4 +126,9 @@ def _value(values: Any, *, is_list: bool) -> Any:
     return int.from_bytes(data, "little", signed=True) if kind == "q" else np.float32(struct.unpack("<f", data)[0])
 
 
-TFRECORD = SourceKind(TfrecordArgs, lambda args, connector: TfrecordSource(connector, args), lambda args: args.root)
+TFRECORD = SourceKind(
+    TfrecordArgs,
+    lambda args, connector, found_bad: TfrecordSource(connector, args, found_bad),
+    lambda args: args.root,
+    has_shards=True,
+)

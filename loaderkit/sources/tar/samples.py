@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from loaderkit import native
 from loaderkit.errors import SourceError
 from loaderkit.sources.formats.tar_index import TarIndex
+from loaderkit.sources.formats.tar_index.index import Damage, sample_key_and_extension
 from loaderkit.sources.listing import StringTable
 
 # Names of WebDataset's metadata: a file, or anything below a folder, named `__...__` at the top of the archive.
@@ -53,6 +55,33 @@ def group_members(index: TarIndex, archive: str, extension_ids: dict[str, int]) 
         ids[np.frombuffer(extensions, np.int32)],
     )
     return samples, num_ignored
+
+
+def before_damage(
+    samples: TarSamples,
+    damage: Damage,
+    fields_of: Callable[[NDArray[np.int32]], set[str | None]],
+    wanted: Collection[str] | None,
+) -> TarSamples:
+    """Without the last sample, if it may have lost a member to the damage behind it.
+
+    The name of the damaged member tells, where it is known. Else the sample must have all fields of the one before it, or, as
+    the only one, those `wanted`.
+    """
+    if not len(samples.keys):
+        return samples
+    next_key = None if damage.next_name is None else sample_key_and_extension(damage.next_name)
+    if next_key is not None:
+        is_whole = next_key[0] != samples.keys[-1]
+    else:
+        ends = np.cumsum(samples.counts)
+        begin = int(ends[-1] - samples.counts[-1])
+        last = fields_of(samples.extensions[begin:])
+        expected: set[str | None] | None = None if wanted is None else {*wanted}
+        if len(ends) > 1:
+            expected = fields_of(samples.extensions[int(begin - samples.counts[-2]) : begin])
+        is_whole = expected is not None and last >= expected
+    return samples if is_whole else samples.head(len(samples.keys) - 1)
 
 
 def _id_of(extension: str, ids: dict[str, int]) -> int:

@@ -24,15 +24,16 @@ from loaderkit import native
 from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
-from loaderkit.errors import AccessDeniedError, SourceError
+from loaderkit.errors import AccessDeniedError, LoaderkitError, SourceError
 from loaderkit.samples.sample import FieldRange, Table
+from loaderkit.sources.bad_shards import BadShards
 from loaderkit.sources.base import PackedSize, SourceKind
 from loaderkit.sources.fields import FieldMap, Fields, Include, Optional, check_optional, described_fields
 from loaderkit.sources.formats.tar_index import TarIndex, load_index
 from loaderkit.sources.listing import StringTable, cut_blocks, refuse_unmatched, stat_all
 from loaderkit.sources.patterns import Patterns
 from loaderkit.sources.ranges import RangeSource
-from loaderkit.sources.tar.samples import TarSamples, group_members
+from loaderkit.sources.tar.samples import TarSamples, before_damage, group_members
 
 UNFINISHED = ".loaderkit-shards/plan.json"
 """What lies beside shards while `loaderkit pack` has not written all of them."""
@@ -86,19 +87,29 @@ class TarSource(RangeSource):
     `connector` reads below `args.root`; `load` returns the members of one archive, and is called from several threads.
     A key is the member's name up to the first dot of its base name. `num_ignored` counts the members that belong to no sample:
     hidden ones, and those without an extension. Raises `SourceError` if a named archive is missing, there is no sample, the
-    members of a sample are not adjacent, or two members of a sample are the same field; and what `load` raises.
+    members of a sample are not adjacent, or two members of a sample are the same field; and what `load` raises. With
+    `found_bad` archives that are missing or damaged are told to that instead; of one with an index up to the damage the samples
+    before it stay.
     """
 
-    def __init__(self, connector: Connector, args: TarArgs, load: Callable[[ObjectInfo], TarIndex]) -> None:
+    def __init__(
+        self,
+        connector: Connector,
+        args: TarArgs,
+        load: Callable[[ObjectInfo], TarIndex],
+        found_bad: BadShards | None = None,
+    ) -> None:
         self._connector = connector
         self._args = args
+        self._found_bad = found_bad or BadShards()
+        self._misfits: dict[str, SourceError] = {}  # archives of another size than they were written with
         self._field_map = FieldMap(args.fields, {"cls": "label"})
         self._shards = self._list_shards()
-        self._shard_keys = [info.key for info in self._shards]
-        self._shard_etags = [info.etag for info in self._shards]
         self._extension_ids: dict[str, int] = {}
         self.num_ignored = 0
         self._collect(load)
+        self._shard_keys = [info.key for info in self._shards]
+        self._shard_etags = [info.etag for info in self._shards]
         self._extensions = list(self._extension_ids)
         self._fields = [self._field_map.field_of(extension) for extension in self._extensions]  # by extension id
         self._check_fields()
@@ -178,6 +189,18 @@ class TarSource(RangeSource):
         digest.update("\0".join(self._extensions).encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
+    def lacking(self) -> dict[str, NDArray[np.int64]]:
+        """The samples without a member for a field that is wanted, or, without `fields`, that others have."""
+        field_of = self._field_map.field_of
+        names = self._field_map.names or dict.fromkeys(filter(None, map(field_of, self._extensions)))
+        lacking: dict[str, NDArray[np.int64]] = {}
+        for name in names:
+            ids = [number for number, extension in enumerate(self._extensions) if field_of(extension) == name]
+            has_it = np.add.reduceat(np.isin(self._member_extensions, ids), self._firsts[:-1]) > 0
+            if name not in self._args.optional and not has_it.all():
+                lacking[name] = np.flatnonzero(~has_it)
+        return lacking
+
     # ------------------------------------------------------------------------------------------------- building
 
     def _list_shards(self) -> list[ObjectInfo]:
@@ -194,7 +217,7 @@ class TarSource(RangeSource):
         patterns = patterns.narrowed(info.key for info in listed)
         infos = [info for info in listed if patterns.matches(info.key)]
         self._check_packs(patterns, infos, listed if is_listed else None)
-        refuse_unmatched(self._connector, patterns, (info.key for info in infos), self._args.root)
+        refuse_unmatched(self._connector, patterns, (info.key for info in infos), self._args.root, self._found_bad)
         return infos
 
     def _matching(self, patterns: Patterns) -> Iterator[ObjectInfo]:
@@ -253,10 +276,15 @@ class TarSource(RangeSource):
         for key, num_bytes in wanted.items():
             if sizes.get(key) != num_bytes:
                 there = f"has {sizes[key]} bytes" if key in sizes else "is not there"
-                raise SourceError(
-                    f"{self._connector.describe(key)} {there}, and {MANIFEST} beside it has it with {num_bytes}: run "
-                    "`loaderkit pack` again, which makes it anew; if the shards are meant to be others now, remove that file"
+                where = self._connector.describe(key)
+                error = SourceError(
+                    f"{where} {there}, and {MANIFEST} beside it has it with {num_bytes}: run `loaderkit pack` again, which "
+                    "makes it anew; if the shards are meant to be others now, remove that file"
                 )
+                if key in sizes and self._found_bad.skips:
+                    self._misfits[key] = error  # the samples before a cut stay
+                else:
+                    self._found_bad.leave_out(key, where, error)
         others = [key for key in sizes if key not in shards]
         if wanted and others:
             more = f", nor are {len(others) - 1} more" if len(others) > 1 else ""
@@ -274,13 +302,36 @@ class TarSource(RangeSource):
     def _num_threads(self) -> int:
         return _NUM_REMOTE_THREADS if traits_of(self._connector).is_remote else _NUM_THREADS
 
-    def _loaded(self, load: Callable[[ObjectInfo], TarIndex]) -> Iterator[tuple[ObjectInfo, TarIndex]]:
-        """All archives with their indexes; a few are loaded ahead."""
+    def _loaded(self, load: Callable[[ObjectInfo], TarIndex]) -> Iterator[tuple[ObjectInfo, TarIndex | LoaderkitError]]:
+        """All archives with their indexes, or errors; a few are loaded ahead."""
         infos, num_threads = self._shards, self._num_threads
+        tried = self._found_bad.tried(load)
         with ThreadPoolExecutor(num_threads, thread_name_prefix="loaderkit-index") as pool:
             for first in range(0, len(infos), 4 * num_threads):
                 batch = infos[first : first + 4 * num_threads]
-                yield from zip(batch, pool.map(load, batch), strict=True)
+                yield from zip(batch, pool.map(tried, batch), strict=True)
+
+    def _samples_of(self, info: ObjectInfo, index: TarIndex | LoaderkitError) -> TarSamples | None:
+        """The samples of an archive, up to its damage; None: it is left out."""
+        where = self._connector.describe(info.key)
+        if isinstance(index, LoaderkitError):
+            self._found_bad.leave_out(info.key, where, index)
+            return None
+        if index.damage is None and info.key in self._misfits:
+            self._found_bad.leave_out(info.key, where, self._misfits[info.key])
+            return None
+        samples, num_ignored = group_members(index, where, self._extension_ids)
+        if index.damage is not None:
+            samples = before_damage(samples, index.damage, self._fields_of, self._field_map.names)
+            self._found_bad.leave_out(info.key, where, index.damage.error, len(samples.keys))
+            if not len(samples.keys):
+                return None
+        self.num_ignored += num_ignored
+        return samples
+
+    def _fields_of(self, extension_ids: NDArray[np.int32]) -> set[str | None]:
+        extensions = list(self._extension_ids)
+        return {self._field_map.field_of(extensions[number]) for number in extension_ids.tolist()}
 
     def _collect(self, load: Callable[[ObjectInfo], TarIndex]) -> None:
         """Group the members of all archives (up to `limit` samples) and store the result in arrays."""
@@ -289,9 +340,12 @@ class TarSource(RangeSource):
         shard_firsts: list[int] = []
         groups: list[TarSamples] = []
         starts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        left_out: set[str] = set()
         for info, index in self._loaded(load):
-            samples, num_ignored = group_members(index, self._connector.describe(info.key), self._extension_ids)
-            self.num_ignored += num_ignored
+            samples = self._samples_of(info, index)
+            if samples is None or isinstance(index, LoaderkitError):
+                left_out.add(info.key)
+                continue
             if limit is not None:
                 samples = samples.head(limit - num)
             shard_firsts.append(num)
@@ -301,7 +355,9 @@ class TarSource(RangeSource):
             sizes.append(index.sizes[samples.members])
             if num == limit:
                 break
+        self._shards = [info for info in self._shards if info.key not in left_out]
         if not num:
+            self._found_bad.refuse_empty()
             raise SourceError(
                 f"the {len(self._shards)} archives below {self._args.root!r} have no sample ({self.num_ignored} "
                 "members are hidden or have no extension); a sample's members are named <key>.<extension>"
@@ -403,9 +459,9 @@ class _Timed:
                     self.seconds += time.perf_counter() - self._since_s
 
 
-def _open(args: TarArgs, connector: Connector) -> TarSource:
-    load = _Timed(partial(load_index, connector, cache_dir=default_cache_dir()))
-    source = TarSource(connector, args, load)
+def _open(args: TarArgs, connector: Connector, found_bad: BadShards) -> TarSource:
+    load = _Timed(partial(load_index, connector, cache_dir=default_cache_dir(), up_to_damage=found_bad.skips))
+    source = TarSource(connector, args, load, found_bad)
     source.index_s = load.seconds
     return source
 
@@ -414,4 +470,4 @@ def _fields_of(args: TarArgs) -> dict[str, str] | None:
     return None if args.fields is None else described_fields(args.fields)
 
 
-TAR = SourceKind(TarArgs, _open, lambda args: args.root, _fields_of, encoded="all")
+TAR = SourceKind(TarArgs, _open, lambda args: args.root, _fields_of, encoded="all", has_shards=True)

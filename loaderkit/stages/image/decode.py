@@ -28,7 +28,7 @@ from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.pictures import FORMATS, Format
 from loaderkit.samples.sample import Sample
 from loaderkit.samples.values import Encoded, FieldGroup, GpuDecoded, Image, InPlace
-from loaderkit.sources.fields import IMAGE_EXTENSIONS
+from loaderkit.sources.fields import IMAGE_EXTENSIONS, last_extension
 from loaderkit.sources.formats.npy import view_npy
 from loaderkit.sources.formats.npz import view_npz
 from loaderkit.stages.base import FieldNames, StageArgs, StageConfig
@@ -48,6 +48,7 @@ from loaderkit.stages.image.ops import EVERYTHING, Crop, DecodeHint, Needs, hint
 from loaderkit.stages.image.resize import reduced_box
 from loaderkit.stages.runner import each_sample
 from loaderkit.stages.values import channels_last, describe, is_pillow
+from loaderkit.stages.volume.nifti import read_nifti
 
 logger = logging.getLogger("loaderkit")
 _BOM = b"\xef\xbb\xbf"
@@ -63,8 +64,10 @@ class DecodeArgs(StageArgs):
     channels the end that is 1, 3 or 4 long; if both are, a tensor's are the first, and an array is an error. A fourth channel
     is dropped, as a PNG's. What `fields` or `masks` name has to be an image, and may be [H, W].
 
-    An `npz` becomes one field for every array in it, named as in the archive. If a `random_resized_crop`, or a `random_crop`
-    without padding, comes next, no more of a JPEG is made into pixels than it will show.
+    An `npz` becomes one field for every array in it, named as in the archive. A `nii` or `nii.gz` is the array of a scan.
+
+    If a `random_resized_crop`, or a `random_crop` without padding, comes next, no more of a JPEG is made into pixels than it
+    will show.
 
     What `boxes` and `keypoints` name, in pixels of the decoded image, follows it through every stage that moves its pixels, and
     becomes float32. Boxes are clipped to the image (`sanitize_boxes` drops those of which nothing is left), keypoints (x, y)
@@ -198,7 +201,7 @@ class Decoder:
             value = sample.get(field)
             try:
                 if type(value) is Encoded:
-                    read = self._readers.get(value.extension.rpartition(".")[2], _read_bytes)
+                    read = self._readers.get(last_extension(value.extension), _read_bytes)
                     value = read(value.data, field, draws, scratch)
                 elif type(value) not in self._left:
                     value = self._value(value, field, draws, scratch)
@@ -426,6 +429,10 @@ def _read_npz(data: memoryview, field: str, draws: Any, scratch: dict[str, Any] 
     return FieldGroup({name: _owned(array, scratch) for name, array in view_npz(data).items()})
 
 
+def _read_nifti(data: memoryview, *_: Any) -> NDArray[Any]:
+    return read_nifti(data)
+
+
 def _read_class(data: memoryview, *_: Any) -> int:
     try:
         return int(bytes(data).removeprefix(_BOM))
@@ -450,6 +457,8 @@ def _read_json(data: memoryview, *_: Any) -> Any:
 _READERS: dict[str, Callable[..., Any]] = {
     "npy": _read_npy,
     "npz": _read_npz,
+    "nii": _read_nifti,
+    "nii.gz": _read_nifti,
     "cls": _read_class,
     "txt": _read_text,
     "text": _read_text,

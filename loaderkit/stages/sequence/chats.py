@@ -72,13 +72,17 @@ class ChatWriter:
             until = text if is_last else self._render(messages[: number + 1])[0]
             if len(until) < begin or not text.startswith(until):
                 raise ValueError(_untold(number, "writes it in another way when more messages follow"))
+            content = message.get("content")
+            is_prompted = begin > len(self._render(messages[:number])[0]) if number else begin > 0
+            if not is_prompted and not until[begin:].lstrip().startswith(str(content or "").strip()):
+                raise ValueError(_untold(number, "writes something before it that it does not prompt for"))
             spans.append((begin, len(until)))
         return spans
 
     def _length_before(self, messages: Messages, number: int, text: str) -> int:
         """The characters before what a message adds."""
         try:
-            before = self._render(messages[:number], add_generation_prompt=True)[0] if number else ""
+            before = self._render(messages[:number], add_generation_prompt=True)[0]
         except Exception as error:
             raise ValueError(_untold(number, f"cannot write the messages before it alone ({error})")) from error
         if not text.startswith(before):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from num_examples import num_examples
-from waiting import LIMIT_S, wait_for
+from waiting import LIMIT_S, join_threads, wait_for
 
 import loaderkit
 from loaderkit.connectors.base import ConnectorTraits
@@ -75,10 +75,11 @@ def inner() -> Watched:
 @pytest.fixture(autouse=True)
 def _no_threads_left() -> Iterator[None]:
     yield
-    left = [thread for thread in threading.enumerate() if thread.name.startswith("loaderkit-ahead")]
-    while _MADE:  # a test that failed leaves nothing to the next
-        _MADE.pop().stop()
-    assert not left
+    try:
+        join_threads("loaderkit-ahead")
+    finally:
+        while _MADE:  # a test that failed leaves nothing to the next
+            _MADE.pop().stop()
 
 
 def blocks_of(key: str, etag: str, size: int, num: int) -> list[RangeSlice]:

@@ -143,8 +143,8 @@ def test_tokens_of_a_mixture_tell_their_sources(tmp_path: Path, executor: Litera
         documents = [np.full(rng.integers(1, 70), 10 + number) for _ in range(40)]
         pipelines[name] = Pipeline.tokens(write_megatron(tmp_path / name, documents, "uint16"))
     mixed = Pipeline.mix(pipelines, {"web": 0.5, "code": 0.3, "books": 0.2}, stop="all")
-    pipeline = mixed.shuffle(seed=1).epochs(1).read().pack(LENGTH, window=30).batch(4).prefetch(executor=executor)
-    with loaderkit.build(pipeline) as loader:
+    pipeline = mixed.shuffle(seed=1).epochs(1).read().pack(LENGTH, window=30).batch(4)
+    with loaderkit.build(pipeline, overrides={"prefetch.executor": executor}) as loader:
         assert loader.sources == ["web", "code", "books"]
         batches = list(loader)
     for batch in batches:

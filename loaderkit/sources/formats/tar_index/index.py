@@ -8,6 +8,8 @@ from typing import NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit.errors import FormatError
+
 
 class Member(NamedTuple):
     """One regular file inside an archive, with the offset of its bytes in the archive."""
@@ -17,15 +19,29 @@ class Member(NamedTuple):
     size: int
 
 
+class Damage(NamedTuple):
+    """Where the members of an archive end too early: the error, and the name of the member that is cut; None: not known."""
+
+    error: FormatError
+    next_name: str | None
+
+
 class TarIndex(Sequence[Member]):
     """The members of one archive in archive order: 16 bytes a member, and its name.
 
     `starts` (offsets in the archive) and `sizes` are int64 [number of members]. `packed_names` holds the names as bytes of the
-    archive (usually UTF-8), each ended by a NUL. `is_whole` is False after a warning about the archive.
+    archive (usually UTF-8), each ended by a NUL. `is_whole` is False after a warning about the archive. `damage` lies behind
+    the last of them; None: there is none.
     """
 
     def __init__(
-        self, starts: NDArray[np.int64], sizes: NDArray[np.int64], packed_names: bytes, *, is_whole: bool = True
+        self,
+        starts: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        packed_names: bytes,
+        *,
+        is_whole: bool = True,
+        damage: Damage | None = None,
     ) -> None:
         ends = np.flatnonzero(np.frombuffer(packed_names, np.uint8) == 0)
         if not len(starts) == len(sizes) == len(ends) or (packed_names and packed_names[-1]):
@@ -34,6 +50,7 @@ class TarIndex(Sequence[Member]):
         self.sizes = sizes
         self.packed_names = packed_names
         self.is_whole = is_whole
+        self.damage = damage
         self._name_ends = ends.astype(np.int64)
 
     def __len__(self) -> int:

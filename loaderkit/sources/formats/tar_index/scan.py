@@ -17,7 +17,7 @@ import numpy as np
 from loaderkit._internal.text import warn
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError
-from loaderkit.sources.formats.tar_index.index import TarIndex, sample_key_and_extension
+from loaderkit.sources.formats.tar_index.index import Damage, TarIndex, sample_key_and_extension
 from loaderkit.sources.formats.tar_index.window import Window, WindowRun
 
 _BLOCK = 512
@@ -42,15 +42,31 @@ MemberRange = tuple[bytes, int, int]
 """Name, offset and size of a regular file."""
 
 
-def scan_tar(connector: Connector, info: ObjectInfo, *, clock: Callable[[], float] = time.perf_counter) -> TarIndex:
+def scan_tar(
+    connector: Connector,
+    info: ObjectInfo,
+    *,
+    up_to_damage: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+) -> TarIndex:
     """The regular files of the archive `info`, in archive order, up to the first block of zeros.
 
     Directories, links and devices are left out. `clock` (seconds) only decides how far apart members must lie to be worth
     skipping. Warns if the archive may be truncated at the end of a member, and of links named as members of samples. Raises
-    `FormatError` with the archive and the offset for any other damage, and what the connector raises.
+    `FormatError` with the archive and the offset for any other damage, and what the connector raises. With `up_to_damage` the
+    index has the members before it, and the missing mark at the end of an archive is damage, too.
     """
-    scanner = TarScanner(connector, info, clock)
-    runs = list(scanner.runs(0))
+    scanner = TarScanner(connector, info, clock, needs_end=up_to_damage)
+    runs: list[WindowRun] = []
+    damage = None
+    try:
+        for run in scanner.runs(0):
+            runs.append(run)  # noqa: PERF402 - those before the damage are to stay
+    except FormatError as error:
+        if not up_to_damage:
+            raise
+        name = scanner.cut_name
+        damage = Damage(error, None if name is None else name.decode("utf-8", "surrogateescape"))
     if scanner.num_links:
         warn(
             f"{scanner.where}: links are left out, as they have no bytes of their own ({scanner.num_links}, such as "
@@ -60,9 +76,8 @@ def scan_tar(connector: Connector, info: ObjectInfo, *, clock: Callable[[], floa
     nothing = np.empty(0, np.int64)
     starts = np.concatenate([nothing, *(run.starts for run in runs)])
     sizes = np.concatenate([nothing, *(run.sizes for run in runs)])
-    return TarIndex(
-        starts, sizes, b"".join(run.names for run in runs), is_whole=not (scanner.has_odd_end or scanner.num_links)
-    )
+    is_whole = damage is None and not (scanner.has_odd_end or scanner.num_links)
+    return TarIndex(starts, sizes, b"".join(run.names for run in runs), is_whole=is_whole, damage=damage)
 
 
 @dataclass
@@ -77,7 +92,17 @@ class _Extended:
 class TarScanner:
     """Walks over the headers of one archive."""
 
-    def __init__(self, connector: Connector, info: ObjectInfo, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        connector: Connector,
+        info: ObjectInfo,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        needs_end: bool = False,
+    ) -> None:
+        """`needs_end`: an archive without a mark at its end is damaged."""
+        self._needs_end = needs_end
+        self.cut_name: bytes | None = None  # of the member that is damaged, if it is known
         self.has_odd_end = False
         self.num_links = 0
         self.first_link = b""
@@ -165,6 +190,7 @@ class TarScanner:
         if size is None or size < 0:
             self._fail(position, f"the size of {_shown(name)} is no number; the archive is damaged")
         if position + _BLOCK + size > self._num_bytes:
+            self.cut_name = name
             self._fail(
                 position,
                 f"{_shown(name)} should have {size} bytes from byte {position + _BLOCK} on, but the archive has only "
@@ -211,6 +237,10 @@ class TarScanner:
             if position == 0:
                 self._fail_as_no_header(0, rest)
             self._fail(position, f"the archive ends inside the header after {_shown(name)}; copy it again")
+        if self._needs_end:
+            self._fail(
+                position, f"the archive ends without an end-of-archive mark, after {_shown(name)}; copy it again"
+            )
         self._warn(
             f"{self.where} ends without an end-of-archive mark, after {_shown(name)}: it may be truncated there, and "
             "members may be missing"

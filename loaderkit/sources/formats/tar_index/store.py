@@ -19,7 +19,12 @@ _VERSION = 1
 
 
 def load_index(
-    connector: Connector, info: ObjectInfo, cache_dir: Path | None, *, use_wds_index: bool = True
+    connector: Connector,
+    info: ObjectInfo,
+    cache_dir: Path | None,
+    *,
+    use_wds_index: bool = True,
+    up_to_damage: bool = False,
 ) -> TarIndex:
     """The members of the archive `info`, from the cheapest source.
 
@@ -27,11 +32,11 @@ def load_index(
     so a caller that needs every member passes `use_wds_index=False`. Then the copy in `cache_dir` (None: keep no copies), if
     size and etag match. Else the headers are scanned and a copy is kept; a failure to keep it is no error. For a remote store
     the `.idx` is copied as well, and copies come first, as a look beside each of thousands of shards takes requests. Raises
-    what `scan_tar` raises.
+    what `scan_tar` raises. With `up_to_damage` a damaged archive has an index as well, of which no copy is kept.
     """
     if cache_dir is None:
         index = _beside(connector, info) if use_wds_index else None
-        return index if index is not None else scan_tar(connector, info)
+        return index if index is not None else scan_tar(connector, info, up_to_damage=up_to_damage)
     path = path_in_cache(cache_dir, "tar-index", connector.describe(info.key), ".npz")
     of_samples = path.with_name(f"{path.stem}-samples.npz")
     is_remote = traits_of(connector).is_remote
@@ -43,7 +48,7 @@ def load_index(
     if index is None:
         index = _load_copy(path, info)
     if index is None:
-        index = scan_tar(connector, info)
+        index = scan_tar(connector, info, up_to_damage=up_to_damage)
         if index.is_whole:  # else the next to open it must be warned too
             _save_copy(path, info, index)
     return index

@@ -1,0 +1,42 @@
+"""Ranks that leave out other shards than one another would go by other orders."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch.distributed as dist
+
+from loaderkit.errors import SourceError
+from loaderkit.pipeline.opened import OpenedPipeline
+from loaderkit.ranks.store import default_store, own_connection
+
+_OF_DATA = frozenset({"data", "sources", "bad_shards", "classes"})
+
+
+def check_same_shards(plan: OpenedPipeline) -> None:
+    """Raise SourceError if another rank's loader of this pipeline has other samples, where damaged shards are left out: a copy
+    on one node may be damaged, and whole on others. Nothing is compared without a process group.
+
+    No rank waits: the first one leaves a word in the store of torch.distributed, with which all others compare theirs.
+    """
+    if plan.config.errors.on_bad_shard == "raise" or not (dist.is_available() and dist.is_initialized()):
+        return
+    fingerprint, rank = plan.fingerprint(), dist.get_rank()
+    urls = [getattr(args, "url", "") for args in (plan.config.source, *(one.args for one in plan.config.members))]
+    same = repr([plan.config.name, urls, sorted(set(fingerprint.items()) - {*_parts(fingerprint)})])
+    store = own_connection(default_store(), f"loaderkit/shards/{blake2b(same.encode(errors='replace')).hexdigest()}")
+    number = store.add(f"loaders of {rank}", 1)  # a program may build several, one behind another
+    mine = repr(_parts(fingerprint))
+    left_out = fingerprint.get("bad_shards", "no shard")
+    theirs = store.compare_set(str(number), "", f"{rank}\n{left_out}\n{mine}").decode()
+    other, there, parts = theirs.split("\n", 2)
+    if parts != mine:
+        raise SourceError(
+            f"rank {rank} leaves out {left_out}, and rank {other} {there}: their data differs, so they would go by different "
+            "orders. Mend the copies, or leave the damaged shards out of the source (`include`)"
+        )
+
+
+def _parts(fingerprint: dict[str, str]) -> list[tuple[str, str]]:
+    """Those that tell which samples there are."""
+    return sorted((name, value) for name, value in fingerprint.items() if name in _OF_DATA)

@@ -1,0 +1,93 @@
+"""Runs a ported pipeline with the script's own step, as it was measured, for a few seconds."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+from loaderkit._internal.system.cgroups import num_cpus
+from loaderkit.profile.experiments.interleave import Variant, rate_of
+from loaderkit.profile.experiments.loops import Step
+from loaderkit.profile.port.check import Build
+from loaderkit.profile.port.loader import PortedPipeline
+from loaderkit.profile.report import Report
+from loaderkit.profile.report_parts import Rate
+
+_SETTLE_S, _MOST_S = 4.0, 12.0  # in the first seconds workers start and are tuned
+_WINDOW_S, _LEAST_WINDOWS = 1.0, 4
+_SURE = 5.0  # percent
+_OUTLIER = 10.0  # times the median: a first step that compiles or allocates
+_IDLE = 0.02  # CPUs of a step that only waits, as for a GPU
+_SIDE = 96  # of matrices whose product takes 50 us: as long as an operation of a small model
+
+
+class ScriptStep(NamedTuple):
+    """A step of the script: how long it takes, and of how many CPUs meanwhile."""
+
+    seconds: float
+    cpus: float
+
+
+def step_of(report: Report, cpu_s: float, delayed_share: float) -> ScriptStep:
+    """The mean step of a watched loop. `cpu_s`: CPU time of the process in all steps; `delayed_share`: of the steps' time, that
+    in which their thread was ready to run and the workers had the CPUs."""
+    steps = [step.compute_s for step in report.steps.steps]
+    most_s = _OUTLIER * (report.steps.compute_p50_s or math.inf)
+    usual = [step_s for step_s in steps if step_s <= most_s] or steps
+    saved_s = report.steps.save_waiting_s + report.steps.save_staging_s
+    whole_s = max(report.steps.compute_s - saved_s, 1e-9)
+    mean_s = sum(usual) / len(usual) if usual else whole_s / max(1, report.num_batches)
+    return ScriptStep(mean_s * (1 - min(0.9, delayed_share)), min(cpu_s / whole_s, float(num_cpus() or 1)))
+
+
+def run_with_step(ported: PortedPipeline, step: ScriptStep, build: Build) -> tuple[Rate, float]:
+    """The pipeline's speed in a loop with that step, and how much of the time it waits, in percent. Raises LoaderkitError."""
+    imitation, close = _imitation(step)
+    try:
+        with build(ported.here(), overrides={"order.epochs": None}) as loader:
+            variant = Variant(loader, imitation)
+            begin_s = time.perf_counter()
+            while time.perf_counter() - begin_s < _SETTLE_S:
+                variant.run(_WINDOW_S)
+            variant.windows.clear()
+            until_s = time.perf_counter() + _MOST_S - _SETTLE_S
+            while len(variant.windows) < 2 or time.perf_counter() < until_s:
+                variant.run(_WINDOW_S)
+                if len(variant.windows) >= _LEAST_WINDOWS and rate_of(variant.windows).interval_percent < _SURE:
+                    break
+            return variant.rate, variant.stall_percent
+    finally:
+        close()
+
+
+def _imitation(step: ScriptStep) -> tuple[Step, Callable[[], object]]:
+    """A step that uses as many CPUs for as long: by products of small matrices, which hold the GIL as little as a model's
+    operations do. And what ends its threads."""
+    if step.cpus < _IDLE:
+        return lambda batch: time.sleep(step.seconds), lambda: None
+    num_threads = max(1, math.ceil(step.cpus - 0.25))
+    cpu_s = step.seconds * step.cpus / num_threads
+    pool = ThreadPoolExecutor(num_threads - 1) if num_threads > 1 else None
+
+    def run(batch: Any) -> None:
+        end_s = time.perf_counter() + step.seconds
+        others = [] if pool is None else [pool.submit(_burn, cpu_s) for _ in range(num_threads - 1)]
+        _burn(cpu_s)
+        for other in others:
+            other.result()
+        if (left_s := end_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+
+    return run, (lambda: None) if pool is None else pool.shutdown
+
+
+def _burn(cpu_s: float) -> None:
+    end_s = time.thread_time() + cpu_s
+    matrix = torch.ones(_SIDE, _SIDE)
+    while time.thread_time() < end_s:
+        torch.mm(matrix, matrix)

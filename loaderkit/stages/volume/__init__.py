@@ -1,0 +1,1 @@
+"""Volumes: crops and flips of arrays of any dimensions, and NIfTI."""

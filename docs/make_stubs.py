@@ -48,7 +48,7 @@ BESIDE = {
     "_address": "",
 }
 """Name of a validator -> what it takes beside the type it stands before. A list is taken wherever a tuple is."""
-PATHS = ("url", "quarantine")
+PATHS = ("url", "quarantine", "tokenizer", "template")
 
 
 def accepted(annotation: Any, metadata: tuple[Any, ...] = ()) -> list[str]:
@@ -95,7 +95,8 @@ def stub(name: str, args: type[BaseModel], *, is_source: bool = False) -> str:
             lines, is_by_name = [*lines, "*"], True
         types_of_it = accepted(hints[parameter.name])
         if parameter.name in PATHS:
-            types_of_it = [*types_of_it[:1], "os.PathLike[str]", *types_of_it[1:]]
+            listed = ["Sequence[os.PathLike[str]]"] * ("list[str]" in types_of_it)
+            types_of_it = [*types_of_it[:1], "os.PathLike[str]", *types_of_it[1:], *listed]
         is_given = parameter.default is not parameter.empty
         lines.append(
             f"{parameter.name}: {' | '.join(types_of_it)}" + (f" = {_default(parameter.default)}" if is_given else "")

@@ -20,7 +20,7 @@ from loaderkit.connectors import Connector
 from profiles.reports import FOLDER, PAGE, filled, text_of
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/guide.md", "docs/recipes.md", "docs/reading-a-report.md"]
+PAGES = ["README.md", "docs/guide.md", "docs/recipes.md", "docs/sft.md", "docs/reading-a-report.md"]
 FOLDERS = ("docs", "examples", "profiles")
 LINKING_PAGES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.md"))
 LINKING_PAGES += ["CHANGELOG.md", "README.md"]

@@ -22,8 +22,11 @@ ARGUMENTS = {
     "restore.py": ["--steps", "6", "--check"],
     "restore_fsdp.py": ["--steps", "3"],
     "train_gpt.py": ["--steps", "3", "--speeches", "60"],
+    "make_tokens.py": ["data", "--documents", "20"],
+    "make_chats.py": ["data", "--chats", "20"],
 }
 MARKS = {
+    "make_chats.py": [pytest.mark.integration],
     "restore_fsdp.py": [pytest.mark.integration],
     "train_gpt.py": [pytest.mark.prove],  # tests/elastic/test_gpt.py trains by it, too
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from loaderkit.shards.planning import Options, plan_shards
 from loaderkit.shards.training import training_pipeline
 
 FOLDER = Path(__file__).parent.parent / "pipelines"
+OF_TEXT = {"gpt": "make_tokens.py", "sft": "make_chats.py"}  # by the example that makes their data
 FILES = sorted(FOLDER.glob("imagenet-*.yaml"))  # the others have tests of their own
 
 
@@ -45,6 +48,54 @@ def _bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, sha
         upload(server, shards, "imagenet", "shards/")
         monkeypatch.setenv("IMAGENET", "s3://imagenet")
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+
+
+@pytest.fixture(params=["gpt", pytest.param("sft", marks=pytest.mark.integration)])
+def text_file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pipeline of tokens, whose data its example has made."""
+    name: str = request.param
+    monkeypatch.setattr(sys, "argv", [OF_TEXT[name], str(tmp_path / "made")])
+    runpy.run_path(str(FOLDER.parent / "examples" / OF_TEXT[name]), run_name="__main__")
+    monkeypatch.setenv({"gpt": "TOKENS", "sft": "SFT"}[name], str(tmp_path / "made"))
+    return FOLDER / f"{name}.yaml"
+
+
+class TestPipelinesOfText:
+    def test_runs_and_resumes(self, text_file: Path) -> None:
+        overrides = {"stages.transfer.device": "cpu", "order.epochs": 1}
+        with loaderkit.build(text_file, overrides=overrides) as loader:
+            batches = list(loader)
+            assert len(batches) == len(loader) > 10
+        with loaderkit.build(text_file, overrides=overrides) as loader:
+            _ = [batch for batch, _ in zip(loader, range(5), strict=False)]
+            state = loader.state_dict()
+        with loaderkit.build(text_file, overrides=overrides) as loader:
+            loader.load_state_dict(state)
+            rest = list(loader)
+        for batch, other in zip(batches[-len(rest) :], rest, strict=True):
+            assert all(torch.equal(batch[name], other[name]) for name in batch if isinstance(batch[name], torch.Tensor))
+        for batch in batches:
+            if text_file.stem == "gpt":
+                assert batch["input_ids"].shape == (8, 2048)
+                assert torch.equal(batch["source_ids"] >= 0, batch["document_ids"] >= 0)
+                continue
+            assert batch["input_ids"].shape[1] % 8 == 0
+            assert torch.equal(batch["input_ids"] == 0, batch["attention_mask"] == 0)
+            assert 0.2 < (batch["labels"] != -100).sum() / batch["attention_mask"].sum() < 0.9
+        if text_file.stem == "gpt":
+            shares = torch.stack(
+                [torch.bincount(batch["source_ids"].flatten() + 1, minlength=3)[1:] for batch in batches]
+            ).sum(0)
+            assert abs(shares[0] / shares.sum() - 0.7) < 0.05
+
+    def test_passes_check_and_explain(self, text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for command in ("check", "explain"):
+            assert main([command, str(text_file)]) == 0, capsys.readouterr().err
+
+    def test_is_its_own_description(self, text_file: Path, tmp_path: Path) -> None:
+        pipeline = loaderkit.Pipeline.from_yaml(text_file)
+        (tmp_path / "again.yaml").write_text(pipeline.to_yaml())
+        assert loaderkit.Pipeline.from_yaml(tmp_path / "again.yaml") == pipeline
 
 
 def test_there_are_some() -> None:

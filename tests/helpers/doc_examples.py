@@ -36,7 +36,8 @@ def libraries(text: str) -> set[str]:
 
 def needs_frameworks(text: str) -> bool:
     """True if `make integration` installs what an example imports."""
-    return bool(libraries(text) & {"datasets", "torchvision", *LOOPS}) or "torch.utils.tensorboard" in text
+    names = {"datasets", "tokenizers", "torchvision", *LOOPS}
+    return bool(libraries(text) & names) or "torch.utils.tensorboard" in text or "tokenize" in text
 
 
 def needs_cluster(text: str) -> bool:

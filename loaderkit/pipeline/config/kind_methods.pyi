@@ -127,7 +127,7 @@ class KindMethods:
     @classmethod
     def tokens(
         cls,
-        url: str | os.PathLike[str] | tuple[str, ...] | list[str],
+        url: str | os.PathLike[str] | tuple[str, ...] | list[str] | Sequence[os.PathLike[str]],
         *,
         include: str | tuple[str, ...] | list[str] | None = None,
         dtype: Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"] | None = None,
@@ -779,12 +779,12 @@ class KindMethods:
 
     def tokenize(
         self,
-        tokenizer: str,
+        tokenizer: str | os.PathLike[str],
         chat: str | tuple[str, ...] | list[str] | None = None,
         text: str | tuple[str, ...] | list[str] | None = None,
         prompt: str | None = None,
         mask: Literal["prompt", "none"] | None = None,
-        template: str | None = None,
+        template: str | os.PathLike[str] | None = None,
         max_length: int | None = None,
         too_long: Literal["cut", "bad"] = "cut",
         special_tokens: bool = True,

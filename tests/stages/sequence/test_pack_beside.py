@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -59,7 +59,6 @@ def build(tmp_path: Path, num: int = 60, bad: int = 0, size: int = 3, **settings
         "stages": ["read", {"pack": pack_of()}, {"batch": {"size": size}}],
         **settings,
     }
-    Pipeline(description).to_yaml()
     (tmp_path / "p.yaml").write_text(Pipeline(description).to_yaml())
     assert main(["index", "--lengths", str(tmp_path / "p.yaml")]) == 0
     return description
@@ -137,7 +136,7 @@ def test_a_source_of_tokens_alone_has_no_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("executor", ["inline", "thread"])
-def test_tokens_of_a_mixture_tell_their_sources(tmp_path: Path, executor: str) -> None:
+def test_tokens_of_a_mixture_tell_their_sources(tmp_path: Path, executor: Literal["inline", "thread"]) -> None:
     rng = np.random.default_rng(1)
     pipelines = {}
     for number, name in enumerate(["web", "code", "books"]):

@@ -154,8 +154,8 @@ def test_packed_pieces_come_from_all_files(folder: Path, form: str, shards: list
                         tokens = batch["input_ids"][row][batch["document_ids"][row] == place]
                         pieces.setdefault(name, {})[int(part.partition(":")[0] or 0)] = tokens.tolist()
         for name, parts in pieces.items():
-            shard, _, place = name.partition("/")
-            whole = shards[int(shard[1:4])][int(place)]
+            shard, _, document = name.partition("/")
+            whole = shards[int(shard[1:4])][int(document)]
             assert [token for first in sorted(parts) for token in parts[first]] == whole
         assert len(pieces) == NUM_FILES * NUM_EACH
 

@@ -71,7 +71,7 @@ def number_alone(store: Connector, step: int) -> int:
         return number_in(checkpoints, step)
 
 
-@pytest.mark.matrix(24)
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("operation", range(MOST_OPERATIONS))
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("again", [False, True], ids=["new", "again"])

@@ -286,6 +286,7 @@ def is_clean(store: Connector, steps: set[str]) -> bool:
     return {key.partition("/")[0] for key in names_in(store)} == steps
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_dead_at_operations(

@@ -38,6 +38,7 @@ def experiment(factor: float, noise: Callable[[random.Random], float], draw: ran
     return PairedGains.of(new, old)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("noise", NOISES)
 def test_what_is_no_better_is_called_sure_as_rarely_as_stated(noise: str, rng: random.Random) -> None:
     num_wrong = sum(experiment(1.0, NOISES[noise], rng).outcome() == "sure" for _ in range(1000))

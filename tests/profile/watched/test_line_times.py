@@ -132,7 +132,7 @@ def assert_named(report: Report, script: slow_lines.SlowLine) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(2))
 def test_the_slow_line_is_named(
     number: int, rng: random.Random, in_place: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -144,6 +144,7 @@ def test_what_build_refuses_is_not_shown(photos: Path, executor: str) -> None:
                 loaderkit.build(pipeline, overrides=overrides).close()
 
 
+@pytest.mark.prove
 def test_a_prediction_is_as_sure_as_the_run_was_steady(photos: Path) -> None:
     report, config = report_of(photos), pipeline_of(photos).config
 

@@ -166,6 +166,7 @@ def test_v7_and_signed_checksum_and_base_256() -> None:
 # --------------------------------------------------------------------------------------------- damaged archives
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("form", list(FORMATS))
 def test_cut_at_every_byte(form: str) -> None:
     members: list[tarfile.TarInfo | tuple[str, bytes]] = [("a.txt", b"x" * 700), ("b" * 99, b""), ("c.txt", b"y" * 512)]

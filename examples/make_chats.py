@@ -3,8 +3,8 @@
     python examples/make_chats.py data/sft
     SFT=data/sft loaderkit run pipelines/sft.yaml --batches 20
 
-`chats.jsonl` has a chat a line: {"messages": [{"role": "user", "content": ...}, ...]}. The template has `{% generation %}` around
-what the assistant says, so that `mask: prompt` knows it.
+`chats.jsonl` has a chat a line: {"messages": [{"role": "user", "content": ...}, ...]}. The template has `{% generation %}`
+around what the assistant says, so that `mask: prompt` knows it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ TEMPLATE = """\
 {%- endif %}
 """
 SPECIAL = {"pad_token": "<|pad|>", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-WORDS = (
+TEXT = (
     "the a cat dog river mountain city train code function loop gradient batch learns writes reads explains runs "
-    "quickly slowly carefully because when if then please could you tell me how why what is an of to in with".split()
+    "quickly slowly carefully because when if then please could you tell me how why what is an of to in with"
 )
+WORDS = TEXT.split()
 
 
 def sentence(rng: random.Random, least: int, most: int) -> str:

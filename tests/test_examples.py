@@ -13,7 +13,8 @@ import pytest
 from buckets import upload
 
 FOLDER = Path(__file__).parent.parent / "examples"
-PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if path.name != "ray_train.py")  # which tests/integrations runs
+ELSEWHERE = ("ray_train.py", "make_")  # run by tests/integrations, and by the tests of the pipelines on what they make
+PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if not path.name.startswith(ELSEWHERE))
 ARGUMENTS = {  # a program that is not here fails: give it small work to do
     "train.py": ["PHOTOS", "--batch-size", "20", "--checkpoints", "run"],
     "torch_dataset.py": ["--samples", "100"],
@@ -21,11 +22,8 @@ ARGUMENTS = {  # a program that is not here fails: give it small work to do
     "restore.py": ["--steps", "6", "--check"],
     "restore_fsdp.py": ["--steps", "3"],
     "train_gpt.py": ["--steps", "3", "--speeches", "60"],
-    "make_tokens.py": ["data", "--documents", "20"],
-    "make_chats.py": ["data", "--chats", "20"],
 }
 MARKS = {
-    "make_chats.py": [pytest.mark.integration],
     "restore_fsdp.py": [pytest.mark.integration],
     "train_gpt.py": [pytest.mark.prove],  # tests/elastic/test_gpt.py trains by it, too
 }

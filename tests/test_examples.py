@@ -13,20 +13,17 @@ import pytest
 from buckets import upload
 
 FOLDER = Path(__file__).parent.parent / "examples"
-PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if path.name != "ray_train.py")  # which tests/integrations runs
-ARGUMENTS = {
-    "make_volumes.py": ["volumes", "3"],  # a program that is not here fails: give it small work to do
+ELSEWHERE = ("ray_train.py", "make_")  # run by tests/integrations, and by the tests of the pipelines on what they make
+PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if not path.name.startswith(ELSEWHERE))
+ARGUMENTS = {  # a program that is not here fails: give it small work to do
     "train.py": ["PHOTOS", "--batch-size", "20", "--checkpoints", "run"],
     "torch_dataset.py": ["--samples", "100"],
     "train_from_s3.py": ["s3://examples/shards", "--endpoint", "ENDPOINT", "--cache", "cache", "--batch-size", "20"],
     "restore.py": ["--steps", "6", "--check"],
     "restore_fsdp.py": ["--steps", "3"],
     "train_gpt.py": ["--steps", "3", "--speeches", "60"],
-    "make_tokens.py": ["data", "--documents", "20"],
-    "make_chats.py": ["data", "--chats", "20"],
 }
 MARKS = {
-    "make_chats.py": [pytest.mark.integration],
     "restore_fsdp.py": [pytest.mark.integration],
     "train_gpt.py": [pytest.mark.prove],  # tests/elastic/test_gpt.py trains by it, too
 }

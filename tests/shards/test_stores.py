@@ -149,6 +149,7 @@ class TestRay:
         with pytest.raises(StageError, match=r"^shard 7 of 10: call failed for sample '78' in"):
             packed(pipeline, tmp_path / "out", Workers(ray=True, ray_address=cluster), shard_bytes=10_240)
 
+    @pytest.mark.prove
     def test_one_that_always_dies_is_an_error(self, tmp_path: Path, cluster: str) -> None:
         pipeline = {
             "source": {"kind": "dataset", "object": "packed_shards:hundred"},

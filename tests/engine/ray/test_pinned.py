@@ -147,6 +147,7 @@ class TestActors:
         assert [first_of(batch) for batch in kept] == list(range(0, 240, 8))
         check_nothing_left()
 
+    @pytest.mark.prove
     def test_another_number_and_a_death(self, pins: Pins) -> None:
         """Each batch goes through the stages once, in this process, whoever makes it."""
         seen: list[int] = []

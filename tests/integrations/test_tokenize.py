@@ -57,7 +57,12 @@ def tokens_of_chat(tokenizer: Any, chat: Chat, max_length: int | None = None) ->
     labels = [-100] * len(ids)
     for number, message in enumerate(chat):
         if message["role"] == "assistant":
-            before = tokenizer.apply_chat_template(chat[:number], add_generation_prompt=True, tokenize=False)
+            first = [
+                tokenizer.apply_chat_template(chat[:1], add_generation_prompt=does, tokenize=False) for does in (0, 1)
+            ]
+            before = first[1][len(first[0]) :]  # what prompts for a message; transformers writes no chat without one
+            if number:
+                before = tokenizer.apply_chat_template(chat[:number], add_generation_prompt=True, tokenize=False)
             begin = len(tokenizer(before, add_special_tokens=False)["input_ids"])
             end = len(tokenizer.apply_chat_template(chat[: number + 1], return_dict=True)["input_ids"])
             labels[begin:end] = ids[begin:end]

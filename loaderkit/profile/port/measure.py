@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 
 from loaderkit._internal.system.cgroups import num_cpus
-from loaderkit.profile.experiments.interleave import Variant, rate_of
-from loaderkit.profile.experiments.loops import Step
+from loaderkit.profile.experiments.headroom import num_samples_of
+from loaderkit.profile.experiments.interleave import RateWindow, rate_of
+from loaderkit.profile.experiments.loops import Step, endless
 from loaderkit.profile.port.check import Build
 from loaderkit.profile.port.loader import PortedPipeline
 from loaderkit.profile.report import Report
@@ -50,19 +51,35 @@ def run_with_step(ported: PortedPipeline, step: ScriptStep, build: Build) -> tup
     imitation, close = _imitation(step)
     try:
         with build(ported.here(), overrides={"order.epochs": None}) as loader:
-            variant = Variant(loader, imitation)
+            batches, windows = endless(loader), list[RateWindow]()
             begin_s = time.perf_counter()
             while time.perf_counter() - begin_s < _SETTLE_S:
-                variant.run(_WINDOW_S)
-            variant.windows.clear()
+                _window(batches, imitation)
             until_s = time.perf_counter() + _MOST_S - _SETTLE_S
-            while len(variant.windows) < 2 or time.perf_counter() < until_s:
-                variant.run(_WINDOW_S)
-                if len(variant.windows) >= _LEAST_WINDOWS and rate_of(variant.windows).interval_percent < _SURE:
+            while len(windows) < 2 or time.perf_counter() < until_s:
+                windows.append(_window(batches, imitation))
+                if len(windows) >= _LEAST_WINDOWS and rate_of(windows).interval_percent < _SURE:
                     break
-            return variant.rate, variant.stall_percent
     finally:
         close()
+    waited_s, whole_s = sum(one.stall_s for one in windows), sum(one.seconds for one in windows)
+    return rate_of(windows), 100 * waited_s / max(whole_s, 1e-9)
+
+
+def _window(batches: Iterator[Any], step: Step) -> RateWindow:
+    """Steps for a while, by a clock of its own: the loader's counters begin anew when it takes other processes."""
+    batch = next(batches)
+    begin_s = time.perf_counter()
+    num_samples = num_batches = 0
+    waited_s = 0.0
+    while num_batches < 2 or time.perf_counter() - begin_s < _WINDOW_S:
+        step(batch)
+        asked_s = time.perf_counter()
+        batch = next(batches)
+        waited_s += time.perf_counter() - asked_s
+        num_batches += 1
+        num_samples += num_samples_of(batch)
+    return RateWindow(num_samples, time.perf_counter() - begin_s, waited_s, num_batches)
 
 
 def _imitation(step: ScriptStep) -> tuple[Step, Callable[[], object]]:

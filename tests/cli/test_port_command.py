@@ -223,6 +223,16 @@ def test_compare_names_what_has_no_counterpart_and_leaves_the_script_alone(
     assert not Path("pipeline.yaml").exists()
 
 
+def test_of_one_batch_no_speed_and_no_step_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text(TENSORS.partition("for epoch")[0] + "next(iter(DataLoader(train, batch_size=4)))")
+    assert run("watch", "--compare", "--json", "r.json", "train.py") == 0
+    ported = Report.from_json(Path("r.json").read_text()).ported
+    assert ported is not None
+    assert ported.after is not None
+    assert (ported.before, ported.step_s, ported.speedup) == (None, None, None)
+    assert "the pipeline ran alone" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_script_that_failed_is_not_compared(script: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     script()
     text = Path("train.py").read_text().replace("    sys.exit(3)", "    raise KeyError('boom')")

@@ -62,6 +62,7 @@ def arrow(number, size, num_files=1):
     datasets.Dataset.from_dict(rows).save_to_disk("saved", num_shards=num_files)
     return datasets.load_from_disk("saved").with_format("torch")
 
+torch.set_num_threads(1)  # threads that wait for one another would time the other programs of the machine
 model = torch.nn.Sequential(torch.nn.Linear({width}, {width}), torch.nn.ReLU(), torch.nn.Linear({width}, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 inputs = torch.randn({rows}, {width})

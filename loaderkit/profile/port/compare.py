@@ -15,7 +15,8 @@ from loaderkit.errors import LoaderkitError
 from loaderkit.profile.port.check import Build, check_samples
 from loaderkit.profile.port.loader import PortedPipeline, port_loader
 from loaderkit.profile.port.measure import run_with_step, step_of
-from loaderkit.profile.port.parts import PortedLoader
+from loaderkit.profile.port.parts import PortedLoader, Unported
+from loaderkit.profile.port.recognise import describe, where
 from loaderkit.profile.port.write import tensors_beside, write_pipeline
 from loaderkit.profile.report import Report
 from loaderkit.profile.watched.script import ScriptLoop
@@ -32,7 +33,12 @@ class ScriptComparison:
 
     def port(self, loader: Any) -> PortedPipeline:
         """What a DataLoader comes to, without touching its samples."""
-        return port_loader(loader, self.script.removesuffix(".py"))
+        try:
+            return port_loader(loader, self.script.removesuffix(".py"))
+        except Exception as error:  # the script is to run on
+            why = f"it is no DataLoader that loaderkit knows ({type(error).__name__}: {error})"
+            found = Unported(part="DataLoader", what=describe(loader), where=where(loader), why=why)
+            return PortedPipeline(None, unported=(found,))
 
     def report(self, loop: ScriptLoop, number: int, ended: str | None) -> Report:
         """The loop's report with its pipeline, `number` of the script's; `ended`: why nothing more is to be run."""
@@ -70,7 +76,8 @@ class ScriptComparison:
         found = found.model_copy(update=self._written(ported, number, loop.report.rank))
         assert loop.step_cpu is not None
         step = step_of(loop.report, loop.step_cpu.cpu_s, loop.step_cpu.delayed_share)
-        found = found.model_copy(update={"step_s": step.seconds, "step_cpus": step.cpus})
+        if step is not None:
+            found = found.model_copy(update={"step_s": step.seconds, "step_cpus": step.cpus})
         try:
             rate, stall_percent = run_with_step(ported, step, self.build)
         except LoaderkitError as error:
@@ -90,7 +97,9 @@ class ScriptComparison:
 
 
 def _before(report: Report) -> dict[str, float]:
-    """The script's own speed, without its start, and how much of the time it waits."""
+    """The script's own speed, without its start, and how much of the time it waits; of one batch nothing is known."""
+    if report.num_batches < 2:
+        return {}
     start_s = report.stall.by_stage.get(START, 0.0)
     num_samples = report.num_samples * (1 - 1 / max(1, report.num_batches)) if start_s else report.num_samples
     wall_s = report.wall_s - start_s

@@ -34,21 +34,27 @@ class ScriptStep(NamedTuple):
     cpus: float
 
 
-def step_of(report: Report, cpu_s: float, delayed_share: float) -> ScriptStep:
-    """The mean step of a watched loop. `cpu_s`: CPU time of the process in all steps; `delayed_share`: of the steps' time, that
-    in which their thread was ready to run and the workers had the CPUs."""
+def step_of(report: Report, cpu_s: float, delayed_share: float) -> ScriptStep | None:
+    """The mean step of a watched loop; None: there was none between two batches.
+
+    `cpu_s`: CPU time of the process in all steps. `delayed_share`: of the steps' time, that in which their thread was ready to
+    run and the workers had the CPUs.
+    """
     steps = [step.compute_s for step in report.steps.steps]
     most_s = _OUTLIER * (report.steps.compute_p50_s or math.inf)
     usual = [step_s for step_s in steps if step_s <= most_s] or steps
+    if not usual:
+        return None
     saved_s = report.steps.save_waiting_s + report.steps.save_staging_s
     whole_s = max(report.steps.compute_s - saved_s, 1e-9)
-    mean_s = sum(usual) / len(usual) if usual else whole_s / max(1, report.num_batches)
+    mean_s = sum(usual) / len(usual)
     return ScriptStep(mean_s * (1 - min(0.9, delayed_share)), min(cpu_s / whole_s, float(num_cpus() or 1)))
 
 
-def run_with_step(ported: PortedPipeline, step: ScriptStep, build: Build) -> tuple[Rate, float]:
-    """The pipeline's speed in a loop with that step, and how much of the time it waits, in percent. Raises LoaderkitError."""
-    imitation, close = _imitation(step)
+def run_with_step(ported: PortedPipeline, step: ScriptStep | None, build: Build) -> tuple[Rate, float]:
+    """The pipeline's speed in a loop with that step (None: alone), and how much of the time it waits, in percent. Raises
+    LoaderkitError."""
+    imitation, close = _imitation(step or ScriptStep(0.0, 0.0))
     try:
         with build(ported.here(), overrides={"order.epochs": None}) as loader:
             batches, windows = endless(loader), list[RateWindow]()

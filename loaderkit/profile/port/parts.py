@@ -13,7 +13,7 @@ from loaderkit.profile.report_parts import Rate
 class Unported(Part):
     """Something that a DataLoader does and no pipeline of loaderkit does the same."""
 
-    part: str = Field(description="data set, transform, collate_fn, sampler or samples")
+    part: str = Field(description="data set, transform, collate_fn, sampler, samples, or the DataLoader itself")
     what: str = Field(description="its class, or a function's name, with the module unless it is the script")
     where: str = Field(description='file and line, as in "train.py:12"; of a library its module')
     why: str = Field(description="why there is no counterpart, and what to do")
@@ -41,7 +41,9 @@ class PortedLoader(Part):
     unported: list[Unported] = Field([], description="all that has none; empty if there is a pipeline")
     notes: list[str] = Field([], description="what is different and leaves the samples the same")
     checked: SampleCheck | None = None
-    step_s: float | None = Field(None, description="a step of the script, computing; it was imitated")
+    step_s: float | None = Field(
+        None, description="a step of the script, computing; it was imitated; null: there was none"
+    )
     step_cpus: float | None = Field(None, description="CPUs that it used meanwhile")
     before: float | None = Field(None, description="samples/s of the script's loop, after its start")
     before_stall_percent: float | None = None

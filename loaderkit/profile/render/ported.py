@@ -48,6 +48,8 @@ def _expected(ported: PortedLoader) -> str | None:
 
 
 def _say_step(ported: PortedLoader) -> str:
+    if ported.step_s is None:
+        return "the script had none between two batches, so the pipeline ran alone"
     return f"{short(ported.step_s)} on {ported.step_cpus or 0:.2g} CPUs, as the script's was, imitated"
 
 

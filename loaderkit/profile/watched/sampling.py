@@ -168,7 +168,7 @@ def place_of(frame: FrameType | None) -> CodePlace | None:
             own = own or outermost or frame
             at = own.f_code
             return CodePlace(
-                at.co_filename, own.f_lineno, at.co_qualname, group, *inside, code.co_filename, frame.f_lineno
+                at.co_filename, _line_of(own), at.co_qualname, group, *inside, code.co_filename, _line_of(frame)
             )
         if own is None and not kind.is_ours:
             if not kind.is_library:
@@ -179,6 +179,11 @@ def place_of(frame: FrameType | None) -> CodePlace | None:
                 outermost = frame if kind.may_be_named or outermost is None else outermost
         frame = frame.f_back
     return None
+
+
+def _line_of(frame: FrameType) -> int:
+    """Its line; of an instruction that has none (f_lineno is None then) the function's first."""
+    return frame.f_lineno or frame.f_code.co_firstlineno
 
 
 class _Kind(NamedTuple):

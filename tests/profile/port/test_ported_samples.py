@@ -27,6 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import loaderkit
 from loaderkit.profile.port.check import check_samples
+from loaderkit.profile.port.compare import ScriptComparison
 from loaderkit.profile.port.loader import PortedPipeline, port_loader
 from loaderkit.profile.port.write import write_pipeline
 
@@ -248,6 +249,13 @@ def test_samples_that_differ_are_not_passed_off_as_the_same(torchvision: Any, fo
         ported = ported_of(DataLoader(dataset, batch_size=4))
         assert ported.pipeline is None, name
         assert ported.unported[0].part == "samples", name
+
+
+def test_a_loader_of_another_make_is_named_and_the_script_runs_on() -> None:
+    comparison = ScriptComparison("train.py", Path("pipeline.yaml"), force=False, build=loaderkit.build)
+    (unported,) = comparison.port(Squares(3, "tuple")).unported
+    assert unported.part == "DataLoader"
+    assert unported.where.startswith("test_ported_samples.py:")
 
 
 def test_a_subclass_with_code_of_its_own_is_another_kind(torchvision: Any, folder: Path) -> None:

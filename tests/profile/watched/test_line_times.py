@@ -12,12 +12,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import slow_lines
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from loaderkit.cli import main
 from loaderkit.diagnosis.watched.lines import COLLATE, OTHER, TRANSFORM
@@ -26,7 +28,7 @@ from loaderkit.profile.render.html import to_html
 from loaderkit.profile.render.terminal import to_text
 from loaderkit.profile.report import Report
 from loaderkit.profile.watched.lines import LoaderLines
-from loaderkit.profile.watched.sampling import Sampler
+from loaderkit.profile.watched.sampling import Sampler, place_of
 
 ROOT = Path(__file__).parents[3]
 PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
@@ -292,3 +294,12 @@ def test_the_thread_samples_while_the_main_one_sleeps(seen: list[int]) -> None:
 def test_a_sleep_is_short() -> None:
     with pytest.raises(ValueError, match="shorter than 1 s"):
         wait_to_sample(1.0, 0, 0, 0)
+
+
+def test_an_instruction_without_a_line_is_its_functions() -> None:
+    """As of the cleanup behind a `with`: its report was lost, as no line could be looked up."""
+    fetch: Any = SimpleNamespace(f_code=_MapDatasetFetcher.fetch.__code__, f_lineno=None, f_back=None)
+    own: Any = SimpleNamespace(f_code=slow_lines.draw.__code__, f_lineno=None, f_back=fetch)
+    place = place_of(own)
+    assert place is not None
+    assert (place.line, place.fetch_line) == (own.f_code.co_firstlineno, fetch.f_code.co_firstlineno)

@@ -47,8 +47,8 @@ def step_of(report: Report, cpu_s: float, delayed_share: float) -> ScriptStep | 
         return None
     saved_s = report.steps.save_waiting_s + report.steps.save_staging_s
     whole_s = max(report.steps.compute_s - saved_s, 1e-9)
-    mean_s = sum(usual) / len(usual)
-    return ScriptStep(mean_s * (1 - min(0.9, delayed_share)), min(cpu_s / whole_s, float(num_cpus() or 1)))
+    mean_s, running = sum(usual) / len(usual), 1 - min(0.9, delayed_share)
+    return ScriptStep(mean_s * running, min(cpu_s / (whole_s * running), float(num_cpus() or 1)))
 
 
 def run_with_step(ported: PortedPipeline, step: ScriptStep | None, build: Build) -> tuple[Rate, float]:

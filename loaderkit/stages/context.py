@@ -21,7 +21,7 @@ from loaderkit.samples.values import Encoded
 from loaderkit.sampling.order import SampleOrder
 from loaderkit.sources.base import Source
 from loaderkit.stages.base import AddError, Scope, StageArgs, StageConfig
-from loaderkit.stages.image.boxes import Annotations, following
+from loaderkit.stages.image.boxes import ALONE, Annotations, following
 from loaderkit.stages.image.ops import MOVES_PIXELS, ImageOps
 from loaderkit.stages.runner import FailureNamer, StageKeys, each_sample, returned
 
@@ -190,7 +190,8 @@ class CompileContext:
             keys, failed = self.keys(stage), self.failed(stage)
             function, ops = kind.make(stage.args), None if kind.ops is None else kind.ops(stage.args)
             if ops is not None and self.annotations and not MOVES_PIXELS.isdisjoint(ops.kinds):
-                function = following(function, ops, getattr(stage.args, "fields", None), self.annotations)
+                on_masks = kind.make(_for_masks(stage.args))
+                function = following(function, ops, getattr(stage.args, "fields", None), self.annotations, on_masks)
             if not kind.is_contained:
                 function = _not_contained(function)
             run = each_sample(function, kind.num_draws, keys, failed, reuse=self.may_reuse)
@@ -214,6 +215,12 @@ def annotations_of(stages: Iterable[StageConfig], kinds: Mapping[str, StageKind]
     decoding = (stage.args for stage in stages if kinds[stage.kind].decodes)
     found: Annotations = getattr(next(decoding, None), "annotations", Annotations({}, ()))
     return found
+
+
+def _for_masks(args: StageArgs) -> StageArgs:
+    """The arguments of a stage that acts on masks of instances, and fills them with 0."""
+    changed = {"fields": (ALONE,), "fill": 0}
+    return args.model_copy(update={name: changed[name] for name in changed.keys() & type(args).model_fields.keys()})
 
 
 def _not_contained(function: Callable[..., Any]) -> Callable[..., None]:

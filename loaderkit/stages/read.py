@@ -88,10 +88,11 @@ def _in_place(context: CompileContext) -> InPlaceFields | None:
     decode = next((stage.args for stage in between if context.kind_of(stage).decodes), None)
     others = [stage for stage in between if not context.kind_of(stage).decodes]
     named = [getattr(stage.args, "fields", None) for stage in others]
-    if decode is None or not context.may_reuse or None in named:
+    if decode is None or not context.may_reuse or None in named or getattr(decode, "takes_arrays", False):
         return None
     decoded = getattr(decode, "fields", None)
-    touched = context.annotations.names.union(*(names or () for names in named))
+    masks = getattr(decode, "masks", None) or ()
+    touched = context.annotations.names.union(masks, *(names or () for names in named))
     return InPlaceFields(None if decoded is None else frozenset(decoded), touched)
 
 

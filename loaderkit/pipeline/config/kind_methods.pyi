@@ -336,6 +336,7 @@ class KindMethods:
         device: Literal["cpu", "gpu", "dali-cpu"] = "cpu",
         fields: tuple[str, ...] | list[str] | None = None,
         masks: tuple[str, ...] | list[str] | None = None,
+        channels: int = 3,
         depth: Literal[8, 16] = 8,
         scaled: bool = False,
         formats: Sequence[Literal["jpeg", "png", "webp", "gif", "bmp", "tiff", "ppm", "avif", "jpeg2000"]] = ...,
@@ -343,6 +344,7 @@ class KindMethods:
         max_pixels: int = 178956970,
         boxes: Mapping[str, Literal["xyxy", "xywh", "cxcywh"]] = ...,
         keypoints: tuple[str, ...] | list[str] | None = None,
+        instance_masks: tuple[str, ...] | list[str] | None = None,
         regions: Literal["auto"] | bool = "auto",
         on_gpu_error: Literal["raise", "cpu"] = "raise",
         *,
@@ -356,6 +358,10 @@ class KindMethods:
         channels the end that is 1, 3 or 4 long; if both are, a tensor's are the first, and an array is an error. A fourth channel
         is dropped, as a PNG's. What `fields` or `masks` name has to be an image, and may be [H, W].
 
+        With `channels` or `depth: 16`, arrays of `npy` and `npz` files are images as well, of uint8 or uint16, whose channels are
+        the end that is `channels` long: any number of them passes through every stage that moves pixels. Arrays that `masks` name
+        are class numbers [H, W] of any integer type.
+
         An `npz` becomes one field for every array in it, named as in the archive. A `nii` or `nii.gz` is the array of a scan.
 
         If a `random_resized_crop`, or a `random_crop` without padding, comes next, no more of a JPEG is made into pixels than it
@@ -363,7 +369,8 @@ class KindMethods:
 
         What `boxes` and `keypoints` name, in pixels of the decoded image, follows it through every stage that moves its pixels, and
         becomes float32. Boxes are clipped to the image (`sanitize_boxes` drops those of which nothing is left), keypoints (x, y)
-        are not. A `call` behind `decode` may make these fields, too.
+        are not. What `instance_masks` names becomes bool [N, H, W], a mask for each box: of the nearest pixels, as masks are, and 0
+        where a stage adds pixels. A `call` behind `decode` may make these fields, too.
 
         Which format an image has is told by its bytes, not by its name, and only `formats` are opened: nothing that starts a
         program, as PostScript does, or reads another file. Of several pictures in a file (GIF, TIFF, MPO, animations) the first
@@ -379,6 +386,8 @@ class KindMethods:
             by NVIDIA DALI
         fields: decode only these; default: all
         masks: images of labels: kept as one channel of class numbers
+        channels: of images: 3, RGB; 1, grey; 4, RGBA, opaque where a file does not say; or, of arrays only,
+            any number
         depth: bits of a level: 8, uint8, to which 16 are reduced by v >> 8; or 16, uint16, as grey pictures
             and masks have them (8 bits become v * 257, class numbers stay)
         scaled: decode JPEGs at 1/2, 1/4 or 1/8 where the `resize` or `random_resized_crop` that follows
@@ -390,6 +399,8 @@ class KindMethods:
         boxes: fields that are boxes [N, 4], each with its format, as in {boxes: xyxy} (or xywh, cxcywh)
         keypoints: fields that are keypoints [N, 2], [N, K, 2] or [N, K, 3], whose third number stays as it
             is
+        instance_masks: fields that are masks of instances, one for each box: bool or uint8 [N, H, W], or a
+            mask [H, W] in which each number but 0 is one, in ascending order
         regions: decode only the pixels of a crop that comes next, or (false) whole JPEGs, and crop then;
             auto: not with `device: gpu` where that fails in a trial, made in another process once a GPU and
             version
@@ -548,7 +559,8 @@ class KindMethods:
         """Clip boxes to the image, and drop those that are too small, together with what belongs to them.
 
         labels: fields with one entry for each box (classes, keypoints, ...), of which the same ones are
-            dropped; [] if there are none
+            dropped; [] if there are none. Masks of instances that `decode` names are among them anyway, if
+            it names one field of boxes
         min_size: the least width and height, in pixels
         min_area: the least width x height
         boxes: the field of boxes; default: the one that `decode` names

@@ -19,7 +19,7 @@ from loaderkit.samples.chunk import BatchContext, SampleChunk
 from loaderkit.samples.sample import Sample
 from loaderkit.samples.values import Encoded
 from loaderkit.sampling.order import SampleOrder
-from loaderkit.sources.base import Source
+from loaderkit.sources.base import Source, WindowRule
 from loaderkit.stages.base import AddError, Scope, StageArgs, StageConfig
 from loaderkit.stages.image.boxes import ALONE, Annotations, following
 from loaderkit.stages.image.ops import MOVES_PIXELS, ImageOps
@@ -72,6 +72,7 @@ class StageKind:
     check: Callable[[Sequence[StageConfig], int, Mapping[str, StageKind], AddError], None] | None = None
     """(all stages, this one's index, the kinds, `add_error`): reports what does not fit the other stages."""
     num_draws: int = 0  # uniform random numbers per sample
+    window: Callable[[Any], WindowRule] | None = None  # what it cuts of arrays, for `read` before it
     ops: Callable[[Any], ImageOps] | None = None  # its effect on an image as `ImageOp`s, for `decode` and boxes
     runs_in_dali: bool = True  # if it has `ops`
     needs_images: bool = False

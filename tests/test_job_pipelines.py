@@ -33,7 +33,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         runpy.run_path(str(ROOT / "examples" / program), run_name="__main__")
         assert str(num) in capsys.readouterr().out
         monkeypatch.setenv(name.upper().replace("-", "_"), str(tmp_path / "made"))
-        return ROOT / f"pipelines/{name}.yaml"
+        return Path(ROOT / f"pipelines/{name}.yaml")
 
     return make
 

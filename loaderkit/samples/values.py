@@ -58,7 +58,7 @@ class GpuDecoded(NamedTuple):
     row: int
 
 
-class Window(NamedTuple):
+class CutWindow(NamedTuple):
     """The window of an array that the stage after `read` would cut, of which nothing else was read."""
 
     array: NDArray[Any]

@@ -86,7 +86,7 @@ class ReadContext:
     may_reuse: bool = False  # what is read may lie in memory of the chunk that the next one overwrites
     in_place: InPlaceFields | None = None
     windows: Windows | None = None
-    """The next stage cuts windows: those may be read alone, all of its fields as `Window`."""
+    """The next stage cuts windows: those may be read alone, all of its fields as `CutWindow`."""
     packed_length: int | None = None
     """`pack` follows, and makes sequences of that many tokens: chunks are `PackedChunk`s, whose `tokens` may be set."""
 

@@ -193,6 +193,73 @@ class KindMethods:
         """
 
     @classmethod
+    def zarr(
+        cls,
+        url: str | os.PathLike[str],
+        samples: Literal["rows", "whole"],
+        fields: Mapping[str, str],
+        *,
+        memory: int | str = 1073741824,
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """Arrays in Zarr stores, of version 3 or 2. A chunk that is not there holds the fill value.
+
+        Numbers only, and packings of bytes (blosc, zstd, gzip, lz4, shards and the like); objects and pickles are errors. Of a
+        folder all objects are listed to find the stores. Needs `loaderkit[volumes]`.
+
+        url: the file or store; or a folder, of which all below are read
+        samples: rows: each index of the arrays' first dimension is a sample; whole: each file or store is
+            one
+        fields: field -> path of its array, as in {image: images, label: meta/labels}
+        memory: of rows: how much of chunks that several rows share is held unpacked in one process, so that
+            they are unpacked once
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
+        """
+
+    @classmethod
+    def hdf5(
+        cls,
+        url: str | os.PathLike[str],
+        samples: Literal["rows", "whole"],
+        fields: Mapping[str, str],
+        *,
+        memory: int | str = 1073741824,
+        include: str | tuple[str, ...] | list[str] | None = None,
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """Data sets in HDF5 files (.h5, .hdf5). h5py reads one at a time in a process, whatever the threads.
+
+        Nothing but the file itself is read, and no plugin is loaded: links to other files, external storage, virtual data sets and
+        filters other than gzip, lzf, szip, shuffle, fletcher32, n-bit and scale-offset are errors. Needs `loaderkit[volumes]`.
+
+        url: the file or store; or a folder, of which all below are read
+        samples: rows: each index of the arrays' first dimension is a sample; whole: each file or store is
+            one
+        fields: field -> path of its array, as in {image: images, label: meta/labels}
+        memory: of rows: how much of chunks that several rows share is held unpacked in one process, so that
+            they are unpacked once
+        include: which files of a folder, relative to url: globs with **, and braces; default: all that end
+            in .h5 or .hdf5
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
+        """
+
+    @classmethod
     def lines(
         cls,
         url: str | os.PathLike[str],

@@ -14,7 +14,8 @@ from typing import Any
 
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError, MissingExtraError
-from loaderkit.sources.containers.source import USUAL, ContainerArgs, Format, HDF5Args, StoredArray, kind_of
+from loaderkit.sources.containers.formats import USUAL, ContainerArgs, ContainerFormat, HDF5Args, StoredArray
+from loaderkit.sources.containers.source import kind_of
 from loaderkit.sources.listing import list_matching
 from loaderkit.sources.patterns import Patterns, is_hidden
 
@@ -162,4 +163,4 @@ def _data_set(h5py: Any, file: Any, path: str) -> Any:
     return group
 
 
-HDF5 = kind_of(HDF5Args, Format("HDF5", "HDF5 file (.h5, .hdf5)", _find, _open))
+HDF5 = kind_of(HDF5Args, ContainerFormat("HDF5", "HDF5 file (.h5, .hdf5)", _find, _open))

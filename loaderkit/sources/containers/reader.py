@@ -1,4 +1,4 @@
-"""Reads samples from the arrays of containers: only the window that the next stage cuts, and neighbouring rows together."""
+"""Reads samples from the arrays of containers: only the window that the next stage cuts; and rows that share chunks once."""
 
 from __future__ import annotations
 
@@ -6,38 +6,64 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from loaderkit.connectors.base import ObjectInfo
+from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError, LoaderkitError
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Window
+from loaderkit.samples.values import CutWindow
 from loaderkit.sources.base import ReadContext, Reader
-
-if TYPE_CHECKING:
-    from loaderkit.sources.containers.source import ContainerSource, StoredArray
+from loaderkit.sources.containers.formats import StoredArray
+from loaderkit.sources.held_groups import HeldGroups
 
 _NUM_OPEN = 32
 _MOST_BYTES = 4 << 30
 
 
+class StoredSamples(Protocol):
+    """Where samples lie; see `ContainerSource`."""
+
+    memory_bytes: int
+
+    @property
+    def slab_bytes(self) -> NDArray[np.int64]: ...
+
+    def locate(self, index: int) -> tuple[ObjectInfo, int | None]: ...
+
+    def slab_of(self, index: int) -> tuple[int, int] | None: ...
+
+    def slab(self, number: int) -> tuple[ObjectInfo, slice]: ...
+
+    def arrays_of(self, connector: Connector, store: ObjectInfo) -> Mapping[str, StoredArray]: ...
+
+
+class RowSlab(NamedTuple):
+    """Rows that share chunks, by field [rows, ...]."""
+
+    arrays: Mapping[str, NDArray[Any]]
+    memory_bytes: int
+    read_bytes: int
+
+
 class ContainerReader(Reader):
     """Any number of threads; a store is opened once and stays open among the last ones used."""
 
-    def __init__(self, source: ContainerSource, context: ReadContext) -> None:
+    def __init__(self, source: StoredSamples, context: ReadContext) -> None:
         self._source, self._connector, self._failed = source, context.store, context.failed
         self._windows = context.windows
         self._lock = threading.Lock()
         self._open: OrderedDict[str, Mapping[str, StoredArray]] = OrderedDict()
+        self._slabs = HeldGroups(self._slab, source.slab_bytes, source.memory_bytes)
 
     def read(self, chunk: SampleChunk) -> int:
         """See `Reader`."""
         draws = None if self._windows is None else self._windows.draws(chunk)
         indices = chunk.source_indices.tolist()
-        num_bytes = self._read_together(chunk, indices) if draws is None else 0
+        num_bytes = self._read_slabs(chunk, indices) if draws is None else 0
         for row, index in enumerate(indices):
             if chunk.samples[row] is not None:
                 continue
@@ -52,39 +78,40 @@ class ContainerReader(Reader):
         return num_bytes
 
     def close(self) -> None:
-        """Drop the stores that are open; files close with their last array."""
+        """Drop what is held and the stores that are open; files close with their last array."""
+        self._slabs.clear()
         with self._lock:
             self._open.clear()
 
-    def _read_together(self, chunk: SampleChunk, indices: list[int]) -> int:
-        """Read the rows that lie in one chunk of a store at once. What fails is left to be read one by one."""
-        groups: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        stores: dict[str, ObjectInfo] = {}
+    def _read_slabs(self, chunk: SampleChunk, indices: list[int]) -> int:
+        """Take the rows that share chunks with others from slabs that are held. What fails is left to be read one by one."""
+        groups: dict[int, list[tuple[int, int]]] = {}
         for place, index in enumerate(indices):
-            store, row = self._source.locate(index)
-            if row is not None:
-                stores[store.key] = store
-                groups.setdefault((store.key, row // self._source.chunk_rows(index)), []).append((place, row))
+            found = self._source.slab_of(index)
+            if found is not None:
+                groups.setdefault(found[0], []).append((place, found[1]))
         num_bytes = 0
         chunk.current = None
-        for (key, _), places in groups.items():
-            if len(places) < 2:
-                continue
-            first, last = min(row for _, row in places), max(row for _, row in places)
+        for number, places in groups.items():
             try:
-                arrays = self._arrays(stores[key])
-                if any(
-                    (last + 1 - first) * array.dtype.itemsize * prod(array.shape[1:]) > _MOST_BYTES
-                    for array in arrays.values()
-                ):
-                    continue
-                spans = {field: np.asarray(array[first : last + 1]) for field, array in arrays.items()}
+                slab, num_read = self._slabs.get(number)
             except Exception:  # noqa: S112 - each row is tried again, and its error named
                 continue
+            num_bytes += num_read
             for place, row in places:
-                chunk.samples[place] = {field: _native(span[row - first].copy()) for field, span in spans.items()}
-                num_bytes += sum(span[0].nbytes for span in spans.values())
+                chunk.samples[place] = {field: values[row, ...].copy() for field, values in slab.arrays.items()}
         return num_bytes
+
+    def _slab(self, number: int) -> RowSlab:
+        store, rows = self._source.slab(number)
+        try:
+            arrays = {field: _native(array[rows]) for field, array in self._arrays(store).items()}
+        except LoaderkitError:
+            raise
+        except Exception as error:
+            raise FormatError(f"its arrays cannot be read: {error}") from error
+        num_bytes = sum(values.nbytes for values in arrays.values())
+        return RowSlab(arrays, num_bytes, num_bytes)
 
     def _sample(self, index: int, draws: Any) -> Sample:
         store, row = self._source.locate(index)
@@ -123,7 +150,7 @@ class ContainerReader(Reader):
             if field not in rule.fields:
                 sample[field] = self._whole(field, array, row)
             elif field in held:
-                sample[field] = Window(held[field][(..., *window)])
+                sample[field] = CutWindow(held[field][(..., *window)])
             else:
                 inside = (slice(None),) * (len(shapes[field]) - rule.num_dims) + window
                 sizes = [
@@ -131,7 +158,7 @@ class ContainerReader(Reader):
                     for length, part in zip(shapes[field], inside, strict=True)
                 ]
                 _check_size(field, array, sizes)
-                sample[field] = Window(_native(np.asarray(array[inside if row is None else (row, *inside)])))
+                sample[field] = CutWindow(_native(np.asarray(array[inside if row is None else (row, *inside)])))
         return sample
 
     def _whole(self, field: str, array: StoredArray, row: int | None) -> Any:
@@ -166,4 +193,4 @@ def _native(array: Any) -> Any:
 
 
 def _array(value: Any) -> Any:
-    return value.array if type(value) is Window else value
+    return value.array if type(value) is CutWindow else value

@@ -6,116 +6,26 @@ args, connector ──> the stores, listed ──> rows: how many each has ─�
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import blake2b
 from math import prod
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
 
 from loaderkit.connectors.base import Connector, ObjectInfo
-from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import FormatError, LoaderkitError, SourceError
 from loaderkit.sources.bad_shards import BadShards
 from loaderkit.sources.base import ReadContext, Reader, Source, SourceKind
+from loaderkit.sources.containers.formats import ContainerArgs, ContainerFormat, StoredArray
 from loaderkit.sources.containers.reader import ContainerReader
-from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import StringTable
 
-USUAL = (".h5", ".hdf5")
 _NUM_THREADS = 16
 _KINDS = "biufc"
 _MOST_BYTES = 4 << 30
-
-
-class StoredArray(Protocol):
-    """What arrays of h5py and of zarr have in common."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-
-    @property
-    def chunks(self) -> Sequence[int] | None: ...
-
-    def __getitem__(self, selection: Any) -> Any: ...
-
-
-class Format(NamedTuple):
-    """A format of containers: `find(connector, args)` gives its stores, `open(connector, store, paths)` the arrays at these
-    paths of one, field by field; it raises FormatError, MissingExtraError and what the connector raises."""
-
-    name: str
-    noun: str
-    find: Callable[[Connector, ContainerArgs], list[ObjectInfo]]
-    open: Callable[[Connector, ObjectInfo, Mapping[str, str]], Mapping[str, StoredArray]]
-
-
-class ContainerArgs(StoreArgs):
-    """Named arrays in files or stores."""
-
-    url: Annotated[str, Field(min_length=1, description="the file or store; or a folder, of which all below are read")]
-    samples: Literal["rows", "whole"] = Field(
-        description="rows: each index of the arrays' first dimension is a sample; whole: each file or store is one"
-    )
-    fields: Mapping[str, str] = Field(
-        min_length=1, description="field -> path of its array, as in {image: images, label: meta/labels}"
-    )
-
-    @field_validator("fields")
-    @classmethod
-    def _names_are_free(cls, fields: Mapping[str, str]) -> Mapping[str, str]:
-        for name, path in fields.items():
-            if name.startswith("__") or not path.strip("/") or ".." in path.split("/"):
-                raise ValueError(f"field -> path of an array, not {name!r}: {path!r}; names do not begin with __")
-        return {name: path.strip("/") for name, path in fields.items()}
-
-    @property
-    def is_one(self) -> bool:
-        """True if `url` names a file or store by its extension, and no folder of them."""
-        raise NotImplementedError
-
-    @property
-    def root(self) -> str:
-        """The connector's root: the folder, or that of the one file or store."""
-        url = self.url.rstrip("/")
-        return (url[: url.rfind("/") + 1] or ".") if self.is_one else self.url
-
-    @property
-    def key(self) -> str:
-        """The key of the one file or store below `root`."""
-        return self.url.rstrip("/").rpartition("/")[2]
-
-
-class HDF5Args(ContainerArgs):
-    """Data sets in HDF5 files (.h5, .hdf5)."""
-
-    kind: Literal["hdf5"] = "hdf5"
-    include: Include | None = Field(
-        None,
-        description="which files of a folder, relative to url: globs with **, and braces; default: all that end in .h5 or .hdf5",
-    )
-
-    @property
-    def is_one(self) -> bool:
-        """True if `url` ends with the extension of a file."""
-        return self.url.lower().endswith((*USUAL, ".he5", ".nc"))
-
-
-class ZarrArgs(ContainerArgs):
-    """Arrays in Zarr stores, of version 3 or 2."""
-
-    kind: Literal["zarr"] = "zarr"
-
-    @property
-    def is_one(self) -> bool:
-        """True if `url` ends with `.zarr`."""
-        return self.url.rstrip("/").lower().endswith(".zarr")
 
 
 class ContainerSource(Source):
@@ -123,9 +33,11 @@ class ContainerSource(Source):
 
     can_forecast = False
 
-    def __init__(self, args: ContainerArgs, connector: Connector, found_bad: BadShards, container: Format) -> None:
+    def __init__(
+        self, args: ContainerArgs, connector: Connector, found_bad: BadShards, container: ContainerFormat
+    ) -> None:
         self._format, self._fields, self._is_rows = container, dict(args.fields), args.samples == "rows"
-        self._is_one = args.is_one
+        self._is_one, self.memory_bytes = args.is_one, args.memory
         stores = container.find(connector, args)
         if not stores:
             raise SourceError(f"there is no {container.noun} below {args.url!r}: check `url`")
@@ -154,6 +66,7 @@ class ContainerSource(Source):
         self._keys = StringTable(store.key for store in stores)
         self._stores = stores
         self._ends = np.cumsum(counts)
+        self._slab_ends = np.cumsum(-(-counts // self._chunk_rows))
         self._num = int(self._ends[-1]) if args.limit is None else min(int(self._ends[-1]), args.limit)
         self._shapes = blake2b("\0".join(shapes).encode(), digest_size=8).hexdigest()
 
@@ -179,9 +92,25 @@ class ContainerSource(Source):
         """The key of the store."""
         return self.locate(index)[0].key
 
-    def chunk_rows(self, index: int) -> int:
-        """How many rows of the sample's store are read together."""
-        return int(self._chunk_rows[np.searchsorted(self._ends, index, "right")])
+    @property
+    def slab_bytes(self) -> NDArray[np.int64]:
+        """The bytes of each slab, a run of rows that share chunks: int64 [slabs]."""
+        return np.repeat(self._chunk_rows * self._row_bytes, np.diff(self._slab_ends, prepend=0))
+
+    def slab_of(self, index: int) -> tuple[int, int] | None:
+        """The slab of a sample and its row there; None if no other row shares its chunks, or a slab is more than is held."""
+        number = int(np.searchsorted(self._ends, index, "right"))
+        num_rows = int(self._chunk_rows[number])
+        if num_rows == 1 or num_rows * int(self._row_bytes[number]) > self.memory_bytes:
+            return None
+        slab, row = divmod(index - (int(self._ends[number - 1]) if number else 0), num_rows)
+        return slab + (int(self._slab_ends[number - 1]) if number else 0), row
+
+    def slab(self, number: int) -> tuple[ObjectInfo, slice]:
+        """The store of a slab, and its rows there."""
+        store = int(np.searchsorted(self._slab_ends, number, "right"))
+        first = (number - (int(self._slab_ends[store - 1]) if store else 0)) * int(self._chunk_rows[store])
+        return self._stores[store], slice(first, first + int(self._chunk_rows[store]))
 
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
         """Runs of whole chunks of rows of about `block_bytes`; a store that is a sample is a block: int64 [runs + 1]."""
@@ -235,18 +164,15 @@ class ContainerSource(Source):
             )
 
 
-def kind_of(args: type[ContainerArgs], container: Format) -> SourceKind:
+def kind_of(args: type[ContainerArgs], container: ContainerFormat) -> SourceKind:
     """The kind of source of a format."""
-    return SourceKind(args, _Open(container), _root, has_shards=True)
+    return SourceKind(args, partial(_open, container), _root, has_shards=True)
 
 
-class _Open(NamedTuple):
-    """Can be pickled, as a lambda cannot."""
-
-    container: Format
-
-    def __call__(self, args: ContainerArgs, connector: Connector, found_bad: BadShards) -> ContainerSource:
-        return ContainerSource(args, connector, found_bad, self.container)
+def _open(
+    container: ContainerFormat, args: ContainerArgs, connector: Connector, found_bad: BadShards
+) -> ContainerSource:
+    return ContainerSource(args, connector, found_bad, container)
 
 
 def _root(args: ContainerArgs) -> str:

@@ -17,7 +17,8 @@ import numpy as np
 
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError, MissingExtraError, ObjectNotFoundError
-from loaderkit.sources.containers.source import ContainerArgs, Format, StoredArray, ZarrArgs, kind_of
+from loaderkit.sources.containers.formats import ContainerArgs, ContainerFormat, StoredArray, ZarrArgs
+from loaderkit.sources.containers.source import kind_of
 
 _MOST_METADATA = 64 << 20
 _MARKS = ("zarr.json", ".zgroup", ".zarray")
@@ -124,7 +125,7 @@ def _store() -> Any:  # noqa: C901 - the methods that zarr asks for
     """The class of stores for zarr, which is imported where it is used."""
     from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
-    class ConnectorStore(Store):
+    class ConnectorStore(Store):  # type: ignore[misc]
         """What lies below `prefix` of a connector, to be read."""
 
         supports_writes = supports_deletes = supports_listing = False
@@ -153,7 +154,7 @@ def _store() -> Any:  # noqa: C901 - the methods that zarr asks for
             elif isinstance(wanted, SuffixByteRequest):
                 start = max(0, stop - wanted.suffix)
             data = np.empty(max(0, stop - start), np.uint8)
-            self._connector.read_into(key, start, memoryview(data), etag=info.etag)
+            self._connector.read_into(key, start, data.data, etag=info.etag)
             return data
 
         async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
@@ -188,8 +189,9 @@ def _store() -> Any:  # noqa: C901 - the methods that zarr asks for
 
 async def _nothing() -> AsyncIterator[str]:
     """Nothing is listed: arrays are opened by their paths."""
-    for key in ():
+    keys: tuple[str, ...] = ()
+    for key in keys:
         yield key
 
 
-ZARR = kind_of(ZarrArgs, Format("Zarr", "Zarr store", _find, _open))
+ZARR = kind_of(ZarrArgs, ContainerFormat("Zarr", "Zarr store", _find, _open))

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_
 
 from loaderkit._internal.config.settings import as_tuple
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Window
+from loaderkit.samples.values import CutWindow
 from loaderkit.sources.base import WindowRule
 from loaderkit.stages.base import StageArgs
 from loaderkit.stages.context import StageKind
@@ -79,7 +79,7 @@ def random_volume_crop(args: RandomVolumeCropArgs) -> Callable[..., None]:
     size, rule = args.size, window_rule(args)
 
     def run(sample: Sample, draws: Draws, scratch: Any = None) -> None:
-        if type(sample.get(args.fields[0])) is Window:
+        if type(sample.get(args.fields[0])) is CutWindow:
             sample.update({name: sample[name].array for name in args.fields})
             return
         arrays = _arrays(sample, args.fields, len(size), "window")

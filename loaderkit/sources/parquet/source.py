@@ -24,13 +24,18 @@ from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, traits_o
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, LoaderkitError, SourceError
 from loaderkit.samples.sample import FieldRange
+from loaderkit.sources.arrow.columns import ConstantColumn
+from loaderkit.sources.arrow.reader import RowReader
+from loaderkit.sources.arrow.row_groups import Column, RowGroup
+from loaderkit.sources.arrow.types import ColumnType
 from loaderkit.sources.bad_shards import BadShards
 from loaderkit.sources.base import ReadContext, Source, SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import StringTable, cut_blocks, extension_of, list_matching
-from loaderkit.sources.parquet.arrow import ChunkTable, ColumnType, Footer, chunk_table, parse_footer
+from loaderkit.sources.parquet.arrow import ChunkTable, Footer, chunk_table, parse_footer
 from loaderkit.sources.parquet.footers import load_footer
-from loaderkit.sources.parquet.reader import RowReader
+from loaderkit.sources.parquet.groups import GroupReader
+from loaderkit.sources.parquet.partitions import Partitions
 from loaderkit.sources.patterns import Patterns
 
 _NUM_THREADS = 4
@@ -133,6 +138,7 @@ class ParquetSource(Source):
             connector, patterns, args.root, self._num_threads, leave_out=self._leave_out, bad_shards=self._found_bad
         )
         self._types: dict[str, ColumnType] = {}  # column -> its type in the first file
+        self._partitions = Partitions([info.key for info in self._files])
         self._groups = self._collect(load)
         renamed = {column: field for field, column in (args.fields or {}).items()}
         self.fields = {renamed.get(column, column): column for column in self._types}
@@ -175,6 +181,16 @@ class ParquetSource(Source):
     def file_of(self, group: int) -> tuple[ObjectInfo, int]:
         """The file of a row group, and its number there."""
         return self._files[int(self._groups.files[group])], int(self._groups.numbers[group])
+
+    def constants_of(self, group: int) -> dict[str, Column]:
+        """The columns of a row group that the folders of its file name."""
+        named = [name for name, kind in self._types.items() if not kind.leaves]
+        values = self._partitions.values_in(self.file_of(group)[0].key) if named else {}
+        return {name: ConstantColumn(values[name], is_number=self._types[name].content == "number") for name in named}
+
+    def group_reader(self, connector: Connector) -> Callable[[int], RowGroup]:
+        """What reads and decodes a row group."""
+        return GroupReader(self, connector).read
 
     def group_ranges(self, group: int) -> list[ByteRange]:
         """The column chunks of the fields, those that are adjacent as one."""
@@ -284,22 +300,23 @@ class ParquetSource(Source):
 
     def _chosen(self, footer: Footer, where: str) -> dict[str, ColumnType]:
         """The columns that become fields. Raises ConfigError."""
-        names = list(footer.columns) if self._wanted is None else list(self._wanted)
+        columns = {**self._partitions.types, **footer.columns}  # a column of the file's own is what it says
+        names = list(columns) if self._wanted is None else list(self._wanted)
         key = "fields" if self._args.columns is None and self._args.fields is not None else "columns"
-        usable = [name for name, kind in footer.columns.items() if kind.content]
+        usable = [name for name, kind in columns.items() if kind.content]
         listed = ", ".join(usable)
         for name in names:
-            if name not in footer.columns:
+            if name not in columns:
                 raise ConfigError(
                     f"source.{key}: {where} has no column {name!r}; those that can be fields are {listed}"
                 )
-            if not footer.columns[name].content:
+            if not columns[name].content:
                 raise ConfigError(
-                    f"source.{key}: the column {name!r} of {where} holds {footer.columns[name].reason}, which can be no field: "
+                    f"source.{key}: the column {name!r} of {where} holds {columns[name].reason}, which can be no field: "
                     + (f"choose others, as by columns: [{listed}], or " * bool(usable))
                     + "write it as numbers, text or bytes"
                 )
-        return {name: footer.columns[name] for name in names}
+        return {name: columns[name] for name in names}
 
     def _check_same(self, types: dict[str, ColumnType], where: str, first: str) -> None:
         """Raise SourceError unless a file has the columns of the `first` one that has rows."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.sources.parquet.row_groups import StoredBytes, Taken
+from loaderkit.sources.arrow.row_groups import StoredBytes, Taken
 
 Rows = NDArray[np.int64]
 _Valid = NDArray[np.bool_] | None
@@ -32,14 +32,19 @@ class Node(Protocol):
     def num_bytes(self) -> int:
         """The memory that they take."""
 
+    @property
+    def or_else(self) -> str:
+        """What else than a null the numbers that are not there may be."""
+
 
 @dataclass(frozen=True)
 class NumberNode:
     values: NDArray[Any]  # [n]
     is_there: _Valid
+    or_else: str = ""
 
     def array(self, low: int, high: int) -> NDArray[Any]:
-        _refuse_nulls(self.is_there, low, high)
+        _refuse_nulls(self.is_there, low, high, self.or_else)
         return self.values[low:high]
 
     def valid(self) -> _Valid:
@@ -75,6 +80,10 @@ class FixedListNode:
     def num_bytes(self) -> int:
         return self.items.num_bytes + _num_bytes(self.is_there)
 
+    @property
+    def or_else(self) -> str:
+        return self.items.or_else
+
 
 @dataclass(frozen=True)
 class ListNode:
@@ -102,21 +111,25 @@ class ListNode:
     def num_bytes(self) -> int:
         return self.bounds.nbytes + self.items.num_bytes + _num_bytes(self.is_there)
 
+    @property
+    def or_else(self) -> str:
+        return self.items.or_else
+
 
 def _num_bytes(is_there: _Valid) -> int:
     return 0 if is_there is None else is_there.nbytes
 
 
-def _refuse_nulls(is_there: _Valid, low: int, high: int) -> None:
+def _refuse_nulls(is_there: _Valid, low: int, high: int, or_else: str = "") -> None:
     if is_there is not None and not is_there[low:high].all():
-        raise ValueError("has a null in a list")
+        raise ValueError(f"has a null in a list{or_else}")
 
 
 class FixedColumn:
     """Numbers, or arrays of one `shape`."""
 
     def __init__(self, node: Node, num_rows: int, shape: tuple[int, ...]) -> None:
-        self._valid = node.valid()
+        self._valid, self._or_else = node.valid(), node.or_else
         self._values = _without_nulls(node).array(0, num_rows).reshape(num_rows, *shape)
         self.num_bytes = self._values.nbytes + _num_bytes(self._valid)
 
@@ -124,7 +137,7 @@ class FixedColumn:
         values = self._values[rows]
         if self._valid is None:
             return Taken(values, {})
-        what = NULL if values.ndim == 1 else f"{NULL}, or has a null in it"
+        what = (NULL if values.ndim == 1 else f"{NULL}, or has a null in it") + self._or_else
         return Taken(values, dict.fromkeys(np.flatnonzero(~self._valid[rows]).tolist(), what))
 
 
@@ -225,4 +238,18 @@ class FileColumn:
             )
             if view is None:
                 bad[place] = f"has no bytes, only the path {name!r}: embed the files" if path is not None else NULL
+        return Taken(values, bad)
+
+
+class ConstantColumn:
+    """One value in every row, as the folder of a file says it: a text, or with `is_number` int64; None is null."""
+
+    num_bytes = 8
+
+    def __init__(self, value: int | str | None, *, is_number: bool) -> None:
+        self._value, self._is_number = value, is_number
+
+    def take(self, rows: Rows) -> Taken:
+        bad = dict.fromkeys(range(len(rows)), NULL) if self._value is None else {}
+        values = np.full(len(rows), self._value or 0, np.int64) if self._is_number else [self._value] * len(rows)
         return Taken(values, bad)

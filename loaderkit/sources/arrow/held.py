@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.errors import FormatError
-from loaderkit.sources.parquet.row_groups import RowGroup
+from loaderkit.sources.arrow.row_groups import RowGroup
 
 
 class HeldGroups:

@@ -1,0 +1,11 @@
+"""Columns of Arrow as fields of samples, and the reader of sources whose samples are rows of such columns.
+
+types.py      which field a type of Arrow's becomes
+convert.py    a column of a decoded row group, from Arrow's array
+columns.py    such columns, as NumPy arrays over Arrow's memory, and how rows are taken from them
+nested.py     lists of texts, pictures or structs, and structs: values of Python, row by row
+decimals.py   decimals as numbers, where they lose nothing
+row_groups.py a decoded row group
+held.py       decoded row groups in memory, within a bound
+reader.py     the rows of a chunk, from row groups that are decoded once and held
+"""

@@ -193,6 +193,42 @@ class KindMethods:
         """
 
     @classmethod
+    def huggingface(
+        cls,
+        *,
+        url: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        config: str | None = None,
+        split: str | None = None,
+        columns: tuple[str, ...] | list[str] | None = None,
+        fields: Mapping[str, str] | None = None,
+        memory: int | str = 2147483648,
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """A data set of Hugging Face's datasets on disk: saved by `save_to_disk`, or in the cache that `load_dataset` leaves.
+
+        url: the folder that `save_to_disk` wrote, or one with the .arrow files of the cache
+        name: or the name by which `load_dataset` has prepared it on this machine: it is looked up in the
+            cache of datasets ($HF_DATASETS_CACHE), and nothing is downloaded
+        config: with `name`: which configuration, if the cache has several
+        split: which split, as train; default: the only one
+        columns: only these columns; default: those of `fields`, or all
+        fields: field -> its column, as in {image: img, label: fine_label}; a column that is not named keeps
+            its name
+        memory: bound on the record batches that each loading process holds of a remote store; files on disk
+            are mapped
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
+        """
+
+    @classmethod
     def lines(
         cls,
         url: str | os.PathLike[str],

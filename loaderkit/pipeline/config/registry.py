@@ -8,6 +8,7 @@ from loaderkit.connectors.config import SourceArgs
 from loaderkit.pipeline.config.checkpoint_source import CHECKPOINT
 from loaderkit.sources.base import SourceKind
 from loaderkit.sources.files.source import FILES
+from loaderkit.sources.huggingface.source import HUGGINGFACE
 from loaderkit.sources.objects.dataset import DATASET
 from loaderkit.sources.objects.iterable import ITERABLE
 from loaderkit.sources.parquet.source import PARQUET
@@ -43,6 +44,7 @@ SOURCES: Registry[SourceKind] = Registry(
         "array": ARRAY,
         "tokens": tokens_kind(open_documents),
         "parquet": PARQUET,
+        "huggingface": HUGGINGFACE,
         "lines": LINES,
         "tfrecord": TFRECORD,
         "dataset": DATASET,

@@ -62,7 +62,7 @@ class TestSources(SourceContract):
             "lines",
             "tfrecord",
             "dataset",
-        ]
+        ]  # fmt: skip
     )
     def described(
         self,

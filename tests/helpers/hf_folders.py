@@ -29,15 +29,21 @@ def drawn_sizes(rng: random.Random, num: int) -> list[int]:
 
 
 def saved(
-    table: pa.Table, rng: random.Random, num_files: int = 2, indices: list[int] | None = None
+    table: pa.Table,
+    rng: random.Random,
+    num_files: int = 2,
+    indices: list[int] | None = None,
+    batch_rows: int | None = None,
 ) -> dict[str, bytes]:
-    """The files of `save_to_disk`; `indices` as versions before 2 kept them."""
+    """The files of `save_to_disk`, in record batches of drawn sizes, or of `batch_rows`; `indices` as early versions kept
+    them."""
     sizes = [len(table) // num_files] * (num_files - 1)
     sizes.append(len(table) - sum(sizes))
     files: dict[str, bytes] = {}
     first = 0
     for number, size in enumerate(sizes):
         part = table.slice(first, size)
+        batches = drawn_sizes(rng, size) if batch_rows is None else [batch_rows] * (size // batch_rows)
         files[f"data-{number:05}-of-{num_files:05}.arrow"] = stream(
             part, drawn_sizes(rng, size) if batch_rows is None else [batch_rows] * (size // batch_rows)
         )

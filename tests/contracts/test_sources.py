@@ -48,22 +48,13 @@ def folder(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+KINDS = [
+    "files", "joined", "tar", "array", "windows", "tokens", "parquet", "huggingface", "lines", "tfrecord", "dataset",
+]  # fmt: skip
+
+
 class TestSources(SourceContract):
-    @pytest.fixture(
-        params=[
-            "files",
-            "joined",
-            "tar",
-            "array",
-            "windows",
-            "tokens",
-            "parquet",
-            "huggingface",
-            "lines",
-            "tfrecord",
-            "dataset",
-        ]  # fmt: skip
-    )
+    @pytest.fixture(params=KINDS)
     def described(
         self,
         request: pytest.FixtureRequest,

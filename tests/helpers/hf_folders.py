@@ -44,9 +44,7 @@ def saved(
     for number, size in enumerate(sizes):
         part = table.slice(first, size)
         batches = drawn_sizes(rng, size) if batch_rows is None else [batch_rows] * (size // batch_rows)
-        files[f"data-{number:05}-of-{num_files:05}.arrow"] = stream(
-            part, drawn_sizes(rng, size) if batch_rows is None else [batch_rows] * (size // batch_rows)
-        )
+        files[f"data-{number:05}-of-{num_files:05}.arrow"] = stream(part, batches)
         first += size
     state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in files],

@@ -59,14 +59,16 @@ class RowReader(Reader):
         columns: dict[str, Any] = {}
         num_bytes = 0
         error: Exception | None = None
-        slowest = (0.0, 0)
+        slowest, checked = (0.0, 0), set[Callable[[], None]]()
         for group, places in _by_group(groups):
             chunk.current = int(places[0])
             begin_s = perf_counter()
             try:
                 if error is None:
                     found, num_read = self._groups.get(group)
-                    found.check()
+                    if found.check not in checked:
+                        found.check()
+                        checked.add(found.check)
                     num_bytes += num_read
                     self._num_decoded += num_read > 0
             except Exception as raised:

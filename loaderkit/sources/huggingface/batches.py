@@ -156,7 +156,7 @@ class BatchReader:
         self._source, self._connector = source, connector
         self._read_into = ending_forks(connector.read_into)
         self._map = bulk_of(connector).map_object
-        self._mapped: dict[str, memoryview] = {}
+        self._mapped: dict[str, tuple[memoryview, Callable[[], None]]] = {}
         self._lock = Lock()
 
     def read(self, group: int) -> RowGroup:
@@ -169,19 +169,21 @@ class BatchReader:
             data = np.empty(length, np.uint8).data
             self._read_into(info.key, start, data, etag=info.etag)
         else:
-            data = self._mapping(info)[start : start + length]
+            mapping, check = self._mapping(info)
+            data = mapping[start : start + length]
         where = f"{self._connector.describe(info.key)}: the record batch at byte {start}"
         columns = decode_batch(schema, data, types, num_rows, where)
         made = dict(zip(fields, columns, strict=True))
         if self._map is None:
             return RowGroup(made, sum(column.num_bytes for column in columns), length)
-        return RowGroup(made, MAPPED_BYTES * num_rows * len(columns), 0, partial(self._check, info))
+        return RowGroup(made, MAPPED_BYTES * num_rows * len(columns), 0, check)
 
-    def _mapping(self, info: ObjectInfo) -> memoryview:
+    def _mapping(self, info: ObjectInfo) -> tuple[memoryview, Callable[[], None]]:
+        """The bytes of a file, and what raises if it has changed, the same for all of its record batches."""
         assert self._map is not None
         with self._lock:
             if info.key not in self._mapped:
-                self._mapped[info.key] = self._map(info.key, etag=info.etag)
+                self._mapped[info.key] = self._map(info.key, etag=info.etag), partial(self._check, info)
             return self._mapped[info.key]
 
     def _check(self, info: ObjectInfo) -> None:

@@ -144,23 +144,30 @@ class HuggingfaceSource(Source):
         groups: Int64 = np.searchsorted(self._firsts, rows, "right") - 1
         return groups, rows - self._firsts[groups]
 
-    def _place_of(self, index: int) -> tuple[int, int]:
-        """The number of the sample's file, and the row in it."""
-        if not -self._num <= index < self._num:
-            raise IndexError(f"sample {index} of {self._num}")
-        (row,) = self._rows(np.array([index % self._num])).tolist()
-        file = int(np.searchsorted(self._file_firsts, row, "right")) - 1
-        return file, row - int(self._file_firsts[file])
+    def _places_of(self, indices: Int64) -> tuple[list[int], list[int]]:
+        """The number of each sample's file, and the row in it."""
+        if len(indices) and not -self._num <= indices.min() <= indices.max() < self._num:
+            raise IndexError(f"samples {indices.min()} to {indices.max()} of {self._num}")
+        rows = self._rows(indices % self._num)
+        files = np.searchsorted(self._file_firsts, rows, "right") - 1
+        return files.tolist(), (rows - self._file_firsts[files]).tolist()
 
     def key(self, index: int) -> str:
         """The file's key and the row in it; behind a mapping of indices, which may name a row twice, also the place there."""
-        file, row = self._place_of(index)
-        place = "" if self._indices is None else f"@{index % self._num}"
-        return f"{self._files[file].key}/{row}{place}"
+        return self.keys(np.array([index]))[0]
+
+    def keys(self, indices: Int64) -> list[str]:
+        """The keys of several samples."""
+        files, rows = self._places_of(indices)
+        names = [self._files[file].key for file in files]
+        if self._indices is None:
+            return [f"{name}/{row}" for name, row in zip(names, rows, strict=True)]
+        numbers = (indices % self._num).tolist()
+        return [f"{name}/{row}@{number}" for name, row, number in zip(names, rows, numbers, strict=True)]
 
     def origin(self, index: int) -> str:
         """The key of the file."""
-        return self._files[self._place_of(index)[0]].key
+        return self._files[self._places_of(np.array([index]))[0][0]].key
 
     def batch_of(self, group: int) -> tuple[ObjectInfo, bytes, int]:
         """The file of a record batch, the message with its schema, and the rows of the batch."""
@@ -178,7 +185,7 @@ class HuggingfaceSource(Source):
 
     def ranges(self, index: int) -> list[FieldRange]:
         """The range of the whole record batch."""
-        self._place_of(index)  # raises IndexError
+        self._places_of(np.array([index]))  # raises IndexError
         groups, _ = self.locate(np.array([index % self._num]))
         return [FieldRange("record batch", "arrow", one) for one in self.group_ranges(int(groups[0]))]
 

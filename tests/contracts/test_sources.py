@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from extensions import forget_after
 from hf_folders import saved
+from mds_shards import write_mds
 from pydantic import Field
 from tf_records import example, record
 
@@ -36,6 +37,7 @@ def folder(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(2):
         rows = range(30 * number, 30 * number + 30)
         pq.write_table(pa.table({"data": rows}), folder / f"{number}.parquet", row_group_size=1)
+    write_mds(folder / "mds", {"x": "int"}, [{"x": number} for number in range(60)], shard_samples=25)
     (folder / "saved").mkdir()
     for name, data in saved(pa.table({"x": range(60)}), random.Random(5), batch_rows=1).items():
         (folder / "saved" / name).write_bytes(data)
@@ -49,7 +51,8 @@ def folder(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 KINDS = [
-    "files", "joined", "tar", "array", "windows", "tokens", "parquet", "huggingface", "lines", "tfrecord", "dataset",
+    "files", "joined", "tar", "array", "windows", "tokens", "parquet", "huggingface", "lines", "tfrecord", "mds",
+    "dataset",
 ]  # fmt: skip
 
 
@@ -79,6 +82,7 @@ class TestSources(SourceContract):
             "huggingface": {"kind": "huggingface", "url": str(folder / "saved")},
             "lines": {"kind": "lines", "url": str(folder / "x.jsonl")},
             "tfrecord": {"kind": "tfrecord", "url": str(folder)},
+            "mds": {"kind": "mds", "url": str(folder / "mds")},
             "dataset": {"kind": "dataset", "object": [{"x": number} for number in range(60)]},
         }
         return sources[request.param]

@@ -289,6 +289,32 @@ class KindMethods:
         """
 
     @classmethod
+    def mds(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        split: str | None = None,
+        fields: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """The samples of MDS shards, by the index.json beside them.
+
+        url: the folder with index.json, or with folders of splits that have one
+        split: the folder of the split, as train
+        fields: field -> column, as in {image: x, label: y}; or its type, as in {y: int64} or {label: y
+            int64}; default: all columns
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
+        """
+
+    @classmethod
     def dataset(
         cls,
         object: Any,

@@ -16,6 +16,7 @@ from loaderkit.sources.parquet.tokens import open_documents
 from loaderkit.sources.records.array import ARRAY
 from loaderkit.sources.sequences.tokens import tokens_kind
 from loaderkit.sources.serial.lines import LINES
+from loaderkit.sources.serial.mds import MDS
 from loaderkit.sources.serial.tfrecord import TFRECORD
 from loaderkit.sources.tar.source import TAR
 from loaderkit.stages.base import StageArgs
@@ -47,6 +48,7 @@ SOURCES: Registry[SourceKind] = Registry(
         "huggingface": HUGGINGFACE,
         "lines": LINES,
         "tfrecord": TFRECORD,
+        "mds": MDS,
         "dataset": DATASET,
         "iterable": ITERABLE,
         "checkpoint": CHECKPOINT,

@@ -5,13 +5,14 @@ Numbers, also in lists, are a tree as in Arrow: `ListNode`s with their bounds, d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.sources.arrow.row_groups import StoredBytes, Taken
+from loaderkit.sources.arrow.row_groups import Column, StoredBytes, Taken
 
 Rows = NDArray[np.int64]
 _Valid = NDArray[np.bool_] | None
@@ -166,6 +167,14 @@ class ListColumn:
     def take(self, rows: Rows) -> Taken:
         values: list[Any] = [None] * len(rows)
         bad: dict[int, str] = {}
+        node = self._node
+        if (
+            isinstance(node, ListNode)
+            and isinstance(node.items, NumberNode)
+            and self._is_there is node.items.is_there is None
+        ):
+            bounds = zip(node.bounds[rows].tolist(), node.bounds[rows + 1].tolist(), strict=True)
+            return Taken([node.items.values[begin:end].copy() for begin, end in bounds], bad)
         for place, row in enumerate(rows.tolist()):
             if self._is_there is not None and not self._is_there[row]:
                 bad[place] = NULL
@@ -253,3 +262,49 @@ class ConstantColumn:
         bad = dict.fromkeys(range(len(rows)), NULL) if self._value is None else {}
         values = np.full(len(rows), self._value or 0, np.int64) if self._is_number else [self._value] * len(rows)
         return Taken(values, bad)
+
+
+class _JoinedBytes(BytesColumn):
+    """The bytes of several columns, one behind another."""
+
+    def __init__(self, parts: Sequence[BytesColumn]) -> None:
+        self._parts = [part._data for part in parts]
+        self._owners = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part._bounds) - 1 for part in parts])
+        self._starts = np.concatenate([part._bounds[:-1] for part in parts])
+        self._ends = np.concatenate([part._bounds[1:] for part in parts])
+        self._is_there = _joined_valid([(part._is_there, len(part._bounds) - 1) for part in parts])
+        self.num_bytes = self._owners.nbytes + self._starts.nbytes + self._ends.nbytes + _num_bytes(self._is_there)
+
+    def views(self, rows: Rows) -> list[memoryview | None]:
+        places = zip(self._owners[rows].tolist(), self._starts[rows].tolist(), self._ends[rows].tolist(), strict=True)
+        parts = self._parts
+        views: list[memoryview | None] = [parts[number][begin:end] for number, begin, end in places]
+        if self._is_there is not None:
+            for place in np.flatnonzero(~self._is_there[rows]).tolist():
+                views[place] = None
+        return views
+
+
+def join(columns: Sequence[Column]) -> Column:
+    """One column of several of one kind: of bytes that stay where they are, or of numbers, which are copied."""
+    if len(columns) == 1:
+        return columns[0]
+    first = columns[0]
+    if isinstance(first, TextColumn):
+        return TextColumn(_JoinedBytes([column._encoded for column in columns if isinstance(column, TextColumn)]))
+    if isinstance(first, FileColumn):
+        files = [column for column in columns if isinstance(column, FileColumn)]
+        return FileColumn(_JoinedBytes([one._contents for one in files]), _JoinedBytes([one._paths for one in files]))
+    if isinstance(first, BytesColumn):
+        return _JoinedBytes([column for column in columns if isinstance(column, BytesColumn)])
+    numbers = [column for column in columns if isinstance(column, FixedColumn)]
+    valid = _joined_valid([(column._valid, len(column._values)) for column in numbers])
+    or_else = max((column._or_else for column in numbers), key=len)
+    node = NumberNode(np.concatenate([column._values for column in numbers]), valid, or_else)
+    return FixedColumn(node, len(node.values), ())
+
+
+def _joined_valid(parts: Sequence[tuple[_Valid, int]]) -> _Valid:
+    if all(valid is None for valid, _ in parts):
+        return None
+    return np.concatenate([np.ones(num, np.bool_) if valid is None else valid for valid, num in parts])

@@ -19,6 +19,7 @@ from loaderkit._internal.system.forks import ending_forks
 from loaderkit._internal.system.user_cache import keep, path_in_cache
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, bulk_of
 from loaderkit.errors import FormatError, LoaderkitError, ObjectChangedError
+from loaderkit.sources.arrow.columns import join
 from loaderkit.sources.arrow.convert import column_of
 from loaderkit.sources.arrow.messages import ArrowMessages
 from loaderkit.sources.arrow.row_groups import Column, RowGroup
@@ -143,10 +144,10 @@ class Batches(Protocol):
         """Column -> its type, of those that are fields."""
 
     def group_ranges(self, group: int) -> list[ByteRange]:
-        """The bytes of a record batch."""
+        """The bytes of the record batches of a group."""
 
-    def batch_of(self, group: int) -> tuple[ObjectInfo, bytes, int]:
-        """The file of a record batch, the message with its schema, and the rows of the batch."""
+    def batches_of(self, group: int) -> tuple[ObjectInfo, bytes, list[int]]:
+        """The file of a group, the message with its schema, and the rows of each of its record batches."""
 
 
 class BatchReader:
@@ -160,23 +161,30 @@ class BatchReader:
         self._lock = Lock()
 
     def read(self, group: int) -> RowGroup:
-        """A record batch. Raises FormatError, and what the connector raises."""
-        info, schema, num_rows = self._source.batch_of(group)
-        ((_, start, length, _),) = self._source.group_ranges(group)
+        """The record batches of a group, as one. Raises FormatError, and what the connector raises."""
+        info, schema, nums = self._source.batches_of(group)
+        ranges = self._source.group_ranges(group)
         fields = self._source.fields
         types = [self._source.types[column] for column in fields.values()]
-        if self._map is None:
-            data = np.empty(length, np.uint8).data
-            self._read_into(info.key, start, data, etag=info.etag)
-        else:
-            mapping, check = self._mapping(info)
-            data = mapping[start : start + length]
-        where = f"{self._connector.describe(info.key)}: the record batch at byte {start}"
-        columns = decode_batch(schema, data, types, num_rows, where)
+        parts = [
+            decode_batch(schema, self._bytes_of(info, one), types, num, f"{self._named(info)} at byte {one.start}")
+            for one, num in zip(ranges, nums, strict=True)
+        ]
+        columns = [join(of_all) for of_all in zip(*parts, strict=True)]
         made = dict(zip(fields, columns, strict=True))
         if self._map is None:
-            return RowGroup(made, sum(column.num_bytes for column in columns), length)
-        return RowGroup(made, MAPPED_BYTES * num_rows * len(columns), 0, check)
+            return RowGroup(made, sum(column.num_bytes for column in columns), sum(one.length for one in ranges))
+        return RowGroup(made, MAPPED_BYTES * sum(nums) * len(columns), 0, self._mapping(info)[1])
+
+    def _named(self, info: ObjectInfo) -> str:
+        return f"{self._connector.describe(info.key)}: the record batch"
+
+    def _bytes_of(self, info: ObjectInfo, one: ByteRange) -> memoryview:
+        if self._map is not None:
+            return self._mapping(info)[0][one.start : one.start + one.length]
+        data = np.empty(one.length, np.uint8).data
+        self._read_into(info.key, one.start, data, etag=info.etag)
+        return data
 
     def _mapping(self, info: ObjectInfo) -> tuple[memoryview, Callable[[], None]]:
         """The bytes of a file, and what raises if it has changed, the same for all of its record batches."""

@@ -39,6 +39,7 @@ from loaderkit.sources.listing import StringTable, cut_blocks
 
 _NUM_THREADS = 4
 _NUM_REMOTE_THREADS = 32  # they wait for the store, not for a CPU
+_JOINED, _JOINED_ROWS = frozenset({"text", "bytes", "file"}), 1 << 16
 Int64 = NDArray[np.int64]
 
 
@@ -78,22 +79,39 @@ class HuggingfaceSource(Source):
         self._starts = np.concatenate([table.starts for table in tables])
         self._lengths = np.concatenate([table.lengths for table in tables])
         self._in_file = np.repeat(np.arange(len(tables)), [len(table.num_rows) for table in tables])
-        self._firsts = np.concatenate([[0], np.cumsum(num_rows)])  # of the record batches
+        self._batch_firsts = np.concatenate([[0], np.cumsum(num_rows)])  # of the record batches
         self._file_firsts = np.concatenate([[0], np.cumsum([int(table.num_rows.sum()) for table in tables])])
         self._indices = None
+        total = int(self._batch_firsts[-1])
         if located.indices:
             self._indices = load_indices(connector, located.indices, load)
-            if len(self._indices) and not 0 <= self._indices.min() <= self._indices.max() < self._firsts[-1]:
+            if len(self._indices) and not 0 <= self._indices.min() <= self._indices.max() < total:
                 raise FormatError(
-                    f"{connector.describe(located.indices[0].key)} names rows beyond the {self._firsts[-1]} that there are"
+                    f"{connector.describe(located.indices[0].key)} names rows beyond the {total} that there are"
                 )
-        num = int(self._firsts[-1]) if self._indices is None else len(self._indices)
+        num = total if self._indices is None else len(self._indices)
         if not num:
             raise SourceError(f"the mapping of indices of {args.root!r} has no row")
         self._num = num if args.limit is None else min(num, args.limit)
         is_mapped = bulk_of(connector).map_object is not None
-        self.group_bytes = MAPPED_BYTES * len(self.types) * num_rows if is_mapped else self._lengths
+        self._groups = self._joined(num_rows, args.memory) if is_mapped else np.arange(len(num_rows) + 1)
+        self._firsts = self._batch_firsts[self._groups]
+        self.group_bytes = MAPPED_BYTES * len(self.types) * np.diff(self._firsts) if is_mapped else self._lengths
         self.memory_bytes = args.memory
+
+    def _joined(self, num_rows: Int64, memory: int) -> Int64:
+        """The first record batch of every run that is held as one group, and last their number: int64 [groups + 1].
+
+        Runs of one file of about 65,536 rows, if all of them can be held and joining copies no arrays: from a group a chunk's
+        rows are taken at once.
+        """
+        kinds = self.types.values()
+        are_small = all(kind.content in _JOINED or (kind.content == "number" and not kind.shape) for kind in kinds)
+        if not are_small or MAPPED_BYTES * len(self.types) * int(num_rows.sum()) > memory:
+            return np.arange(len(num_rows) + 1)
+        runs = (self._batch_firsts[:-1] - self._file_firsts[self._in_file]) // _JOINED_ROWS
+        is_first = (np.diff(runs, prepend=-1) != 0) | (np.diff(self._in_file, prepend=-1) != 0)
+        return np.append(np.flatnonzero(is_first), len(num_rows))
 
     def _loaded(
         self, infos: list[ObjectInfo], load: Callable[[ObjectInfo], BatchTable]
@@ -139,7 +157,7 @@ class HuggingfaceSource(Source):
         return indices if self._indices is None else self._indices[indices]
 
     def locate(self, indices: Int64) -> tuple[Int64, Int64]:
-        """The record batch of every sample, and its row there."""
+        """The group of record batches of every sample, and its row there."""
         rows = self._rows(indices)
         groups: Int64 = np.searchsorted(self._firsts, rows, "right") - 1
         return groups, rows - self._firsts[groups]
@@ -169,15 +187,18 @@ class HuggingfaceSource(Source):
         """The key of the file."""
         return self._files[self._places_of(np.array([index]))[0][0]].key
 
-    def batch_of(self, group: int) -> tuple[ObjectInfo, bytes, int]:
-        """The file of a record batch, the message with its schema, and the rows of the batch."""
-        file = int(self._in_file[group])
-        return self._files[file], self._schemas[file], int(self._firsts[group + 1] - self._firsts[group])
+    def batches_of(self, group: int) -> tuple[ObjectInfo, bytes, list[int]]:
+        """The file of a group of record batches, the message with its schema, and the rows of each batch."""
+        first, end = self._groups[group], self._groups[group + 1]
+        file = int(self._in_file[first])
+        return self._files[file], self._schemas[file], np.diff(self._batch_firsts[first : end + 1]).tolist()
 
     def group_ranges(self, group: int) -> list[ByteRange]:
-        """The bytes of a record batch."""
-        info = self._files[int(self._in_file[group])]
-        return [ByteRange(info.key, int(self._starts[group]), int(self._lengths[group]), info.etag)]
+        """The bytes of each of its record batches."""
+        batches = slice(self._groups[group], self._groups[group + 1])
+        info = self._files[int(self._in_file[batches.start])]
+        pairs = zip(self._starts[batches].tolist(), self._lengths[batches].tolist(), strict=True)
+        return [ByteRange(info.key, start, length, info.etag) for start, length in pairs]
 
     def group_reader(self, connector: Connector) -> Callable[[int], RowGroup]:
         """What maps or reads a record batch, and decodes it."""
@@ -186,8 +207,11 @@ class HuggingfaceSource(Source):
     def ranges(self, index: int) -> list[FieldRange]:
         """The range of the whole record batch."""
         self._places_of(np.array([index]))  # raises IndexError
-        groups, _ = self.locate(np.array([index % self._num]))
-        return [FieldRange("record batch", "arrow", one) for one in self.group_ranges(int(groups[0]))]
+        (row,) = self._rows(np.array([index % self._num]))
+        batch = int(np.searchsorted(self._batch_firsts, row, "right")) - 1
+        info = self._files[int(self._in_file[batch])]
+        one = ByteRange(info.key, int(self._starts[batch]), int(self._lengths[batch]), info.etag)
+        return [FieldRange("record batch", "arrow", one)]
 
     @property
     def row_groups(self) -> HuggingfaceSource:  # type: ignore[override]
@@ -202,12 +226,12 @@ class HuggingfaceSource(Source):
         """Runs of whole record batches of about `block_bytes`, at least one each, never across a file; behind a mapping of
         indices runs of as many samples."""
         if self._indices is not None:
-            row_bytes = max(1, int(self._lengths.sum() // self._firsts[-1]))
+            row_bytes = max(1, int(self._lengths.sum() // self._batch_firsts[-1]))
             return cut_blocks(np.full(self._num, row_bytes), block_bytes)
-        num_groups = int(np.searchsorted(self._firsts, self._num, "left"))
-        first_groups = np.flatnonzero(np.diff(self._in_file[:num_groups], prepend=-1))
-        cuts = cut_blocks(self._lengths[:num_groups], block_bytes, first_groups)
-        bounds: Int64 = np.minimum(self._firsts[cuts], self._num)
+        num_batches = int(np.searchsorted(self._batch_firsts, self._num, "left"))
+        first_batches = np.flatnonzero(np.diff(self._in_file[:num_batches], prepend=-1))
+        cuts = cut_blocks(self._lengths[:num_batches], block_bytes, first_batches)
+        bounds: Int64 = np.minimum(self._batch_firsts[cuts], self._num)
         return bounds
 
     def fingerprint(self) -> str:
@@ -215,7 +239,7 @@ class HuggingfaceSource(Source):
         digest = blake2b(StringTable(info.key for info in self._files).digest(), digest_size=8)
         sizes = np.array([info.size for info in self._files], np.int64)
         indices = np.zeros(0, np.int64) if self._indices is None else self._indices
-        for numbers in (sizes, self._firsts, indices, np.array([self._num])):
+        for numbers in (sizes, self._batch_firsts, indices, np.array([self._num])):
             digest.update(numbers.astype("<i8").tobytes())
         layouts = repr([(name, kind.layout) for name, kind in self.types.items()])
         digest.update(layouts.encode("utf-8", "surrogateescape"))

@@ -118,7 +118,7 @@ COLUMNS: dict[str, Callable[[Rng, int], pa.Array]] = {
     ),
     "pictures": lambda rng, num: pa.array(
         [[{"bytes": rng.randbytes(5), "path": None}] * rng.randint(0, 3) for _ in range(num)],
-        pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+        pa.list_(pa.struct([("bytes", pa.binary()), ("path", rng.choice([pa.string(), pa.null()]))])),
     ),
     "struct": lambda rng, num: pa.array(
         [
@@ -127,6 +127,7 @@ COLUMNS: dict[str, Callable[[Rng, int], pa.Array]] = {
                 "label": rng.choice([None, rng.randint(-9, 9)]),
                 "price": Decimal(rng.randint(-999, 999)).scaleb(-2),
                 "at": rng.choice([None, 5]),
+                "none": None,
                 "deep": {"flags": rng.choice([None, [True, None]]), "word": words(rng, 1)[0]},
             }
             for _ in range(num)
@@ -137,6 +138,7 @@ COLUMNS: dict[str, Callable[[Rng, int], pa.Array]] = {
                 ("label", pa.int16()),
                 ("price", pa.decimal128(5, 2)),
                 ("at", pa.timestamp("ms")),
+                ("none", pa.null()),
                 ("deep", pa.struct([("flags", pa.list_(pa.bool_())), ("word", pa.string())])),
             ]
         ),

@@ -26,6 +26,8 @@ def plain(pa: Any, array: Any) -> Any:
     array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
     if pa.types.is_string_view(array.type) or pa.types.is_binary_view(array.type):
         array = array.cast(pa.large_string() if pa.types.is_string_view(array.type) else pa.large_binary())
+    if pa.types.is_null(array.type):
+        array = array.cast(pa.string())
     return array
 
 

@@ -14,15 +14,18 @@ _TEXTS = ("string", "large_string", "string_view")
 _LISTS = ("list", "large_list", "fixed_size_list")
 _TIMES = ("timestamp", "date", "time", "duration")
 _UNITS = {"date32[day]": "day", "date64[ms]": "ms"}
-_FILE = {"bytes": "bytes", "path": "text"}
-_USABLE = frozenset({"number", "text", "bytes", "file", "nested"})
+_FILES = ({"bytes": "bytes", "path": "text"}, {"bytes": "bytes", "path": "null"})  # null: no row has a path
+_USABLE = frozenset({"number", "text", "bytes", "file", "nested", "null"})
 _MOST_NESTED = 32  # a type can be as deep as its file is long
 
 
 class ColumnType(NamedTuple):
-    """What a column holds, and which of the file's leaves it is made of. `content`: number, text, bytes, file or nested; ""
-    with `reason` if it can be no field. Numbers have NumPy's `dtype` and a `shape`, where None stands for any length; of times
-    and decimals `stored` says what they are numbers of, of what is nested its whole type."""
+    """What a column holds, and which of the file's leaves it is made of.
+
+    `content`: number, text, bytes, file, nested, or inside one null; "" with `reason` if it can be no field. Numbers have
+    NumPy's `dtype` and a `shape`, where None stands for any length; of times and decimals `stored` says what they are numbers
+    of, of what is nested its whole type.
+    """
 
     content: str
     leaves: tuple[int, ...]
@@ -80,6 +83,8 @@ def column_type(pa: Any, kind: Any, leaves: tuple[int, ...] = (), depth: int = 0
         found = ColumnType("bytes" if _is(pa, plain, _BYTES) else "text", leaves)
     elif _is(pa, plain, _LISTS):
         found = _list_type(pa, kind, plain, leaves, depth)
+    elif types.is_null(plain) and depth:
+        found = ColumnType("null", leaves)
     elif types.is_struct(plain):
         found = _struct_type(pa, plain, leaves, depth)
     return ColumnType("", leaves, reason=str(kind)) if found is None else found
@@ -117,7 +122,7 @@ def _list_type(pa: Any, kind: Any, plain: Any, leaves: tuple[int, ...], depth: i
 def _struct_type(pa: Any, plain: Any, leaves: tuple[int, ...], depth: int) -> ColumnType | None:
     contents = [column_type(pa, one.type, (), depth + 1).content for one in plain]
     names = [one.name for one in plain]
-    if dict(zip(names, contents, strict=True)) == _FILE:
+    if dict(zip(names, contents, strict=True)) in _FILES:
         return ColumnType("file", leaves)
     is_usable = bool(names) and len({*names}) == len(names) and _USABLE.issuperset(contents)
     return ColumnType("nested", leaves, stored=str(plain)) if is_usable else None

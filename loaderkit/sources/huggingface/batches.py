@@ -132,7 +132,7 @@ def _refused(pa: Any, kind: Any) -> str:
     return next(filter(None, (_refused(pa, kind.field(number).type) for number in range(kind.num_fields))), "")
 
 
-class Batches(Protocol):
+class RecordBatches(Protocol):
     """What is asked of the source."""
 
     @property
@@ -153,7 +153,7 @@ class Batches(Protocol):
 class BatchReader:
     """Reads and decodes the record batches of a source through a connector, which maps files where it can."""
 
-    def __init__(self, source: Batches, connector: Connector) -> None:
+    def __init__(self, source: RecordBatches, connector: Connector) -> None:
         self._source, self._connector = source, connector
         self._read_into = ending_forks(connector.read_into)
         self._map = bulk_of(connector).map_object

@@ -56,7 +56,7 @@ class MdsArgs(StoreArgs):
         return self.url if self.split is None else f"{self.url.rstrip('/')}/{self.split}"
 
 
-class _Shard(NamedTuple):
+class _MdsShard(NamedTuple):
     key: str
     size: int
     num: int
@@ -158,9 +158,9 @@ def _load_index(connector: Connector, name: str) -> list[dict[str, Any]]:
     return shards
 
 
-def _parsed(shards: list[dict[str, Any]], name: str) -> tuple[list[_Shard], dict[str, Any]]:
+def _parsed(shards: list[dict[str, Any]], name: str) -> tuple[list[_MdsShard], dict[str, Any]]:
     """The shards, and the encodings by column, which are the same in all of them. Raises FormatError, SourceError."""
-    found: dict[str, _Shard] = {}
+    found: dict[str, _MdsShard] = {}
     layouts = [_layout(shard) for shard in shards]
     for shard, layout in zip(shards, layouts, strict=True):
         raw = shard.get("raw_data")
@@ -175,7 +175,7 @@ def _parsed(shards: list[dict[str, Any]], name: str) -> tuple[list[_Shard], dict
             raise FormatError(f"{name} is damaged: what it says of the shard {key!r} does not fit")
         if layout != layouts[0]:
             raise SourceError(f"{name}: the shard {key!r} has other columns than the first one: mix two sources")
-        found[key] = _Shard(key, size, shard["samples"])
+        found[key] = _MdsShard(key, size, shard["samples"])
     return [*found.values()], dict(layouts[0] or ())
 
 

@@ -17,6 +17,7 @@ from loaderkit.errors import ConfigError, FormatError, ObjectNotFoundError, Sour
 from loaderkit.sources.huggingface.args import HuggingfaceArgs
 
 _MOST_JSON = 64 << 20  # bytes: names of a million classes
+_CACHED = re.compile(r"[^/]+/[^/]+/([^/]+/)?dataset_info\.json")  # configuration, version, and mostly a hash
 _STATE, _DICT, _INFO = "state.json", "dataset_dict.json", "dataset_info.json"
 
 
@@ -82,7 +83,7 @@ def _files_of(connector: Connector, prefix: str, listed: Any) -> list[ObjectInfo
 def _cached_folder(connector: Connector, args: HuggingfaceArgs) -> str:
     """The folder of the data set that was prepared last, of those with the configuration."""
     try:
-        infos = [info.key for info in connector.list("") if info.key.endswith(f"/{_INFO}") and info.key.count("/") == 3]
+        infos = [info.key for info in connector.list("") if _CACHED.fullmatch(info.key)]
     except ObjectNotFoundError:
         infos = []
     by_config: dict[str, list[str]] = {}

@@ -27,8 +27,8 @@ from loaderkit.errors import USER_ERRORS, FormatError
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.pictures import FORMATS, Format
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Encoded, FieldGroup, GpuDecoded, Image, InPlace
-from loaderkit.sources.fields import IMAGE_EXTENSIONS, last_extension
+from loaderkit.samples.values import Clip, Encoded, FieldGroup, GpuDecoded, Image, InPlace
+from loaderkit.sources.fields import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, last_extension
 from loaderkit.sources.formats.npy import view_npy
 from loaderkit.sources.formats.npz import view_npz
 from loaderkit.stages.base import FieldNames, StageArgs, StageConfig
@@ -46,6 +46,9 @@ from loaderkit.stages.image.formats import (
 from loaderkit.stages.image.levels import Depth, deepened
 from loaderkit.stages.image.ops import EVERYTHING, Crop, DecodeHint, Needs, hint_for
 from loaderkit.stages.image.resize import reduced_box
+from loaderkit.stages.media.audio import AudioArgs
+from loaderkit.stages.media.decoding import MediaDecoder
+from loaderkit.stages.media.video import VideoArgs
 from loaderkit.stages.runner import each_sample
 from loaderkit.stages.values import channels_last, describe, is_pillow
 from loaderkit.stages.volume.nifti import read_nifti
@@ -53,7 +56,7 @@ from loaderkit.stages.volume.nifti import read_nifti
 logger = logging.getLogger("loaderkit")
 _BOM = b"\xef\xbb\xbf"
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
-_DECODED: frozenset[type] = frozenset({Image, FieldGroup, InPlace, GpuDecoded})
+_DECODED: frozenset[type] = frozenset({Image, Clip, FieldGroup, InPlace, GpuDecoded})
 
 
 class DecodeArgs(StageArgs):
@@ -63,6 +66,9 @@ class DecodeArgs(StageArgs):
     (`{"bytes": ..., "path": ...}`) are decoded like files. A uint8 array or tensor of three dimensions is an image, its
     channels the end that is 1, 3 or 4 long; if both are, a tensor's are the first, and an array is an error. A fourth channel
     is dropped, as a PNG's. What `fields` or `masks` name has to be an image, and may be [H, W].
+
+    With `video` a video (mp4, mov, mkv, webm, avi, gif) becomes a clip, uint8 [T, 3, H, W]; with `audio` a sound (wav, flac,
+    mp3, ogg, m4a) a window, float32 [channels, samples]; without them they stay bytes.
 
     An `npz` becomes one field for every array in it, named as in the archive. A `nii` or `nii.gz` is the array of a scan.
 
@@ -132,6 +138,13 @@ class DecodeArgs(StageArgs):
         "raise",
         description="where DALI fails whatever the images are: end with its error, or decode on the CPU from then on",
     )
+    video: VideoArgs | None = Field(None, description="which frames of a video make a clip")
+    audio: AudioArgs | None = Field(None, description="which part of a sound is decoded, and how it is sampled")
+
+    @property
+    def has_media(self) -> bool:
+        """True if videos or sounds are decoded."""
+        return self.video is not None or self.audio is not None
 
     @property
     def annotations(self) -> Annotations:
@@ -189,6 +202,9 @@ class Decoder:
         jpeg = self._jpeg if "jpeg" in args.formats and is_plain else self._picture
         pictures = dict.fromkeys(IMAGE_EXTENSIONS, self._picture) | dict.fromkeys(_JPEG_EXTENSIONS, jpeg)
         self._readers = _READERS | pictures
+        self._media = MediaDecoder(args.video, args.audio) if args.has_media else None
+        if self._media is not None:
+            self._readers |= dict.fromkeys(self._media.extensions, self._media.read)
 
     def begin(self, sample: Sample, draws: Any = None, scratch: dict[str, Any] | None = None) -> list[PartialImage]:
         """Decode the fields of a sample, except the partial images, which are returned. Raises ValueError."""
@@ -262,7 +278,9 @@ class Decoder:
             failed(chunk, row, _named(sample, partial.field, error) if isinstance(error, ValueError) else error)
         return perf_counter() - begin_s
 
-    def _value(self, value: Any, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:
+    def _value(  # noqa: PLR0911 - a kind of value each
+        self, value: Any, field: str, draws: Any, scratch: dict[str, Any] | None
+    ) -> Any:
         """A field of a source of objects. Unless it is named, what is no image stays as it is."""
         if field in self._annotated:
             return value
@@ -278,6 +296,8 @@ class Decoder:
             is_picture = is_named or Path(value["path"] or "").suffix[1:].lower() in IMAGE_EXTENSIONS
         if isinstance(data, (bytes, bytearray, memoryview)):
             data = memoryview(data)
+            if self._media is not None and self._media.takes(data, is_named=is_named):
+                return self._media.read(data, field, draws, scratch)
             if is_picture or seems_a_picture(data):
                 read = self._readers["jpg"] if bytes(data[:2]) == b"\xff\xd8" else self._picture
                 return read(data, field, draws, scratch)
@@ -349,6 +369,11 @@ def _say_if_unused(given: Sample, sample: Sample, partial_images: list[PartialIm
             left,
             ", ".join(sorted(_READERS.keys() | IMAGE_EXTENSIONS)),
         )
+        if any(
+            type(value) is Encoded and last_extension(value.extension) in VIDEO_EXTENSIONS | AUDIO_EXTENSIONS
+            for value in given.values()
+        ):
+            logger.warning("`decode` decodes video with `video: {frames: ...}`, and sound with `audio: {seconds: ...}`")
 
 
 def _bytes_of(image: dict[str, Any]) -> Any:
@@ -473,7 +498,7 @@ def decode_hint(stage: StageConfig, context: CompileContext) -> tuple[StageConfi
     following = next(one for one in behind if not (args.scaled and context.kind_of(one).is_pointwise))
     ops, fields = context.kind_of(following).ops, getattr(following.args, "fields", None)
     is_apart = args.fields is not None and fields is not None and not {*args.fields} & {*fields}
-    if ops is None or args.device != "cpu" or args.exif_orientation or args.depth != 8 or is_apart:
+    if ops is None or args.device != "cpu" or args.exif_orientation or args.depth != 8 or is_apart or args.has_media:
         return following, None
     takes_crop = following is behind[0] and args.regions is not False
     return following, hint_for(ops(following.args), is_next=takes_crop, scaled=args.scaled)
@@ -484,7 +509,10 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     following, hint = decode_hint(stage, context)
     failed, reuse = context.failed(stage), context.may_reuse
     if hint is None:
-        return stage.ready("sample", each_sample(decode(stage.args), 0, context.keys(stage), failed, reuse=reuse))
+        num_draws = 1 if stage.args.has_media else 0  # the start of a clip
+        return stage.ready(
+            "sample", each_sample(decode(stage.args), num_draws, context.keys(stage), failed, reuse=reuse)
+        )
     decoder = Decoder(stage.args, hint.of, getattr(following.args, "fields", None))
     # Uses the draws of the stage that it decodes for.
     num_draws, keys = context.kind_of(following).num_draws, context.keys(following)

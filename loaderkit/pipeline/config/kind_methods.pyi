@@ -345,6 +345,8 @@ class KindMethods:
         keypoints: tuple[str, ...] | list[str] | None = None,
         regions: Literal["auto"] | bool = "auto",
         on_gpu_error: Literal["raise", "cpu"] = "raise",
+        video: Mapping[str, Any] | None = None,
+        audio: Mapping[str, Any] | None = None,
         *,
         name: str | None = None,
         workers: int | Literal["auto"] = "auto",
@@ -355,6 +357,9 @@ class KindMethods:
         (`{"bytes": ..., "path": ...}`) are decoded like files. A uint8 array or tensor of three dimensions is an image, its
         channels the end that is 1, 3 or 4 long; if both are, a tensor's are the first, and an array is an error. A fourth channel
         is dropped, as a PNG's. What `fields` or `masks` name has to be an image, and may be [H, W].
+
+        With `video` a video (mp4, mov, mkv, webm, avi, gif) becomes a clip, uint8 [T, 3, H, W]; with `audio` a sound (wav, flac,
+        mp3, ogg, m4a) a window, float32 [channels, samples]; without them they stay bytes.
 
         An `npz` becomes one field for every array in it, named as in the archive. A `nii` or `nii.gz` is the array of a scan.
 
@@ -395,6 +400,8 @@ class KindMethods:
             version
         on_gpu_error: where DALI fails whatever the images are: end with its error, or decode on the CPU
             from then on
+        video: which frames of a video make a clip
+        audio: which part of a sound is decoded, and how it is sampled
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """

@@ -204,7 +204,7 @@ class Decoder:
         self._readers = _READERS | pictures
         self._media = MediaDecoder(args.video, args.audio) if args.has_media else None
         if self._media is not None:
-            self._readers |= dict.fromkeys(self._media.extensions, self._media.read)
+            self._readers |= self._media.readers
 
     def begin(self, sample: Sample, draws: Any = None, scratch: dict[str, Any] | None = None) -> list[PartialImage]:
         """Decode the fields of a sample, except the partial images, which are returned. Raises ValueError."""
@@ -296,8 +296,9 @@ class Decoder:
             is_picture = is_named or Path(value["path"] or "").suffix[1:].lower() in IMAGE_EXTENSIONS
         if isinstance(data, (bytes, bytearray, memoryview)):
             data = memoryview(data)
-            if self._media is not None and self._media.takes(data, is_named=is_named):
-                return self._media.read(data, field, draws, scratch)
+            of_media = None if self._media is None else self._media.reader_of(data, is_named=is_named)
+            if of_media is not None:
+                return of_media(data, field, draws)
             if is_picture or seems_a_picture(data):
                 read = self._readers["jpg"] if bytes(data[:2]) == b"\xff\xd8" else self._picture
                 return read(data, field, draws, scratch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from loaderkit.samples.values import FieldGroup
@@ -20,37 +21,42 @@ class MediaDecoder:
     def __init__(self, video: VideoArgs | None, audio: AudioArgs | None) -> None:
         self._video = video
         self._audio = audio
-        self.extensions = VIDEO_EXTENSIONS | ({"gif"} if video is not None else set())
+        self.readers: dict[str, Callable[..., Any]] = {}
+        """By extension: a function `(data, field, draws, ...)` that raises FormatError, MissingExtraError."""
         if audio is not None:
-            self.extensions |= AUDIO_EXTENSIONS
+            self.readers |= dict.fromkeys(AUDIO_EXTENSIONS | VIDEO_EXTENSIONS, self._sound)
+        if video is not None:
+            self.readers |= dict.fromkeys({*VIDEO_EXTENSIONS, "gif"}, self._clip)
 
-    def takes(self, data: memoryview, *, is_named: bool) -> bool:
-        """True for bytes that begin as what is decoded; of MP3, which begins as much else does, only in a field that is
-        named."""
+    def reader_of(self, data: memoryview, *, is_named: bool) -> Callable[..., Any] | None:
+        """The reader of bytes without an extension, by how they begin; None for what is not decoded. MP3, which begins as much
+        else does, is known only in a field that is named."""
         name = container_of(data)
-        if name == "gif":
-            return self._video is not None
-        if name in _SOUNDS:
-            return self._audio is not None and (is_named or name != "mp3" or bytes(data[:3]) == b"ID3")
-        return name is not None
+        if name is None or (name == "mp3" and not is_named and bytes(data[:3]) != b"ID3"):
+            return None
+        if name in _SOUNDS or bytes(data[4:11]) == b"ftypM4A":
+            return self.readers.get("wav")
+        return self.readers.get("gif" if name == "gif" else "mp4")
 
-    def read(self, data: memoryview, field: str, draws: Any, scratch: Any = None) -> Any:
-        """A clip, the samples of a sound, or several fields. Raises FormatError, MissingExtraError."""
-        draw = float(draws[0]) if draws is not None and len(draws) else 0.0
-        audio = self._audio
-        if self._video is None or container_of(data) in _SOUNDS:
-            assert audio is not None
-            return self._of_sound(field, read_sound(data, audio, draw))
+    def _clip(self, data: memoryview, field: str, draws: Any, *_: Any) -> Any:
+        assert self._video is not None
+        audio, draw = self._audio, _of(draws)
         made = read_clip(data, self._video, draw)
         if audio is None or audio.of_video is None:
             return made.clip
-        group: dict[str, Any] = {field: made.clip}
         sound = read_sound(data, audio, draw, begin_s=made.begin_s)
-        found = self._of_sound(audio.of_video, sound)
-        return FieldGroup(group | (found.fields if type(found) is FieldGroup else {audio.of_video: found}))
+        return FieldGroup({field: made.clip, **self._fields(audio.of_video, sound)})
 
-    def _of_sound(self, field: str, sound: Sound) -> Any:
+    def _sound(self, data: memoryview, field: str, draws: Any, *_: Any) -> Any:
         assert self._audio is not None
-        if self._audio.length is None:
-            return sound.samples
-        return FieldGroup({field: sound.samples, self._audio.length: sound.num_real})
+        sound = read_sound(data, self._audio, _of(draws))
+        return sound.samples if self._audio.length is None else FieldGroup(self._fields(field, sound))
+
+    def _fields(self, field: str, sound: Sound) -> dict[str, Any]:
+        assert self._audio is not None
+        counted = {} if self._audio.length is None else {self._audio.length: sound.num_real}
+        return {field: sound.samples, **counted}
+
+
+def _of(draws: Any) -> float:
+    return float(draws[0]) if draws is not None and len(draws) else 0.0

@@ -7,7 +7,12 @@ from pathlib import Path
 import av
 import numpy as np
 
-FORMATS = (("wav", "pcm_s16le", 44100), ("flac", "flac", 48000), ("mp3", "libmp3lame", 44100), ("ogg", "libopus", 48000))
+FORMATS = (
+    ("wav", "pcm_s16le", 44100),
+    ("flac", "flac", 48000),
+    ("mp3", "libmp3lame", 44100),
+    ("ogg", "libopus", 48000),
+)
 
 folder, num = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 16
 for number in range(num):

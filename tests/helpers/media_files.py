@@ -22,6 +22,7 @@ VIDEOS = {  # container, codec, format of pixels, options
     "webm": ("webm", "libvpx", "yuv420p", {"g": "15", "auto-alt-ref": "1", "lag-in-frames": "16", "cpu-used": "8"}),
     "avi": ("avi", "mpeg4", "yuv420p", {"g": "12"}),
     "avi-h264": ("avi", "libx264", "yuv420p", {"g": "12", "bf": "3"}),
+    "mjpeg": ("avi", "mjpeg", "yuvj420p", {}),
     "gif": ("gif", "gif", "rgb8", {}),
 }
 SOUNDS = {  # container, codec, rate, options
@@ -37,7 +38,13 @@ SOUNDS = {  # container, codec, rate, options
 
 
 def video(
-    kind: str = "mp4", seed: int = 0, num: int = 50, size: tuple[int, int] = (48, 64), *, varies: bool = False, turn: int = 0
+    kind: str = "mp4",
+    seed: int = 0,
+    num: int = 50,
+    size: tuple[int, int] = (48, 64),
+    *,
+    varies: bool = False,
+    turn: int = 0,
 ) -> bytes:
     """`num` frames of a texture that moves under noise; `size` = (height, width). `varies`: frames last unequally long.
     `turn`: it says that it is to be turned by so many degrees."""

@@ -25,6 +25,7 @@ _MOST_BYTES = 1 << 30
 _MOST_RATE = 1_000_000
 _MOST_CHANNELS = 64
 _RUN_UP_S = 0.25  # decoded before a window: what a decoder remembers, as Opus's 80 ms and the reservoir of MP3
+_FRAME = 1152  # samples of MP3's
 _TAPS = 64  # of the resampler's filter, on each side, and more
 _COUNTED = ("mp3", "matroska")
 _LEVELS = {"u8": (128.0, 128.0), "s16": (0.0, 2.0**15), "s32": (0.0, 2.0**31), "s64": (0.0, 2.0**63)}
@@ -68,16 +69,21 @@ def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float
     Without resampling and mixing the samples are those of soundfile: whole numbers by 2^(bits - 1). Raises FormatError for what
     is damaged, cut or begins behind its end, and MissingExtraError.
     """
+    name = container_of(data)
     with opened(data) as container:
         stream = stream_of(container, "audio")
+        if name == "flac":
+            _check_end(container, stream)
         # MP3 has no times, only guesses, and Matroska no lengths of streams: all packets are counted.
-        listed = list(_packets(container, stream)) if container_of(data) in _COUNTED else None
+        listed = list(_packets(container, stream)) if name in _COUNTED else None
         blocks = _blocks(stream, _packets(container, stream) if listed is None else listed)
         first = next(blocks, None)
         if first is None:
             raise FormatError("its sound has no samples")
         origin, rate = first.position, first.rate
-        window = _Window.of(args, rate, _num_samples(stream, listed, first), draw, begin_s)
+        window = _Window.of(
+            args, rate, _num_samples(stream, listed, first, is_told=name != "mp3" or _has_count(data)), draw, begin_s
+        )
         begin = origin + window.begin
         run_up = begin - int(_RUN_UP_S * rate)
         if run_up <= origin:
@@ -170,17 +176,44 @@ def _floats(frame: Any) -> Samples:
     return levels
 
 
-def _num_samples(stream: Any, listed: list[Any] | None, first: _Block) -> int | None:
-    """The samples of a sound; None: not known. Raises FormatError for a file that has less than it says."""
+def _num_samples(stream: Any, listed: list[Any] | None, first: _Block, *, is_told: bool) -> int | None:
+    """The samples of a sound; None: not known. `is_told`: its duration is from its header, and no guess. Raises FormatError for
+    a file that has less."""
     unit, rate = stream.time_base, first.rate
-    told = None if stream.duration is None else stream.duration * unit
+    told = None if stream.duration is None or not is_told else stream.duration * unit
     if listed is None:
         return None if not told else max(0, int((told + (stream.start_time or 0) * unit) * rate) - first.position)
     ends = [packet.pts + (packet.duration or 0) for packet in listed if packet.pts is not None]
     num: int = max(0, round(max(ends, default=0) * unit * rate) - first.position)
-    if told is not None and num < int(told * rate) - rate // 4:
-        raise FormatError(f"it has {num / rate:.3f} s of sound where its header says {float(told):.3f} s: it is cut")
-    return num
+    if told is None:
+        return num
+    if num + _FRAME < told * rate:  # some writers count the frame that has the count
+        raise _cut(num / rate, float(told))
+    return min(num, int(told * rate))
+
+
+def _has_count(data: memoryview) -> bool:
+    """True for an MP3 whose first frame says how many there are."""
+    begin = 0
+    if bytes(data[:3]) == b"ID3":
+        begin = 10 + sum((byte & 0x7F) << 7 * (3 - place) for place, byte in enumerate(bytes(data[6:10])))
+    head = bytes(data[begin : begin + 200])
+    return b"Xing" in head or b"Info" in head
+
+
+def _check_end(container: Any, stream: Any) -> None:
+    """Raise FormatError for a FLAC file that ends before its header says."""
+    told = stream.duration
+    if told:
+        container.seek(max(0, told - 1), stream=stream)
+        end = max((packet.pts + (packet.duration or 0) for packet in _packets(container, stream)), default=0)
+        if end < told:
+            raise _cut(float(end * stream.time_base), float(told * stream.time_base))
+        container.seek(0, stream=stream)
+
+
+def _cut(held_s: float, told_s: float) -> FormatError:
+    return FormatError(f"it has {held_s:.3f} s of sound where its header says {told_s:.3f} s: it is cut")
 
 
 class _Window(NamedTuple):

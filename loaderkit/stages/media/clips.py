@@ -23,12 +23,13 @@ def each_frame(function: Callable[..., Any], fields: tuple[str, ...] | None) -> 
         if not clips:
             return function(sample, draws, scratch)
         jobs: list[Any] = []
+        beside = {name: sample[name] for name in fields or () if name in sample and name not in clips}
         made: dict[str, list[Image]] = {name: [] for name in clips}
         for number in range(max(len(clip.frames) for clip in clips.values())):
             frames = {name: clip.frames[number] for name, clip in clips.items() if number < len(clip.frames)}
             shown = {**sample, **frames}
             if number:  # images beside a clip have had their turn, unless the stage asks for them by name
-                shown = {name: sample[name] for name in fields or () if name not in clips} | frames
+                shown = beside | frames
             memory = None if scratch is None else scratch.setdefault(f"frame {number}", {})
             of_frame = function(shown, draws, memory)
             if of_frame is not None:

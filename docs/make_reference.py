@@ -50,9 +50,9 @@ from loaderkit.pipeline.config.model import (
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.profile import ranks, report, report_parts
 from loaderkit.profile.port import parts as ported
+from loaderkit.stages.base import StageArgs
 from loaderkit.stages.media.audio import AudioArgs
 from loaderkit.stages.media.video import VideoArgs
-from loaderkit.stages.base import StageArgs
 
 TARGET = Path(__file__).parent / "reference.md"
 

@@ -25,10 +25,11 @@ _MOST_BYTES = 1 << 30
 _MOST_RATE = 1_000_000
 _MOST_CHANNELS = 64
 _RUN_UP_S = 0.25  # decoded before a window: what a decoder remembers, as Opus's 80 ms and the reservoir of MP3
+_FORGETS = ("flac", "alac", "pcm_")  # decoders that remember nothing
 _FRAME = 1152  # samples of MP3's
 _TAPS = 64  # of the resampler's filter, on each side, and more
 _COUNTED = ("mp3", "matroska")
-_LEVELS = {"u8": (128.0, 128.0), "s16": (0.0, 2.0**15), "s32": (0.0, 2.0**31), "s64": (0.0, 2.0**63)}
+_LEVELS = {"uint8": (128.0, 128.0), "int16": (0.0, 2.0**15), "int32": (0.0, 2.0**31), "int64": (0.0, 2.0**63)}
 
 
 class AudioArgs(Model):
@@ -85,7 +86,8 @@ def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float
             args, rate, _num_samples(stream, listed, first, is_told=name != "mp3" or _has_count(data)), draw, begin_s
         )
         begin = origin + window.begin
-        run_up = begin - int(_RUN_UP_S * rate)
+        forgets = stream.codec_context.codec.name.startswith(_FORGETS)
+        run_up = begin if forgets else begin - int(_RUN_UP_S * rate)
         if run_up <= origin:
             return window.of_blocks(chain((first,), blocks), origin, args)
         if listed is None:
@@ -93,7 +95,7 @@ def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float
             blocks = _blocks(stream, _packets(container, stream), run_up_end=begin)
         else:
             stream.codec_context.flush_buffers()
-            blocks = _blocks(stream, _behind(listed, run_up, rate), run_up_end=begin)
+            blocks = _blocks(stream, _behind(listed, run_up, rate, stream.time_base), run_up_end=begin)
         found = next(blocks, None)
         if found is not None and found.position <= begin:
             return window.of_blocks(chain((found,), blocks), origin, args)
@@ -103,36 +105,41 @@ def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float
 
 
 class _Block(NamedTuple):
-    """Decoded samples, float32 [channels, n], and the place of the first in the stream."""
+    """A decoded frame of `num` samples, and the place of the first in the stream."""
 
-    samples: Samples
+    frame: Any
     position: int
+    num: int
     rate: int
+    num_channels: int
+
+    def part(self, begin: int, end: int | None) -> NDArray[Any]:
+        """Its samples from the place `begin` of the stream to `end`, [channels, n], as they are stored."""
+        array: NDArray[Any] = self.frame.to_ndarray()
+        if not self.frame.format.is_planar:
+            array = array.reshape(self.num, self.num_channels).T
+        return array[:, max(0, begin - self.position) : None if end is None else end - self.position]
 
 
 def _packets(container: Any, stream: Any) -> Iterator[Any]:
     for packet in container.demux(stream):
-        if packet.is_corrupt and packet.size:
-            raise FormatError("a packet of its sound is damaged or cut")
         if packet.size:
+            if packet.is_corrupt:
+                raise FormatError("a packet of its sound is damaged or cut")
             yield packet
 
 
-def _behind(packets: list[Any], position: int, rate: int) -> list[Any]:
+def _behind(packets: list[Any], position: int, rate: int, unit: Fraction) -> list[Any]:
     """The packets that end behind a place."""
-    least = position / rate
-    return [
-        packet
-        for packet in packets
-        if packet.pts is not None and float((packet.pts + (packet.duration or 0)) * packet.time_base) > least
-    ]
+    least = int(position / rate / unit)
+    return [packet for packet in packets if packet.pts is not None and packet.pts + (packet.duration or 0) > least]
 
 
 def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterator[_Block]:
     """The frames of packets, one after the other: gaps in their times are none in the samples. What cannot be decoded before
     `run_up_end` is passed over, since a decoder that starts in the middle may lack what was before.
 
-    Raises FormatError for a change of rate or channels."""
+    Raises FormatError for a change of rate, channels or kind of samples."""
     av, context = import_av(), stream.codec_context
     position, kind = None, None
     for packet in chain(packets, (None,)):
@@ -143,37 +150,32 @@ def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterato
                 raise
             continue
         for frame in frames:
-            samples = _floats(frame)
-            found = frame.sample_rate, len(samples)
-            if kind is None:
+            found = frame.sample_rate, frame.layout.nb_channels, frame.format.name
+            if kind is None or position is None:
                 kind = found
                 if not 0 < found[0] <= _MOST_RATE or not 0 < found[1] <= _MOST_CHANNELS:
                     raise FormatError(f"its sound has {found[1]} channels of {found[0]} samples a second")
                 position = 0 if frame.pts is None else round(frame.pts * frame.time_base * found[0])
             elif found != kind:
-                raise FormatError(
-                    f"its sound changes from {kind[1]} channels of {kind[0]} samples a second to {found[1]} of {found[0]}"
-                )
-            assert position is not None
-            yield _Block(samples, position, found[0])
-            position += samples.shape[1]
+                raise FormatError(f"its sound changes from {_said(*kind)} to {_said(*found)}")
+            yield _Block(frame, position, frame.samples, *found[:2])
+            position += frame.samples
 
 
-def _floats(frame: Any) -> Samples:
-    """The samples of a frame, float32 [channels, n]."""
-    array, kind = frame.to_ndarray(), frame.format.name
-    if not frame.format.is_planar:
-        array = array.reshape(-1, frame.layout.nb_channels).T
-    kind = kind.removesuffix("p")
-    if kind in ("flt", "dbl"):
-        found: Samples = array.astype(np.float32)
-        return found
-    if kind not in _LEVELS:
-        raise FormatError(f"its samples are of the kind {kind!r}, which is not read")
-    zero, scale = _LEVELS[kind]
-    wide = np.float64 if kind in ("s32", "s64") else np.float32
-    levels: Samples = ((array.astype(wide) - zero) / scale).astype(np.float32)
-    return levels
+def _said(rate: int, num_channels: int, kind: str) -> str:
+    return f"{num_channels} channels of {rate} samples ({kind}) a second"
+
+
+def _floats(array: NDArray[Any]) -> Samples:
+    """Samples as they are stored as float32."""
+    if array.dtype.kind == "f":
+        return array.astype(np.float32, copy=False)
+    zero, scale = _LEVELS[array.dtype.name]
+    levels: Samples = array.astype(np.float32 if array.itemsize < 4 else np.float64)
+    if zero:
+        levels -= zero
+    levels /= scale
+    return levels.astype(np.float32, copy=False)
 
 
 def _num_samples(stream: Any, listed: list[Any] | None, first: _Block, *, is_told: bool) -> int | None:
@@ -246,20 +248,20 @@ class _Window(NamedTuple):
 
     def of_blocks(self, blocks: Iterable[_Block], origin: int, args: AudioArgs) -> Sound:
         """The window of a stream's blocks, the first of which begins at it or before."""
-        parts: list[Samples] = []
+        parts: list[NDArray[Any]] = []
         begin, end = self.begin + origin, None if self.num is None else self.begin + origin + self.num
         num_bytes = 0
         for block in blocks:
-            stop = block.position + block.samples.shape[1]
+            stop = block.position + block.num
             if stop > begin:
-                part = block.samples[:, max(0, begin - block.position) : None if end is None else end - block.position]
-                parts.append(mixed(part, args.channels))
+                parts.append(block.part(begin, end))
                 num_bytes += parts[-1].nbytes
                 if num_bytes > _MOST_BYTES:
                     raise FormatError("its sound takes more than 1 GiB: set `seconds`")
             if end is not None and stop >= end:
                 break
-        samples = np.concatenate(parts, 1) if parts else np.empty((args.channels, 0), np.float32)
+        held = np.concatenate(parts, 1) if parts else np.empty((args.channels, 0), np.float32)
+        samples = mixed(_floats(held), args.channels)
         if self.up != self.down:
             samples = resampled(samples, self.rate, self.rate // self.down * self.up)
         samples = samples[:, self.skipped :]
@@ -296,6 +298,8 @@ def mixed(samples: Samples, num_channels: int) -> Samples:
     if held == num_channels:
         return samples
     if num_channels == 1:
+        if held == 2:  # as `mean`, in a third of the time
+            return (samples[:1] + samples[1:]) * np.float32(0.5)
         mean: Samples = samples.mean(0, dtype=np.float32, keepdims=True)
         return mean
     if held > 2:

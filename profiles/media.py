@@ -151,7 +151,9 @@ def measure(kind: str, size: int, num_rounds: int, num_files: int) -> dict[str, 
         read = Pipeline.files(folder).shuffle(seed=0).read()
         if kind == "video":
             described = read.decode(video={"frames": FRAMES, "stride": STRIDE})
-            described = described.random_resized_crop(size, scale=(0.5, 1.0)).random_horizontal_flip().batch(4).normalize()
+            described = (
+                described.random_resized_crop(size, scale=(0.5, 1.0)).random_horizontal_flip().batch(4).normalize()
+            )
         else:
             described = read.decode(audio={"rate": RATE, "seconds": SECONDS}).batch(4)
         data: Dataset[torch.Tensor] = Clips(folder, size) if kind == "video" else Windows(folder)

@@ -171,7 +171,9 @@ def test_normalize_is_the_formula(folder: Path) -> None:
 
 
 def test_ranks_divide_and_a_state_resumes(folder: Path) -> None:
-    whole = {key: row for batch in batches(clips(folder)) for key, row in zip(batch["__key__"], batch["video"], strict=True)}
+    whole = {
+        key: row for batch in batches(clips(folder)) for key, row in zip(batch["__key__"], batch["video"], strict=True)
+    }
     parts = [batches(clips(folder), rank=rank, world_size=2) for rank in range(2)]
     seen = [key for part in parts for batch in part for key in batch["__key__"]]
     assert {*seen} == {*whole}

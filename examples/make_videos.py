@@ -8,7 +8,7 @@ import numpy as np
 
 FORMATS = (
     ("mp4", "libx264", {"preset": "ultrafast"}),
-    ("webm", "libvpx", {"deadline": "realtime", "cpu-used": "8"}),
+    ("mkv", "libx264", {"preset": "ultrafast", "g": "30"}),
     ("avi", "mpeg4", {}),
 )
 HEIGHT, WIDTH, NUM_FRAMES = 120, 160, 90

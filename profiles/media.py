@@ -5,7 +5,8 @@
 Videos are H.264 as x264 makes it, 340 x 256, 10 s at 30 frames a second; clips of 16 frames, every fourth, at a random place,
 cropped and resized to 112 or 224, mirrored and normalised. Sounds are FLAC and MP3 of 30 s; windows of 4 s at 16 kHz. The data
 set does as one who knows PyAV: it seeks to the keyframe before the clip, decodes up to its last frame, and converts those that
-are wanted. All from the page cache. The loaders take turns, an epoch each from its first batch on, each first in every other round.
+are wanted. All from the page cache. The loaders take turns, an epoch each from its first batch on, each first in every other
+round.
 """
 
 from __future__ import annotations

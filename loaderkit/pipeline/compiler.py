@@ -292,7 +292,7 @@ def _ahead_of(
     config, shard = plan.config, plan.shard
     if not isinstance(args, StoreArgs) or connector is None or plan.executor == "inline":
         return None
-    if not traits_of(connector).is_remote:
+    if not traits_of(connector).is_remote or not source.can_forecast:
         return None
     num_batches = _MOST_BATCHES if config.prefetch.batches == "auto" else config.prefetch.batches
     mean_samples, _ = plan.order.slots_of(plan.schedule.batch_size)

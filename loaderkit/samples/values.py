@@ -70,6 +70,12 @@ class GpuDecoded(NamedTuple):
     row: int
 
 
+class CutWindow(NamedTuple):
+    """The window of an array that the stage after `read` would cut, of which nothing else was read."""
+
+    array: NDArray[Any]
+
+
 class FieldGroup(NamedTuple):
     """Several fields from the bytes of one (an .npz file): name -> `Encoded`, `InPlace` or value. `decode` unpacks it."""
 

@@ -187,7 +187,7 @@ def taken_of(sample: Sample, copies: Mapping[str, Any], result: Sample) -> Sampl
     for name, image in sample.items():
         value = result.get(name)
         if type(image) is Image and isinstance(value, torch.Tensor) and value.ndim == 3 and value.dtype in _LEVELS:
-            after = as_image(value) if value.dtype == torch.uint8 else _deep_image(value)
+            after = _as_before(value, image)
             if after is not None:
                 result[name] = after._replace(mask=image.mask)
         elif type(image) is Clip and isinstance(value, torch.Tensor) and value.ndim == 4:
@@ -195,9 +195,14 @@ def taken_of(sample: Sample, copies: Mapping[str, Any], result: Sample) -> Sampl
     return result
 
 
-def _deep_image(value: torch.Tensor) -> Image | None:
-    """uint16 [C, H, W] as an image; None if it is none."""
-    return Image(value.permute(1, 2, 0).numpy()) if value.shape[0] in (1, 3) else None
+def _as_before(value: torch.Tensor, image: Image) -> Image | None:
+    """What became of an image, uint8 or uint16 [C, H, W], as an image; None if it is none."""
+    is_here = value.device.type == "cpu" and value.layout is torch.strided
+    if is_here and value.shape[0] == image.pixels.shape[2]:
+        return Image(value.permute(1, 2, 0).numpy())
+    if value.dtype == torch.uint8:
+        return as_image(value)
+    return Image(value.permute(1, 2, 0).numpy()) if is_here and value.shape[0] in (1, 3) else None
 
 
 def filter_sample(

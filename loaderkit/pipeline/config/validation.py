@@ -10,7 +10,7 @@ from loaderkit.pipeline.config.mixture import MixedSourceConfig, MixtureArgs
 from loaderkit.pipeline.config.model import ErrorsArgs, OrderArgs, PrefetchArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.sources.base import SourceKind
-from loaderkit.stages.base import AddError, StageConfig
+from loaderkit.stages.base import AddError, StageArgs, StageConfig
 from loaderkit.stages.batch import BatchArgs
 
 
@@ -225,6 +225,7 @@ def _check_fields(
         kind = STAGES[stage.kind]
         if kind.decodes:
             is_encoded = False
+            fields = None if fields is None else _with_arrays(fields, stage.args)
             if fields is not None and getattr(stage.args, "video", None) is not None:
                 fields = {name: "image" if what == "video" else what for name, what in fields.items()}
         elif kind.needs_images:
@@ -236,6 +237,15 @@ def _check_fields(
         if not kind.is_contained and stage.kind != "filter":
             fields = None  # it may make any fields
             is_encoded = False
+
+
+def _with_arrays(fields: Mapping[str, str], decode: StageArgs) -> Mapping[str, str]:
+    """What the fields are, where `decode` may make images of arrays."""
+    masks = getattr(decode, "masks", None) or ()
+    is_any = getattr(decode, "takes_arrays", False)
+    return {
+        name: "image" if what == "an array" and (is_any or name in masks) else what for name, what in fields.items()
+    }
 
 
 def _check_images(

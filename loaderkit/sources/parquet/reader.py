@@ -27,9 +27,9 @@ from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.pictures import picture_extension
 from loaderkit.samples.values import Encoded
 from loaderkit.sources.base import ReadContext, Reader, RowGroups
+from loaderkit.sources.held_groups import HeldGroups
 from loaderkit.sources.parquet.arrow import Footer, decode_group, parse_footer
 from loaderkit.sources.parquet.footers import load_footer
-from loaderkit.sources.parquet.held import HeldGroups
 from loaderkit.sources.parquet.row_groups import RowGroup, StoredBytes, Taken
 
 logger = logging.getLogger("loaderkit")

@@ -8,16 +8,19 @@ from loaderkit.stages.base import AddError, StageConfig
 from loaderkit.stages.context import StageKind
 from loaderkit.stages.image.ops import Adjust
 
+ANNOTATED = ("masks", "boxes", "keypoints", "instance_masks")
+
 
 def check_decode(
     stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError
 ) -> None:
     """Add errors for what `decode`, the stage at `number`, cannot do with the stages behind it."""
     decode = stages[number].args
-    names = [name for key in ("masks", "boxes", "keypoints") for name in {*(getattr(decode, key, None) or ())}]
+    names = [name for key in ANNOTATED for name in {*(getattr(decode, key, None) or ())}]
     for name in sorted({name for name in names if names.count(name) > 1}):
         add_error(
-            number, f"{name!r} is named more than once in `masks`, `boxes` and `keypoints`: a field is one of them"
+            number,
+            f"{name!r} is named more than once in `masks`, `boxes`, `keypoints` and `instance_masks`: a field is one of them",
         )
     _check_scaled(stages, number, kinds, add_error)
     if getattr(decode, "depth", 8) == 16:
@@ -72,8 +75,8 @@ def _check_dali(
 ) -> None:
     """DALI must support the stages up to `batch`."""
     decode = stages[number].args
-    for name in ("scaled", "masks", "boxes", "keypoints", "exif_orientation", "video", "audio"):
-        if getattr(decode, name):
+    for name in ("scaled", *ANNOTATED, "exif_orientation", "channels", "video", "audio"):
+        if getattr(decode, name) not in (None, False, 3) and getattr(decode, name):
             add_error(number, f"not with `device: {getattr(decode, 'device', None)}`: use `device: cpu`", name)
     is_whole = True
     for later, stage in enumerate(stages[number + 1 :], number + 1):

@@ -7,6 +7,8 @@ from loaderkit._internal.extensions import Registry
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.pipeline.config.checkpoint_source import CHECKPOINT
 from loaderkit.sources.base import SourceKind
+from loaderkit.sources.containers.hdf5 import HDF5
+from loaderkit.sources.containers.zarr import ZARR
 from loaderkit.sources.files.source import FILES
 from loaderkit.sources.huggingface.source import HUGGINGFACE
 from loaderkit.sources.objects.dataset import DATASET
@@ -46,6 +48,8 @@ SOURCES: Registry[SourceKind] = Registry(
         "tokens": tokens_kind(open_documents),
         "parquet": PARQUET,
         "huggingface": HUGGINGFACE,
+        "zarr": ZARR,
+        "hdf5": HDF5,
         "lines": LINES,
         "tfrecord": TFRECORD,
         "mds": MDS,

@@ -9,6 +9,5 @@ columns.py    such columns, as NumPy arrays over Arrow's memory, and how rows ar
 nested.py     lists of texts, pictures or structs, and structs: values of Python, row by row
 decimals.py   decimals as numbers, where they lose nothing
 row_groups.py a decoded row group
-held.py       decoded row groups in memory, within a bound
 reader.py     the rows of a chunk, from row groups that are decoded once and held
 """

@@ -21,9 +21,9 @@ from loaderkit.errors import STORE_FAILURES
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.pictures import picture_extension
 from loaderkit.samples.values import Encoded
-from loaderkit.sources.arrow.held import HeldGroups
 from loaderkit.sources.arrow.row_groups import RowGroup, StoredBytes, Taken
 from loaderkit.sources.base import ReadContext, Reader, RowGroups
+from loaderkit.sources.held_groups import HeldGroups
 
 logger = logging.getLogger("loaderkit")
 _MUCH_DECODED = 4  # times the rows that were needed

@@ -6,7 +6,7 @@ from pathlib import Path
 import av
 import numpy as np
 
-FORMATS = (
+FORMATS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("mp4", "libx264", {"preset": "ultrafast"}),
     ("mkv", "libx264", {"preset": "ultrafast", "g": "30"}),
     ("avi", "mpeg4", {}),

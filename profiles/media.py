@@ -162,10 +162,10 @@ def measure(kind: str, size: int, num_rounds: int, num_files: int) -> dict[str, 
         for number in range(num_rounds):
             for who in sorted(turns, reverse=number % 2 == 1):
                 if who == "torch":
-                    turns[who].append(epoch(others, lambda batch: batch))  # type: ignore[no-any-return]
+                    turns[who].append(epoch(others, lambda batch: batch))
                     continue
                 with loaderkit.build(described.epochs(1)) as loader:
-                    turns[who].append(epoch(loader, lambda batch: batch[kind]))  # type: ignore[no-any-return]
+                    turns[who].append(epoch(loader, lambda batch: batch[kind]))
     ratios = [ours / theirs for ours, theirs in zip(turns["loaderkit"], turns["torch"], strict=True)]
     return {"kind": kind, "size": size, "ratio": statistics.median(ratios), "ratios": ratios, "turns": turns}
 

@@ -124,15 +124,19 @@ def media_kinds() -> Iterator[Kind]:
         read = Pipeline.files("memory://").shuffle("none").read().decode(**settings).batch(1).prefetch(concurrency=2)
         return lambda data: epoch(read, {name: data})
 
+    def as_clip(data: bytes) -> Any:
+        return read_clip(memoryview(data), clip, 0.7)
+
+    def as_sound(data: bytes) -> Any:
+        return read_sound(memoryview(data), window, 0.7)
+
     files = {kind: video(kind, num=12, size=(32, 48)) for kind in ("mp4", "mov", "mkv", "webm", "avi", "gif")}
     for kind, data in files.items():
         use = (as_file(f"x.{kind}"),)
-        parse = lambda data: read_clip(memoryview(data), clip, 0.7)  # noqa: E731
-        yield Kind(f"clip-{kind}", data, (*PLAIN, whole_number), parse, use, FormatError)
+        yield Kind(f"clip-{kind}", data, (*PLAIN, whole_number), as_clip, use, FormatError)
     for kind in ("wav", "flac", "mp3", "ogg", "opus", "m4a"):
         use = (as_file(f"x.{kind}"),)
-        parse = lambda data: read_sound(memoryview(data), window, 0.7)  # noqa: E731
-        yield Kind(f"sound-{kind}", sound(kind, seconds=0.8), (*PLAIN, whole_number), parse, use, FormatError)
+        yield Kind(f"sound-{kind}", sound(kind, seconds=0.8), (*PLAIN, whole_number), as_sound, use, FormatError)
 
 
 def array_kinds() -> Iterator[Kind]:

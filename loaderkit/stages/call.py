@@ -28,11 +28,12 @@ from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, ConfigError
 from loaderkit.samples.chunk import BatchContext
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Encoded, Image
+from loaderkit.samples.values import Clip, Encoded, Image
 from loaderkit.sampling.global_generators import seeded_by
 from loaderkit.sampling.random import generator
 from loaderkit.stages.base import AddError, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind, Stream
+from loaderkit.stages.media.clips import as_clip
 from loaderkit.stages.runner import StageKeys, each_call
 from loaderkit.stages.time_limit import TimeLimit
 from loaderkit.stages.values import as_image, to_tensor
@@ -189,6 +190,8 @@ def taken_of(sample: Sample, copies: Mapping[str, Any], result: Sample) -> Sampl
             after = _as_before(value, image)
             if after is not None:
                 result[name] = after._replace(mask=image.mask)
+        elif type(image) is Clip and isinstance(value, torch.Tensor) and value.ndim == 4:
+            result[name] = as_clip(value) or value
     return result
 
 
@@ -219,7 +222,11 @@ def filter_sample(
 def given_of(sample: Sample, key: str) -> Sample:
     """What a function sees of a sample: images as tensors, and copies of encoded bytes, which lie in reused memory."""
     given = {
-        name: to_tensor(value) if type(value) is Image else bytes(value.data) if type(value) is Encoded else value
+        name: to_tensor(value)
+        if type(value) in (Image, Clip)
+        else bytes(value.data)
+        if type(value) is Encoded
+        else value
         for name, value in sample.items()
     }
     return {**given, _KEY: key}

@@ -23,6 +23,7 @@ from loaderkit.sources.base import Source, WindowRule
 from loaderkit.stages.base import AddError, Scope, StageArgs, StageConfig
 from loaderkit.stages.image.boxes import ALONE, Annotations, following
 from loaderkit.stages.image.ops import MOVES_PIXELS, ImageOps
+from loaderkit.stages.media.clips import each_frame
 from loaderkit.stages.runner import FailureNamer, StageKeys, each_sample, returned
 
 
@@ -190,6 +191,8 @@ class CompileContext:
             assert kind.make is not None
             keys, failed = self.keys(stage), self.failed(stage)
             function, ops = kind.make(stage.args), None if kind.ops is None else kind.ops(stage.args)
+            if kind.needs_images:
+                function = each_frame(function, getattr(stage.args, "fields", None))
             if ops is not None and self.annotations and not MOVES_PIXELS.isdisjoint(ops.kinds):
                 on_masks = kind.make(_for_masks(stage.args))
                 function = following(function, ops, getattr(stage.args, "fields", None), self.annotations, on_masks)

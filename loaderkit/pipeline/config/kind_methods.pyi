@@ -193,6 +193,42 @@ class KindMethods:
         """
 
     @classmethod
+    def huggingface(
+        cls,
+        *,
+        url: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        config: str | None = None,
+        split: str | None = None,
+        columns: tuple[str, ...] | list[str] | None = None,
+        fields: Mapping[str, str] | None = None,
+        memory: int | str = 2147483648,
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """A data set of Hugging Face's datasets on disk: saved by `save_to_disk`, or in the cache that `load_dataset` leaves.
+
+        url: the folder that `save_to_disk` wrote, or one with the .arrow files of the cache
+        name: or the name by which `load_dataset` has prepared it on this machine: it is looked up in the
+            cache of datasets ($HF_DATASETS_CACHE), and nothing is downloaded
+        config: with `name`: which configuration, if the cache has several
+        split: which split, as train; default: the only one
+        columns: only these columns; default: those of `fields`, or all
+        fields: field -> its column, as in {image: img, label: fine_label}; a column that is not named keeps
+            its name
+        memory: bound on the record batches that each loading process holds of a remote store; files on disk
+            are mapped
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
+        """
+
+    @classmethod
     def zarr(
         cls,
         url: str | os.PathLike[str],
@@ -321,6 +357,32 @@ class KindMethods:
         """
 
     @classmethod
+    def mds(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        split: str | None = None,
+        fields: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """The samples of MDS shards, by the index.json beside them.
+
+        url: the folder with index.json, or with folders of splits that have one
+        split: the folder of the split, as train
+        fields: field -> column, as in {image: x, label: y}; or its type, as in {y: int64} or {label: y
+            int64}; default: all columns
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
+        """
+
+    @classmethod
     def dataset(
         cls,
         object: Any,
@@ -415,6 +477,8 @@ class KindMethods:
         instance_masks: tuple[str, ...] | list[str] | None = None,
         regions: Literal["auto"] | bool = "auto",
         on_gpu_error: Literal["raise", "cpu"] = "raise",
+        video: Mapping[str, Any] | None = None,
+        audio: Mapping[str, Any] | None = None,
         *,
         name: str | None = None,
         workers: int | Literal["auto"] = "auto",
@@ -429,6 +493,9 @@ class KindMethods:
         With `channels` or `depth: 16`, arrays of `npy` and `npz` files are images as well, of uint8 or uint16, whose channels are
         the end that is `channels` long: any number of them passes through every stage that moves pixels. Arrays that `masks` name
         are class numbers [H, W] of any integer type.
+
+        With `video` a video (mp4, mov, mkv, webm, avi, gif) becomes a clip, uint8 [T, 3, H, W]; with `audio` a sound (wav, flac,
+        mp3, ogg, m4a) a window, float32 [channels, samples]; without them they stay bytes.
 
         An `npz` becomes one field for every array in it, named as in the archive. A `nii` or `nii.gz` is the array of a scan.
 
@@ -474,6 +541,8 @@ class KindMethods:
             version
         on_gpu_error: where DALI fails whatever the images are: end with its error, or decode on the CPU
             from then on
+        video: which frames of a video make a clip
+        audio: which part of a sound is decoded, and how it is sampled
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """

@@ -226,6 +226,8 @@ def _check_fields(
         if kind.decodes:
             is_encoded = False
             fields = None if fields is None else _with_arrays(fields, stage.args)
+            if fields is not None and getattr(stage.args, "video", None) is not None:
+                fields = {name: "image" if what == "video" else what for name, what in fields.items()}
         elif kind.needs_images:
             named = getattr(stage.args, "fields", None)
             if is_encoded:
@@ -253,7 +255,8 @@ def _check_images(
         if name not in fields:
             add_error(number, f"`{kind}` names the field {name!r}; {nearest(name, fields)}")
         elif fields[name] != "image":
-            add_error(number, f"`{kind}` acts on images, and {name!r} is {fields[name]}")
+            hint = ": `decode: {video: ...}` makes clips of it" if fields[name] == "video" else ""
+            add_error(number, f"`{kind}` acts on images, and {name!r} is {fields[name]}{hint}")
     if named is None and "image" not in fields.values():
         listed = ", ".join(f"{name} ({what})" for name, what in fields.items())
         add_error(number, f"`{kind}` acts on images, and there is none: the fields are {listed}")

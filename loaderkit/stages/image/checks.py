@@ -49,7 +49,11 @@ def _check_scaled(
     stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError
 ) -> None:
     """An image decoded at reduced size must be resized to its final size before another stage sees it."""
-    if not getattr(stages[number].args, "scaled", False):
+    args = stages[number].args
+    if not getattr(args, "scaled", False):
+        return
+    if media := [name for name in ("video", "audio") if getattr(args, name, None) is not None]:
+        add_error(number, f"`scaled: true` is of pictures, and not with `{media[0]}`", "scaled")
         return
     following = next((stage for stage in stages[number + 1 :] if not kinds[stage.kind].is_pointwise), None)
     if following is None or "antialias" not in type(following.args).model_fields:
@@ -71,7 +75,7 @@ def _check_dali(
 ) -> None:
     """DALI must support the stages up to `batch`."""
     decode = stages[number].args
-    for name in ("scaled", *ANNOTATED, "exif_orientation", "channels"):
+    for name in ("scaled", *ANNOTATED, "exif_orientation", "channels", "video", "audio"):
         if getattr(decode, name) not in (None, False, 3) and getattr(decode, name):
             add_error(number, f"not with `device: {getattr(decode, 'device', None)}`: use `device: cpu`", name)
     is_whole = True

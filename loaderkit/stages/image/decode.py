@@ -28,8 +28,8 @@ from loaderkit.errors import USER_ERRORS, FormatError
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.pictures import FORMATS, Format
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Encoded, FieldGroup, GpuDecoded, Image, InPlace
-from loaderkit.sources.fields import IMAGE_EXTENSIONS, last_extension
+from loaderkit.samples.values import Clip, Encoded, FieldGroup, GpuDecoded, Image, InPlace
+from loaderkit.sources.fields import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, last_extension
 from loaderkit.sources.formats.npy import view_npy
 from loaderkit.sources.formats.npz import view_npz
 from loaderkit.stages.base import FieldNames, StageArgs, StageConfig
@@ -48,6 +48,9 @@ from loaderkit.stages.image.formats import (
 from loaderkit.stages.image.levels import Depth, deepened
 from loaderkit.stages.image.ops import EVERYTHING, Crop, DecodeHint, Needs, hint_for
 from loaderkit.stages.image.resize import reduced_box
+from loaderkit.stages.media.audio import AudioArgs
+from loaderkit.stages.media.decoding import MediaDecoder
+from loaderkit.stages.media.video import VideoArgs
 from loaderkit.stages.runner import each_sample
 from loaderkit.stages.values import channels_last, describe, is_pillow
 from loaderkit.stages.volume.nifti import read_nifti
@@ -55,7 +58,7 @@ from loaderkit.stages.volume.nifti import read_nifti
 logger = logging.getLogger("loaderkit")
 _BOM = b"\xef\xbb\xbf"
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
-_DECODED: frozenset[type] = frozenset({Image, FieldGroup, InPlace, GpuDecoded})
+_DECODED: frozenset[type] = frozenset({Image, Clip, FieldGroup, InPlace, GpuDecoded})
 
 
 class DecodeArgs(StageArgs):
@@ -69,6 +72,9 @@ class DecodeArgs(StageArgs):
     With `channels` or `depth: 16`, arrays of `npy` and `npz` files are images as well, of uint8 or uint16, whose channels are
     the end that is `channels` long: any number of them passes through every stage that moves pixels. Arrays that `masks` name
     are class numbers [H, W] of any integer type.
+
+    With `video` a video (mp4, mov, mkv, webm, avi, gif) becomes a clip, uint8 [T, 3, H, W]; with `audio` a sound (wav, flac,
+    mp3, ogg, m4a) a window, float32 [channels, samples]; without them they stay bytes.
 
     An `npz` becomes one field for every array in it, named as in the archive. A `nii` or `nii.gz` is the array of a scan.
 
@@ -148,6 +154,13 @@ class DecodeArgs(StageArgs):
         "raise",
         description="where DALI fails whatever the images are: end with its error, or decode on the CPU from then on",
     )
+    video: VideoArgs | None = Field(None, description="which frames of a video make a clip")
+    audio: AudioArgs | None = Field(None, description="which part of a sound is decoded, and how it is sampled")
+
+    @property
+    def has_media(self) -> bool:
+        """True if videos or sounds are decoded."""
+        return self.video is not None or self.audio is not None
 
     @property
     def annotations(self) -> Annotations:
@@ -211,6 +224,9 @@ class Decoder:
         jpeg = self._jpeg if "jpeg" in args.formats and is_plain else self._picture
         pictures = dict.fromkeys(IMAGE_EXTENSIONS, self._picture) | dict.fromkeys(_JPEG_EXTENSIONS, jpeg)
         self._readers = _READERS | pictures | {"npy": self._npy}
+        self._media = MediaDecoder(args.video, args.audio) if args.has_media else None
+        if self._media is not None:
+            self._readers |= self._media.readers
 
     def begin(self, sample: Sample, draws: Any = None, scratch: dict[str, Any] | None = None) -> list[PartialImage]:
         """Decode the fields of a sample, except the partial images, which are returned. Raises ValueError."""
@@ -301,6 +317,9 @@ class Decoder:
             is_picture = is_named or Path(value["path"] or "").suffix[1:].lower() in IMAGE_EXTENSIONS
         if isinstance(data, (bytes, bytearray, memoryview)):
             data = memoryview(data)
+            of_media = None if self._media is None else self._media.reader_of(data, is_named=is_named)
+            if of_media is not None:
+                return of_media(data, field, draws)
             if is_picture or seems_a_picture(data):
                 read = self._readers["jpg"] if bytes(data[:2]) == b"\xff\xd8" else self._picture
                 return read(data, field, draws, scratch)
@@ -401,6 +420,11 @@ def _say_if_unused(given: Sample, sample: Sample, partial_images: list[PartialIm
             left,
             ", ".join(sorted(_READERS.keys() | IMAGE_EXTENSIONS)),
         )
+        if any(
+            type(value) is Encoded and last_extension(value.extension) in VIDEO_EXTENSIONS | AUDIO_EXTENSIONS
+            for value in given.values()
+        ):
+            logger.warning("`decode` decodes video with `video: {frames: ...}`, and sound with `audio: {seconds: ...}`")
 
 
 def _bytes_of(image: dict[str, Any]) -> Any:
@@ -521,7 +545,7 @@ def decode_hint(stage: StageConfig, context: CompileContext) -> tuple[StageConfi
     following = next(one for one in behind if not (args.scaled and context.kind_of(one).is_pointwise))
     ops, fields = context.kind_of(following).ops, getattr(following.args, "fields", None)
     is_apart = args.fields is not None and fields is not None and not {*args.fields} & {*fields}
-    if ops is None or args.device != "cpu" or args.exif_orientation or args.takes_arrays or is_apart:
+    if ops is None or args.device != "cpu" or args.exif_orientation or args.takes_arrays or is_apart or args.has_media:
         return following, None
     takes_crop = following is behind[0] and args.regions is not False
     return following, hint_for(ops(following.args), is_next=takes_crop, scaled=args.scaled)
@@ -532,7 +556,10 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     following, hint = decode_hint(stage, context)
     failed, reuse = context.failed(stage), context.may_reuse
     if hint is None:
-        return stage.ready("sample", each_sample(decode(stage.args), 0, context.keys(stage), failed, reuse=reuse))
+        num_draws = 1 if stage.args.has_media else 0  # the start of a clip
+        return stage.ready(
+            "sample", each_sample(decode(stage.args), num_draws, context.keys(stage), failed, reuse=reuse)
+        )
     decoder = Decoder(stage.args, hint.of, getattr(following.args, "fields", None))
     # Uses the draws of the stage that it decodes for.
     num_draws, keys = context.kind_of(following).num_draws, context.keys(following)

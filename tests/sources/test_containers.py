@@ -447,6 +447,13 @@ def test_a_cut_chunk_is_bad_for_its_rows_alone(tmp_path: Path) -> None:
     assert rows == [*range(16), *range(24, 32)]
 
 
+def test_a_chunk_of_terabytes_is_not_read(tmp_path: Path) -> None:
+    zarr.create_array(tmp_path / "x.zarr", name="data/image", data=np.arange(32), chunks=(8,))
+    with (tmp_path / "x.zarr/data/image/c/2").open("wb") as file:
+        file.truncate(2**33)  # which takes no room
+    refused(source_of("zarr", tmp_path / "x.zarr", "rows", ["image"]), "at most 4 GiB are read of a chunk")
+
+
 def test_arrays_of_unequal_numbers_of_rows(tmp_path: Path, rng: np.random.Generator) -> None:
     path = write("zarr", tmp_path / "x", {"data/image": np.zeros((5, 2)), "data/label": np.zeros(4)}, rng)
     refused(source_of("zarr", path, "rows"), r"differ in how many rows they have \(image 5, label 4\)")

@@ -20,7 +20,7 @@ from loaderkit.errors import FormatError, MissingExtraError, ObjectNotFoundError
 from loaderkit.sources.containers.formats import ContainerArgs, ContainerFormat, StoredArray, ZarrArgs
 from loaderkit.sources.containers.source import kind_of
 
-_MOST_METADATA = 64 << 20
+_MOST_METADATA, _MOST_BYTES = 64 << 20, 4 << 30
 _ARRAYS = ("zarr.json", ".zarray")
 _MARKS = (*_ARRAYS, ".zgroup")
 _TYPES = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
@@ -171,6 +171,8 @@ def _store() -> Any:  # noqa: C901 - the methods that zarr asks for
                 start = wanted.offset
             elif isinstance(wanted, SuffixByteRequest):
                 start = max(0, stop - wanted.suffix)
+            if stop - start > _MOST_BYTES:
+                raise FormatError(f"its {key!r} has {info.size} bytes; at most 4 GiB are read of a chunk")
             data = np.empty(max(0, stop - start), np.uint8)
             self._connector.read_into(key, start, data.data, etag=info.etag)
             return data

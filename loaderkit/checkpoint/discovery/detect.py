@@ -19,9 +19,10 @@ from loaderkit.checkpoint.discovery.kinds import (
     step_in,
 )
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation
+from loaderkit.checkpoint.formats import deepspeed
 from loaderkit.checkpoint.formats.state_file import STATE
 from loaderkit.connectors.base import ByteRange, ObjectInfo
-from loaderkit.errors import CheckpointError
+from loaderkit.errors import CheckpointError, FormatError
 
 _MAX_CANDIDATES = 1000
 _MIN_HEAD = 32
@@ -82,6 +83,8 @@ def choose(location: CheckpointLocation, fetch: Fetch) -> tuple[CheckpointFiles,
         return CheckpointFiles(kind, [description], beside=[*beside, *folders]), infos
     if description:
         return _indexed(location, infos, folders, description, fetch), infos
+    if of_deepspeed := _deepspeed(location, infos, folders, fetch):
+        return of_deepspeed, infos
     return _loose(location, infos, folders, fetch), infos
 
 
@@ -151,6 +154,28 @@ def _indexed(
     files = [name for name in names if _kind_of(location, infos[name], heads[infos[name].key]) == kind]
     others = [name for name in infos if name.endswith(SUFFIXES) and not name.endswith(suffix)]
     return CheckpointFiles(kind, files, index, [*others, *folders], heads)
+
+
+def _deepspeed(
+    location: CheckpointLocation, infos: dict[str, ObjectInfo], folders: list[str], fetch: Fetch
+) -> CheckpointFiles | None:
+    """The files of a ZeRO run: the parts of the optimizer and the files beside them, each kind by rank."""
+    try:
+        parts = deepspeed.check_names(infos)
+    except FormatError as error:
+        raise CheckpointError(f"{location.url}, of DeepSpeed: {error}") from None
+    if not parts:
+        return None
+    models = {int(match[1] or 0): match[0] for match in map(deepspeed.MODEL_FILE.fullmatch, infos) if match}
+    if 0 not in models:
+        raise CheckpointError(
+            f"{location.url} is not whole: of DeepSpeed's files that with the names of the parameters is missing "
+            "(mp_rank_00_model_states.pt, or zero_pp_rank_0_mp_rank_00_model_states.pt)"
+        )
+    files = [*(models[rank] for rank in sorted(models)), *parts]
+    beside = [name for name in infos if name.endswith(SUFFIXES) and name not in files]
+    heads = heads_of([infos[name] for name in files], fetch)
+    return CheckpointFiles("deepspeed", files, None, [*beside, *folders], heads)
 
 
 def _loose(

@@ -78,7 +78,7 @@ def leaves_of_target(into: Any, contents: Checkpoint) -> dict[str, Leaf]:
         raise ConfigError(
             f"into: expected a state dict, possibly nested, not {type(into).__name__}; for a module pass module.state_dict()"
         )
-    return flatten(into, _is_tensor, _MAX_LEAVES, enters=lambda name, value: contents.format == "torch")
+    return flatten(into, _is_tensor, _MAX_LEAVES, enters=lambda name, value: contents.tells_containers)
 
 
 def match_names(

@@ -217,7 +217,7 @@ class OpenCheckpoint:
     def structure(self) -> Structure:
         """What the checkpoint tells of its containers. Raises CheckpointError."""
         contents = self.contents
-        if contents.format == "torch":
+        if contents.tells_containers:
             return Structure(contents.containers, is_complete=True)
         if not contents.values and not contents.pickled:
             return _UNKNOWN

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node N train_deepspeed.py FOLDER STAGE DTYPE
 
-Runs in an environment that has DeepSpeed. `FOLDER/expected.pt` gets the weights of `zero_to_fp32`, and of each parameter the
+Runs in an environment that has DeepSpeed. `FOLDER.expected.pt` gets the weights of `zero_to_fp32`, and of each parameter the
 state of its optimizer as DeepSpeed's
 `ds_to_universal` merges it.
 """
@@ -91,7 +91,7 @@ def main(folder: Path, stage: int, dtype: str) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         weights = get_fp32_state_dict_from_zero_checkpoint(str(folder))
-        torch.save({"weights": dict(weights), "state": universal_state(folder)}, folder / "expected.pt")
+        torch.save({"weights": dict(weights), "state": universal_state(folder)}, folder.with_name(f"{folder.name}.expected.pt"))
     dist.barrier()
     dist.destroy_process_group()
 

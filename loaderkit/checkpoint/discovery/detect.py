@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from loaderkit._internal.text import short_repr
 from loaderkit.checkpoint.discovery.kinds import (
     INDEX_NAME,
     METADATA,
@@ -37,6 +39,9 @@ _USUAL_INDEXES = (
     "pytorch_model.bin.index.json",
     "diffusion_pytorch_model.bin.index.json",
 )
+# Files that name the newest folder, and how its name is made of a number: DeepSpeed's, and Megatron's.
+_POINTERS = {"latest": "{}", "latest_checkpointed_iteration.txt": "iter_{:07d}"}
+_MAX_POINTER = 1024
 _SAID = {
     "safetensors": "safetensors",
     "torch": "torch.save",
@@ -65,27 +70,39 @@ class CheckpointFiles:
     heads: dict[str, bytes] = field(default_factory=dict)
 
 
-def choose(location: CheckpointLocation, fetch: Fetch) -> tuple[CheckpointFiles, dict[str, ObjectInfo]]:
-    """(the files of the checkpoint at a location, all files there by name).
+class Chosen(NamedTuple):
+    """The files of a checkpoint, all files beside them by name, and where they are: below the location that was asked for if a
+    file there says so."""
+
+    files: CheckpointFiles
+    infos: dict[str, ObjectInfo]
+    location: CheckpointLocation
+
+
+def choose(location: CheckpointLocation, fetch: Fetch) -> Chosen:
+    """The checkpoint at a location.
 
     A description decides: `.metadata`, the state file, an index of shards. Without one, safetensors before torch.save if the
-    latter is what frameworks write beside a model, or the same model. Raises NoCheckpointError without any, CheckpointError if
+    latter is what frameworks write beside a model, or the same model. A folder without weights of its own may have a file that
+    names one below it, as DeepSpeed's `latest` does. Raises NoCheckpointError without any, CheckpointError if
     it was not committed, or if it cannot be told which files are meant.
     """
     if location.single is not None:
-        return _single(location, location.single, fetch), {location.single.key: location.single}
+        return Chosen(_single(location, location.single, fetch), {location.single.key: location.single}, location)
     infos, folders = _divided(location)
     description = location.named or _description(location, infos)
     if description in (METADATA, STATE):
         own = () if description == METADATA else (".safetensors",)
         beside = [name for name in infos if name.endswith(SUFFIXES) and not name.endswith(own)]
         kind = "dcp" if description == METADATA else "state"
-        return CheckpointFiles(kind, [description], beside=[*beside, *folders]), infos
+        return Chosen(CheckpointFiles(kind, [description], beside=[*beside, *folders]), infos, location)
     if description:
-        return _indexed(location, infos, folders, description, fetch), infos
+        return Chosen(_indexed(location, infos, folders, description, fetch), infos, location)
     if of_deepspeed := _deepspeed(location, infos, folders, fetch):
-        return of_deepspeed, infos
-    return _loose(location, infos, folders, fetch), infos
+        return Chosen(of_deepspeed, infos, location)
+    if folders and (pointed := _pointed(location, infos, fetch)):
+        return choose(pointed, fetch)
+    return Chosen(_loose(location, infos, folders, fetch), infos, location)
 
 
 def heads_of(infos: list[ObjectInfo], fetch: Fetch) -> dict[str, bytes]:
@@ -176,6 +193,28 @@ def _deepspeed(
     beside = [name for name in infos if name.endswith(SUFFIXES) and name not in files]
     heads = heads_of([infos[name] for name in files], fetch)
     return CheckpointFiles("deepspeed", files, None, [*beside, *folders], heads)
+
+
+def _pointed(location: CheckpointLocation, infos: dict[str, ObjectInfo], fetch: Fetch) -> CheckpointLocation | None:
+    """The folder below that a file here names as the newest, if there are no weights here. Raises CheckpointError."""
+    name = next((name for name in _POINTERS if name in infos), None)
+    if name is None or any(other.endswith(SUFFIXES) and not is_beside(other) for other in infos):
+        return None
+    info = infos[name]
+    (data,) = fetch([ByteRange(info.key, 0, min(info.size, _MAX_POINTER), info.etag)])
+    tag = data.decode(errors="replace").strip()
+    folder = _POINTERS[name].format(int(tag)) if tag.isdecimal() and len(tag) < 20 else tag
+    where = f"{location.url.rstrip('/')}/{folder}"
+    if not folder or "/" in folder or "\\" in folder or folder in (".", ".."):
+        raise CheckpointError(
+            f"{location.connector.describe(info.key)} names {short_repr(tag)}, which is no folder's name"
+        )
+    pointed = location._replace(url=where, prefix=f"{location.prefix}{folder}/")
+    if next(pointed.objects(), None) is None:
+        raise CheckpointError(
+            f"{location.connector.describe(info.key)} says that {folder!r} is the newest checkpoint, and there is no such folder"
+        )
+    return pointed
 
 
 def _loose(

@@ -38,11 +38,12 @@ _MAX_RESTS = 64  # read at once
 
 
 def open_checkpoint(location: CheckpointLocation, fetch: Fetch, *, export: bool = False) -> Checkpoint:
-    """The checkpoint at a location; `export`: or the export. `fetch` reads many ranges at once.
+    """The checkpoint at a location; `export`: or the export. `fetch` reads many ranges at once. It may be in a folder below,
+    as its name and prefix then say: see `CheckpointLocation.of`.
 
     Raises CheckpointError, FormatError, ConnectorError.
     """
-    chosen, infos = choose(location, fetch)
+    chosen, infos, location = choose(location, fetch)
     if chosen.kind == "legacy":
         raise CheckpointError(
             f"{location.connector.describe(infos[chosen.files[0]].key)} is a torch.save file older than torch 1.6, which can "

@@ -212,7 +212,7 @@ def _pointed(location: CheckpointLocation, infos: dict[str, ObjectInfo], fetch: 
     pointed = location._replace(url=where, prefix=f"{location.prefix}{folder}/")
     if next(pointed.objects(), None) is None:
         raise CheckpointError(
-            f"{location.connector.describe(info.key)} says that {folder!r} is the newest checkpoint, and there is no such folder"
+            f"{location.connector.describe(info.key)} says that {folder!r} is the newest checkpoint, and it is not there"
         )
     return pointed
 

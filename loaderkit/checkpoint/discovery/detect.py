@@ -5,6 +5,7 @@ The first bytes of all files are read at once and kept: they hold most headers w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -42,6 +43,7 @@ _USUAL_INDEXES = (
 # Files that name the newest folder, and how its name is made of a number: DeepSpeed's, and Megatron's.
 _POINTERS = {"latest": "{}", "latest_checkpointed_iteration.txt": "iter_{:07d}"}
 _MAX_POINTER = 1024
+_PART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/\.metadata")
 _SAID = {
     "safetensors": "safetensors",
     "torch": "torch.save",
@@ -89,7 +91,8 @@ def choose(location: CheckpointLocation, fetch: Fetch) -> Chosen:
     """
     if location.single is not None:
         return Chosen(_single(location, location.single, fetch), {location.single.key: location.single}, location)
-    infos, folders = _divided(location)
+    infos, below = _divided(location)
+    folders = _folders_in(below)
     description = location.named or _description(location, infos)
     if description in (METADATA, STATE):
         own = () if description == METADATA else (".safetensors",)
@@ -98,11 +101,12 @@ def choose(location: CheckpointLocation, fetch: Fetch) -> Chosen:
         return Chosen(CheckpointFiles(kind, [description], beside=[*beside, *folders]), infos, location)
     if description:
         return Chosen(_indexed(location, infos, folders, description, fetch), infos, location)
-    if of_deepspeed := _deepspeed(location, infos, folders, fetch):
-        return Chosen(of_deepspeed, infos, location)
-    if folders and (pointed := _pointed(location, infos, fetch)):
+    files = _deepspeed(location, infos, folders, fetch) or _parts(infos, below, folders)
+    if files is None and folders and (pointed := _pointed(location, infos, fetch)):
         return choose(pointed, fetch)
-    return Chosen(_loose(location, infos, folders, fetch), infos, location)
+    files = files or _loose(location, infos, folders, fetch)
+    own = tuple(name.removesuffix(METADATA) for name in files.files if "/" in name)
+    return Chosen(files, infos | {name: info for name, info in below.items() if name.startswith(own)}, location)
 
 
 def heads_of(infos: list[ObjectInfo], fetch: Fetch) -> dict[str, bytes]:
@@ -112,17 +116,36 @@ def heads_of(infos: list[ObjectInfo], fetch: Fetch) -> dict[str, bytes]:
     return {info.key: head for info, head in zip(infos, read, strict=True)}
 
 
-def _divided(location: CheckpointLocation) -> tuple[dict[str, ObjectInfo], list[str]]:
-    """(the files of a location by name, the folders below it that hold files of checkpoints, each with a slash)."""
+def _divided(location: CheckpointLocation) -> tuple[dict[str, ObjectInfo], dict[str, ObjectInfo]]:
+    """(the files of a location, those in folders below it), both by name."""
     infos: dict[str, ObjectInfo] = {}
-    folders: dict[str, None] = {}
+    below: dict[str, ObjectInfo] = {}
     for info in location.objects():
-        folder, slash, name = info.key[len(location.prefix) :].rpartition("/")
-        if not slash:
-            infos[name] = info
-        elif name in (METADATA, STATE) or name.endswith((*SUFFIXES, ".distcp")):
-            folders[f"{folder}/"] = None
-    return infos, [*folders]
+        name = info.key[len(location.prefix) :]
+        (below if "/" in name else infos)[name] = info
+    return infos, below
+
+
+def _folders_in(below: Iterable[str]) -> list[str]:
+    """The folders that hold files of checkpoints, each with a slash."""
+    parted = [name.rpartition("/") for name in below]
+    own = (*SUFFIXES, ".distcp")
+    return [
+        *dict.fromkeys(f"{folder}/" for folder, _, name in parted if name in (METADATA, STATE) or name.endswith(own))
+    ]
+
+
+def _parts(infos: Iterable[str], below: Iterable[str], folders: Sequence[str]) -> CheckpointFiles | None:
+    """The descriptions in folders below, as accelerate and transformers save by FSDP: one of a model, one of its optimizer.
+    None if there are weights here, or parts of several models."""
+    if any(name.endswith(SUFFIXES) and not is_beside(name) for name in infos):
+        return None
+    found = [match for match in map(_PART.fullmatch, below) if match]
+    kinds = [match[1] for match in found]
+    if "pytorch_model_fsdp" not in kinds or len({*kinds}) < len(kinds):
+        return None
+    own = {match[0].removesuffix(METADATA) for match in found}
+    return CheckpointFiles("dcp", [match[0] for match in found], beside=[one for one in folders if one not in own])
 
 
 def _description(location: CheckpointLocation, infos: dict[str, ObjectInfo]) -> str | None:

@@ -16,7 +16,7 @@ from loaderkit.checkpoint.contents import Checkpoint, TensorEntry, TensorShard, 
 from loaderkit.checkpoint.discovery.detect import CheckpointFiles, Fetch, choose, heads_of
 from loaderkit.checkpoint.discovery.kinds import METADATA, SHARD
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation
-from loaderkit.checkpoint.discovery.open_torch import open_deepspeed, open_torch
+from loaderkit.checkpoint.discovery.open_torch import open_common, open_deepspeed, open_torch
 from loaderkit.checkpoint.discovery.opened_files import (
     MAX_INDEX,
     check_index,
@@ -33,6 +33,7 @@ from loaderkit.connectors.base import ByteRange, ObjectInfo
 from loaderkit.errors import CheckpointError, FormatError
 
 _MAX_METADATA = 2**31
+_COMMON = "common.pt"  # of Megatron's torch_dist: what is not sharded
 _MAX_REST = 2**20  # bytes; a longer rest of a header is read by itself
 _MAX_RESTS = 64  # read at once
 
@@ -188,13 +189,19 @@ def _path(path: tuple[str | int, ...]) -> tuple[Any, ...]:
 
 
 def _open_dcp(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch) -> None:
-    info = checkpoint.objects[METADATA]
-    try:
-        contents = dcp.read_metadata(read_whole(checkpoint, info, _MAX_METADATA), checkpoint.prefix)
-    except FormatError as error:
-        raise named_error(checkpoint, info, error) from None
-    _check_files(checkpoint, contents)
-    _add_contents(checkpoint, contents)
+    for description in chosen.files:
+        info = checkpoint.objects[description]
+        try:
+            folder = info.key.removesuffix(METADATA)
+            contents = dcp.read_metadata(read_whole(checkpoint, info, _MAX_METADATA), folder)
+        except FormatError as error:
+            raise named_error(checkpoint, info, error) from None
+        _check_files(checkpoint, contents)
+        for name in (*contents.tensors, *contents.values):
+            require_new(checkpoint, name, info)
+        _add_contents(checkpoint, contents)
+    if _COMMON in checkpoint.beside and chosen.files == [METADATA]:
+        open_common(checkpoint, checkpoint.objects[_COMMON], fetch)
 
 
 @collector_off()

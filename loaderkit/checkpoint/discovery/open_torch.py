@@ -9,10 +9,10 @@ from typing import Any
 
 from loaderkit._internal.garbage import collector_off
 from loaderkit.checkpoint.contents import Checkpoint, TensorEntry, TensorShard
-from loaderkit.checkpoint.discovery.detect import CheckpointFiles, Fetch
+from loaderkit.checkpoint.discovery.detect import CheckpointFiles, Fetch, heads_of
 from loaderkit.checkpoint.discovery.opened_files import check_index, indexed_names, reader_in, require_new
 from loaderkit.checkpoint.formats import deepspeed, torch_zip
-from loaderkit.checkpoint.names import Leaf, flatten
+from loaderkit.checkpoint.names import Leaf, flatten, opaque_in
 from loaderkit.checkpoint.structure import collect
 from loaderkit.connectors.base import ByteRange, ObjectInfo, traits_of
 from loaderkit.errors import CheckpointError, FormatError
@@ -76,6 +76,22 @@ def open_deepspeed(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch
     except (FormatError, CheckpointError) as error:
         raise type(error)(f"{checkpoint.name}, of DeepSpeed: {error}") from None
     _add_leaves(checkpoint, checkpoint.objects[models[0]], leaves, saved[0].place)
+
+
+def open_common(checkpoint: Checkpoint, info: ObjectInfo, fetch: Fetch) -> None:
+    """Add what Megatron saves beside a checkpoint of torch.distributed.checkpoint. What only its code could make, such as the
+    program's arguments, lies beside. Raises CheckpointError, FormatError."""
+    (head,) = heads_of([info], fetch).values()
+    name = info.key[len(checkpoint.prefix) :]
+    try:
+        archive = _archive(checkpoint, info, head, fetch)
+        leaves = flatten(archive.value, _is_view, max(1000, archive.num_pickled))
+    except (FormatError, CheckpointError) as error:
+        raise type(error)(f"{checkpoint.describe(info.key)}: {error}") from None
+    opaque = [own for own, leaf in leaves.items() if opaque_in(leaf.value) is not None]
+    checkpoint.beside[:] = [f"{name}: {own}" for own in opaque] + [one for one in checkpoint.beside if one != name]
+    plain = {own: leaf for own, leaf in leaves.items() if own not in opaque}
+    _add_leaves(checkpoint, info, plain, partial(entry_of, archive.starts, info.key))
 
 
 def _archive(checkpoint: Checkpoint, info: ObjectInfo, head: bytes, fetch: Fetch) -> torch_zip.Archive:

@@ -33,7 +33,7 @@ def named_error(checkpoint: Checkpoint, info: ObjectInfo, error: Exception) -> F
 
 def require_new(checkpoint: Checkpoint, name: str, info: ObjectInfo) -> None:
     """Raise CheckpointError if another file has this name, too."""
-    if name in checkpoint.tensors or name in checkpoint.values:
+    if name in checkpoint.tensors or name in checkpoint.values or name in checkpoint.pickled:
         raise CheckpointError(
             f"{checkpoint.describe(info.key)}: {name!r} is in another file of {checkpoint.name}, too: name one file"
         )

@@ -42,9 +42,9 @@ def convert_checkpoint(
     """Write a whole checkpoint of any make into the directory `to`, under its own name, in the format "dcp" or "safetensors".
 
     Tensors and plain values stay what they are to the last bit; every byte read is compared with a manifest, if there is one,
-    and the copy gets its own. Values that only code could make are left out, with a warning. In safetensors the state of a model
-    that stands by itself is put under "model", so that Hugging Face's loaders read `model.safetensors`. All tensors are held in
-    memory meanwhile. `rename` is that of `loaderkit.restore`; `progress` is called with the bytes as they are read.
+    and the copy gets its own. Values that only code could make are left out, with a warning. In safetensors a model's state by
+    itself is put under "model", so that Hugging Face's loaders read `model.safetensors`. All tensors are held in memory
+    meanwhile. `rename` is that of `loaderkit.restore`; `progress` is called with the bytes as they are read.
 
     Raises CheckpointError for a checkpoint that is not whole, and if there is one of this name in `to`; ConfigError for values
     that the format cannot hold; FormatError, ConnectorError.

@@ -142,15 +142,15 @@ class _Run:
         head = self._optimizers[0]
         self.is_sharded = "fp32_flat_groups" in head  # ZeRO 3
         counts = head.get("partition_count")
-        counted = {*counts} if isinstance(counts, (list, tuple)) else {counts}
-        if "ds_zero_partition_groups" in head or len(counted) > 1:
+        counted = [*counts] if isinstance(counts, (list, tuple)) and counts else [counts]
+        if "ds_zero_partition_groups" in head or any(count != counted[0] for count in counted):
             raise FormatError(
                 "its experts are divided among other ranks than the rest: convert it by ds_to_universal.py"
             )
-        if counted != {len(parts)}:
+        if counted[0] != len(parts):
             raise FormatError(
-                f"it was saved by {shown(counted)} ranks, and there are the files of {len(parts)}: a file is missing, or those "
-                "of an older save of more ranks are left"
+                f"it was saved by {shown(counted[0])} ranks, and there are the files of {len(parts)}: a file is missing, or "
+                "those of an older save of more ranks are left"
             )
         self._shapes = [
             {name: _shape(shape) for name, shape in _table(group, "its shapes are {}").items()}

@@ -91,7 +91,9 @@ def main(folder: Path, stage: int, dtype: str) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         weights = get_fp32_state_dict_from_zero_checkpoint(str(folder))
-        torch.save({"weights": dict(weights), "state": universal_state(folder)}, folder.with_name(f"{folder.name}.expected.pt"))
+        torch.save(
+            {"weights": dict(weights), "state": universal_state(folder)}, folder.with_name(f"{folder.name}.expected.pt")
+        )
     dist.barrier()
     dist.destroy_process_group()
 

@@ -39,9 +39,15 @@ class Renaming:
 
     def path(self, path: Path) -> Path:
         """The path here: of the new beginning as many keys as the old one had, and the rest in front of the next key."""
+        return self._path(path, ".".join(texts(path)))
+
+    def container(self, path: Path) -> Path:
+        """The path here of a container, which has the names that begin with it and a dot."""
+        return self._path(path, ".".join((*texts(path), "")))
+
+    def _path(self, path: Path, name: str) -> Path:
         for _, pattern, here in self._rules:
-            whole = ".".join(texts(path))
-            match = pattern.match(f"{whole}.")
+            match = pattern.match(name)
             if match is None:
                 continue
             size, at = 0, 0
@@ -50,9 +56,8 @@ class Renaming:
                 size += 1
             *keys, last = _filled(here, match).split(".", size)
             rest, cut = path[size:], match.end() - at
-            if not rest:  # the container itself
-                last = last.removesuffix(".")
-                return (*keys, last) if last else tuple(keys)
+            if not rest:  # a container, whose keys get what is left of the new beginning
+                return tuple(keys)
             return (*keys, last + str(rest[0])[cut:], *rest[1:]) if last or cut else (*keys, *rest)
         return path
 
@@ -85,9 +90,9 @@ class Renaming:
 
     def structure(self, structure: Structure) -> Structure:
         """The containers by their paths here. One that takes the place of another gives its versions only."""
-        containers = {path: one for path, one in structure.containers.items() if self.path(path) == path}
+        containers = {path: one for path, one in structure.containers.items() if self.container(path) == path}
         for path, one in structure.containers.items():
-            here = self.path(path)
+            here = self.container(path)
             if here != path:
                 known = containers.get(here)
                 versions = one.versions if known is None or known.versions is None else known.versions

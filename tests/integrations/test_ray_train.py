@@ -69,6 +69,7 @@ def nodes_of_attempts(folder: Path, rank: int = 0) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob(f"attempt-*-{rank}"))]
 
 
+@pytest.mark.prove
 def test_losses_are_the_same_if_a_worker_is_killed(tmp_path: Path, rng: random.Random, expected: list[str]) -> None:
     killed_at, save_every = rng.randrange(1, NUM_STEPS + 1), rng.choice([1, 3, 50])
     arguments = ("--steps", NUM_STEPS, "--save-every", save_every, "--folder", tmp_path / "run")

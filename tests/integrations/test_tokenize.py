@@ -253,6 +253,42 @@ class TestTexts:
                     assert is_learned[begin : size - (cut != ids)].all()
 
 
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": {"x": {"type": "int"}}}},
+    }
+    for name in ("search", "add")
+]
+CALLS = "{%- if tools %}{{- 'tools: ' + (tools | tojson) + '\n' }}{%- endif %}" + MARKED.replace(
+    "message['content'] + '<|im_end|>' }}",
+    "(message['content'] or '') + (message['tool_calls'] | default('') | string) + '<|im_end|>' }}",
+)
+
+
+def test_tools_are_those_of_the_sample(rng: random.Random, tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", CALLS)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    samples: list[dict[str, Any]] = []
+    for number in range(12):
+        chat = draw_chat(rng)
+        call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"x": number}}]}
+        tools = rng.choice([None, [], TOOLS[:1], TOOLS])
+        samples.append({"messages": [*chat, {"role": "user", "content": "add"}, call], "tools": tools})
+    config = described(
+        write_lines(tmp_path / "chats.jsonl", samples), folder, tools="tools", batch={**PADDED, "size": 1}
+    )
+    config["order"]["shuffle"] = "none"
+    with loaderkit.build(config) as loader:
+        for sample, batch in zip(samples, loader, strict=True):
+            made = tokenizer.apply_chat_template(
+                sample["messages"], tools=sample["tools"], return_dict=True, return_assistant_tokens_mask=True
+            )
+            assert batch["input_ids"][0].tolist() == made["input_ids"]
+            assert (batch["labels"][0] != -100).int().tolist() == made["assistant_masks"]
+            assert "tools" not in batch
+
+
 class TestPairs:
     def test_two_sequences_a_sample(self, rng: random.Random, tmp_path: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -126,6 +126,7 @@ def cluster() -> Iterator[str]:
 @pytest.mark.integration
 @pytest.mark.xdist_group("ray")
 class TestRay:
+    @pytest.mark.prove
     def test_tasks_write_the_same_bytes_though_one_dies(
         self, tmp_path: Path, photos: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

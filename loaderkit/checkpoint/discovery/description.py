@@ -13,9 +13,11 @@ Format = Literal["dcp", "safetensors"]
 
 
 class Description(NamedTuple):
-    """`key` is the file's name, `suffix` ends those of the files it names. From its bytes: the names of the files it needs,
-    and the content of the files that go with it, which only other programs read. Both raise FormatError."""
+    """`format` is what a summary calls it, `key` the file's name, `suffix` ends those of the files it names. From its bytes:
+    the names of the files it needs, and the content of the files that go with it, which only other programs read. Both raise
+    FormatError."""
 
+    format: Format
     key: str
     suffix: str
     files_of: Callable[[bytes], set[str]]
@@ -28,9 +30,13 @@ def _files_in_metadata(data: bytes) -> set[str]:
     return names | {item.key for item in contents.values.values()}
 
 
-DCP = Description(METADATA, ".distcp", _files_in_metadata, lambda _: {})
+DCP = Description("dcp", METADATA, ".distcp", _files_in_metadata, lambda _: {})
 SAFETENSORS = Description(
-    STATE, ".safetensors", lambda data: {*read_state(data).files}, lambda data: companions_of(read_state(data))
+    "safetensors",
+    STATE,
+    ".safetensors",
+    lambda data: {*read_state(data).files},
+    lambda data: companions_of(read_state(data)),
 )
 DESCRIPTIONS = (DCP, SAFETENSORS)
 

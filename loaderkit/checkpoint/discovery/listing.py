@@ -15,6 +15,7 @@ from loaderkit.checkpoint.discovery.kinds import SHARD, is_description, step_in
 from loaderkit.checkpoint.discovery.locate import SAVING, CheckpointLocation, locate
 from loaderkit.checkpoint.discovery.manifest import NAME, manifest_key, needed_objects, read_manifest
 from loaderkit.checkpoint.discovery.open import open_checkpoint
+from loaderkit.checkpoint.discovery.told import told_by_manifest
 from loaderkit.checkpoint.transfer.fetch import fetch_of
 from loaderkit.connectors.base import Connector, ObjectInfo, modified_s_of, traits_of
 from loaderkit.errors import STORE_FAILURES, CheckpointError, ConnectorError, FormatError, printable
@@ -138,7 +139,7 @@ def list_checkpoints(
                     return None
                 return _broken(location.connector, url_below(root, name), names[name], _UNFINISHED)
             try:
-                return _summary(url_below(root, name), given)
+                return _told(location, root, name, names[name]) or _summary(url_below(root, name), given)
             except STORE_FAILURES:
                 raise
             except (CheckpointError, FormatError, ConnectorError) as error:  # a damaged archive, or it was just removed
@@ -157,6 +158,25 @@ def list_checkpoints(
 
 def _present(summaries: Iterable[CheckpointSummary | None]) -> list[CheckpointSummary]:
     return [summary for summary in summaries if summary is not None]
+
+
+def _told(location: CheckpointLocation, root: str, name: str, infos: list[ObjectInfo]) -> CheckpointSummary | None:
+    """The summary of a checkpoint whose manifest tells it; None where its description has to be read."""
+    prefix = f"{location.prefix}{name}/"
+    told = told_by_manifest({info.key.removeprefix(prefix): info for info in infos}, fetch_of(location.connector))
+    if told is None:
+        return None
+    description, belonging = told
+    return CheckpointSummary(
+        name=name,
+        url=url_below(root, name),
+        step=step_in(name),
+        time_s=newest_s(location.connector, [prefix + NAME]),
+        num_bytes=sum(info.size for info in belonging),
+        num_files=len(belonging),
+        format=description.format,
+        has_manifest=True,
+    )
 
 
 def _summary(url: str, given: Mapping[str, Connector]) -> CheckpointSummary | None:

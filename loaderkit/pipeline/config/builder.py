@@ -25,6 +25,11 @@ class Pipeline(KindMethods):
     """
 
     def __init__(self, description: Mapping[str, Any]) -> None:
+        if not isinstance(description, Mapping):  # a data set of samples by number may have no end to copy
+            raise ConfigError(
+                f"Pipeline takes what a file says, as a dict, not {type(description).__name__}: begin with the kind of source, "
+                "as in Pipeline.files(...), or Pipeline.dataset(...) for objects of yours"
+            )
         self._description: dict[str, Any] = _copied(description)
 
     @classmethod

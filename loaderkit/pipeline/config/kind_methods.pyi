@@ -783,6 +783,7 @@ class KindMethods:
         chat: str | tuple[str, ...] | list[str] | None = None,
         text: str | tuple[str, ...] | list[str] | None = None,
         prompt: str | None = None,
+        tools: str | None = None,
         mask: Literal["prompt", "none"] | None = None,
         template: str | os.PathLike[str] | None = None,
         max_length: int | None = None,
@@ -803,6 +804,7 @@ class KindMethods:
             several, each a sequence of its own, as in [chosen, rejected]
         text: or the field with plain text, or several
         prompt: a field of the same kind that comes before each, and is not to be learned
+        tools: of `chat`: the field with the functions that it may call, a list of JSON schemas, or null
         mask: labels for the loss; prompt: -100 for all but what the assistant says, or, of text, what
             follows `prompt`; none: the tokens themselves; default: no labels
         template: a file with a chat template (Jinja), in the place of the tokenizer's own

@@ -56,6 +56,11 @@ class TokenizeArgs(StageArgs):
     prompt: str | None = Field(
         None, min_length=1, description="a field of the same kind that comes before each, and is not to be learned"
     )
+    tools: str | None = Field(
+        None,
+        min_length=1,
+        description="of `chat`: the field with the functions that it may call, a list of JSON schemas, or null",
+    )
     mask: Literal["prompt", "none"] | None = Field(
         None,
         description="labels for the loss; prompt: -100 for all but what the assistant says, or, of text, what follows "
@@ -82,10 +87,11 @@ class TokenizeArgs(StageArgs):
         if (self.chat is None) == (self.text is None):
             raise ValueError("name the field with messages in `chat`, or that with plain text in `text`")
         names = self.sources
-        if len({*names}) < len(names) or self.prompt in names:
-            raise ValueError("`chat`, `text` and `prompt` name each field once")
-        if self.text is not None and self.template is not None:
-            raise ValueError("`template` is for chats, and `text` is tokenized as it is")
+        all_names = [*names, *(name for name in (self.prompt, self.tools) if name is not None)]
+        if len({*all_names}) < len(all_names):
+            raise ValueError("`chat`, `text`, `prompt` and `tools` name each field once")
+        if self.text is not None and (self.template is not None or self.tools is not None):
+            raise ValueError("`template` and `tools` are for chats, and `text` is tokenized as it is")
         if self.chat is not None and (self.eos or not self.special_tokens):
             raise ValueError("`eos` and `special_tokens` are for `text`: of a chat, the template writes them")
         if self.text is not None and self.mask == "prompt" and self.prompt is None:
@@ -144,7 +150,7 @@ class _TokenizeRunner:
                 made.setdefault(job.row, {}).update(self._fields_of(chunk, job, tokens))
             except ValueError as error:
                 self._failed(chunk, job.row, error)
-        left_out = {*self._args.sources, self._args.prompt}
+        left_out = {*self._args.sources, self._args.prompt, self._args.tools}
         for row, fields in made.items():
             sample = chunk.samples[row]
             if sample is not None:
@@ -156,7 +162,8 @@ class _TokenizeRunner:
         prompt = None if args.prompt is None else _value(sample, args.prompt)
         value, marks = _value(sample, name), args.mask == "prompt"
         if self._chats is not None:
-            return self._chats.write(value, prompt, marks=marks)
+            tools = None if args.tools is None else _value(sample, args.tools)
+            return self._chats.write(value, prompt, tools, marks=marks)
         before = "" if prompt is None else _text(prompt, str(args.prompt))
         text = before + _text(value, name)
         if self._eos is not None and not text.endswith(self._eos):

@@ -52,6 +52,18 @@ def test_anything_else_is_refused(mode: Any) -> None:
         _ = BASE.shuffle(mode).config
 
 
+class Endless:
+    """Samples by number, of any number."""
+
+    def __getitem__(self, number: int) -> int:
+        return number
+
+
+def test_a_data_set_is_no_description() -> None:
+    with pytest.raises(ConfigError, match=r"dict, not Endless: .*Pipeline\.dataset"):
+        Pipeline(Endless())  # type: ignore[arg-type]
+
+
 def test_output_takes_names_or_one_list_of_them() -> None:
     expected = ("y", "x")
     for made in (BASE.output("y", "x"), BASE.output(["y", "x"]), BASE.output(("y", "x"))):

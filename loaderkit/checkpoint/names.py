@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from loaderkit._internal.garbage import collector_off
-from loaderkit.checkpoint.formats.plain_values import Array, Buffer, Dtype
+from loaderkit.checkpoint.formats.plain_values import Array, BufferBytes, Dtype
 from loaderkit.checkpoint.formats.restricted_pickle import StandIn
 from loaderkit.errors import CheckpointError
 
@@ -157,7 +157,7 @@ def settle(value: Any, tensor: Callable[[Any], Any]) -> Any:
     def visit(item: Any, depth: int) -> Any:
         if depth > MAX_DEPTH:
             raise too_deep()
-        if isinstance(item, (Array, Buffer, Dtype)):
+        if isinstance(item, (Array, BufferBytes, Dtype)):
             return item.value
         if not isinstance(item, (list, tuple, Mapping)):
             return tensor(item)

@@ -492,12 +492,15 @@ def restore_shards(rank: int, num_ranks: int, folder: Path, name: str) -> None:
         connectors={"counted": counted},
     )
     whole_weight = expected["model.words.weight"]
-    assert torch.equal(head.weight.full_tensor(), whole_weight.float())
+    full_weight: Any = head.weight
+    assert torch.equal(full_weight.full_tensor(), whole_weight.float())
     assert counted.num_bytes < whole_weight.nbytes / num_ranks + 600_000  # heads of files, and ends of archives
     if num_ranks > 1:
-        into, said = model.state_dict(), ""
+        state, said = model.state_dict(), ""
         try:
-            loaderkit.restore(folder / name, into, rename={"model.": ""}, strict=False, rank=rank, world_size=num_ranks)
+            loaderkit.restore(
+                folder / name, state, rename={"model.": ""}, strict=False, rank=rank, world_size=num_ranks
+            )
         except ConfigError as error:
             said = str(error)
         assert "is a DTensor, of which each rank reads its own shards" in said

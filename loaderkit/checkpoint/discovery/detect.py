@@ -72,7 +72,7 @@ class CheckpointFiles:
     heads: dict[str, bytes] = field(default_factory=dict)
 
 
-class Chosen(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """The files of a checkpoint, all files beside them by name, and where they are: below the location that was asked for if a
     file there says so."""
 
@@ -81,7 +81,7 @@ class Chosen(NamedTuple):
     location: CheckpointLocation
 
 
-def choose(location: CheckpointLocation, fetch: Fetch) -> Chosen:
+def choose(location: CheckpointLocation, fetch: Fetch) -> FoundCheckpoint:
     """The checkpoint at a location.
 
     A description decides: `.metadata`, the state file, an index of shards. Without one, safetensors before torch.save if the
@@ -90,7 +90,9 @@ def choose(location: CheckpointLocation, fetch: Fetch) -> Chosen:
     it was not committed, or if it cannot be told which files are meant.
     """
     if location.single is not None:
-        return Chosen(_single(location, location.single, fetch), {location.single.key: location.single}, location)
+        return FoundCheckpoint(
+            _single(location, location.single, fetch), {location.single.key: location.single}, location
+        )
     infos, below = _divided(location)
     folders = _folders_in(below)
     description = location.named or _description(location, infos)
@@ -98,15 +100,17 @@ def choose(location: CheckpointLocation, fetch: Fetch) -> Chosen:
         own = () if description == METADATA else (".safetensors",)
         beside = [name for name in infos if name.endswith(SUFFIXES) and not name.endswith(own)]
         kind = "dcp" if description == METADATA else "state"
-        return Chosen(CheckpointFiles(kind, [description], beside=[*beside, *folders]), infos, location)
+        return FoundCheckpoint(CheckpointFiles(kind, [description], beside=[*beside, *folders]), infos, location)
     if description:
-        return Chosen(_indexed(location, infos, folders, description, fetch), infos, location)
+        return FoundCheckpoint(_indexed(location, infos, folders, description, fetch), infos, location)
     files = _deepspeed(location, infos, folders, fetch) or _parts(infos, below, folders)
     if files is None and folders and (pointed := _pointed(location, infos, fetch)):
         return choose(pointed, fetch)
     files = files or _loose(location, infos, folders, fetch)
     own = tuple(name.removesuffix(METADATA) for name in files.files if "/" in name)
-    return Chosen(files, infos | {name: info for name, info in below.items() if name.startswith(own)}, location)
+    return FoundCheckpoint(
+        files, infos | {name: info for name, info in below.items() if name.startswith(own)}, location
+    )
 
 
 def heads_of(infos: list[ObjectInfo], fetch: Fetch) -> dict[str, bytes]:

@@ -47,7 +47,7 @@ def open_deepspeed(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch
     """Add the merged contents of all ranks' files. Raises CheckpointError, FormatError."""
     num_pickled = 0
 
-    def read(name: str) -> deepspeed.SavedFile:
+    def read(name: str) -> deepspeed.RankFile:
         nonlocal num_pickled
         info = checkpoint.objects[name]
         try:
@@ -55,9 +55,9 @@ def open_deepspeed(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch
         except FormatError as error:
             raise FormatError(f"{checkpoint.describe(info.key)}: {error}") from None
         num_pickled += archive.num_pickled
-        return deepspeed.SavedFile(archive.value, partial(entry_of, archive.starts, info.key))
+        return deepspeed.RankFile(archive.value, partial(entry_of, archive.starts, info.key))
 
-    def read_all(names: Sequence[str]) -> list[deepspeed.SavedFile]:
+    def read_all(names: Sequence[str]) -> list[deepspeed.RankFile]:
         at_once = _NUM_AT_ONCE if traits_of(checkpoint.connector).is_remote else 1
         with ThreadPoolExecutor(at_once, thread_name_prefix="loaderkit-open") as pool:
             try:

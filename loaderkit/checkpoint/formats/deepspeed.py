@@ -34,7 +34,7 @@ _HANDLED = ("module", "optimizer", "buffer_names", "param_shapes", "shared_param
 Shape = tuple[int, ...]
 
 
-class SavedFile(NamedTuple):
+class RankFile(NamedTuple):
     """The value in a file, and what gives the place of a tensor in it."""
 
     value: Any
@@ -63,19 +63,19 @@ def check_names(names: Iterable[str]) -> list[str]:
     return [name for _, name in parts]
 
 
-def merge(models: Sequence[SavedFile], parts: Sequence[SavedFile]) -> dict[str, Any]:
+def merge(models: Sequence[RankFile], parts: Sequence[RankFile]) -> dict[str, Any]:
     """The nested state of a run: "module" and "optimizer" as `torch.distributed.checkpoint.state_dict` names them, and the rest
     of the first file. Tensors are `TensorEntry`; in the rest they are still a `View` of that file.
 
     `models`: the files with the rest, by rank (of the ranks after the first only frozen parts are used); `parts`: those of the
     optimizer. Weights are fp32, as the optimizer has them. Raises FormatError.
     """
-    run = _Run(models, parts)
+    run = _ZeroRun(models, parts)
     rest = {key: value for key, value in run.model.items() if key not in _HANDLED}
     return {"module": run.module(), "optimizer": run.optimizer(), **rest}
 
 
-def has_frozen(model: SavedFile) -> bool:
+def has_frozen(model: RankFile) -> bool:
     """True if a run has parameters that are not trained, of which each rank of ZeRO 3 has a part."""
     return isinstance(model.value, Mapping) and bool(model.value.get("frozen_param_fragments"))
 
@@ -127,10 +127,10 @@ class _Parameter(NamedTuple):
     shape: Shape
 
 
-class _Run:
+class _ZeroRun:
     """One run's files."""
 
-    def __init__(self, models: Sequence[SavedFile], parts: Sequence[SavedFile]) -> None:
+    def __init__(self, models: Sequence[RankFile], parts: Sequence[RankFile]) -> None:
         self.model = _table(models[0].value, "it is no table, but {}")
         self._models, self._places = models, [part.place for part in parts]
         self._optimizers = [

@@ -36,7 +36,7 @@ def plain_names() -> Mapping[str, Any]:
     for core in ("numpy.core", "numpy._core"):
         called[f"{core}.multiarray._reconstruct"] = lambda *_: Array()
         called[f"{core}.multiarray.scalar"] = _scalar
-    return MappingProxyType({**functions(called), "numpy.ndarray": Global("numpy.ndarray"), "_io.BytesIO": Buffer})
+    return MappingProxyType({**functions(called), "numpy.ndarray": Global("numpy.ndarray"), "_io.BytesIO": BufferBytes})
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
@@ -115,7 +115,7 @@ class Array(StandIn):
         self.value = np.frombuffer(data, dtype.value).reshape(shape, order="F" if fortran else "C").copy()
 
 
-class Buffer(StandIn, metaclass=Frozen):
+class BufferBytes(StandIn, metaclass=Frozen):
     """An `io.BytesIO`, as Transformer Engine saves the state of its layers: its bytes, once it is built."""
 
     __slots__ = ("value",)
@@ -123,7 +123,7 @@ class Buffer(StandIn, metaclass=Frozen):
     is_settled = True
     value: bytes
 
-    def __new__(cls, *_: Any) -> Buffer:
+    def __new__(cls, *_: Any) -> BufferBytes:
         made = object.__new__(cls)
         made.value = b""
         return made

@@ -22,7 +22,7 @@ from loaderkit.errors import CheckpointError, ConfigError
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def backbone(head: int = 3) -> torch.nn.Module:
+def backbone(head: int = 3) -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({"body": torch.nn.Linear(4, 5), "head": torch.nn.Linear(5, head)})
 
 

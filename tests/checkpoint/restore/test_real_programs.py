@@ -107,13 +107,13 @@ def test_accelerate_fsdp(num_ranks: int, tmp_path: Path) -> None:
 def test_trainer_and_hub_snapshots(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes: Any = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     model = BertForMaskedLM(BertConfig(vocab_size=50, **sizes))
     samples = [{"input_ids": torch.arange(8) + n, "labels": torch.arange(8) + n} for n in range(8)]
     settings = TrainingArguments(
         str(tmp_path / "out"), max_steps=10, save_steps=2, use_cpu=True, report_to=[], disable_tqdm=True
     )
-    trainer = Trainer(model, settings, train_dataset=samples)  # type: ignore[arg-type]
+    trainer = Trainer(model, settings, train_dataset=samples)
     trainer.train()
     newest = latest(tmp_path / "out")
     assert newest.endswith("checkpoint-10")
@@ -142,7 +142,8 @@ def test_lightning(tmp_path: Path) -> None:
             self.layer = torch.nn.Linear(size, 2)
 
         def training_step(self, batch: Any, number: int) -> torch.Tensor:
-            return self.layer(batch[0]).square().sum()
+            loss: torch.Tensor = self.layer(batch[0]).square().sum()
+            return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.1)

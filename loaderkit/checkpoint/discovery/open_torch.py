@@ -45,16 +45,15 @@ def open_torch(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch) ->
 
 def open_deepspeed(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch) -> None:
     """Add the merged contents of all ranks' files. Raises CheckpointError, FormatError."""
-    num_pickled = 0
+    num_pickled: list[int] = []
 
     def read(name: str) -> deepspeed.RankFile:
-        nonlocal num_pickled
         info = checkpoint.objects[name]
         try:
             archive = _archive(checkpoint, info, chosen.heads.pop(info.key), fetch)
         except FormatError as error:
             raise FormatError(f"{checkpoint.describe(info.key)}: {error}") from None
-        num_pickled += archive.num_pickled
+        num_pickled.append(archive.num_pickled)
         return deepspeed.RankFile(archive.value, partial(entry_of, archive.starts, info.key))
 
     def read_all(names: Sequence[str]) -> list[deepspeed.RankFile]:
@@ -72,7 +71,7 @@ def open_deepspeed(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch
         if deepspeed.has_frozen(saved[0]):
             saved += read_all(models[1:])
         state = deepspeed.merge(saved, read_all(parts))
-        leaves = flatten(state, _is_tensor, max(1000, 8 * num_pickled), seen=collect(checkpoint.containers))
+        leaves = flatten(state, _is_tensor, max(1000, 8 * sum(num_pickled)), seen=collect(checkpoint.containers))
     except (FormatError, CheckpointError) as error:
         raise type(error)(f"{checkpoint.name}, of DeepSpeed: {error}") from None
     _add_leaves(checkpoint, checkpoint.objects[models[0]], leaves, saved[0].place)

@@ -31,6 +31,7 @@ MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt
 _EXPERTS = re.compile(r"(?:expp_rank_|expert_|layer_\d+_expert_).*\.pt")
 _HANDLED = ("module", "optimizer", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes",
             "frozen_param_fragments", "universal_checkpoint_info")  # fmt: skip
+_MAX_KINDS = 64
 Shape = tuple[int, ...]
 
 
@@ -70,9 +71,12 @@ def merge(models: Sequence[RankFile], parts: Sequence[RankFile]) -> dict[str, An
     `models`: the files with the rest, by rank (of the ranks after the first only frozen parts are used); `parts`: those of the
     optimizer. Weights are fp32, as the optimizer has them. Raises FormatError.
     """
-    run = _ZeroRun(models, parts)
-    rest = {key: value for key, value in run.model.items() if key not in _HANDLED}
-    return {"module": run.module(), "optimizer": run.optimizer(), **rest}
+    try:
+        run = _ZeroRun(models, parts)
+        rest = {key: value for key, value in run.model.items() if key not in _HANDLED}
+        return {"module": run.module(), "optimizer": run.optimizer(), **rest}
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise FormatError(f"its files do not describe a run of ZeRO: {error!r:.200}") from None
 
 
 def has_frozen(model: RankFile) -> bool:
@@ -170,7 +174,8 @@ class _ZeroRun:
 
     def _laid(self) -> dict[str, _Parameter]:
         """Where each parameter lies in the flat vectors."""
-        num_ranks, parameters = len(self._optimizers), {}
+        num_ranks = len(self._optimizers)
+        parameters: dict[str, _Parameter] = {}
         paddings = self._optimizers[0].get("param_alignment_paddings")
         at = 0
         for number, shapes in enumerate(self._shapes):
@@ -179,6 +184,10 @@ class _ZeroRun:
             )
             at = at if self.is_sharded else 0
             for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+                if type(gap) is not int or gap < 0 or name in parameters:
+                    raise FormatError(
+                        f"the parameter {shown(name)} is there twice, or has {shown(gap)} elements behind it"
+                    )
                 parameters[name] = _Parameter(number, at, shape)
                 at += -(-prod(shape) // num_ranks) if self.is_sharded else prod(shape) + gap
             if not self.is_sharded:
@@ -266,7 +275,10 @@ class _ZeroRun:
             raise FormatError("it was saved with elastic_checkpoint, whose parts DeepSpeed alone can merge")
         states = [_table(_table(base, "its optimizer is {}").get("state"), "its state is {}") for base in bases]
         state: dict[str, dict[str, Any]] = {}
-        for kind in dict.fromkeys(kind for one in states[0].values() for kind in one):
+        kinds = dict.fromkeys(kind for one in states[0].values() for kind in one)
+        if len(kinds) > _MAX_KINDS:
+            raise FormatError(f"its optimizer has {len(kinds)} states a parameter, more than any has")
+        for kind in kinds:
             found = [
                 [states[rank].get(g, {}).get(kind) for rank in range(len(states))] for g in range(len(self._shapes))
             ]
@@ -282,17 +294,24 @@ class _ZeroRun:
             for g, shapes in enumerate(self._shapes):
                 if g not in states[0] or kind not in states[0][g]:
                     continue
+                if g not in flat and isinstance(found[g][0], View) and prod(found[g][0].shape) > 1:
+                    continue  # it is of the flat vector as a whole, and of no parameter
                 plain = None if g in flat else _placed(found[g][0], self._places[0])
                 for name in shapes:
                     state.setdefault(name, {})[kind] = merged.get(name, plain)
         return {"state": state, "param_groups": self._groups(bases[0])}
 
     def _is_flat(self, group: int, found: Sequence[Any]) -> bool:
-        """True if a state has as many elements as the weights, but for those that fill the last rank's part."""
-        return all(
+        """True if a state has as many elements as the weights, but for those that fill the last rank's part. Raises FormatError
+        if it has on some ranks only."""
+        are_flat = {
             isinstance(view, View) and len(view.shape) == 1 and view.shape[0] >= weights.shape[0]
             for view, weights in zip(found, self._weights[group], strict=True)
-        )
+            if weights.shape[0]
+        }
+        if len(are_flat) > 1:
+            raise FormatError(f"a state of group {group} of the optimizer is as long as the weights on some ranks only")
+        return True in are_flat
 
     def _groups(self, base: Mapping[Any, Any]) -> list[dict[Any, Any]]:
         groups = []

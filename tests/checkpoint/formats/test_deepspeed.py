@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_states import same
-from deepspeed_folders import write_zero
+from deepspeed_folders import deepspeed_classes, write_zero
 from malformed import Evil
 
 import loaderkit
@@ -173,6 +173,33 @@ class TestNotWhole:
             made(tmp_path / f"{stage}", stage, 2, more={key: value})
             with pytest.raises(FormatError, match="of DeepSpeed"):
                 loaderkit.restore(tmp_path / f"{stage}")
+
+
+def test_what_no_writer_writes_is_an_error_of_ours(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    junk = (None, 3, -1, "x", [], {}, [1, "a"], {"x": 1}, (2, 2), torch.ones(2), torch.ones(2, 2), 10**30, 1.5, {3: {}})
+
+    def spoiled(value: Any, depth: int) -> Any:
+        if depth == 0 or not isinstance(value, (dict, list)) or not value:
+            return rng.choice(junk)
+        if isinstance(value, dict):
+            key = rng.choice([*value])
+            return {**value, key: spoiled(value[key], depth - 1)}
+        number = rng.randrange(len(value))
+        return [spoiled(item, depth - 1) if n == number else item for n, item in enumerate(value)]
+
+    num_refused = 0
+    for seed in range(120):
+        folder = tmp_path / f"{seed}"
+        made(folder, 1 + seed % 3, 2, seed % 5)
+        path = rng.choice(sorted(folder.iterdir()))
+        with deepspeed_classes():
+            torch.save(spoiled(torch.load(path, weights_only=False), rng.randrange(1, 6)), path)
+        try:
+            loaderkit.restore(folder)
+        except (CheckpointError, FormatError):
+            num_refused += 1
+    assert num_refused > 30
 
 
 def test_nothing_runs(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from loaderkit.connectors.base import ByteRange, ObjectInfo
 from loaderkit.errors import CheckpointError, FormatError
 
 _MAX_METADATA = 2**31
-_COMMON = "common.pt"  # of Megatron's torch_dist: what is not sharded
+_COMMON, _BACKEND = "common.pt", "metadata.json"  # of Megatron's torch_dist: what is not sharded, and that it is such
 _MAX_REST = 2**20  # bytes; a longer rest of a header is read by itself
 _MAX_RESTS = 64  # read at once
 
@@ -200,7 +200,7 @@ def _open_dcp(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch) -> 
         for name in (*contents.tensors, *contents.values):
             require_new(checkpoint, name, info)
         _add_contents(checkpoint, contents)
-    if _COMMON in checkpoint.beside and chosen.files == [METADATA]:
+    if _COMMON in checkpoint.beside and _BACKEND in checkpoint.objects and chosen.files == [METADATA]:
         open_common(checkpoint, checkpoint.objects[_COMMON], fetch)
 
 

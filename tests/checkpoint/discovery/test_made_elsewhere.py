@@ -76,6 +76,7 @@ class TestMegatron:
         save_dcp({"decoder.norm.weight": torch.ones(3), "decoder._extra_state/shard_0_1": [io.BytesIO(b"fp8")]}, folder)
         common = {"iteration": 100, "args": SimpleNamespace(x=1), "scheduler": {"lr": 0.5}, "rng": torch.arange(3)}
         torch.save(common, folder / "common.pt")
+        (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("100\n")
         restored = loaderkit.restore(tmp_path)
         assert restored.pop("decoder.norm.weight").tolist() == [1, 1, 1]

@@ -28,7 +28,7 @@ $(VENV)/.demo: pyproject.toml $(wildcard loaderkit/native/csrc/*)
 
 $(VENV)/.test: $(VENV)/.demo
 	@echo "what the tests need"
-	@$(WANTED) s3 dali webdataset parquet volumes fsspec metrics profile test >$(VENV)/test.txt
+	@$(WANTED) s3 dali webdataset parquet volumes media fsspec metrics profile test >$(VENV)/test.txt
 	@$(PIP) -r $(VENV)/test.txt $(OR_WHY)
 	@touch $@
 

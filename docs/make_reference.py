@@ -51,6 +51,8 @@ from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.profile import ranks, report, report_parts
 from loaderkit.profile.port import parts as ported
 from loaderkit.stages.base import StageArgs
+from loaderkit.stages.media.audio import AudioArgs
+from loaderkit.stages.media.video import VideoArgs
 
 TARGET = Path(__file__).parent / "reference.md"
 
@@ -238,6 +240,8 @@ def render() -> str:
         where = {"sample": "before `batch`", "batch": "behind `batch`", "either": "on either side of `batch`"}
         side = f" Stands {where[stage.scope]}." if stage.scope in where else ""
         parts += [f"### `{kind}`\n", summary(stage.args) + side + "\n", table(stage.args, skip=StageArgs.model_fields)]
+        for key, model in {"video": VideoArgs, "audio": AudioArgs}.items() if kind == "decode" else ():
+            parts += [f"`decode.{key}`: {summary(model)} More in [video and sound](media.md).\n", table(model)]
     parts += ["## Prefetch\n", summary(PrefetchArgs) + "\n", table(PrefetchArgs)]
     parts += ["`prefetch.ray`, for `executor: ray`:\n", table(RayArgs)]
     parts += ["## Errors\n", summary(ErrorsArgs) + "\n", table(ErrorsArgs)]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from buckets import upload
 from doc_examples import LOOPS, examples, libraries, named, needs_cluster, needs_frameworks
+from hf_folders import saved
 from mixed_photos import write_mixed
 from seaweed import Seaweed
 
@@ -29,7 +32,8 @@ README_PIPELINE = named("README.md", "pipeline.yaml")
 
 @pytest.fixture
 def folder(tmp_path: Path, photos: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder: data/train, data/val, data/photos, data/shards, and the README's pipeline for smaller batches."""
+    """A user's folder: data/train, data/val, data/photos, data/shards, data/saved, and the README's pipeline for smaller
+    batches."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train").symlink_to(photos)
     (tmp_path / "data" / "val").symlink_to(photos)
@@ -37,6 +41,10 @@ def folder(tmp_path: Path, photos: Path, shards: Path, monkeypatch: pytest.Monke
     (tmp_path / "data" / "shards").mkdir()
     for shard in shards.glob("*.tar"):
         (tmp_path / "data" / "shards" / shard.name).symlink_to(shard)
+    table = pa.table({"text": [f"text {number}" for number in range(70)], "label": [*range(7)] * 10})
+    (tmp_path / "data" / "saved").mkdir()
+    for name, data in saved(table, random.Random(1)).items():
+        (tmp_path / "data" / "saved" / name).write_bytes(data)
     monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "indexes"))
     (tmp_path / "pipeline.yaml").write_text(README_PIPELINE.replace("size: 64,", "size: 16,"))
     monkeypatch.setattr("loaderkit.cli.profile._HEADROOM_S", 0.2)  # of all CPUs

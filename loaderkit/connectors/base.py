@@ -129,6 +129,13 @@ class ReadHashed(Protocol):
     ) -> Hashed | None: ...
 
 
+class MapObject(Protocol):
+    """Maps an object: its bytes as read-only memory that no read fills. Raises as `read_into` does. The mapping ends with the
+    last view of it; bytes of an object that is cut meanwhile are gone, and to touch them ends the process."""
+
+    def __call__(self, key: str, *, etag: str | None = None) -> memoryview: ...
+
+
 @dataclass(frozen=True)
 class BulkReads:
     """A connector's faster reads beside `read_into`; None for those it does not have."""
@@ -138,6 +145,7 @@ class BulkReads:
     read_direct: ReadInto | None = None  # past the page cache
     read_hashed: ReadHashed | None = None
     scatter_into: ScatterInto | None = None
+    map_object: MapObject | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

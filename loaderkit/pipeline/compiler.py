@@ -257,7 +257,7 @@ def _lower(config: PipelineConfig, stream: Stream | None, num_workers: int) -> D
 def _stage_in_slots(config: PipelineConfig, stream: Stream | None) -> StageConfig | None:
     """The stage behind `batch` that can write images into their slots, if the stages between keep values on the CPU."""
     fields = config.kind.fields(config.source)
-    if any(fields is None or fields.get(name) == "image" for name in config.batch.forms):
+    if any(fields is None or fields.get(name) in ("image", "video") for name in config.batch.forms):
         return None  # these images have no slots
     if any(getattr(stage.args, "depth", 8) == 16 for stage in config.stages):
         return None  # their slots are uint16
@@ -292,7 +292,7 @@ def _ahead_of(
     config, shard = plan.config, plan.shard
     if not isinstance(args, StoreArgs) or connector is None or plan.executor == "inline":
         return None
-    if not traits_of(connector).is_remote:
+    if not traits_of(connector).is_remote or not source.can_forecast:
         return None
     num_batches = _MOST_BATCHES if config.prefetch.batches == "auto" else config.prefetch.batches
     mean_samples, _ = plan.order.slots_of(plan.schedule.batch_size)

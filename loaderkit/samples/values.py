@@ -43,6 +43,18 @@ class Image(NamedTuple):
         return self.whole or (self.pixels.shape[0], self.pixels.shape[1])
 
 
+class Clip(NamedTuple):
+    """A decoded clip of a video: its frames, of one size, as images."""
+
+    frames: tuple[Image, ...]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(T, C, H, W)."""
+        height, width, channels = self.frames[0].pixels.shape
+        return len(self.frames), channels, height, width
+
+
 class InPlace(NamedTuple):
     """A field of `num_bytes` that `read` has written already, into its slot, or as `tensor` into memory that is lent to the
     batch. For the first sample, of which only the layout matters, nothing is written."""
@@ -56,6 +68,12 @@ class GpuDecoded(NamedTuple):
 
     tensor: torch.Tensor
     row: int
+
+
+class CutWindow(NamedTuple):
+    """The window of an array that the stage after `read` would cut, of which nothing else was read."""
+
+    array: NDArray[Any]
 
 
 class FieldGroup(NamedTuple):

@@ -15,8 +15,8 @@ from PIL import Image as Pillow
 
 from loaderkit.native.pixels import packed
 from loaderkit.samples.pictures import picture_extension
-from loaderkit.samples.values import Encoded, Image
-from loaderkit.stages.values import describe
+from loaderkit.samples.values import Clip, Encoded, Image
+from loaderkit.stages.values import describe, to_tensor
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -70,6 +70,8 @@ def encoded_field(  # noqa: PLR0911 - a kind of value each
         if original is not None and original.digest == digest_of(value):
             return EncodedField(original.extension, bytes(original.data))
         return _picture(value, quality)
+    if type(value) is Clip:
+        value = to_tensor(value)
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         file = io.BytesIO()
         np.save(file, _array(value), allow_pickle=False)
@@ -91,6 +93,8 @@ def array_of(value: Any) -> NDArray[Any]:
     """The record of a value: images as uint8 [C, H, W]. Raises ValueError for what is no array."""
     if type(value) is Image:
         return np.ascontiguousarray(packed(value.pixels).transpose(2, 0, 1))
+    if type(value) is Clip:
+        return to_tensor(value).numpy()
     if type(value) in (bool, int, float):
         return np.asarray(value)
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):

@@ -55,6 +55,23 @@ class InPlaceFields(NamedTuple):
     touched: frozenset[str]
 
 
+class WindowRule(NamedTuple):
+    """A stage that cuts one window out of `fields` along their last `num_dims` dimensions. `place(lengths, draws, load)` gives
+    its slices from their lengths, its draws and, for `foreground`, that field's array, if asked for; None: it needs all."""
+
+    fields: tuple[str, ...]
+    num_dims: int
+    foreground: str | None
+    place: Callable[[tuple[int, ...], NDArray[np.float64], Callable[[], NDArray[Any]]], tuple[slice, ...] | None]
+
+
+class Windows(NamedTuple):
+    """The windows that the next stage cuts: its rule, and its draws for a chunk, float64 [samples, n]."""
+
+    rule: WindowRule
+    draws: Callable[[SampleChunk], NDArray[np.float64]]
+
+
 @dataclass(frozen=True)
 class ReadContext:
     """What a reader is told of the pipeline that it reads for. All but the first two only permit what is faster: a reader may
@@ -68,6 +85,8 @@ class ReadContext:
     in place of `chunk.samples` once the layout is known (`chunk.work_item.specs`)."""
     may_reuse: bool = False  # what is read may lie in memory of the chunk that the next one overwrites
     in_place: InPlaceFields | None = None
+    windows: Windows | None = None
+    """The next stage cuts windows: those may be read alone, all of its fields as `CutWindow`."""
     packed_length: int | None = None
     """`pack` follows, and makes sequences of that many tokens: chunks are `PackedChunk`s, whose `tokens` may be set."""
 
@@ -154,6 +173,7 @@ class Source(ABC):
     index_s: float = 0.0  # of the time that opening took: for the indexes of archives
     is_typed = True  # False: a field may have another type in every sample, as in JSON
     has_untyped_arrays = False  # True: a list of numbers is an array whose type only the numbers tell
+    can_forecast = True  # False: which bytes a sample needs shows only while it is read
     has_ranges = False  # True: `ranges` are the bytes of a sample and of no other
     runs_user_code = False  # True: reading runs code of the user's, which may not be safe in several threads
     owner: Any = None  # the user's object that reading runs code of, if one thread at a time may

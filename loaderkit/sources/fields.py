@@ -14,6 +14,8 @@ from loaderkit.sources.patterns import Patterns, expand_braces
 IMAGE_EXTENSIONS = frozenset(
     {"jpg", "jpeg", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif", "jp2", "j2k"}
 )
+VIDEO_EXTENSIONS = frozenset({"mp4", "m4v", "mov", "mkv", "webm", "avi"})
+AUDIO_EXTENSIONS = frozenset({"wav", "flac", "mp3", "ogg", "oga", "opus", "m4a", "mka"})
 
 
 def _checked_patterns(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
@@ -94,18 +96,27 @@ def check_optional(optional: tuple[str, ...], fields: Iterable[str]) -> None:
             raise ValueError(f"`optional` names {name!r}, which is none of the fields that may be: {', '.join(known)}")
 
 
+_FIELDS = (
+    dict.fromkeys(IMAGE_EXTENSIONS, "image")
+    | dict.fromkeys(VIDEO_EXTENSIONS, "video")
+    | dict.fromkeys(AUDIO_EXTENSIONS, "audio")
+    | {"nii.gz": "nii"}
+)
+"""Extension -> its field, where no `fields` are given; of others the field is named as the extension."""
+
+
 class FieldMap:
     """Maps extensions (lower case, without the leading dot) to fields.
 
-    With `fields` None image extensions belong to `image`, those in `defaults` to the field given there, and any other to the
-    field of the same name.
+    With `fields` None extensions of images belong to `image`, of videos to `video` and of sounds to `audio`, those in
+    `defaults` to the field given there, and any other to the field of the same name.
     """
 
     def __init__(self, fields: Mapping[str, str] | None, defaults: Mapping[str, str] | None = None) -> None:
         self.names = None if fields is None else tuple(fields)
         self._fields: dict[str, str] = {}
         if fields is None:
-            self._fields = dict.fromkeys(IMAGE_EXTENSIONS, "image") | {"nii.gz": "nii"} | dict(defaults or {})
+            self._fields = _FIELDS | dict(defaults or {})
         else:
             for name, listed in fields.items():
                 self._fields |= dict.fromkeys(_split_extensions(listed), name)
@@ -153,9 +164,7 @@ def included_fields(include: str | tuple[str, ...]) -> dict[str, str] | None:
     extensions = list(map(_last_extension, patterns))
     if not all(extension.replace(".", "").isalnum() for extension in extensions):
         return None
-    named = {
-        "image" if extension in IMAGE_EXTENSIONS else extension: _content_of([extension]) for extension in extensions
-    }
+    named = {_FIELDS.get(extension, extension): _content_of([extension]) for extension in extensions}
     return _unless_archived(named)
 
 
@@ -176,10 +185,18 @@ _CONTENTS = {
 }
 
 
+_KINDS = (
+    (IMAGE_EXTENSIONS, "image"),
+    (VIDEO_EXTENSIONS | {"gif"}, "video"),
+    (AUDIO_EXTENSIONS, "sound"),
+)
+
+
 def _content_of(extensions: list[str]) -> str:
     last = {extension.rpartition(".")[2] for extension in extensions}
-    if last <= IMAGE_EXTENSIONS:
-        return "image"
+    for known, kind in _KINDS:
+        if last <= known:
+            return kind
     return _CONTENTS.get(last.pop(), "bytes") if len(last) == 1 else "bytes"
 
 

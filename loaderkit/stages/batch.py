@@ -21,7 +21,7 @@ from loaderkit.engine.work import Stage
 from loaderkit.samples.chunk import FieldSpec, SampleChunk, SampleFailure
 from loaderkit.samples.sample import Sample
 from loaderkit.samples.slots import LEAST_LENT, Slots, TakeBytes, new_tensor
-from loaderkit.samples.values import Encoded, GpuDecoded, Image, InPlace
+from loaderkit.samples.values import Clip, Encoded, GpuDecoded, Image, InPlace
 from loaderkit.stages.base import AddError, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.image.alignment import check_masks
@@ -155,6 +155,8 @@ def write_samples(
 def _write_column(values: list[Any] | NDArray[Any], name: str, spec: FieldSpec, chunk: SampleChunk) -> bool:
     """Write one field of all samples at once; False if they must be written one by one."""
     if spec.kind == "slab" and spec.image and spec.dtype not in _LEVELS:
+        if len(spec.shape) == 4:
+            return {*map(type, values)} == {Clip} and {clip.shape for clip in values} == {spec.shape}
         channels, height, width = spec.shape
         are_images = {*map(type, values)} == {Image}
         return are_images and {image.pixels.shape for image in values} == {(height, width, channels)}
@@ -218,6 +220,9 @@ def _write_each(
 def _write_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int) -> None:
     if type(value) is InPlace:
         return
+    if spec.image and type(value) is Clip:
+        _write_clip(value, name, spec, slots, slot)
+        return
     if spec.image and type(value) is Image:
         height, width, channels = value.pixels.shape
         if (channels, height, width) == spec.shape:
@@ -243,6 +248,17 @@ def _write_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int
         raise ValueError(_misfit(value, name, spec))
     assert array is not None
     np.copyto(array[slot, ...], value)  # one copy for any layout: swapped, reversed, unaligned
+
+
+def _write_clip(clip: Clip, name: str, spec: FieldSpec, slots: Slots, slot: int) -> None:
+    if clip.shape != spec.shape:
+        raise ValueError(_misfit(clip, name, spec))
+    if spec.dtype in _LEVELS:
+        assert slots.array is not None
+        for number, frame in enumerate(clip.frames):
+            if frame.pixels.dtype != slots.array.dtype:
+                raise ValueError(_misfit(clip, name, spec))
+            native.write_planes(slots.array[slot], number, frame.pixels)
 
 
 def _write_tensor(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int) -> None:

@@ -28,11 +28,12 @@ from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, ConfigError
 from loaderkit.samples.chunk import BatchContext
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Encoded, Image
+from loaderkit.samples.values import Clip, Encoded, Image
 from loaderkit.sampling.global_generators import seeded_by
 from loaderkit.sampling.random import generator
 from loaderkit.stages.base import AddError, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind, Stream
+from loaderkit.stages.media.clips import as_clip
 from loaderkit.stages.runner import StageKeys, each_call
 from loaderkit.stages.time_limit import TimeLimit
 from loaderkit.stages.values import as_image, to_tensor
@@ -186,15 +187,22 @@ def taken_of(sample: Sample, copies: Mapping[str, Any], result: Sample) -> Sampl
     for name, image in sample.items():
         value = result.get(name)
         if type(image) is Image and isinstance(value, torch.Tensor) and value.ndim == 3 and value.dtype in _LEVELS:
-            after = as_image(value) if value.dtype == torch.uint8 else _deep_image(value)
+            after = _as_before(value, image)
             if after is not None:
                 result[name] = after._replace(mask=image.mask)
+        elif type(image) is Clip and isinstance(value, torch.Tensor) and value.ndim == 4:
+            result[name] = as_clip(value) or value
     return result
 
 
-def _deep_image(value: torch.Tensor) -> Image | None:
-    """uint16 [C, H, W] as an image; None if it is none."""
-    return Image(value.permute(1, 2, 0).numpy()) if value.shape[0] in (1, 3) else None
+def _as_before(value: torch.Tensor, image: Image) -> Image | None:
+    """What became of an image, uint8 or uint16 [C, H, W], as an image; None if it is none."""
+    is_here = value.device.type == "cpu" and value.layout is torch.strided
+    if is_here and value.shape[0] == image.pixels.shape[2]:
+        return Image(value.permute(1, 2, 0).numpy())
+    if value.dtype == torch.uint8:
+        return as_image(value)
+    return Image(value.permute(1, 2, 0).numpy()) if is_here and value.shape[0] in (1, 3) else None
 
 
 def filter_sample(
@@ -214,7 +222,11 @@ def filter_sample(
 def given_of(sample: Sample, key: str) -> Sample:
     """What a function sees of a sample: images as tensors, and copies of encoded bytes, which lie in reused memory."""
     given = {
-        name: to_tensor(value) if type(value) is Image else bytes(value.data) if type(value) is Encoded else value
+        name: to_tensor(value)
+        if type(value) in (Image, Clip)
+        else bytes(value.data)
+        if type(value) is Encoded
+        else value
         for name, value in sample.items()
     }
     return {**given, _KEY: key}

@@ -19,10 +19,11 @@ from loaderkit.samples.chunk import BatchContext, SampleChunk
 from loaderkit.samples.sample import Sample
 from loaderkit.samples.values import Encoded
 from loaderkit.sampling.order import SampleOrder
-from loaderkit.sources.base import Source
+from loaderkit.sources.base import Source, WindowRule
 from loaderkit.stages.base import AddError, Scope, StageArgs, StageConfig
-from loaderkit.stages.image.boxes import Annotations, following
+from loaderkit.stages.image.boxes import ALONE, Annotations, following
 from loaderkit.stages.image.ops import MOVES_PIXELS, ImageOps
+from loaderkit.stages.media.clips import each_frame
 from loaderkit.stages.runner import FailureNamer, StageKeys, each_sample, returned
 
 
@@ -72,6 +73,7 @@ class StageKind:
     check: Callable[[Sequence[StageConfig], int, Mapping[str, StageKind], AddError], None] | None = None
     """(all stages, this one's index, the kinds, `add_error`): reports what does not fit the other stages."""
     num_draws: int = 0  # uniform random numbers per sample
+    window: Callable[[Any], WindowRule] | None = None  # what it cuts of arrays, for `read` before it
     ops: Callable[[Any], ImageOps] | None = None  # its effect on an image as `ImageOp`s, for `decode` and boxes
     runs_in_dali: bool = True  # if it has `ops`
     needs_images: bool = False
@@ -189,8 +191,11 @@ class CompileContext:
             assert kind.make is not None
             keys, failed = self.keys(stage), self.failed(stage)
             function, ops = kind.make(stage.args), None if kind.ops is None else kind.ops(stage.args)
+            if kind.needs_images:
+                function = each_frame(function, getattr(stage.args, "fields", None))
             if ops is not None and self.annotations and not MOVES_PIXELS.isdisjoint(ops.kinds):
-                function = following(function, ops, getattr(stage.args, "fields", None), self.annotations)
+                on_masks = kind.make(_for_masks(stage.args))
+                function = following(function, ops, getattr(stage.args, "fields", None), self.annotations, on_masks)
             if not kind.is_contained:
                 function = _not_contained(function)
             run = each_sample(function, kind.num_draws, keys, failed, reuse=self.may_reuse)
@@ -214,6 +219,12 @@ def annotations_of(stages: Iterable[StageConfig], kinds: Mapping[str, StageKind]
     decoding = (stage.args for stage in stages if kinds[stage.kind].decodes)
     found: Annotations = getattr(next(decoding, None), "annotations", Annotations({}, ()))
     return found
+
+
+def _for_masks(args: StageArgs) -> StageArgs:
+    """The arguments of a stage that acts on masks of instances, and fills them with 0."""
+    changed = {"fields": (ALONE,), "fill": 0}
+    return args.model_copy(update={name: changed[name] for name in changed.keys() & type(args).model_fields.keys()})
 
 
 def _not_contained(function: Callable[..., Any]) -> Callable[..., None]:

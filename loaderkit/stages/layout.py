@@ -16,7 +16,7 @@ import torch
 
 from loaderkit.samples.chunk import FieldSpec, Starts
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Encoded, GpuDecoded, Image, InPlace, as_array
+from loaderkit.samples.values import Clip, Encoded, GpuDecoded, Image, InPlace, as_array
 from loaderkit.stages.values import as_tensor, describe, dtype_of, shape_and_dtype
 
 Examples = Sequence[tuple[str, Sample]]
@@ -75,6 +75,8 @@ def num_bytes_of_sample(sample: Sample) -> int:
     for value in sample.values():
         if isinstance(value, Image):
             num_bytes += value.pixels.nbytes
+        elif isinstance(value, Clip):
+            num_bytes += len(value.frames) * value.frames[0].pixels.nbytes
         elif isinstance(value, GpuDecoded):
             num_bytes += value.tensor[value.row].nbytes
         elif isinstance(value, InPlace):
@@ -122,7 +124,7 @@ def _spec_of(  # noqa: PLR0911 - a kind of value each
     if ragged is not None:
         tensor = ragged_tensor(value)
         kind: Literal["pad", "ragged"] = "pad" if ragged == "pad" else "ragged"
-        is_image = type(value) is GpuDecoded or (type(value) is Image and not value.mask)
+        is_image = type(value) in (Clip, GpuDecoded) or (type(value) is Image and not value.mask)
         return FieldSpec(kind, tuple(tensor.shape), dtype_of(tensor), is_image, key, tensor.nbytes)
     if type(value) is Starts:
         return FieldSpec("starts", (value.length,), "int32", example_key=key)
@@ -131,6 +133,10 @@ def _spec_of(  # noqa: PLR0911 - a kind of value each
         stored = value.pixels.dtype.name
         dtype = stored if value.mask or image_dtype is None or stored != "uint8" else image_dtype
         return FieldSpec("slab", (channels, height, width), dtype, image=not value.mask, example_key=key)
+    if type(value) is Clip:
+        stored = value.frames[0].pixels.dtype.name
+        dtype = stored if image_dtype is None or stored != "uint8" else image_dtype
+        return FieldSpec("slab", value.shape, dtype, image=True, example_key=key)
     if type(value) is GpuDecoded:
         tensor = value.tensor[0]
         return FieldSpec("rendered", tuple(tensor.shape), dtype_of(tensor), True, key, tensor.nbytes)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError
 from loaderkit.samples.chunk import SampleChunk
-from loaderkit.sources.base import InPlaceFields, ReadContext, Reader
+from loaderkit.sources.base import InPlaceFields, ReadContext, Reader, Windows
 from loaderkit.stages.base import StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
+from loaderkit.stages.runner import StageKeys
 
 
 class ReadArgs(StageArgs):
@@ -78,7 +83,27 @@ def _read_context(stage: StageConfig, context: CompileContext) -> ReadContext:
         may_reuse=context.may_reuse,
         in_place=_in_place(context) if is_alone else None,
         packed_length=context.order.length if packs and is_alone else None,
+        windows=_windows(context, behind[0]) if behind else None,
     )
+
+
+def _windows(context: CompileContext, following: StageConfig) -> Windows | None:
+    """What the stage behind cuts, with the draws that it makes itself for each chunk."""
+    kind = context.kind_of(following)
+    if kind.window is None:
+        return None
+    return Windows(kind.window(following.args), _Draws(context.keys(following), kind.num_draws))
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """Can be pickled, as a lambda cannot."""
+
+    keys: StageKeys
+    num: int
+
+    def __call__(self, chunk: SampleChunk) -> NDArray[np.float64]:
+        return self.keys.draws(chunk, self.num)
 
 
 def _in_place(context: CompileContext) -> InPlaceFields | None:
@@ -88,10 +113,11 @@ def _in_place(context: CompileContext) -> InPlaceFields | None:
     decode = next((stage.args for stage in between if context.kind_of(stage).decodes), None)
     others = [stage for stage in between if not context.kind_of(stage).decodes]
     named = [getattr(stage.args, "fields", None) for stage in others]
-    if decode is None or not context.may_reuse or None in named:
+    if decode is None or not context.may_reuse or None in named or getattr(decode, "takes_arrays", False):
         return None
     decoded = getattr(decode, "fields", None)
-    touched = context.annotations.names.union(*(names or () for names in named))
+    masks = getattr(decode, "masks", None) or ()
+    touched = context.annotations.names.union(masks, *(names or () for names in named))
     return InPlaceFields(None if decoded is None else frozenset(decoded), touched)
 
 

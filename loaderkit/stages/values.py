@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from loaderkit._internal.dtypes import type_in_numpy
 from loaderkit.native.pixels import packed
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import GpuDecoded, Image, InPlace
+from loaderkit.samples.values import Clip, GpuDecoded, Image, InPlace
 from loaderkit.stages.image.formats import converted
 
 NUMBER_DTYPES = {int: "int64", float: "float64", bool: "bool"}
@@ -106,8 +106,11 @@ def image_fields(sample: Sample, fields: Iterable[str] | None) -> list[tuple[str
     return images
 
 
-def to_tensor(image: Image) -> torch.Tensor:
-    """The pixels as torch uint8 (or uint16) [C, H, W]; a view where strides allow it."""
+def to_tensor(image: Image | Clip) -> torch.Tensor:
+    """The pixels as torch uint8 (or uint16) [C, H, W], a view where strides allow it; of a clip [T, C, H, W]."""
+    if type(image) is Clip:
+        return torch.stack([to_tensor(frame) for frame in image.frames])
+    assert type(image) is Image
     pixels = packed(image.pixels)
     return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
 
@@ -132,7 +135,7 @@ def as_tensor(value: Any) -> torch.Tensor:
         value = value.tensor
     if isinstance(value, torch.Tensor):
         return value
-    if type(value) is Image:
+    if type(value) in (Image, Clip):
         return to_tensor(value)
     if type(value) is GpuDecoded:
         return value.tensor[value.row]
@@ -155,11 +158,13 @@ def as_tensor(value: Any) -> torch.Tensor:
     )
 
 
-def describe(value: Any) -> str:
+def describe(value: Any) -> str:  # noqa: PLR0911 - a kind of value each
     """A value's type and shape, for messages."""
     if type(value) is Image:
         height, width, channels = value.pixels.shape
         return f"image {value.pixels.dtype} [{channels}, {height}, {width}]"
+    if type(value) is Clip:
+        return f"clip {value.frames[0].pixels.dtype} {list(value.shape)}"
     if isinstance(value, (GpuDecoded, torch.Tensor)):
         noun, value = ("image", value.tensor[value.row]) if isinstance(value, GpuDecoded) else ("tensor", value)
         return f"{noun} {dtype_of(value)} {list(value.shape)}"

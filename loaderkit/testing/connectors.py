@@ -180,6 +180,24 @@ class ConnectorContract:
                     assert number not in errors
                     assert buffer[offset : offset + found.length] == alone
 
+    def test_a_mapping_is_what_reading_gives(self, make_store: MakeStore) -> None:
+        data = np.random.default_rng(5).bytes(9000)
+        store = make_store({"a": data, "empty": b""})
+        map_object = bulk_of(store.connector).map_object
+        if map_object is None:
+            return
+        mapped = map_object(store.place("a"), etag=store.etag("a"))
+        assert mapped.readonly
+        assert bytes(mapped) == data
+        assert bytes(map_object(store.place("empty"))) == b""
+        with pytest.raises(ObjectNotFoundError):
+            map_object(store.place("b"))
+        if store.replace is not None:
+            old = store.etag("a")
+            store.replace("a", b"new")
+            with pytest.raises(ObjectChangedError):
+                map_object(store.place("a"), etag=old)
+
     def test_many_threads(self, make_store: MakeStore) -> None:
         objects = {f"d{i % 7}/{i}": bytes([i]) * (i + 1) for i in range(100)}
         store = make_store(objects)

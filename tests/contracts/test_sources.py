@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from extensions import forget_after
+from hf_folders import saved
+from mds_shards import write_mds
 from pydantic import Field
 from tf_records import example, record
 
@@ -34,6 +37,10 @@ def folder(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(2):
         rows = range(30 * number, 30 * number + 30)
         pq.write_table(pa.table({"data": rows}), folder / f"{number}.parquet", row_group_size=1)
+    write_mds(folder / "mds", {"x": "int"}, [{"x": number} for number in range(60)], shard_samples=25)
+    (folder / "saved").mkdir()
+    for name, data in saved(pa.table({"x": range(60)}), random.Random(5), batch_rows=1).items():
+        (folder / "saved" / name).write_bytes(data)
     (folder / "x.jsonl").write_text("".join(f'\n{{"x": {number}}}\n' for number in range(60)))
     (folder / "x.tfrecord").write_bytes(b"".join(record(example({"x": [number]})) for number in range(60)))
     for number, photo in enumerate(sorted(photos.rglob("*.jpg"))):
@@ -43,10 +50,14 @@ def folder(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+KINDS = [
+    "files", "joined", "tar", "array", "windows", "tokens", "parquet", "huggingface", "lines", "tfrecord", "mds",
+    "dataset",
+]  # fmt: skip
+
+
 class TestSources(SourceContract):
-    @pytest.fixture(
-        params=["files", "joined", "tar", "array", "windows", "tokens", "parquet", "lines", "tfrecord", "dataset"]
-    )
+    @pytest.fixture(params=KINDS)
     def described(
         self,
         request: pytest.FixtureRequest,
@@ -68,8 +79,10 @@ class TestSources(SourceContract):
             "windows": {"kind": "array", "url": str(folder / "x.bin"), "dtype": "uint16", "window": 200},
             "tokens": {"kind": "tokens", **tokens},
             "parquet": {"kind": "parquet", "url": str(folder)},
+            "huggingface": {"kind": "huggingface", "url": str(folder / "saved")},
             "lines": {"kind": "lines", "url": str(folder / "x.jsonl")},
             "tfrecord": {"kind": "tfrecord", "url": str(folder)},
+            "mds": {"kind": "mds", "url": str(folder / "mds")},
             "dataset": {"kind": "dataset", "object": [{"x": number} for number in range(60)]},
         }
         return sources[request.param]
@@ -96,13 +109,14 @@ class TestSources(SourceContract):
                     assert int(source.parse(index, memoryview(data))["x"]) == index
                     continue
                 assert (field, extension) in (
-                    ("image", "jpg"), ("label", "cls"), ("data", "raw"), ("row group", "parquet"),
+                    ("image", "jpg"), ("label", "cls"), ("data", "raw"), ("row group", "parquet"), ("record batch", "arrow"),
                 )  # fmt: skip
                 begins = {
                     "jpg": data[:2] == b"\xff\xd8",
                     "cls": data.isdigit(),
                     "raw": data[0] in (index, 100 * index % 256),
                     "parquet": bytes([index, 0, 0, 0, 0, 0, 0, 0]) in data,
+                    "arrow": bytes([index, 0, 0, 0, 0, 0, 0, 0]) in data,
                 }
                 assert begins[extension]
 

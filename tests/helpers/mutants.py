@@ -109,6 +109,36 @@ def picture_kinds() -> Iterator[Kind]:
         yield Kind(extension, picture(kind), (*PLAIN, whole_number), parse, (use,), ValueError)
 
 
+def media_kinds() -> Iterator[Kind]:
+    from media_files import sound, video
+
+    from loaderkit import Pipeline
+    from loaderkit.errors import FormatError
+    from loaderkit.stages.media.audio import AudioArgs, read_sound
+    from loaderkit.stages.media.video import VideoArgs, read_clip
+
+    clip, window = VideoArgs(frames=3, stride=2, max_pixels=MOST_PIXELS), AudioArgs(rate=8000, seconds=0.2)
+    settings: dict[str, Any] = {"video": clip.model_dump(), "audio": window.model_dump()}
+
+    def as_file(name: str) -> Callable[[bytes], None]:
+        read = Pipeline.files("memory://").shuffle("none").read().decode(**settings).batch(1).prefetch(concurrency=2)
+        return lambda data: epoch(read, {name: data})
+
+    def as_clip(data: bytes) -> Any:
+        return read_clip(memoryview(data), clip, 0.7)
+
+    def as_sound(data: bytes) -> Any:
+        return read_sound(memoryview(data), window, 0.7)
+
+    files = {kind: video(kind, num=12, size=(32, 48)) for kind in ("mp4", "mov", "mkv", "webm", "avi", "gif")}
+    for kind, data in files.items():
+        use = (as_file(f"x.{kind}"),)
+        yield Kind(f"clip-{kind}", data, (*PLAIN, whole_number), as_clip, use, FormatError)
+    for kind in ("wav", "flac", "mp3", "ogg", "opus", "m4a"):
+        use = (as_file(f"x.{kind}"),)
+        yield Kind(f"sound-{kind}", sound(kind, seconds=0.8), (*PLAIN, whole_number), as_sound, use, FormatError)
+
+
 def array_kinds() -> Iterator[Kind]:
     from loaderkit import Pipeline
     from loaderkit.errors import FormatError
@@ -380,7 +410,7 @@ def reader_of(data: bytes) -> Callable[[int, memoryview], None]:
 
 
 def kinds(only: str | None) -> list[Kind]:
-    made = [*picture_kinds(), *array_kinds(), *tar_kinds(), *state_kinds(), *checkpoint_kinds()]
+    made = [*picture_kinds(), *media_kinds(), *array_kinds(), *tar_kinds(), *state_kinds(), *checkpoint_kinds()]
     made += [Kind(*kind) for kind in serial_kinds(epoch)]
     for kind in made:
         for read in (kind.parse, *kind.use):

@@ -28,7 +28,7 @@ PROGRAMS = (
 MODULES = ("odd_payload", "antigravity", "this", "turtledemo", "pdb", "webbrowser")
 EXTENSIONS = (
     "jpg", "jpeg", "png", "webp", "tif", "tiff", "gif", "bmp", "ppm", "npy", "npz", "tar", "safetensors", "pt", "pth", "bin",
-    "ckpt", "metadata", "idx", "json", "txt", "text", "cls", "distcp", "yaml", "jsonl", "raw",
+    "ckpt", "metadata", "idx", "mp4", "mp3", "json", "txt", "text", "cls", "distcp", "yaml", "jsonl", "raw",
 )  # fmt: skip
 OUTSIDE = "/tmp/escaped-by-loaderkit"
 ESCAPES = ("../escaped", OUTSIDE, "a/../../escaped", "..\\escaped", "C:\\escaped", "a\\..\\escaped", "~/escaped")
@@ -381,6 +381,22 @@ def taped(rng: Random) -> bytes:
     return archive_of(members, *others, form=rng.choice([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT]))
 
 
+def playlist(rng: Random) -> bytes:
+    """What players read, and what names other files: as it is, and behind the beginning of a container."""
+    target = rng.choice(
+        ["/etc/passwd", "http://127.0.0.1:9/x", "concat:/etc/passwd", "subfile,,start,0,end,9,,:/etc/passwd"]
+    )
+    text = rng.choice([
+        "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{0}\n#EXT-X-ENDLIST\n", "ffconcat version 1.0\nfile '{0}'\n",
+        "<MPD><Period><BaseURL>{0}</BaseURL></Period></MPD>", "v=0\nc=IN IP4 127.0.0.1\nm=video 1 RTP/AVP 96\na=control:{0}\n",
+        "[playlist]\nFile1={0}\n", "#!AMR\n{0}",
+    ]).format(target).encode()  # fmt: skip
+    head = rng.choice(
+        [b"", b"", b"\x1a\x45\xdf\xa3", b"RIFF\xff\xff\xff\xffAVI ", b"OggS", b"\0\0\0\x10ftypisom\0\0\0\0"]
+    )
+    return head + text
+
+
 def packed(rng: Random) -> bytes:
     """Small bombs, and malicious pickles, packed."""
     data = rng.choice([bytes(300_000), malicious(rng), taped(rng)])
@@ -412,5 +428,5 @@ MAKERS: dict[str, Callable[[Random], bytes]] = {
     "jpeg2000": drawn("JPEG2000", "RGB", "L"), "gbr": brush, "bitmap-text": bitmap_text, "film": film, "html": page,
     "magick": magick, "yaml": yaml_tags, "listing": listing, "script": script, "program": program, "pickle": malicious,
     "torch-zip": saved_zip, "torch-old": saved_before, "dcp": saved_dcp, "objects": objects, "npy-header": array_headers,
-    "zip": zipped, "tar": taped, "packed": packed, "safetensors": tensors,
+    "playlist": playlist, "zip": zipped, "tar": taped, "packed": packed, "safetensors": tensors,
 }  # fmt: skip

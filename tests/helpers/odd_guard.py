@@ -160,14 +160,17 @@ class Ways:
         """The stage itself, with all its options, under the file's own name and as a picture."""
         from loaderkit.samples.values import Encoded
         from loaderkit.stages.image.decode import DecodeArgs, decode
+        from loaderkit.stages.media.audio import AudioArgs
+        from loaderkit.stages.media.video import VideoArgs
 
         for args in (
             DecodeArgs(),
             DecodeArgs(exif_orientation=True),
             DecodeArgs(masks=("x",)),
             DecodeArgs(fields=("x",)),
+            DecodeArgs(video=VideoArgs(frames=2), audio=AudioArgs()),
         ):
-            for extension in {path.suffix[1:], "jpg", "png"}:
+            for extension in {path.suffix[1:], *(("mp4", "mp3") if args.has_media else ("jpg", "png"))}:
                 data = memoryview(path.read_bytes())
                 value: Any = data if args.fields else Encoded(data, extension)
                 with self.trying(f"decode {path.name} as {extension}"), contextlib.suppress(ValueError):

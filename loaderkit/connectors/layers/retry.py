@@ -116,6 +116,7 @@ class RetryConnector(ConnectorLayer):
             read_direct=inner.read_direct and self._retried(inner.read_direct),
             read_hashed=inner.read_hashed and self._retried(inner.read_hashed),
             scatter_into=inner.scatter_into and self._retried(inner.scatter_into),
+            map_object=inner.map_object and self._retried(inner.map_object),
         )
 
     def _retried(self, read: Callable[..., T]) -> Callable[..., T]:

@@ -193,6 +193,109 @@ class KindMethods:
         """
 
     @classmethod
+    def huggingface(
+        cls,
+        *,
+        url: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        config: str | None = None,
+        split: str | None = None,
+        columns: tuple[str, ...] | list[str] | None = None,
+        fields: Mapping[str, str] | None = None,
+        memory: int | str = 2147483648,
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """A data set of Hugging Face's datasets on disk: saved by `save_to_disk`, or in the cache that `load_dataset` leaves.
+
+        url: the folder that `save_to_disk` wrote, or one with the .arrow files of the cache
+        name: or the name by which `load_dataset` has prepared it on this machine: it is looked up in the
+            cache of datasets ($HF_DATASETS_CACHE), and nothing is downloaded
+        config: with `name`: which configuration, if the cache has several
+        split: which split, as train; default: the only one
+        columns: only these columns; default: those of `fields`, or all
+        fields: field -> its column, as in {image: img, label: fine_label}; a column that is not named keeps
+            its name
+        memory: bound on the record batches that each loading process holds of a remote store; files on disk
+            are mapped
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
+        """
+
+    @classmethod
+    def zarr(
+        cls,
+        url: str | os.PathLike[str],
+        samples: Literal["rows", "whole"],
+        fields: Mapping[str, str],
+        *,
+        memory: int | str = 1073741824,
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """Arrays in Zarr stores, of version 3 or 2. A chunk that is not there holds the fill value.
+
+        Numbers only, and packings of bytes (blosc, zstd, gzip, lz4, shards and the like); objects and pickles are errors. Of a
+        folder all objects are listed to find the stores. Needs `loaderkit[volumes]`.
+
+        url: the file or store; or a folder, of which all below are read
+        samples: rows: each index of the arrays' first dimension is a sample; whole: each file or store is
+            one
+        fields: field -> path of its array, as in {image: images, label: meta/labels}
+        memory: of rows: how much of chunks that several rows share is held unpacked in one process, so that
+            they are unpacked once
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
+        """
+
+    @classmethod
+    def hdf5(
+        cls,
+        url: str | os.PathLike[str],
+        samples: Literal["rows", "whole"],
+        fields: Mapping[str, str],
+        *,
+        memory: int | str = 1073741824,
+        include: str | tuple[str, ...] | list[str] | None = None,
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """Data sets in HDF5 files (.h5, .hdf5). h5py reads one at a time in a process, whatever the threads.
+
+        Nothing but the file itself is read, and no plugin is loaded: links to other files, external storage, virtual data sets and
+        filters other than gzip, lzf, szip, shuffle, fletcher32, n-bit and scale-offset are errors. Needs `loaderkit[volumes]`.
+
+        url: the file or store; or a folder, of which all below are read
+        samples: rows: each index of the arrays' first dimension is a sample; whole: each file or store is
+            one
+        fields: field -> path of its array, as in {image: images, label: meta/labels}
+        memory: of rows: how much of chunks that several rows share is held unpacked in one process, so that
+            they are unpacked once
+        include: which files of a folder, relative to url: globs with **, and braces; default: all that end
+            in .h5 or .hdf5
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
+        """
+
+    @classmethod
     def lines(
         cls,
         url: str | os.PathLike[str],
@@ -245,6 +348,32 @@ class KindMethods:
             name it is a list also where it has one value, as in {tokens: 'tokens[]'}, or none; or its type,
             as in {x: float32} or {boxes: 'boxes[] float32'}; default: all features
         verify: full: compare the checksum of every record's data; length: only that of its length
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
+        """
+
+    @classmethod
+    def mds(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        split: str | None = None,
+        fields: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """The samples of MDS shards, by the index.json beside them.
+
+        url: the folder with index.json, or with folders of splits that have one
+        split: the folder of the split, as train
+        fields: field -> column, as in {image: x, label: y}; or its type, as in {y: int64} or {label: y
+            int64}; default: all columns
         limit: only the first N samples of the canonical order
         s3: for `s3://`: `source.s3`
         retry: when the store fails for a while: `source.retry`
@@ -336,6 +465,7 @@ class KindMethods:
         device: Literal["cpu", "gpu", "dali-cpu"] = "cpu",
         fields: tuple[str, ...] | list[str] | None = None,
         masks: tuple[str, ...] | list[str] | None = None,
+        channels: int = 3,
         depth: Literal[8, 16] = 8,
         scaled: bool = False,
         formats: Sequence[Literal["jpeg", "png", "webp", "gif", "bmp", "tiff", "ppm", "avif", "jpeg2000"]] = ...,
@@ -343,8 +473,11 @@ class KindMethods:
         max_pixels: int = 178956970,
         boxes: Mapping[str, Literal["xyxy", "xywh", "cxcywh"]] = ...,
         keypoints: tuple[str, ...] | list[str] | None = None,
+        instance_masks: tuple[str, ...] | list[str] | None = None,
         regions: Literal["auto"] | bool = "auto",
         on_gpu_error: Literal["raise", "cpu"] = "raise",
+        video: Mapping[str, Any] | None = None,
+        audio: Mapping[str, Any] | None = None,
         *,
         name: str | None = None,
         workers: int | Literal["auto"] = "auto",
@@ -356,6 +489,13 @@ class KindMethods:
         channels the end that is 1, 3 or 4 long; if both are, a tensor's are the first, and an array is an error. A fourth channel
         is dropped, as a PNG's. What `fields` or `masks` name has to be an image, and may be [H, W].
 
+        With `channels` or `depth: 16`, arrays of `npy` and `npz` files are images as well, of uint8 or uint16, whose channels are
+        the end that is `channels` long: any number of them passes through every stage that moves pixels. Arrays that `masks` name
+        are class numbers [H, W] of any integer type.
+
+        With `video` a video (mp4, mov, mkv, webm, avi, gif) becomes a clip, uint8 [T, 3, H, W]; with `audio` a sound (wav, flac,
+        mp3, ogg, m4a) a window, float32 [channels, samples]; without them they stay bytes.
+
         An `npz` becomes one field for every array in it, named as in the archive. A `nii` or `nii.gz` is the array of a scan.
 
         If a `random_resized_crop`, or a `random_crop` without padding, comes next, no more of a JPEG is made into pixels than it
@@ -363,7 +503,8 @@ class KindMethods:
 
         What `boxes` and `keypoints` name, in pixels of the decoded image, follows it through every stage that moves its pixels, and
         becomes float32. Boxes are clipped to the image (`sanitize_boxes` drops those of which nothing is left), keypoints (x, y)
-        are not. A `call` behind `decode` may make these fields, too.
+        are not. What `instance_masks` names becomes bool [N, H, W], a mask for each box: of the nearest pixels, as masks are, and 0
+        where a stage adds pixels. A `call` behind `decode` may make these fields, too.
 
         Which format an image has is told by its bytes, not by its name, and only `formats` are opened: nothing that starts a
         program, as PostScript does, or reads another file. Of several pictures in a file (GIF, TIFF, MPO, animations) the first
@@ -379,6 +520,8 @@ class KindMethods:
             by NVIDIA DALI
         fields: decode only these; default: all
         masks: images of labels: kept as one channel of class numbers
+        channels: of images: 3, RGB; 1, grey; 4, RGBA, opaque where a file does not say; or, of arrays only,
+            any number
         depth: bits of a level: 8, uint8, to which 16 are reduced by v >> 8; or 16, uint16, as grey pictures
             and masks have them (8 bits become v * 257, class numbers stay)
         scaled: decode JPEGs at 1/2, 1/4 or 1/8 where the `resize` or `random_resized_crop` that follows
@@ -390,11 +533,15 @@ class KindMethods:
         boxes: fields that are boxes [N, 4], each with its format, as in {boxes: xyxy} (or xywh, cxcywh)
         keypoints: fields that are keypoints [N, 2], [N, K, 2] or [N, K, 3], whose third number stays as it
             is
+        instance_masks: fields that are masks of instances, one for each box: bool or uint8 [N, H, W], or a
+            mask [H, W] in which each number but 0 is one, in ascending order
         regions: decode only the pixels of a crop that comes next, or (false) whole JPEGs, and crop then;
             auto: not with `device: gpu` where that fails in a trial, made in another process once a GPU and
             version
         on_gpu_error: where DALI fails whatever the images are: end with its error, or decode on the CPU
             from then on
+        video: which frames of a video make a clip
+        audio: which part of a sound is decoded, and how it is sampled
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """
@@ -548,7 +695,8 @@ class KindMethods:
         """Clip boxes to the image, and drop those that are too small, together with what belongs to them.
 
         labels: fields with one entry for each box (classes, keypoints, ...), of which the same ones are
-            dropped; [] if there are none
+            dropped; [] if there are none. Masks of instances that `decode` names are among them anyway, if
+            it names one field of boxes
         min_size: the least width and height, in pixels
         min_area: the least width x height
         boxes: the field of boxes; default: the one that `decode` names

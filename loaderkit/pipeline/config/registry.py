@@ -7,7 +7,10 @@ from loaderkit._internal.extensions import Registry
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.pipeline.config.checkpoint_source import CHECKPOINT
 from loaderkit.sources.base import SourceKind
+from loaderkit.sources.containers.hdf5 import HDF5
+from loaderkit.sources.containers.zarr import ZARR
 from loaderkit.sources.files.source import FILES
+from loaderkit.sources.huggingface.source import HUGGINGFACE
 from loaderkit.sources.objects.dataset import DATASET
 from loaderkit.sources.objects.iterable import ITERABLE
 from loaderkit.sources.parquet.source import PARQUET
@@ -15,6 +18,7 @@ from loaderkit.sources.parquet.tokens import open_documents
 from loaderkit.sources.records.array import ARRAY
 from loaderkit.sources.sequences.tokens import tokens_kind
 from loaderkit.sources.serial.lines import LINES
+from loaderkit.sources.serial.mds import MDS
 from loaderkit.sources.serial.tfrecord import TFRECORD
 from loaderkit.sources.tar.source import TAR
 from loaderkit.stages.base import StageArgs
@@ -43,8 +47,12 @@ SOURCES: Registry[SourceKind] = Registry(
         "array": ARRAY,
         "tokens": tokens_kind(open_documents),
         "parquet": PARQUET,
+        "huggingface": HUGGINGFACE,
+        "zarr": ZARR,
+        "hdf5": HDF5,
         "lines": LINES,
         "tfrecord": TFRECORD,
+        "mds": MDS,
         "dataset": DATASET,
         "iterable": ITERABLE,
         "checkpoint": CHECKPOINT,

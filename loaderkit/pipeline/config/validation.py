@@ -10,7 +10,7 @@ from loaderkit.pipeline.config.mixture import MixedSourceConfig, MixtureArgs
 from loaderkit.pipeline.config.model import ErrorsArgs, OrderArgs, PrefetchArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.sources.base import SourceKind
-from loaderkit.stages.base import AddError, StageConfig
+from loaderkit.stages.base import AddError, StageArgs, StageConfig
 from loaderkit.stages.batch import BatchArgs
 
 
@@ -225,6 +225,9 @@ def _check_fields(
         kind = STAGES[stage.kind]
         if kind.decodes:
             is_encoded = False
+            fields = None if fields is None else _with_arrays(fields, stage.args)
+            if fields is not None and getattr(stage.args, "video", None) is not None:
+                fields = {name: "image" if what == "video" else what for name, what in fields.items()}
         elif kind.needs_images:
             named = getattr(stage.args, "fields", None)
             if is_encoded:
@@ -236,6 +239,15 @@ def _check_fields(
             is_encoded = False
 
 
+def _with_arrays(fields: Mapping[str, str], decode: StageArgs) -> Mapping[str, str]:
+    """What the fields are, where `decode` may make images of arrays."""
+    masks = getattr(decode, "masks", None) or ()
+    is_any = getattr(decode, "takes_arrays", False)
+    return {
+        name: "image" if what == "an array" and (is_any or name in masks) else what for name, what in fields.items()
+    }
+
+
 def _check_images(
     number: int, kind: str, named: tuple[str, ...] | None, fields: Mapping[str, str], add_error: AddError
 ) -> None:
@@ -243,7 +255,8 @@ def _check_images(
         if name not in fields:
             add_error(number, f"`{kind}` names the field {name!r}; {nearest(name, fields)}")
         elif fields[name] != "image":
-            add_error(number, f"`{kind}` acts on images, and {name!r} is {fields[name]}")
+            hint = ": `decode: {video: ...}` makes clips of it" if fields[name] == "video" else ""
+            add_error(number, f"`{kind}` acts on images, and {name!r} is {fields[name]}{hint}")
     if named is None and "image" not in fields.values():
         listed = ", ".join(f"{name} ({what})" for name, what in fields.items())
         add_error(number, f"`{kind}` acts on images, and there is none: the fields are {listed}")

@@ -9,61 +9,21 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.errors import FormatError, LoaderkitError, MissingExtraError
-from loaderkit.sources.parquet.columns import (
-    BytesColumn,
-    FileColumn,
-    FixedColumn,
-    FixedListNode,
-    ListColumn,
-    ListNode,
-    Node,
-    NumberNode,
-    TextColumn,
-)
-from loaderkit.sources.parquet.row_groups import Column
+from loaderkit.errors import FormatError, LoaderkitError
+from loaderkit.sources.arrow.convert import column_of, joined
+from loaderkit.sources.arrow.row_groups import Column
+from loaderkit.sources.arrow.types import ColumnType, arrow_errors, column_type, import_pyarrow, stored_type
 
-_BYTES = ("binary", "large_binary", "fixed_size_binary", "binary_view")
-_TEXTS = ("string", "large_string", "string_view")
-_LISTS = ("list", "large_list", "fixed_size_list")
 _MOST_BYTES = 1 << 40  # of a column chunk: sums of what damage makes of it are to fit as well
-_FILE = {"bytes": "bytes", "path": "text"}
 ReadRange = Callable[[int, int], memoryview]
 """(start, length) -> bytes of the file."""
 _MAGIC = b"PAR1"
-
-
-class ColumnType(NamedTuple):
-    """What a column holds, and which of the file's leaves it is made of. `content`: number, text, bytes or file; "" with
-    `reason` if it can be no field. Numbers have NumPy's `dtype` and a `shape`, where None stands for any length."""
-
-    content: str
-    leaves: tuple[int, ...]
-    dtype: str = ""
-    shape: tuple[int | None, ...] = ()
-    reason: str = ""
-
-    def __str__(self) -> str:
-        shape = ", ".join("any" if length is None else str(length) for length in self.shape)
-        return self.reason or (f"{self.dtype} [{shape}]" if self.content == "number" else self.content)
-
-    @property
-    def row_bytes(self) -> int:
-        """The least memory that a row takes when it is decoded; runs of equal values take less in the file."""
-        if self.content != "number":
-            return 8  # its bounds
-        return np.dtype(self.dtype).itemsize * prod(1 if length is None else length for length in self.shape)
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        """What has to be equal in all files."""
-        return self.content, self.dtype, self.shape
+_INT96_UNIT = "us"  # of Spark's times: pyarrow's nanoseconds overflow beyond the years 1677 to 2262, without a word
 
 
 class Footer(NamedTuple):
@@ -91,9 +51,9 @@ def parse_footer(data: bytes, where: str) -> Footer:
     try:
         metadata = pq.read_metadata(pa.BufferReader(_MAGIC + data))
         schema = metadata.schema.to_arrow_schema()
-        columns = _columns_of(pa, schema, metadata.num_columns)
+        columns = _columns_of(pa, schema, metadata)
         return Footer(columns, _class_names(schema.metadata or {}), metadata)
-    except _errors() as error:
+    except arrow_errors() as error:
         raise FormatError(f"{where}: its footer is damaged: {error}") from error
 
 
@@ -113,7 +73,7 @@ def chunk_table(footer: Footer, leaves: Sequence[int], where: str, end: int) -> 
                 starts[group, place] = min(begin for begin in begins if begin)  # some writers say 0 for "no dictionary"
                 lengths[group, place] = chunk.total_compressed_size
                 sizes[group, place] = min(chunk.total_uncompressed_size, _MOST_BYTES)
-    except _errors() as error:
+    except arrow_errors() as error:
         raise FormatError(f"{where}: its footer is damaged: {error}") from error
     is_inside = (starts >= len(_MAGIC)) & (lengths > 0) & (starts <= end - lengths) & (sizes >= 0)
     if not is_inside[num_rows > 0].all() or (num_rows < 0).any():
@@ -124,75 +84,37 @@ def chunk_table(footer: Footer, leaves: Sequence[int], where: str, end: int) -> 
 
 
 def _import() -> tuple[Any, Any]:
-    try:
-        import pyarrow as pa  # late, as all that is heavy and not always needed
-        from pyarrow import parquet as pq
-    except ImportError as error:
-        raise MissingExtraError(
-            "kind: parquet needs pyarrow, which is not installed: pip install 'loaderkit[parquet]'"
-        ) from error
+    pa = import_pyarrow("parquet")
+    from pyarrow import parquet as pq
+
     return pa, pq
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    """What damaged bytes make pyarrow raise, or the code around it."""
-    pa, _ = _import()
-    return (pa.ArrowException, OSError, ValueError, TypeError, KeyError, IndexError, OverflowError)
 
 
 # ------------------------------------------------------------------------------------------------------------- types
 
 
-def _columns_of(pa: Any, schema: Any, num_leaves: int) -> dict[str, ColumnType]:
+def _columns_of(pa: Any, schema: Any, metadata: Any) -> dict[str, ColumnType]:
     columns: dict[str, ColumnType] = {}
     first = 0
     for field in schema:
         end = first + _count_leaves(pa, field.type)
-        column = _type_of(pa, field.type, tuple(range(first, end)))
+        is_spark = end == first + 1 <= metadata.num_columns and metadata.schema.column(first).physical_type == "INT96"
+        column = column_type(pa, pa.timestamp(_INT96_UNIT) if is_spark else field.type, tuple(range(first, end)))
         if field.name in columns:
             column = column._replace(content="", reason="a second column of this name")
         columns[field.name] = column
         first = end
-    if first != num_leaves:
-        raise ValueError(f"{num_leaves} leaves, and the types of its columns have {first}")
+    if first != metadata.num_columns:
+        raise ValueError(f"{metadata.num_columns} leaves, and the types of its columns have {first}")
     return columns
 
 
 def _count_leaves(pa: Any, kind: Any) -> int:
     """The columns of numbers, texts or bytes that a type is stored as."""
-    kind = _stored(pa, kind)
+    kind = stored_type(pa, kind)
     if pa.types.is_dictionary(kind):
         return 1
     return sum(_count_leaves(pa, kind.field(number).type) for number in range(kind.num_fields)) or 1
-
-
-def _stored(pa: Any, kind: Any) -> Any:
-    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
-
-
-def _type_of(pa: Any, kind: Any, leaves: tuple[int, ...]) -> ColumnType:
-    types = pa.types
-    plain = _stored(pa, kind)
-    plain = plain.value_type if types.is_dictionary(plain) else plain
-    if types.is_boolean(plain) or types.is_integer(plain) or types.is_floating(plain):
-        return ColumnType(
-            "number", leaves, "bool" if types.is_boolean(plain) else np.dtype(plain.to_pandas_dtype()).name
-        )
-    if any(getattr(types, f"is_{name}")(plain) for name in _BYTES):
-        return ColumnType("bytes", leaves)
-    if any(getattr(types, f"is_{name}")(plain) for name in _TEXTS):
-        return ColumnType("text", leaves)
-    if any(getattr(types, f"is_{name}")(plain) for name in _LISTS):
-        items = _type_of(pa, plain.value_type, leaves)
-        shape = (plain.list_size if types.is_fixed_size_list(plain) else None, *items.shape)
-        is_tensor = isinstance(kind, pa.FixedShapeTensorType)
-        if items.content == "number" and not (
-            is_tensor and list(kind.permutation or ()) != sorted(kind.permutation or ())
-        ):
-            return items._replace(shape=tuple(kind.shape) if is_tensor else shape)
-    elif types.is_struct(plain) and {one.name: _type_of(pa, one.type, ()).content for one in plain} == _FILE:
-        return ColumnType("file", leaves)
-    return ColumnType("", leaves, reason=str(kind))
 
 
 def _class_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
@@ -293,7 +215,8 @@ def decode_group(
     leaves = sorted({leaf for column in columns for leaf in column.leaves})
     try:
         source = pa.PythonFile(_ChunkFile(size, held, read), mode="r")
-        with pq.ParquetFile(source, metadata=metadata, pre_buffer=False, page_checksum_verification=True) as file:
+        how = {"pre_buffer": False, "page_checksum_verification": True, "coerce_int96_timestamp_unit": _INT96_UNIT}
+        with pq.ParquetFile(source, metadata=metadata, **how) as file:
             table = file.reader.read_row_group(group, column_indices=leaves, use_threads=False)
         num_rows = metadata.row_group(group).num_rows
         arrays = sorted(zip(columns, range(len(columns)), strict=True), key=lambda pair: pair[0].leaves)
@@ -301,85 +224,9 @@ def decode_group(
         for (column, place), array in zip(arrays, table.columns, strict=True):
             if len(array) != num_rows:
                 raise ValueError(f"a column has {len(array)} values, and there are {num_rows} rows")
-            made[place] = _column(pa, column, _joined(pa, array))
+            made[place] = column_of(pa, column, joined(pa, array))
     except LoaderkitError:
         raise
-    except _errors() as error:
+    except arrow_errors() as error:
         raise FormatError(f"{where}: row group {group} cannot be decoded: {error}") from error
     return [column for column in made if column is not None]
-
-
-def _joined(pa: Any, chunks: Any) -> Any:
-    """One array; of more than 2 GiB of texts or bytes pyarrow makes several."""
-    if chunks.num_chunks > 1 and (
-        large := {pa.binary(): pa.large_binary(), pa.string(): pa.large_string()}.get(chunks.type)
-    ):
-        chunks = chunks.cast(large)
-    return chunks.chunk(0) if chunks.num_chunks == 1 else pa.concat_arrays(chunks.chunks or [pa.array([], chunks.type)])
-
-
-def _column(pa: Any, column: ColumnType, array: Any) -> Column:
-    array = _plain(pa, array)
-    if column.content == "number":
-        node = _node(pa, array)
-        if None in column.shape:
-            return ListColumn(node, _there(array))
-        return FixedColumn(node, len(array), tuple(length for length in column.shape if length is not None))
-    if column.content == "file":
-        names = [field.name for field in array.type]
-        contents, paths = (_plain(pa, array.flatten()[names.index(name)]) for name in ("bytes", "path"))
-        return FileColumn(_bytes(pa, contents), _bytes(pa, paths))
-    return TextColumn(_bytes(pa, array)) if column.content == "text" else _bytes(pa, array)
-
-
-def _plain(pa: Any, array: Any) -> Any:
-    array = array.storage if isinstance(array.type, pa.BaseExtensionType) else array
-    array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
-    if pa.types.is_string_view(array.type) or pa.types.is_binary_view(array.type):
-        array = array.cast(pa.large_string() if pa.types.is_string_view(array.type) else pa.large_binary())
-    return array
-
-
-def _node(pa: Any, array: Any) -> Node:
-    array, types = _plain(pa, array), pa.types
-    if types.is_fixed_size_list(array.type):
-        size = array.type.list_size
-        items = array.values.slice(array.offset * size, len(array) * size)
-        return FixedListNode(len(array), size, _node(pa, items), _there(array))
-    if types.is_list(array.type) or types.is_large_list(array.type):
-        bounds = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
-        return ListNode(bounds, _node(pa, array.values), _there(array))
-    data = array.buffers()[1]
-    if types.is_boolean(array.type):
-        return NumberNode(_bits(data, array.offset, len(array)), _there(array))
-    dtype = np.dtype(array.type.to_pandas_dtype())
-    whole = np.empty(0, dtype) if data is None else np.frombuffer(data, dtype, array.offset + len(array))
-    return NumberNode(whole[array.offset :], _there(array))
-
-
-def _bytes(pa: Any, array: Any) -> BytesColumn:
-    _, *parts = array.buffers()
-    begin, end = array.offset, array.offset + len(array)
-    data = memoryview(parts[-1] if parts[-1] is not None else b"").cast("B")
-    if pa.types.is_fixed_size_binary(array.type):
-        bounds = np.arange(begin, end + 1, dtype=np.int64) * array.type.byte_width
-    else:
-        is_large = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
-        dtype = np.dtype(np.int64 if is_large else np.int32)
-        bounds = np.zeros(1, np.int64)
-        if len(array):
-            bounds = np.frombuffer(parts[0], dtype, end + 1)[begin:].astype(np.int64)
-    return BytesColumn(data, bounds, _there(array))
-
-
-def _there(array: Any) -> NDArray[np.bool_] | None:
-    """True for what is not null; None: all is there."""
-    return _bits(array.buffers()[0], array.offset, len(array)) if array.null_count else None
-
-
-def _bits(data: Any, offset: int, num: int) -> NDArray[np.bool_]:
-    if data is None:
-        return np.zeros(num, np.bool_)
-    first = offset // 8
-    packed = np.frombuffer(data, np.uint8)[first : -(-(offset + num) // 8)]
-    return np.unpackbits(packed, bitorder="little")[offset - 8 * first :][:num].view(np.bool_)

@@ -22,15 +22,21 @@ from loaderkit._internal.config.settings import ByteSize, as_tuple
 from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, traits_of
 from loaderkit.connectors.config import StoreArgs
-from loaderkit.errors import ConfigError, LoaderkitError, SourceError
+from loaderkit.errors import LoaderkitError, SourceError
 from loaderkit.samples.sample import FieldRange
+from loaderkit.sources.arrow.choice import check_names, check_same, choose, wanted_columns
+from loaderkit.sources.arrow.columns import ConstantColumn
+from loaderkit.sources.arrow.reader import RowReader
+from loaderkit.sources.arrow.row_groups import Column, RowGroup
+from loaderkit.sources.arrow.types import ColumnType
 from loaderkit.sources.bad_shards import BadShards
 from loaderkit.sources.base import ReadContext, Source, SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import StringTable, cut_blocks, extension_of, list_matching
-from loaderkit.sources.parquet.arrow import ChunkTable, ColumnType, Footer, chunk_table, parse_footer
+from loaderkit.sources.parquet.arrow import ChunkTable, Footer, chunk_table, parse_footer
 from loaderkit.sources.parquet.footers import load_footer
-from loaderkit.sources.parquet.reader import RowReader
+from loaderkit.sources.parquet.groups import GroupReader
+from loaderkit.sources.parquet.partitions import Partitions
 from loaderkit.sources.patterns import Patterns
 
 _NUM_THREADS = 4
@@ -65,14 +71,7 @@ class ParquetArgs(StoreArgs):
     def _names_fit(self) -> ParquetArgs:
         if self.names_files and "include" in self.model_fields_set:
             raise ValueError("`url` names the files already; leave `include` out, or let `url` name their folder")
-        columns, renamed = self.columns or (), list((self.fields or {}).values())
-        for name, listed in (("columns", columns), ("fields", renamed)):
-            if len(set(listed)) < len(listed):
-                raise ValueError(f"`{name}` names a column twice, and each is one field")
-        if columns and (others := [column for column in renamed if column not in columns]):
-            raise ValueError(f"`fields` names {others[0]!r}, which is none of `columns`: add it there")
-        if taken := [name for name in self.fields or {} if name in columns and name not in renamed]:
-            raise ValueError(f"two columns would be the field {taken[0]!r}: rename the other one as well")
+        check_names(self.columns, self.fields)
         return self
 
     @property
@@ -125,7 +124,7 @@ class ParquetSource(Source):
         self._connector = connector
         self._found_bad = found_bad or BadShards()
         self._args = args
-        self._wanted = args.columns or (tuple(args.fields.values()) if args.fields is not None else None)
+        self._wanted = wanted_columns(args.columns, args.fields)
         patterns = Patterns(args.files)
         self._num_threads = _NUM_REMOTE_THREADS if traits_of(connector).is_remote else _NUM_THREADS
         self.left_out: Counter[str] = Counter()
@@ -133,6 +132,7 @@ class ParquetSource(Source):
             connector, patterns, args.root, self._num_threads, leave_out=self._leave_out, bad_shards=self._found_bad
         )
         self._types: dict[str, ColumnType] = {}  # column -> its type in the first file
+        self._partitions = Partitions([info.key for info in self._files])
         self._groups = self._collect(load)
         renamed = {column: field for field, column in (args.fields or {}).items()}
         self.fields = {renamed.get(column, column): column for column in self._types}
@@ -175,6 +175,16 @@ class ParquetSource(Source):
     def file_of(self, group: int) -> tuple[ObjectInfo, int]:
         """The file of a row group, and its number there."""
         return self._files[int(self._groups.files[group])], int(self._groups.numbers[group])
+
+    def constants_of(self, group: int) -> dict[str, Column]:
+        """The columns of a row group that the folders of its file name."""
+        named = [name for name, kind in self._types.items() if not kind.leaves]
+        values = self._partitions.values_in(self.file_of(group)[0].key) if named else {}
+        return {name: ConstantColumn(values[name], is_number=self._types[name].content == "number") for name in named}
+
+    def group_reader(self, connector: Connector) -> Callable[[int], RowGroup]:
+        """What reads and decodes a row group."""
+        return GroupReader(self, connector).read
 
     def group_ranges(self, group: int) -> list[ByteRange]:
         """The column chunks of the fields, those that are adjacent as one."""
@@ -265,7 +275,7 @@ class ParquetSource(Source):
                 self._types = types
                 self.classes = footer.classes.get((self._args.fields or {}).get("label", "label"))
                 first = where
-            self._check_same(types, where, first)
+            check_same(types, where, self._types, first)
             has_rows = table.num_rows > 0
             numbers = np.flatnonzero(has_rows)
             first_rows = np.cumsum(table.num_rows) - table.num_rows
@@ -284,33 +294,9 @@ class ParquetSource(Source):
 
     def _chosen(self, footer: Footer, where: str) -> dict[str, ColumnType]:
         """The columns that become fields. Raises ConfigError."""
-        names = list(footer.columns) if self._wanted is None else list(self._wanted)
+        columns = {**self._partitions.types, **footer.columns}  # a column of the file's own is what it says
         key = "fields" if self._args.columns is None and self._args.fields is not None else "columns"
-        usable = [name for name, kind in footer.columns.items() if kind.content]
-        listed = ", ".join(usable)
-        for name in names:
-            if name not in footer.columns:
-                raise ConfigError(
-                    f"source.{key}: {where} has no column {name!r}; those that can be fields are {listed}"
-                )
-            if not footer.columns[name].content:
-                raise ConfigError(
-                    f"source.{key}: the column {name!r} of {where} holds {footer.columns[name].reason}, which can be no field: "
-                    + (f"choose others, as by columns: [{listed}], or " * bool(usable))
-                    + "write it as numbers, text or bytes"
-                )
-        return {name: footer.columns[name] for name in names}
-
-    def _check_same(self, types: dict[str, ColumnType], where: str, first: str) -> None:
-        """Raise SourceError unless a file has the columns of the `first` one that has rows."""
-        for name in {**self._types, **types}:
-            here, there = types.get(name), self._types.get(name)
-            if here is None or there is None or here.layout != there.layout:
-                said = ["no such column" if one is None else str(one) for one in (here, there)]
-                raise SourceError(
-                    f"the column {name!r} is {said[0]} in {where} and {said[1]} in {first}: files of one source have the same "
-                    "columns. Choose others by `columns`, the files by `include`, or mix two sources"
-                )
+        return choose(columns, self._wanted, key, where)
 
 
 def _open(args: ParquetArgs, connector: Connector, found_bad: BadShards) -> ParquetSource:

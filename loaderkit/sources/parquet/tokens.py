@@ -15,11 +15,11 @@ from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import ConfigError, FormatError
+from loaderkit.sources.arrow.columns import ListColumn
 from loaderkit.sources.lengths import LengthIndex
 from loaderkit.sources.listing import StringTable
-from loaderkit.sources.parquet.columns import ListColumn
 from loaderkit.sources.parquet.footers import load_footer
-from loaderkit.sources.parquet.reader import GroupReader
+from loaderkit.sources.parquet.groups import GroupReader
 from loaderkit.sources.parquet.source import ParquetArgs, ParquetSource
 
 Int64 = NDArray[np.int64]

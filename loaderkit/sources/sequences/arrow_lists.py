@@ -1,14 +1,11 @@
 """Where the lists of numbers of one column lie in an Arrow file (`datasets.save_to_disk`, streams and files of IPC), so that a
 list is read as a range of bytes, and nothing else of the file.
 
-Arrow finds the buffers itself: it is given memory as large as the file, of which only the metadata of the messages is filled
-in. It copies no buffer, so the address of one says where in the file it lies; the pages in between are never touched. What is
-found is kept, as for files whose documents end with a token.
+What is found is kept, as for files whose documents end with a token.
 """
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +15,10 @@ from numpy.typing import NDArray
 from loaderkit._internal.system.user_cache import keep, path_in_cache
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError, LoaderkitError, MissingExtraError
+from loaderkit.sources.arrow.messages import ArrowMessages
 from loaderkit.sources.sequences.megatron import Documents
 
 _VERSION = 1
-_MAGIC = b"ARROW1\x00\x00"  # of files; streams begin with their first message
-_CONTINUES = b"\xff\xff\xff\xff"
-_MOST_METADATA = 256 << 20  # bytes, of one message: a schema of thousands of columns takes 1 MB
 Int64 = NDArray[np.int64]
 
 
@@ -70,7 +65,7 @@ def _found(connector: Connector, info: ObjectInfo, column: str, name: str) -> Do
             "kind: tokens needs pyarrow for Arrow and Parquet files, which is not installed: pip install 'loaderkit[parquet]'"
         ) from error
     try:
-        return _Mirror(pa, connector, info).lists(column)
+        return _Lists(pa, connector, info).lists(column)
     except LoaderkitError as error:
         raise (FormatError(f"{name}: {error}") if type(error) is FormatError else error) from None
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
@@ -86,32 +81,18 @@ class _Run(NamedTuple):
     lengths: Int64
 
 
-class _Mirror:
-    """Memory as large as the file, in which the same byte has the same place, and which holds what was read of it."""
-
-    def __init__(self, pa: Any, connector: Connector, info: ObjectInfo) -> None:
-        self._pa, self._connector, self._info = pa, connector, info
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self._memory = mmap.mmap(-1, info.size, flags=flags)
-        self._view = memoryview(self._memory)
-        self._buffer = pa.py_buffer(self._memory)
+class _Lists(ArrowMessages):
+    """The lists of a file, by its messages."""
 
     def lists(self, column: str) -> Documents:
         """The lists of a column in all record batches. Raises FormatError, and what pyarrow raises."""
         schema, runs = None, list[_Run]()
-        begin = self._read(0, min(len(_MAGIC), self._info.size))
-        position = len(_MAGIC) if begin == _MAGIC else 0
-        while (found := self._message(position)) is not None:
-            message, position = found
+        for message, _, _ in self.messages():
             if message.type == "schema":
-                schema = self._pa.ipc.read_schema(message)
+                schema = self.pa.ipc.read_schema(message)
                 self._check_column(schema, column)
-            elif schema is None:
-                raise FormatError("it does not begin with a schema, as Arrow files do")
-            elif message.type == "record batch":
-                runs.append(self._lists_in(self._pa.ipc.read_record_batch(message, schema).column(column)))
             else:
-                raise FormatError(f"it has a message of the kind {message.type!r}, which cannot be read by ranges")
+                runs.append(self._lists_in(self.pa.ipc.read_record_batch(message, schema).column(column)))
         if schema is None:
             raise FormatError("it has no schema: it is no Arrow file, or truncated")
         if not runs:
@@ -120,33 +101,8 @@ class _Mirror:
         starts, lengths = (np.concatenate([getattr(run, part) for run in runs]) for part in ("starts", "lengths"))
         return Documents(runs[0].dtype, starts, lengths)
 
-    def _read(self, start: int, length: int) -> bytes:
-        """Bytes of the file, which also get their place in the memory."""
-        if length < 0 or start + length > self._info.size:
-            raise FormatError(f"it ends at byte {self._info.size}, within its metadata: it is truncated")
-        part = self._view[start : start + length]
-        self._connector.read_into(self._info.key, start, part, etag=self._info.etag)
-        return bytes(part)
-
-    def _message(self, position: int) -> tuple[Any, int] | None:
-        """The message that begins there, its body not read, and where the next one begins; None at the end."""
-        head = self._read(position, 8)
-        num_bytes = int.from_bytes(head[4:], "little", signed=True)
-        if head[:4] != _CONTINUES:
-            raise FormatError(
-                f"no message begins at byte {position}: it is damaged, or written by a version before 0.15"
-            )
-        if num_bytes == 0:
-            return None
-        if not 0 < num_bytes <= _MOST_METADATA:
-            raise FormatError(f"the message at byte {position} has metadata of {num_bytes} bytes: it is damaged")
-        self._read(position + 8, num_bytes)
-        reader = self._pa.BufferReader(self._buffer)
-        reader.seek(position)
-        return self._pa.ipc.read_message(reader), reader.tell()
-
     def _check_column(self, schema: Any, column: str) -> None:
-        types = self._pa.types
+        types = self.pa.types
         if column not in schema.names:
             raise FormatError(
                 f"it has no column {column!r}, but {', '.join(schema.names)}: name the tokens' in `column`"
@@ -167,13 +123,13 @@ class _Mirror:
             raise FormatError("its column of tokens has nulls: leave these rows out when you write it")
         kind, values = array.type, array.values
         dtype = np.dtype(values.type.to_pandas_dtype())
-        if self._pa.types.is_fixed_size_list(kind):
+        if self.pa.types.is_fixed_size_list(kind):
             bounds = np.arange(len(array) + 1, dtype=np.int64) * kind.list_size
         else:
             bounds = self._bounds(array)
         if not len(array):
             return _Run(dtype, bounds[:0], bounds[:0])
-        first = self._place_of(values.buffers()[1], int(bounds[-1]) * dtype.itemsize)
+        first = self.place_of(values.buffers()[1], int(bounds[-1]) * dtype.itemsize)
         lengths = np.diff(bounds)
         if bounds[0] < 0 or (lengths < 0).any():
             raise FormatError("the offsets of its lists do not ascend: it is damaged")
@@ -183,21 +139,7 @@ class _Mirror:
         """The offsets of the lists, which are read now: int64 [lists + 1]."""
         if not len(array):
             return np.zeros(1, np.int64)
-        dtype = np.dtype("<i8" if self._pa.types.is_large_list(array.type) else "<i4")
+        dtype = np.dtype("<i8" if self.pa.types.is_large_list(array.type) else "<i4")
         num_bytes = (len(array) + 1) * dtype.itemsize
-        start = self._place_of(array.buffers()[1], num_bytes)
-        return np.frombuffer(self._read(start, num_bytes), dtype).astype(np.int64)
-
-    def _place_of(self, buffer: Any, num_bytes: int) -> int:
-        """The first byte of a buffer in the file, which has at least `num_bytes`."""
-        place = 0 if buffer is None else buffer.address - self._buffer.address
-        is_inside = buffer is not None and 0 <= place <= self._info.size - buffer.size
-        if not is_inside and num_bytes:
-            raise FormatError(
-                "its record batches are compressed, so that lists are no ranges of it: write it without that"
-            )
-        if num_bytes > (0 if buffer is None else buffer.size):
-            raise FormatError(
-                f"a buffer of its lists has {buffer.size} bytes, and they take {num_bytes}: it is damaged"
-            )
-        return place
+        start = self.place_of(array.buffers()[1], num_bytes)
+        return np.frombuffer(self.read(start, num_bytes), dtype).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Boxes and keypoints: fields of coordinates that follow their image through each stage that moves its pixels.
+"""Boxes, keypoints and masks of instances: fields that follow their image through each stage that moves its pixels.
 
 `decode` names them. The pixel in column x and row y covers [x, x + 1) x [y, y + 1) of the image's plane, in which boxes lie; a
 keypoint names a pixel, whose middle is half a pixel further.
@@ -18,10 +18,14 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator
 
 from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import Clip, Image
+from loaderkit.stages.image.arrays import instances_of
 from loaderkit.stages.image.ops import Crop, Flip, ImageOp, ImageOps, Rotate, Scale, VerticalFlip, size_after
 from loaderkit.stages.values import describe, image_fields
 
 Coordinates = NDArray[np.float64]
+ALONE = "masks of instances"
+"""The field in which they are given to a stage's function."""
 Size = tuple[int, int]
 """(height, width)."""
 
@@ -39,21 +43,24 @@ BoxFields = Annotated[Mapping[str, BoxFormat], BeforeValidator(_with_formats)]
 
 @dataclass(frozen=True)
 class Annotations:
-    """The fields of samples that are boxes, each with its format, and those that are keypoints."""
+    """The fields of samples that are boxes, each with its format, those that are keypoints, and those that are masks of
+    instances."""
 
     boxes: Mapping[str, BoxFormat]
     keypoints: tuple[str, ...]
+    instances: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.boxes or self.keypoints)
+        return bool(self.boxes or self.keypoints or self.instances)
 
     @cached_property
     def names(self) -> frozenset[str]:
         """All of these fields."""
-        return frozenset((*self.boxes, *self.keypoints))
+        return frozenset((*self.boxes, *self.keypoints, *self.instances))
 
     def convert(self, sample: Sample) -> None:
-        """Make float32 tensors of those that the sample has. Raises ValueError for one that is no such thing."""
+        """Make tensors of those that the sample has, float32 and bool. Raises ValueError for one that is no such thing."""
+        self.convert_instances(sample)
         for name, box_format in self.boxes.items():
             if name in sample:
                 sample[name] = as_boxes(corners_of(sample, name, box_format), box_format)
@@ -61,8 +68,18 @@ class Annotations:
             if name in sample:
                 sample[name] = _as_tensor(_keypoints_of(sample, name))
 
+    def convert_instances(self, sample: Sample) -> None:
+        """The same of masks of instances only."""
+        for name in self.instances:
+            if name in sample:
+                try:
+                    sample[name] = instances_of(sample[name])
+                except ValueError as error:
+                    raise ValueError(f"its field {name!r} is {error}") from None
+
     def move(self, sample: Sample, matrix: Coordinates, size: Size) -> None:
-        """Move all of them by `matrix` [2, 3] into an image of `size`, to which boxes are clipped. Raises ValueError."""
+        """Move boxes and keypoints by `matrix` [2, 3] into an image of `size`, to which boxes are clipped. Raises
+        ValueError."""
         for name, box_format in self.boxes.items():
             corners = corners_of(sample, name, box_format)
             around = _moved(corners[:, [[0, 1], [2, 1], [2, 3], [0, 3]]], matrix)  # [N, 4 corners, (x, y)]
@@ -73,8 +90,32 @@ class Annotations:
             keypoints[..., :2] = _moved(keypoints[..., :2] + 0.5, matrix) - 0.5
             sample[name] = _as_tensor(keypoints)
 
+    def move_instances(self, sample: Sample, run: Callable[..., Any], draws: Any, sizes: tuple[Size, Size]) -> None:
+        """Move masks of instances as `run` moves an image with a channel for each; `sizes` are the image's, before and after.
+        Raises ValueError."""
+        for name in self.instances:
+            if name not in sample:
+                raise ValueError(f"it has no field {name!r}, which `decode` names as masks of instances")
+            masks: torch.Tensor = sample[name]
+            if not len(masks):
+                sample[name] = torch.zeros((0, *sizes[1]), dtype=torch.bool)
+                continue
+            if masks.shape[1:] != sizes[0]:
+                raise ValueError(
+                    f"its masks of instances {name!r} are {masks.shape[2]} x {masks.shape[1]}, and its image {sizes[0][1]} x "
+                    f"{sizes[0][0]}, on which they would not lie"
+                )
+            alone: Sample = {ALONE: Image(masks.numpy().view(np.uint8).transpose(1, 2, 0), mask=True)}
+            run(alone, draws)
+            moved = np.ascontiguousarray(alone[ALONE].pixels.transpose(2, 0, 1))
+            sample[name] = torch.from_numpy(moved.view(np.bool_))
 
-_TV_TENSORS = {"BoundingBoxes": "boxes: {...: xyxy}", "KeyPoints": "keypoints: [...]", "Mask": "masks: [...]"}
+
+_TV_TENSORS = {
+    "BoundingBoxes": "boxes: {...: xyxy}",
+    "KeyPoints": "keypoints: [...]",
+    "Mask": "masks: [...]}, or {instance_masks: [...]",
+}
 
 
 def refuse_unnamed(value: Any) -> None:
@@ -161,17 +202,25 @@ def _moved(points: Coordinates, matrix: Coordinates) -> Coordinates:
 
 
 def following(
-    run: Callable[..., Any], ops: ImageOps, fields: tuple[str, ...] | None, annotations: Annotations
+    run: Callable[..., Any],
+    ops: ImageOps,
+    fields: tuple[str, ...] | None,
+    annotations: Annotations,
+    run_on_masks: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """A stage's function of one sample, which also moves the sample's boxes and keypoints as it moves the images' pixels."""
+    """A stage's function of one sample, which also moves what is annotated as it moves the images' pixels. `run_on_masks` is
+    the same function for a sample that has the field `ALONE`."""
 
     def follow(sample: Sample, draws: NDArray[np.float64], scratch: dict[str, Any] | None = None) -> Any:
+        annotations.convert_instances(sample)  # a `call` may have made them
         canvas = canvas_of(sample, fields)
         jobs = run(sample, draws, scratch)
         if canvas is not None:
             name, size = canvas
-            target = sample[name].size
+            moved = sample[name]
+            target = moved.frames[0].size if type(moved) is Clip else moved.size
             annotations.move(sample, _matrix(ops.of(*size, draws), size, target), target)
+            annotations.move_instances(sample, run_on_masks, draws, (size, target))
         return jobs
 
     return follow
@@ -183,7 +232,8 @@ def canvas_of(sample: Sample, fields: tuple[str, ...] | None = None) -> tuple[st
     Masks count only where there is nothing else. Raises ValueError where several images leave open which it is, and where only
     a table [N, M] of uint8 could be one.
     """
-    images = image_fields(sample, None)
+    shown = {name: value.frames[0] if type(value) is Clip else value for name, value in sample.items()}
+    images = image_fields(shown, None)
     if all(getattr(sample[name], "ndim", 3) == 2 for name, _ in images):
         listed = ", ".join(f"{name} ({describe(value)})" for name, value in sample.items())
         raise ValueError(

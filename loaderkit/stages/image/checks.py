@@ -8,16 +8,19 @@ from loaderkit.stages.base import AddError, StageConfig
 from loaderkit.stages.context import StageKind
 from loaderkit.stages.image.ops import Adjust
 
+ANNOTATED = ("masks", "boxes", "keypoints", "instance_masks")
+
 
 def check_decode(
     stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError
 ) -> None:
     """Add errors for what `decode`, the stage at `number`, cannot do with the stages behind it."""
     decode = stages[number].args
-    names = [name for key in ("masks", "boxes", "keypoints") for name in {*(getattr(decode, key, None) or ())}]
+    names = [name for key in ANNOTATED for name in {*(getattr(decode, key, None) or ())}]
     for name in sorted({name for name in names if names.count(name) > 1}):
         add_error(
-            number, f"{name!r} is named more than once in `masks`, `boxes` and `keypoints`: a field is one of them"
+            number,
+            f"{name!r} is named more than once in `masks`, `boxes`, `keypoints` and `instance_masks`: a field is one of them",
         )
     _check_scaled(stages, number, kinds, add_error)
     if getattr(decode, "depth", 8) == 16:
@@ -46,7 +49,11 @@ def _check_scaled(
     stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError
 ) -> None:
     """An image decoded at reduced size must be resized to its final size before another stage sees it."""
-    if not getattr(stages[number].args, "scaled", False):
+    args = stages[number].args
+    if not getattr(args, "scaled", False):
+        return
+    if media := [name for name in ("video", "audio") if getattr(args, name, None) is not None]:
+        add_error(number, f"`scaled: true` is of pictures, and not with `{media[0]}`", "scaled")
         return
     following = next((stage for stage in stages[number + 1 :] if not kinds[stage.kind].is_pointwise), None)
     if following is None or "antialias" not in type(following.args).model_fields:
@@ -68,8 +75,8 @@ def _check_dali(
 ) -> None:
     """DALI must support the stages up to `batch`."""
     decode = stages[number].args
-    for name in ("scaled", "masks", "boxes", "keypoints", "exif_orientation"):
-        if getattr(decode, name):
+    for name in ("scaled", *ANNOTATED, "exif_orientation", "channels", "video", "audio"):
+        if getattr(decode, name) not in (None, False, 3) and getattr(decode, name):
             add_error(number, f"not with `device: {getattr(decode, 'device', None)}`: use `device: cpu`", name)
     is_whole = True
     for later, stage in enumerate(stages[number + 1 :], number + 1):

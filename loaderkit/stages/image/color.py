@@ -176,7 +176,7 @@ def adjust_hue(image: torch.Tensor, shift: float) -> torch.Tensor:
     if image.shape[0] == 1:
         return image
     scaled = image.to(torch.float32).div_(255)
-    red, green, blue = scaled.unbind(0)
+    red, green, blue = _colours(scaled)
     value, least = scaled.amax(0), scaled.amin(0)
     spread = value - least
     is_grey = spread == 0
@@ -200,8 +200,18 @@ def _grey(image: torch.Tensor) -> torch.Tensor:
     """Luma, rounded down, float32 [1, H, W]."""
     if image.shape[0] == 1:
         return image.to(torch.float32)
-    red, green, blue = image.unbind(0)
+    red, green, blue = _colours(image)
     return red.mul(LUMA[0]).add_(green, alpha=LUMA[1]).add_(blue, alpha=LUMA[2]).floor_().unsqueeze(0)
+
+
+def _colours(image: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Red, green and blue. Raises ValueError for other channels."""
+    if image.shape[0] != 3:
+        raise ValueError(
+            f"contrast, saturation, hue and grey are those of red, green and blue, or of one channel, and the image has "
+            f"{image.shape[0]} channels: name other images in `fields`, or change brightness alone"
+        )
+    return image.unbind(0)
 
 
 def _blend(image: torch.Tensor, other: torch.Tensor, factor: float) -> torch.Tensor:
@@ -260,7 +270,9 @@ def random_erasing(args: RandomErasingArgs) -> Callable[..., None]:
         check_shapes([named for named in images if not named[1].mask])
         for name, image in images:
             if isinstance(args.value, tuple) and not image.mask and image.pixels.shape[2] != 3:
-                raise ValueError(f"`value` has three levels, and the image {name!r} one channel: give one level")
+                raise ValueError(
+                    f"`value` has three levels, and the image {name!r} {image.pixels.shape[2]} channels: give one level"
+                )
             sample[name] = image
             box = None if image.mask or not is_on else erased_box(*image.size, args.scale, args.ratio, draws[1:23])
             if box is None:

@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import simplejpeg
+import torch
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from loaderkit import native
 from loaderkit._internal.config.settings import as_tuple
@@ -27,12 +28,13 @@ from loaderkit.errors import USER_ERRORS, FormatError
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.pictures import FORMATS, Format
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Encoded, FieldGroup, GpuDecoded, Image, InPlace
-from loaderkit.sources.fields import IMAGE_EXTENSIONS, last_extension
+from loaderkit.samples.values import Clip, Encoded, FieldGroup, GpuDecoded, Image, InPlace
+from loaderkit.sources.fields import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, last_extension
 from loaderkit.sources.formats.npy import view_npy
 from loaderkit.sources.formats.npz import view_npz
 from loaderkit.stages.base import FieldNames, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
+from loaderkit.stages.image.arrays import mask_of, picture_of
 from loaderkit.stages.image.boxes import Annotations, BoxFields, refuse_unnamed
 from loaderkit.stages.image.checks import check_decode
 from loaderkit.stages.image.formats import (
@@ -46,6 +48,9 @@ from loaderkit.stages.image.formats import (
 from loaderkit.stages.image.levels import Depth, deepened
 from loaderkit.stages.image.ops import EVERYTHING, Crop, DecodeHint, Needs, hint_for
 from loaderkit.stages.image.resize import reduced_box
+from loaderkit.stages.media.audio import AudioArgs
+from loaderkit.stages.media.decoding import MediaDecoder
+from loaderkit.stages.media.video import VideoArgs
 from loaderkit.stages.runner import each_sample
 from loaderkit.stages.values import channels_last, describe, is_pillow
 from loaderkit.stages.volume.nifti import read_nifti
@@ -53,7 +58,7 @@ from loaderkit.stages.volume.nifti import read_nifti
 logger = logging.getLogger("loaderkit")
 _BOM = b"\xef\xbb\xbf"
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
-_DECODED: frozenset[type] = frozenset({Image, FieldGroup, InPlace, GpuDecoded})
+_DECODED: frozenset[type] = frozenset({Image, Clip, FieldGroup, InPlace, GpuDecoded})
 
 
 class DecodeArgs(StageArgs):
@@ -64,6 +69,13 @@ class DecodeArgs(StageArgs):
     channels the end that is 1, 3 or 4 long; if both are, a tensor's are the first, and an array is an error. A fourth channel
     is dropped, as a PNG's. What `fields` or `masks` name has to be an image, and may be [H, W].
 
+    With `channels` or `depth: 16`, arrays of `npy` and `npz` files are images as well, of uint8 or uint16, whose channels are
+    the end that is `channels` long: any number of them passes through every stage that moves pixels. Arrays that `masks` name
+    are class numbers [H, W] of any integer type.
+
+    With `video` a video (mp4, mov, mkv, webm, avi, gif) becomes a clip, uint8 [T, 3, H, W]; with `audio` a sound (wav, flac,
+    mp3, ogg, m4a) a window, float32 [channels, samples]; without them they stay bytes.
+
     An `npz` becomes one field for every array in it, named as in the archive. A `nii` or `nii.gz` is the array of a scan.
 
     If a `random_resized_crop`, or a `random_crop` without padding, comes next, no more of a JPEG is made into pixels than it
@@ -71,7 +83,8 @@ class DecodeArgs(StageArgs):
 
     What `boxes` and `keypoints` name, in pixels of the decoded image, follows it through every stage that moves its pixels, and
     becomes float32. Boxes are clipped to the image (`sanitize_boxes` drops those of which nothing is left), keypoints (x, y)
-    are not. A `call` behind `decode` may make these fields, too.
+    are not. What `instance_masks` names becomes bool [N, H, W], a mask for each box: of the nearest pixels, as masks are, and 0
+    where a stage adds pixels. A `call` behind `decode` may make these fields, too.
 
     Which format an image has is told by its bytes, not by its name, and only `formats` are opened: nothing that starts a
     program, as PostScript does, or reads another file. Of several pictures in a file (GIF, TIFF, MPO, animations) the first
@@ -90,6 +103,10 @@ class DecodeArgs(StageArgs):
     )
     fields: FieldNames = Field(None, description="decode only these; default: all")
     masks: FieldNames = Field(None, description="images of labels: kept as one channel of class numbers")
+    channels: PositiveInt = Field(
+        3,
+        description="of images: 3, RGB; 1, grey; 4, RGBA, opaque where a file does not say; or, of arrays only, any number",
+    )
     depth: Depth = Field(
         8,
         description="bits of a level: 8, uint8, to which 16 are reduced by v >> 8; or 16, uint16, as grey pictures and masks "
@@ -123,6 +140,11 @@ class DecodeArgs(StageArgs):
     keypoints: FieldNames = Field(
         None, description="fields that are keypoints [N, 2], [N, K, 2] or [N, K, 3], whose third number stays as it is"
     )
+    instance_masks: FieldNames = Field(
+        None,
+        description="fields that are masks of instances, one for each box: bool or uint8 [N, H, W], or a mask [H, W] in which "
+        "each number but 0 is one, in ascending order",
+    )
     regions: Literal["auto"] | bool = Field(
         "auto",
         description="decode only the pixels of a crop that comes next, or (false) whole JPEGs, and crop then; auto: not with "
@@ -132,11 +154,23 @@ class DecodeArgs(StageArgs):
         "raise",
         description="where DALI fails whatever the images are: end with its error, or decode on the CPU from then on",
     )
+    video: VideoArgs | None = Field(None, description="which frames of a video make a clip")
+    audio: AudioArgs | None = Field(None, description="which part of a sound is decoded, and how it is sampled")
+
+    @property
+    def has_media(self) -> bool:
+        """True if videos or sounds are decoded."""
+        return self.video is not None or self.audio is not None
 
     @property
     def annotations(self) -> Annotations:
-        """The fields that are boxes and keypoints."""
-        return Annotations(self.boxes, self.keypoints or ())
+        """The fields that are boxes, keypoints and masks of instances."""
+        return Annotations(self.boxes, self.keypoints or (), self.instance_masks or ())
+
+    @property
+    def takes_arrays(self) -> bool:
+        """True if arrays may be images, as these are not those of a JPEG: three channels of 8 bits."""
+        return self.channels != 3 or self.depth == 16
 
 
 def decode(args: DecodeArgs) -> Callable[..., Any]:
@@ -180,15 +214,19 @@ class Decoder:
         self._args = args
         self._needs = needs
         self._needed = needed
-        self._masks = frozenset(args.masks or ())
+        self._masks = frozenset((*(args.masks or ()), *(args.instance_masks or ())))
+        self._instances = frozenset(args.instance_masks or ())
         self._annotations, self._annotated = args.annotations, args.annotations.names
         self._left = _DECODED if args.fields or args.masks else _DECODED | {int, float, bool, str}
         self._max_pixels = args.max_pixels
         self._is_new = True
-        is_plain = not args.exif_orientation and args.depth == 8
+        is_plain = not args.exif_orientation and not args.takes_arrays
         jpeg = self._jpeg if "jpeg" in args.formats and is_plain else self._picture
         pictures = dict.fromkeys(IMAGE_EXTENSIONS, self._picture) | dict.fromkeys(_JPEG_EXTENSIONS, jpeg)
-        self._readers = _READERS | pictures
+        self._readers = _READERS | pictures | {"npy": self._npy}
+        self._media = MediaDecoder(args.video, args.audio) if args.has_media else None
+        if self._media is not None:
+            self._readers |= self._media.readers
 
     def begin(self, sample: Sample, draws: Any = None, scratch: dict[str, Any] | None = None) -> list[PartialImage]:
         """Decode the fields of a sample, except the partial images, which are returned. Raises ValueError."""
@@ -210,7 +248,8 @@ class Decoder:
                 else:
                     sample[field] = value
                 if type(value) is FieldGroup:
-                    _unpack(sample, field, value, scratch)
+                    for name in _unpack(sample, field, value, scratch):
+                        sample[name] = self._of_file(sample[name], name)
             except ValueError as error:
                 raise _named(sample, field, error) from error
         if self._annotated:
@@ -264,7 +303,7 @@ class Decoder:
 
     def _value(self, value: Any, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:
         """A field of a source of objects. Unless it is named, what is no image stays as it is."""
-        if field in self._annotated:
+        if field in self._annotated and (field not in self._instances or not _is_encoded(value)):
             return value
         is_mask = field in self._masks
         is_named = is_mask or self._args.fields is not None
@@ -278,27 +317,53 @@ class Decoder:
             is_picture = is_named or Path(value["path"] or "").suffix[1:].lower() in IMAGE_EXTENSIONS
         if isinstance(data, (bytes, bytearray, memoryview)):
             data = memoryview(data)
+            of_media = None if self._media is None else self._media.reader_of(data, is_named=is_named)
+            if of_media is not None:
+                return of_media(data, field, draws)
             if is_picture or seems_a_picture(data):
                 read = self._readers["jpg"] if bytes(data[:2]) == b"\xff\xd8" else self._picture
                 return read(data, field, draws, scratch)
             return value
-        if is_pillow(value):
-            check_size(value.height, value.width, self._max_pixels)
-            return converted(value, is_mask=is_mask, upright=self._args.exif_orientation, depth=self._args.depth)
+        image = self._of_pillow(value, is_mask) if is_pillow(value) else self._of_array(value, is_mask, is_named)
+        if image is None and is_named:
+            kinds = "encoded bytes, Pillow's, or uint8 [C, H, W], [H, W, C] or [H, W]"
+            also = f" with {self._args.channels} channels, as `channels` says" if self._args.channels != 3 else ""
+            raise ValueError(f"cannot decode {describe(value)}: an image is {kinds}{also}")
+        return value if image is None else image
+
+    def _of_pillow(self, value: Any, is_mask: bool) -> Image:
+        args = self._args
+        check_size(value.height, value.width, self._max_pixels)
+        return converted(
+            value, is_mask=is_mask, upright=args.exif_orientation, depth=args.depth, num_channels=args.channels
+        )
+
+    def _of_array(self, value: Any, is_mask: bool, is_named: bool) -> Image | None:
+        """An array or tensor as an image; None if it is none."""
+        args = self._args
+        if is_mask and isinstance(value, (np.ndarray, torch.Tensor)):
+            return mask_of(value, args.depth)
+        image = picture_of(value, args.channels, args.depth, is_named=is_named) if args.takes_arrays else None
+        if image is not None or args.channels != 3:
+            return image
         pixels = channels_last(value) if is_named or getattr(value, "ndim", 0) == 3 else None
         if pixels is None:
-            if not is_named:
-                return value
-            kinds = "encoded bytes, Pillow's, or uint8 [C, H, W], [H, W, C] or [H, W]"
-            raise ValueError(f"cannot decode {describe(value)}: an image is {kinds}")
-        if is_mask and pixels.shape[2] > 1:
-            raise ValueError(f"a mask has one channel of class numbers, this one is {describe(value)}")
-        return self._of_array(pixels[:, :, :3], is_mask)
+            return None
+        return Image(pixels[:, :, :3] if args.depth == 8 else deepened(pixels[:, :, :3]))
 
-    def _of_array(self, pixels: NDArray[np.uint8], is_mask: bool) -> Image:
-        if self._args.depth == 8:
-            return Image(pixels, is_mask)
-        return Image(pixels.astype(np.uint16) if is_mask else deepened(pixels), is_mask)
+    def _of_file(self, array: NDArray[Any], field: str) -> Any:
+        """An array of a file: a picture or mask, if it is one."""
+        args, is_mask = self._args, field in self._masks
+        if field in self._annotated or not (is_mask or args.takes_arrays):
+            return array
+        is_named = args.fields is not None and field in args.fields
+        image = (
+            mask_of(array, args.depth) if is_mask else picture_of(array, args.channels, args.depth, is_named=is_named)
+        )
+        return array if image is None else image
+
+    def _npy(self, data: memoryview, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:
+        return self._of_file(_owned(view_npy(data), scratch), field)
 
     def _jpeg(self, data: memoryview, field: str, draws: Any, scratch: dict[str, Any] | None) -> Image | PartialImage:
         size = None if field in self._masks else jpeg_size(data)
@@ -333,7 +398,13 @@ class Decoder:
             upright=self._args.exif_orientation,
             max_pixels=self._max_pixels,
             depth=self._args.depth,
+            num_channels=self._args.channels,
         )
+
+
+def _is_encoded(value: Any) -> bool:
+    """True for a picture in a data set that is not decoded yet, or is one of Pillow's."""
+    return isinstance(value, (bytes, bytearray, memoryview, dict)) or is_pillow(value)
 
 
 def _say_if_unused(given: Sample, sample: Sample, partial_images: list[PartialImage]) -> None:
@@ -349,6 +420,11 @@ def _say_if_unused(given: Sample, sample: Sample, partial_images: list[PartialIm
             left,
             ", ".join(sorted(_READERS.keys() | IMAGE_EXTENSIONS)),
         )
+        if any(
+            type(value) is Encoded and last_extension(value.extension) in VIDEO_EXTENSIONS | AUDIO_EXTENSIONS
+            for value in given.values()
+        ):
+            logger.warning("`decode` decodes video with `video: {frames: ...}`, and sound with `audio: {seconds: ...}`")
 
 
 def _bytes_of(image: dict[str, Any]) -> Any:
@@ -403,8 +479,8 @@ def _owned(array: NDArray[Any], scratch: dict[str, Any] | None) -> NDArray[Any]:
     return array if scratch is not None else array.copy(order="K")
 
 
-def _unpack(sample: Sample, field: str, group: FieldGroup, scratch: dict[str, Any] | None) -> None:
-    """Replace a field by the fields that its archive holds."""
+def _unpack(sample: Sample, field: str, group: FieldGroup, scratch: dict[str, Any] | None) -> tuple[str, ...]:
+    """Replace a field by the fields that its archive holds, whose names it returns."""
     del sample[field]
     for name, value in group.fields.items():
         if name in sample:
@@ -415,14 +491,11 @@ def _unpack(sample: Sample, field: str, group: FieldGroup, scratch: dict[str, An
             sample[name] = _owned(view_npy(value.data), scratch) if type(value) is Encoded else value
         except FormatError as error:
             raise FormatError(f"array {name!r}: {error}") from None
+    return tuple(group.fields)
 
 
 def _read_bytes(data: memoryview, *_: Any) -> bytes:
     return bytes(data)
-
-
-def _read_npy(data: memoryview, field: str, draws: Any, scratch: dict[str, Any] | None) -> NDArray[Any]:
-    return _owned(view_npy(data), scratch)
 
 
 def _read_npz(data: memoryview, field: str, draws: Any, scratch: dict[str, Any] | None) -> FieldGroup:
@@ -455,7 +528,6 @@ def _read_json(data: memoryview, *_: Any) -> Any:
 
 
 _READERS: dict[str, Callable[..., Any]] = {
-    "npy": _read_npy,
     "npz": _read_npz,
     "nii": _read_nifti,
     "nii.gz": _read_nifti,
@@ -473,7 +545,7 @@ def decode_hint(stage: StageConfig, context: CompileContext) -> tuple[StageConfi
     following = next(one for one in behind if not (args.scaled and context.kind_of(one).is_pointwise))
     ops, fields = context.kind_of(following).ops, getattr(following.args, "fields", None)
     is_apart = args.fields is not None and fields is not None and not {*args.fields} & {*fields}
-    if ops is None or args.device != "cpu" or args.exif_orientation or args.depth != 8 or is_apart:
+    if ops is None or args.device != "cpu" or args.exif_orientation or args.takes_arrays or is_apart or args.has_media:
         return following, None
     takes_crop = following is behind[0] and args.regions is not False
     return following, hint_for(ops(following.args), is_next=takes_crop, scaled=args.scaled)
@@ -484,7 +556,10 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     following, hint = decode_hint(stage, context)
     failed, reuse = context.failed(stage), context.may_reuse
     if hint is None:
-        return stage.ready("sample", each_sample(decode(stage.args), 0, context.keys(stage), failed, reuse=reuse))
+        num_draws = 1 if stage.args.has_media else 0  # the start of a clip
+        return stage.ready(
+            "sample", each_sample(decode(stage.args), num_draws, context.keys(stage), failed, reuse=reuse)
+        )
     decoder = Decoder(stage.args, hint.of, getattr(following.args, "fields", None))
     # Uses the draws of the stage that it decodes for.
     num_draws, keys = context.kind_of(following).num_draws, context.keys(following)

@@ -19,7 +19,7 @@ from PIL import ImageFile, PngImagePlugin, TiffImagePlugin, UnidentifiedImageErr
 from loaderkit import native
 from loaderkit.samples.pictures import FORMATS, Format, looks_like
 from loaderkit.samples.values import Image
-from loaderkit.stages.image.levels import Depth, PixelFormat, labels, rgb
+from loaderkit.stages.image.levels import Depth, PixelFormat, check_bands, labels, levels_of
 
 MOST_PIXELS = 178_956_970
 """Pillow refuses pictures with more pixels."""
@@ -64,7 +64,14 @@ def jpeg_size(data: memoryview) -> tuple[int, int] | None:
 
 
 def decode_picture(
-    data: memoryview, *, formats: tuple[Format, ...], is_mask: bool, upright: bool, max_pixels: int, depth: Depth = 8
+    data: memoryview,
+    *,
+    formats: tuple[Format, ...],
+    is_mask: bool,
+    upright: bool,
+    max_pixels: int,
+    depth: Depth = 8,
+    num_channels: int = 3,
 ) -> Image:
     """A picture in one of the `formats`, recognized by its bytes. Raises ValueError."""
     try:
@@ -86,13 +93,19 @@ def decode_picture(
             raise _refused(data, kind, size, error) from error
         if kind in ("JPEG", "MPO") and native.is_cut(data):
             raise ValueError(f"truncated {kind} ({len(data)} bytes{size}: it ends early, and the rest would be grey)")
-        return _converted(image, stored, is_mask=is_mask, upright=upright, depth=depth)
+        return _converted(image, stored, is_mask=is_mask, upright=upright, depth=depth, num_channels=num_channels)
 
 
 def converted(
-    image: Pillow.Image, *, is_mask: bool = False, upright: bool = False, keeps_grey: bool = False, depth: Depth = 8
+    image: Pillow.Image,
+    *,
+    is_mask: bool = False,
+    upright: bool = False,
+    keeps_grey: bool = False,
+    depth: Depth = 8,
+    num_channels: int = 3,
 ) -> Image:
-    """A picture of any mode that was opened by Pillow, as RGB or as a mask. Raises ValueError."""
+    """A picture of any mode that was opened by Pillow, as RGB, grey or RGBA, or as a mask. Raises ValueError."""
     stored = PixelFormat.of(image)
     try:
         image.load()
@@ -100,14 +113,19 @@ def converted(
         raise ValueError(f"Pillow's image cannot be loaded: {error!r:.200}") from error
     if keeps_grey and image.mode == "L":
         return Image(np.array(image)[:, :, None])
-    return _converted(image, stored, is_mask=is_mask, upright=upright, depth=depth)
+    return _converted(image, stored, is_mask=is_mask, upright=upright, depth=depth, num_channels=num_channels)
 
 
-def _converted(image: Pillow.Image, stored: PixelFormat, *, is_mask: bool, upright: bool, depth: Depth) -> Image:
+def _converted(
+    image: Pillow.Image, stored: PixelFormat, *, is_mask: bool, upright: bool, depth: Depth, num_channels: int
+) -> Image:
     kind = image.format or "picture"  # one made in memory has no format
+    if num_channels > 3 and not is_mask:
+        check_bands(image)
     if upright:
         image = _upright(image)
-    return Image(labels(image, stored, depth) if is_mask else rgb(image, kind, stored, depth), is_mask)
+    pixels = labels(image, stored, depth) if is_mask else levels_of(image, kind, stored, depth, num_channels)
+    return Image(pixels, is_mask)
 
 
 def seems_a_picture(data: memoryview) -> bool:

@@ -323,12 +323,25 @@ def random_rotation(args: RandomRotationArgs) -> SampleFunction:
         check_shapes(images)
         for name, image in images:
             method = Pillow.Resampling["NEAREST" if image.mask else args.interpolation.upper()]
-            num_channels = image.pixels.shape[2]
-            picture = Pillow.fromarray(image.pixels if num_channels == 3 else image.pixels[:, :, 0])
-            turned = picture.rotate(angle, method, args.expand, fillcolor=(args.fill,) * num_channels)
-            sample[name] = Image(np.array(turned).reshape(turned.height, turned.width, num_channels), image.mask)
+            pixels = image.pixels
+            if pixels.shape[2] == 3 and pixels.dtype == np.uint8:
+                turned = np.array(
+                    Pillow.fromarray(pixels).rotate(angle, method, args.expand, fillcolor=(args.fill,) * 3)
+                )
+            else:
+                planes = [_rotated(pixels[:, :, band], angle, method, args) for band in range(pixels.shape[2])]
+                turned = np.stack(planes, 2)
+            sample[name] = Image(turned, image.mask)
 
     return run
+
+
+def _rotated(plane: NDArray[Any], angle: float, method: Pillow.Resampling, args: RandomRotationArgs) -> NDArray[Any]:
+    """One channel [H, W], rotated; levels of 16 bits by way of 32, which Pillow resamples in full."""
+    is_deep = plane.dtype != np.uint8
+    picture = Pillow.fromarray(plane.astype(np.int32) if is_deep else np.ascontiguousarray(plane))
+    turned = np.asarray(picture.rotate(angle, method, args.expand, fillcolor=args.fill))
+    return turned.clip(0, 65535).astype(np.uint16) if is_deep else turned
 
 
 def random_rotation_steps(args: RandomRotationArgs) -> ImageOps:
@@ -422,6 +435,7 @@ RANDOM_ROTATION = StageKind(
     ops=random_rotation_steps,
     runs_in_dali=False,
     needs_images=True,
+    takes_16_bits=True,
     only_computes=True,
     is_contained=True,
 )

@@ -19,7 +19,7 @@ Depth = Literal[8, 16]
 
 logger = logging.getLogger("loaderkit")
 _STORE_AS_NPY = "store it as .npy, which keeps its numbers"
-_BITS, _PLANES, _NUMBER_TYPES = 258, 284, 339  # TIFF's tags
+_BITS, _NUM_BANDS, _PLANES, _NUMBER_TYPES = 258, 277, 284, 339  # TIFF's tags
 _SIGNED = 2
 _SPREAD = {"2": 85, "4": 17}  # bits -> by how much Pillow multiplies
 
@@ -60,8 +60,16 @@ def _check_tiff(image: TiffImagePlugin.TiffImageFile) -> None:
         raise ValueError(f"its colours of {max(bits)} bits are planes, which Pillow reads wrongly: {_STORE_AS_NPY}")
 
 
-def rgb(image: Pillow.Image, kind: str, stored: PixelFormat, depth: Depth) -> NDArray[Any]:
-    """[H, W, 3], uint8 or uint16. Raises ValueError for a picture without such levels."""
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+
+
+def levels_of(image: Pillow.Image, kind: str, stored: PixelFormat, depth: Depth, num_channels: int = 3) -> NDArray[Any]:
+    """[H, W, C], uint8 or uint16: grey, RGB or RGBA, opaque where the picture says nothing of that. Raises ValueError for a
+    picture without such levels."""
+    if num_channels not in _MODES:
+        raise ValueError(
+            f"a {kind} is decoded to 1, 3 or 4 channels, and `channels` is {num_channels}: store it as .npy"
+        )
     if image.mode == "F":
         raise ValueError(f"a picture of floating-point numbers has no RGB: {_STORE_AS_NPY}")
     if image.mode == "I" and image.format != "PPM":  # of a PPM these are 16 bits
@@ -71,16 +79,34 @@ def rgb(image: Pillow.Image, kind: str, stored: PixelFormat, depth: Depth) -> ND
         if depth == 8:
             _say_scale()
         levels = values if depth == 16 else (values >> 8).astype(np.uint8)
-        return np.repeat(levels[:, :, None], 3, axis=2)
+        repeated = np.repeat(levels[:, :, None], num_channels, axis=2)
+        repeated[:, :, 3:] = 65535 if depth == 16 else 255
+        return repeated
     if stored.is_deep and depth == 16:
         raise ValueError(f"Pillow reads colours of 16 bits as 8: {_STORE_AS_NPY}, or leave `depth` at 8")
     if stored.is_deep:
         _say_scale()
+    mode = _MODES[num_channels]
     try:
-        pixels = np.array(image if image.mode == "RGB" else image.convert("RGB"))
+        if image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
+            image = image.convert("RGB")
+        pixels = np.array(image if image.mode == mode else image.convert(mode))
     except Exception as error:
-        raise ValueError(f"a {kind} of mode {image.mode} cannot be made RGB: {error}") from error
+        raise ValueError(f"a {kind} of mode {image.mode} cannot be made {mode}: {error}") from error
+    pixels = pixels.reshape(*pixels.shape[:2], num_channels)
     return pixels if depth == 8 else deepened(pixels)
+
+
+def check_bands(image: Pillow.Image) -> None:
+    """Raise ValueError for a TIFF of which Pillow leaves bands out."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return
+    tags: Any = image.tag_v2
+    num_bands = tags.get(_NUM_BANDS, 1)
+    if num_bands > len(image.getbands()):
+        raise ValueError(
+            f"the TIFF has {num_bands} bands, of which Pillow reads {len(image.getbands())}: {_STORE_AS_NPY}"
+        )
 
 
 def deepened(pixels: NDArray[np.uint8]) -> NDArray[np.uint16]:

@@ -18,6 +18,7 @@ from loaderkit import native
 from loaderkit._internal.config.settings import as_tuple
 from loaderkit.engine.work import Stage
 from loaderkit.samples.chunk import BatchContext, SampleChunk, image_names
+from loaderkit.samples.values import Clip, Image
 from loaderkit.stages.base import FieldNames, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind, batch_error
 from loaderkit.stages.image.ops import Finalizer
@@ -99,14 +100,23 @@ def normalize_slots(stage: str, args: NormalizeArgs) -> Callable[[SampleChunk], 
             for name in names:
                 slots = work_item.fields[name].array
                 assert slots is not None
-                scale, shift = factors(slots.shape[1])
-                images = [None if sample is None else sample[name].pixels for sample in chunk.samples]
+                scale, shift = factors(slots.shape[-3])
+                images = [None if sample is None else sample[name] for sample in chunk.samples]
                 first, in_slots = chunk.in_slots(images)
-                native.write_normalized(slots, first, in_slots, scale, shift)
+                num_frames = slots.shape[1] if slots.ndim == 5 else 1
+                frames = [pixels for image in in_slots for pixels in _frames_of(image, num_frames)]
+                slots = slots.reshape(-1, *slots.shape[-3:])  # a view: of a clip each frame is an image
+                native.write_normalized(slots, first * num_frames, frames, scale, shift)
         except (RuntimeError, ValueError) as error:
             raise batch_error(stage, chunk.epoch, work_item.step, str(error)) from error
 
     return run
+
+
+def _frames_of(image: Image | Clip | None, num_frames: int) -> list[Any]:
+    if image is None:
+        return [None] * num_frames
+    return [image.pixels] if type(image) is Image else [frame.pixels for frame in image.frames]  # type: ignore[union-attr]
 
 
 def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], None]:
@@ -114,10 +124,14 @@ def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], 
     dtype = getattr(torch, args.dtype)
 
     def normalized(name: str, images: Any, num_dims: int) -> torch.Tensor:
-        if not isinstance(images, torch.Tensor) or images.dtype not in _LARGEST or images.ndim != num_dims:
+        if (
+            not isinstance(images, torch.Tensor)
+            or images.dtype not in _LARGEST
+            or images.ndim not in (num_dims, num_dims + 1)
+        ):
             raise ValueError(
-                f"the field {name!r} is {describe(images)}: only uint8 images [B, C, H, W], or a list of [C, H, W], can be "
-                "normalised"
+                f"the field {name!r} is {describe(images)}: only uint8 images [B, C, H, W] or clips [B, T, C, H, W], or a "
+                "list of [C, H, W] or [T, C, H, W], can be normalised"
             )
         floats = images.to(torch.float32)
         scale, shift = (

@@ -25,15 +25,19 @@ class SanitizeBoxesArgs(StageArgs):
 
     labels: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
         description="fields with one entry for each box (classes, keypoints, ...), of which the same ones are dropped; [] if "
-        "there are none"
+        "there are none. Masks of instances that `decode` names are among them anyway, if it names one field of boxes"
     )
     min_size: float = Field(1.0, gt=0, description="the least width and height, in pixels")
     min_area: float = Field(1.0, gt=0, description="the least width x height")
     boxes: str | None = Field(None, description="the field of boxes; default: the one that `decode` names")
 
 
-def sanitize_boxes(args: SanitizeBoxesArgs, name: str, box_format: BoxFormat) -> Callable[..., None]:
-    """A function of one sample. A box is dropped if a side or its area is too small once it is clipped."""
+def sanitize_boxes(
+    args: SanitizeBoxesArgs, name: str, box_format: BoxFormat, instances: tuple[str, ...] = ()
+) -> Callable[..., None]:
+    """A function of one sample. A box is dropped if a side or its area is too small once it is clipped, and with it its entries
+    in `labels` and `instances`."""
+    belonging = dict.fromkeys(args.labels, "labels") | dict.fromkeys(instances, "instance_masks")
 
     def run(sample: Sample, draws: Any = None, scratch: Any = None) -> None:
         canvas = canvas_of(sample)
@@ -41,23 +45,24 @@ def sanitize_boxes(args: SanitizeBoxesArgs, name: str, box_format: BoxFormat) ->
         corners = clipped(corners_of(sample, name, box_format), canvas[1])
         sides = corners[:, 2:] - corners[:, :2]
         is_kept = (sides >= args.min_size).all(1) & (sides.prod(1) >= args.min_area)
-        chosen = {label: _chosen(sample, label, is_kept) for label in args.labels}
+        chosen = {label: _chosen(sample, label, is_kept, by) for label, by in belonging.items()}
         sample.update(chosen)
         sample[name] = as_boxes(corners[is_kept], box_format)
 
     return run
 
 
-def _chosen(sample: Sample, name: str, is_kept: NDArray[np.bool_]) -> Any:
-    """The entries of a field whose boxes are kept. Raises ValueError unless it has one for each box."""
+def _chosen(sample: Sample, name: str, is_kept: NDArray[np.bool_], by: str) -> Any:
+    """The entries of a field, which the argument `by` names, whose boxes are kept. Raises ValueError unless it has one for
+    each box."""
     if name not in sample:
-        raise ValueError(f"it has no field {name!r}, which `labels` names, only {', '.join(sample)}")
+        raise ValueError(f"it has no field {name!r}, which `{by}` names, only {', '.join(sample)}")
     value = sample[name]
     is_list = isinstance(value, (list, tuple))
     if not is_list and not (isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim):
-        raise ValueError(f"its field {name!r} is {describe(value)}, which has no entries for boxes: `labels` names it")
+        raise ValueError(f"its field {name!r} is {describe(value)}, which has no entries for boxes: `{by}` names it")
     if len(value) != len(is_kept):
-        raise ValueError(f"its field {name!r} has {len(value)} entries for {len(is_kept)} boxes: `labels` names it")
+        raise ValueError(f"its field {name!r} has {len(value)} entries for {len(is_kept)} boxes: `{by}` names it")
     if is_list:
         return [item for item, keeps in zip(value, is_kept, strict=True) if keeps]
     return value[is_kept] if isinstance(value, np.ndarray) else value[torch.from_numpy(is_kept)]
@@ -67,7 +72,7 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     args, boxes = stage.args, context.annotations.boxes
     assert isinstance(args, SanitizeBoxesArgs)
     name = args.boxes or next(iter(boxes))
-    run = sanitize_boxes(args, name, boxes[name])
+    run = sanitize_boxes(args, name, boxes[name], context.annotations.instances if len(boxes) == 1 else ())
     return stage.ready("sample", each_sample(run, 0, context.keys(stage), context.failed(stage), reuse=False))
 
 

@@ -4,6 +4,7 @@ labels. They act on the last dimensions, so a scan may have channels and its lab
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_
 
 from loaderkit._internal.config.settings import as_tuple
 from loaderkit.samples.sample import Sample
+from loaderkit.samples.values import CutWindow
+from loaderkit.sources.base import WindowRule
 from loaderkit.stages.base import StageArgs
 from loaderkit.stages.context import StageKind
 from loaderkit.stages.values import describe
@@ -71,11 +74,14 @@ def random_volume_crop(args: RandomVolumeCropArgs) -> Callable[..., None]:
     """Six draws: whether the foreground is wanted, which of its values, and the window's start along each dimension.
 
     The window lies anywhere, each start as likely; around a value of the foreground anywhere that holds it. MLPerf's 3D U-Net
-    takes the foreground in four of ten crops.
+    takes the foreground in four of ten crops. Directly behind `read`, a source may read the window alone: see `window_rule`.
     """
-    size = args.size
+    size, rule = args.size, window_rule(args)
 
     def run(sample: Sample, draws: Draws, scratch: Any = None) -> None:
+        if type(sample.get(args.fields[0])) is CutWindow:
+            sample.update({name: sample[name].array for name in args.fields})
+            return
         arrays = _arrays(sample, args.fields, len(size), "window")
         shape = next(iter(arrays.values())).shape[-len(size) :]
         missing = [max(0, wanted - length) for wanted, length in zip(size, shape, strict=True)]
@@ -88,28 +94,44 @@ def random_volume_crop(args: RandomVolumeCropArgs) -> Callable[..., None]:
             flat = {*args.labels, args.foreground}
             arrays = {name: _padded(array, missing, 0 if name in flat else args.fill) for name, array in arrays.items()}
             shape = tuple(map(max, shape, size))
-        held = _foreground(sample, args, arrays, draws[1]) if args.foreground and draws[0] < args.p else None
-        window = [slice(None)] * len(size)
-        for axis, (length, wanted) in enumerate(zip(shape, size, strict=True)):
-            first, last = 0, length - wanted
-            if held is not None:
-                first, last = max(first, held[axis] - wanted + 1), min(last, held[axis])
-            start = first + int(draws[2 + axis] * (last - first + 1))
-            window[axis] = slice(start, start + wanted)
+        window = rule.place(tuple(shape), draws, lambda: arrays[args.foreground or ""])
+        assert window is not None
         for name, array in arrays.items():
             sample[name] = array[(..., *window)]
 
     return run
 
 
-def _foreground(
-    sample: Sample, args: RandomVolumeCropArgs, arrays: dict[str, Any], draw: float
-) -> tuple[int, ...] | None:
+@dataclass(frozen=True)
+class _Place:
+    """Where the window lies; see `WindowRule`. None: an array is smaller than it."""
+
+    args: RandomVolumeCropArgs
+
+    def __call__(self, lengths: tuple[int, ...], draws: Draws, load: Callable[[], Any]) -> tuple[slice, ...] | None:
+        args = self.args
+        if any(length < wanted for length, wanted in zip(lengths, args.size, strict=True)):
+            return None
+        held = _foreground(load(), len(args.size), draws[1]) if args.foreground and draws[0] < args.p else None
+        window = []
+        for axis, (length, wanted) in enumerate(zip(lengths, args.size, strict=True)):
+            first, last = 0, length - wanted
+            if held is not None:
+                first, last = max(first, held[axis] - wanted + 1), min(last, held[axis])
+            start = first + int(draws[2 + axis] * (last - first + 1))
+            window.append(slice(start, start + wanted))
+        return tuple(window)
+
+
+def window_rule(args: RandomVolumeCropArgs) -> WindowRule:
+    """What it cuts, for a source that reads no more."""
+    return WindowRule(args.fields, len(args.size), args.foreground, _Place(args))
+
+
+def _foreground(labels: Any, num_dims: int, draw: float) -> tuple[int, ...] | None:
     """The place of a value that is not 0, each as likely; None: there is none."""
-    assert args.foreground is not None
-    labels = arrays[args.foreground]
     values = labels.numpy() if isinstance(labels, torch.Tensor) else labels
-    is_any = (values != 0).reshape(-1, *values.shape[-len(args.size) :]).any(0)
+    is_any = (values != 0).reshape(-1, *values.shape[-num_dims:]).any(0)
     places = np.flatnonzero(is_any)
     if not len(places):
         return None
@@ -175,6 +197,7 @@ RANDOM_VOLUME_CROP = StageKind(
     "sample",
     random_volume_crop,
     num_draws=2 + _MOST_DIMS,
+    window=window_rule,
     shrinks=True,
     only_computes=True,
     is_contained=True,

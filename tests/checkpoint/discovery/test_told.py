@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,12 @@ def test_the_same_as_by_descriptions(
         damage(step, rng)
     opened: list[str] = []
     summary_of = listing._summary
-    monkeypatch.setattr(listing, "_summary", lambda url, given: opened.append(url) or summary_of(url, given))
+
+    def noted(url: str, given: Any) -> Any:
+        opened.append(url)
+        return summary_of(url, given)
+
+    monkeypatch.setattr(listing, "_summary", noted)
     found = list_checkpoints(tmp_path)
     assert str(steps[0]) not in opened
     assert str(steps[1]) not in opened

@@ -22,8 +22,8 @@ from loaderkit.cli import main
 from loaderkit.connectors.base import ConnectorTraits
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import FormatError
-from loaderkit.sources.parquet.held import HeldGroups
-from loaderkit.sources.parquet.row_groups import RowGroup
+from loaderkit.sources.arrow.row_groups import RowGroup
+from loaderkit.sources.held_groups import HeldGroups
 
 EXECUTORS: dict[str, dict[str, Any]] = {
     "inline": {"prefetch.executor": "inline"},

@@ -150,9 +150,7 @@ def test_much_decoding_is_warned_of(
     with loaderkit.build(pipeline, connectors={"memory": connector}) as loader:
         for _ in range(3):
             assert sorted(rows(loader)) == list(range(200))
-    said = [
-        record.getMessage() for record in caplog.records if "rows of Parquet files are decoded" in record.getMessage()
-    ]
+    said = [record.getMessage() for record in caplog.records if "rows are read and decoded" in record.getMessage()]
     assert len(said) == warns
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+def _all_is_well() -> None:
+    pass
 
 
 class StoredBytes(NamedTuple):
@@ -37,8 +41,10 @@ class Column(Protocol):
 
 
 class RowGroup(NamedTuple):
-    """A decoded row group: its fields, the memory it takes, and the bytes that were read for it."""
+    """A decoded row group: its fields, the memory it takes, and the bytes that were read for it. `check`, called before rows
+    are taken, raises if what it lies in is no longer there, as where a file is mapped."""
 
     columns: Mapping[str, Column]
     memory_bytes: int
     read_bytes: int
+    check: Callable[[], None] = _all_is_well

@@ -5,13 +5,14 @@ Numbers, also in lists, are a tree as in Arrow: `ListNode`s with their bounds, d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.sources.parquet.row_groups import StoredBytes, Taken
+from loaderkit.sources.arrow.row_groups import Column, StoredBytes, Taken
 
 Rows = NDArray[np.int64]
 _Valid = NDArray[np.bool_] | None
@@ -32,14 +33,19 @@ class Node(Protocol):
     def num_bytes(self) -> int:
         """The memory that they take."""
 
+    @property
+    def or_else(self) -> str:
+        """What else than a null the numbers that are not there may be."""
+
 
 @dataclass(frozen=True)
 class NumberNode:
     values: NDArray[Any]  # [n]
     is_there: _Valid
+    or_else: str = ""
 
     def array(self, low: int, high: int) -> NDArray[Any]:
-        _refuse_nulls(self.is_there, low, high)
+        _refuse_nulls(self.is_there, low, high, self.or_else)
         return self.values[low:high]
 
     def valid(self) -> _Valid:
@@ -75,6 +81,10 @@ class FixedListNode:
     def num_bytes(self) -> int:
         return self.items.num_bytes + _num_bytes(self.is_there)
 
+    @property
+    def or_else(self) -> str:
+        return self.items.or_else
+
 
 @dataclass(frozen=True)
 class ListNode:
@@ -102,21 +112,25 @@ class ListNode:
     def num_bytes(self) -> int:
         return self.bounds.nbytes + self.items.num_bytes + _num_bytes(self.is_there)
 
+    @property
+    def or_else(self) -> str:
+        return self.items.or_else
+
 
 def _num_bytes(is_there: _Valid) -> int:
     return 0 if is_there is None else is_there.nbytes
 
 
-def _refuse_nulls(is_there: _Valid, low: int, high: int) -> None:
+def _refuse_nulls(is_there: _Valid, low: int, high: int, or_else: str = "") -> None:
     if is_there is not None and not is_there[low:high].all():
-        raise ValueError("has a null in a list")
+        raise ValueError(f"has a null in a list{or_else}")
 
 
 class FixedColumn:
     """Numbers, or arrays of one `shape`."""
 
     def __init__(self, node: Node, num_rows: int, shape: tuple[int, ...]) -> None:
-        self._valid = node.valid()
+        self._valid, self._or_else = node.valid(), node.or_else
         self._values = _without_nulls(node).array(0, num_rows).reshape(num_rows, *shape)
         self.num_bytes = self._values.nbytes + _num_bytes(self._valid)
 
@@ -124,7 +138,7 @@ class FixedColumn:
         values = self._values[rows]
         if self._valid is None:
             return Taken(values, {})
-        what = NULL if values.ndim == 1 else f"{NULL}, or has a null in it"
+        what = (NULL if values.ndim == 1 else f"{NULL}, or has a null in it") + self._or_else
         return Taken(values, dict.fromkeys(np.flatnonzero(~self._valid[rows]).tolist(), what))
 
 
@@ -153,6 +167,14 @@ class ListColumn:
     def take(self, rows: Rows) -> Taken:
         values: list[Any] = [None] * len(rows)
         bad: dict[int, str] = {}
+        node = self._node
+        if (
+            isinstance(node, ListNode)
+            and isinstance(node.items, NumberNode)
+            and self._is_there is node.items.is_there is None
+        ):
+            bounds = zip(node.bounds[rows].tolist(), node.bounds[rows + 1].tolist(), strict=True)
+            return Taken([node.items.values[begin:end].copy() for begin, end in bounds], bad)
         for place, row in enumerate(rows.tolist()):
             if self._is_there is not None and not self._is_there[row]:
                 bad[place] = NULL
@@ -226,3 +248,63 @@ class FileColumn:
             if view is None:
                 bad[place] = f"has no bytes, only the path {name!r}: embed the files" if path is not None else NULL
         return Taken(values, bad)
+
+
+class ConstantColumn:
+    """One value in every row, as the folder of a file says it: a text, or with `is_number` int64; None is null."""
+
+    num_bytes = 8
+
+    def __init__(self, value: int | str | None, *, is_number: bool) -> None:
+        self._value, self._is_number = value, is_number
+
+    def take(self, rows: Rows) -> Taken:
+        bad = dict.fromkeys(range(len(rows)), NULL) if self._value is None else {}
+        values = np.full(len(rows), self._value or 0, np.int64) if self._is_number else [self._value] * len(rows)
+        return Taken(values, bad)
+
+
+class _JoinedBytes(BytesColumn):
+    """The bytes of several columns, one behind another."""
+
+    def __init__(self, parts: Sequence[BytesColumn]) -> None:
+        self._parts = [part._data for part in parts]
+        self._owners = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part._bounds) - 1 for part in parts])
+        self._starts = np.concatenate([part._bounds[:-1] for part in parts])
+        self._ends = np.concatenate([part._bounds[1:] for part in parts])
+        self._is_there = _joined_valid([(part._is_there, len(part._bounds) - 1) for part in parts])
+        self.num_bytes = self._owners.nbytes + self._starts.nbytes + self._ends.nbytes + _num_bytes(self._is_there)
+
+    def views(self, rows: Rows) -> list[memoryview | None]:
+        places = zip(self._owners[rows].tolist(), self._starts[rows].tolist(), self._ends[rows].tolist(), strict=True)
+        parts = self._parts
+        views: list[memoryview | None] = [parts[number][begin:end] for number, begin, end in places]
+        if self._is_there is not None:
+            for place in np.flatnonzero(~self._is_there[rows]).tolist():
+                views[place] = None
+        return views
+
+
+def join(columns: Sequence[Column]) -> Column:
+    """One column of several of one kind: of bytes that stay where they are, or of numbers, which are copied."""
+    if len(columns) == 1:
+        return columns[0]
+    first = columns[0]
+    if isinstance(first, TextColumn):
+        return TextColumn(_JoinedBytes([column._encoded for column in columns if isinstance(column, TextColumn)]))
+    if isinstance(first, FileColumn):
+        files = [column for column in columns if isinstance(column, FileColumn)]
+        return FileColumn(_JoinedBytes([one._contents for one in files]), _JoinedBytes([one._paths for one in files]))
+    if isinstance(first, BytesColumn):
+        return _JoinedBytes([column for column in columns if isinstance(column, BytesColumn)])
+    numbers = [column for column in columns if isinstance(column, FixedColumn)]
+    valid = _joined_valid([(column._valid, len(column._values)) for column in numbers])
+    or_else = max((column._or_else for column in numbers), key=len)
+    node = NumberNode(np.concatenate([column._values for column in numbers]), valid, or_else)
+    return FixedColumn(node, len(node.values), ())
+
+
+def _joined_valid(parts: Sequence[tuple[_Valid, int]]) -> _Valid:
+    if all(valid is None for valid, _ in parts):
+        return None
+    return np.concatenate([np.ones(num, np.bool_) if valid is None else valid for valid, num in parts])

@@ -1,34 +1,47 @@
-"""Decoded row groups that are held in memory, within a bound, for all workers of a process."""
+"""Decoded groups of rows that are held in memory, within a bound, for all workers of a process."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.errors import FormatError
-from loaderkit.sources.parquet.row_groups import RowGroup
 
 
-class HeldGroups:
+class DecodedGroup(Protocol):
+    """The memory that a group takes, and the bytes that were read for it."""
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+    @property
+    def read_bytes(self) -> int: ...
+
+
+Group = TypeVar("Group", bound=DecodedGroup)
+
+
+class HeldGroups(Generic[Group]):
     """Row groups by number, decoded by `read` once each while they are held. The least recently used goes first.
 
     At most about `memory_bytes` are held or being decoded, `sizes` (int64 [row groups]) being what each will take; one of them
     may be larger. Any number of threads.
     """
 
-    def __init__(self, read: Callable[[int], RowGroup], sizes: NDArray[np.int64], memory_bytes: int) -> None:
+    def __init__(self, read: Callable[[int], Group], sizes: NDArray[np.int64], memory_bytes: int) -> None:
         self._read, self._sizes, self._memory_bytes = read, sizes, memory_bytes
         self._changed = threading.Condition()
-        self._held: OrderedDict[int, RowGroup] = OrderedDict()
+        self._held: OrderedDict[int, Group] = OrderedDict()
         self._damaged: dict[int, FormatError] = {}
         self._decoding: dict[int, int] = {}  # the memory reserved for each
         self._used_bytes = 0  # held and reserved
 
-    def get(self, group: int) -> tuple[RowGroup, int]:
+    def get(self, group: int) -> tuple[Group, int]:
         """A row group, and the bytes that had to be read for it now. Raises as `read` does; FormatError again each time."""
         with self._changed:
             while group in self._decoding:
@@ -45,7 +58,7 @@ class HeldGroups:
             except BaseException:
                 self._finish(group)
                 raise
-        found: RowGroup | None = None
+        found: Group | None = None
         try:
             found = self._read(group)
         except FormatError as error:

@@ -8,32 +8,24 @@ Values are copied out of a row group, so its memory is bounded by what is held, 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Mapping
-from functools import partial
-from threading import Lock
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit._internal.system.forks import ending_forks
-from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit._internal.units import say_bytes
-from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.connectors.base import Connector
 from loaderkit.errors import STORE_FAILURES
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.pictures import picture_extension
 from loaderkit.samples.values import Encoded
+from loaderkit.sources.arrow.row_groups import RowGroup, StoredBytes, Taken
 from loaderkit.sources.base import ReadContext, Reader, RowGroups
-from loaderkit.sources.parquet.arrow import Footer, decode_group, parse_footer
-from loaderkit.sources.parquet.footers import load_footer
-from loaderkit.sources.parquet.held import HeldGroups
-from loaderkit.sources.parquet.row_groups import RowGroup, StoredBytes, Taken
+from loaderkit.sources.held_groups import HeldGroups
 
 logger = logging.getLogger("loaderkit")
-_NUM_FOOTERS = 32  # parsed ones that a reader keeps: up to hundreds of kB each
 _MUCH_DECODED = 4  # times the rows that were needed
 _PYTHONS = frozenset({"int64", "float64", "bool"})  # Python has these types
 
@@ -47,8 +39,8 @@ class Rows(RowGroups, Protocol):
 
     def __len__(self) -> int: ...
 
-    def file_of(self, group: int) -> tuple[ObjectInfo, int]:
-        """The file of a row group, and its number there."""
+    def group_reader(self, connector: Connector) -> Callable[[int], RowGroup]:
+        """What reads and decodes a row group; from any thread. It raises FormatError, and what the connector raises."""
 
 
 class RowReader(Reader):
@@ -57,8 +49,7 @@ class RowReader(Reader):
 
     def __init__(self, source: Rows, context: ReadContext) -> None:
         self._source, self._failed, self._is_last = source, context.failed, context.is_last
-        read = GroupReader(source, context.store).read
-        self._groups = HeldGroups(read, source.group_bytes, source.memory_bytes)
+        self._groups = HeldGroups(source.group_reader(context.store), source.group_bytes, source.memory_bytes)
         self._num_decoded = self._num_rows = 0  # row groups; rows that were taken
         self._has_warned = False
 
@@ -68,13 +59,16 @@ class RowReader(Reader):
         columns: dict[str, Any] = {}
         num_bytes = 0
         error: Exception | None = None
-        slowest = (0.0, 0)
+        slowest, checked = (0.0, 0), set[Callable[[], None]]()
         for group, places in _by_group(groups):
             chunk.current = int(places[0])
             begin_s = perf_counter()
             try:
                 if error is None:
                     found, num_read = self._groups.get(group)
+                    if found.check not in checked:
+                        found.check()
+                        checked.add(found.check)
                     num_bytes += num_read
                     self._num_decoded += num_read > 0
             except Exception as raised:
@@ -110,8 +104,8 @@ class RowReader(Reader):
         if times > _MUCH_DECODED:
             self._has_warned = True
             logger.warning(
-                "%.0f rows of Parquet files are decoded for each that is needed: samples of more row groups are mixed than "
-                "`source.memory` (%s) holds. `loaderkit check` says what to do",
+                "%.0f rows are read and decoded for each that is needed: samples of more row groups, or record batches, are "
+                "mixed than `source.memory` (%s) holds. `loaderkit check` says what to do",
                 times,
                 say_bytes(self._source.memory_bytes),
             )
@@ -151,48 +145,6 @@ class RowReader(Reader):
     def _fail_all(self, chunk: SampleChunk, places: NDArray[np.int64], error: Exception) -> None:
         for row in places.tolist():
             self._failed(chunk, row, error)
-
-
-class GroupReader:
-    """Reads and decodes the row groups of a source through a connector. It keeps the last footers, parsed."""
-
-    def __init__(self, source: Rows, connector: Connector) -> None:
-        self._source = source
-        self._read_into = ending_forks(connector.read_into)
-        self._describe = connector.describe
-        self._load = partial(load_footer, connector, cache_dir=default_cache_dir())
-        self._footers: OrderedDict[str, Footer] = OrderedDict()
-        self._lock = Lock()
-
-    def read(self, group: int) -> RowGroup:
-        """A row group. Raises FormatError, and what the connector raises."""
-        info, number = self._source.file_of(group)
-        where = self._describe(info.key)
-        footer = self._footer_of(info, where)
-
-        def read(start: int, length: int) -> memoryview:
-            data = np.empty(length, np.uint8).data
-            self._read_into(info.key, start, data, etag=info.etag)
-            return data
-
-        held = [(one.start, read(one.start, one.length)) for one in self._source.group_ranges(group)]
-        fields = self._source.fields
-        types = [footer.columns[column] for column in fields.values()]
-        columns = decode_group(footer, number, types, held, where=where, size=info.size, read=read)
-        memory_bytes = sum(column.num_bytes for column in columns)
-        return RowGroup(dict(zip(fields, columns, strict=True)), memory_bytes, sum(len(data) for _, data in held))
-
-    def _footer_of(self, info: ObjectInfo, where: str) -> Footer:
-        with self._lock:
-            if info.key in self._footers:
-                self._footers.move_to_end(info.key)
-                return self._footers[info.key]
-        footer = parse_footer(self._load(info), where)
-        with self._lock:
-            self._footers[info.key] = footer
-            while len(self._footers) > _NUM_FOOTERS:
-                self._footers.popitem(last=False)
-        return footer
 
 
 def _by_group(groups: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:

@@ -1,0 +1,320 @@
+"""Windows of sounds: float32 [channels, samples], of which only the window and what it depends on is decoded.
+
+A window is laid on the grid of the samples that are delivered, and begins where resampling all of the file would have them:
+the resampler starts at a multiple of the two rates' period.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from loaderkit._internal.config.settings import Model
+from loaderkit.errors import FormatError
+from loaderkit.stages.media.container import container_of, import_av, opened, stream_of
+
+Samples = NDArray[np.float32]
+_MOST_BYTES = 1 << 30
+_MOST_RATE = 1_000_000
+_MOST_CHANNELS = 64
+_RUN_UP_S = 0.25  # decoded before a window: what a decoder remembers, as Opus's 80 ms and the reservoir of MP3
+_FORGETS = ("flac", "alac", "pcm_")  # decoders that remember nothing
+_FRAME = 1152  # samples of MP3's
+_TAPS = 64  # of the resampler's filter, on each side, and more
+_COUNTED = ("mp3", "matroska")
+_LEVELS = {"uint8": (128.0, 128.0), "int16": (0.0, 2.0**15), "int32": (0.0, 2.0**31), "int64": (0.0, 2.0**63)}
+
+
+class AudioArgs(Model):
+    """A window of every sound: float32 [channels, samples], full scale from -1 to 1."""
+
+    rate: PositiveInt | None = Field(
+        None, le=_MOST_RATE, description="samples a second, to which others are resampled; default: the file's"
+    )
+    seconds: PositiveFloat | None = Field(
+        None, description="length of the window, padded with zeros if the sound is shorter; default: the whole sound"
+    )
+    channels: Literal[1, 2] = Field(1, description="1: the mean of all; 2: both, or the one twice")
+    start: Literal["random", "first", "middle"] | NonNegativeFloat = Field(
+        "random",
+        description="of the window: each place as likely, the first, the middle, or seconds from the beginning",
+    )
+    length: str | None = Field(
+        None, min_length=1, description="name of a field for the number of samples that are no padding; default: none"
+    )
+    of_video: str | None = Field(
+        None,
+        min_length=1,
+        description="name of a field for the sound of each video, from where its clip begins, with `video`; default: none",
+    )
+
+
+class Sound(NamedTuple):
+    """A window: float32 [channels, samples], and how many of these are the file's; the rest is padding."""
+
+    samples: Samples
+    num_real: int
+
+
+def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float | None = None) -> Sound:
+    """A window of a sound, or of the sound of a video. `draw` from [0, 1) chooses a random start; with
+    `begin_s` it starts there.
+
+    Without resampling and mixing the samples are those of soundfile: whole numbers by 2^(bits - 1). Raises FormatError for what
+    is damaged, cut or begins behind its end, and MissingExtraError.
+    """
+    name = container_of(data)
+    with opened(data) as container:
+        stream = stream_of(container, "audio")
+        if name == "flac":
+            _check_end(container, stream)
+        # MP3 has no times, only guesses, and Matroska no lengths of streams: all packets are counted.
+        listed = list(_packets(container, stream)) if name in _COUNTED else None
+        blocks = _blocks(stream, _packets(container, stream) if listed is None else listed)
+        first = next(blocks, None)
+        if first is None:
+            raise FormatError("its sound has no samples")
+        origin, rate = first.position, first.rate
+        window = _Window.of(
+            args, rate, _num_samples(stream, listed, first, is_told=name != "mp3" or _has_count(data)), draw, begin_s
+        )
+        begin = origin + window.begin
+        forgets = stream.codec_context.codec.name.startswith(_FORGETS)
+        run_up = begin if forgets else begin - int(_RUN_UP_S * rate)
+        if run_up <= origin:
+            return window.of_blocks(chain((first,), blocks), origin, args)
+        if listed is None:
+            container.seek(int(run_up / rate / stream.time_base), stream=stream)
+            blocks = _blocks(stream, _packets(container, stream), run_up_end=begin)
+        else:
+            stream.codec_context.flush_buffers()
+            blocks = _blocks(stream, _behind(listed, run_up, rate, stream.time_base), run_up_end=begin)
+        found = next(blocks, None)
+        if found is not None and found.position <= begin:
+            return window.of_blocks(chain((found,), blocks), origin, args)
+    with opened(data) as container:  # where seeking does not lead
+        stream = stream_of(container, "audio")
+        return window.of_blocks(_blocks(stream, _packets(container, stream)), origin, args)
+
+
+class _Block(NamedTuple):
+    """A decoded frame of `num` samples, and the place of the first in the stream."""
+
+    frame: Any
+    position: int
+    num: int
+    rate: int
+    num_channels: int
+
+    def part(self, begin: int, end: int | None) -> NDArray[Any]:
+        """Its samples from the place `begin` of the stream to `end`, [channels, n], as they are stored."""
+        array: NDArray[Any] = self.frame.to_ndarray()
+        if not self.frame.format.is_planar:
+            array = array.reshape(self.num, self.num_channels).T
+        return array[:, max(0, begin - self.position) : None if end is None else end - self.position]
+
+
+def _packets(container: Any, stream: Any) -> Iterator[Any]:
+    for packet in container.demux(stream):
+        if packet.size:
+            if packet.is_corrupt:
+                raise FormatError("a packet of its sound is damaged or cut")
+            yield packet
+
+
+def _behind(packets: list[Any], position: int, rate: int, unit: Fraction) -> list[Any]:
+    """The packets that end behind a place."""
+    least = int(position / rate / unit)
+    return [packet for packet in packets if packet.pts is not None and packet.pts + (packet.duration or 0) > least]
+
+
+def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterator[_Block]:
+    """The frames of packets, one after the other: gaps in their times are none in the samples. What cannot be decoded before
+    `run_up_end` is passed over, since a decoder that starts in the middle may lack what was before.
+
+    Raises FormatError for a change of rate, channels or kind of samples."""
+    av, context = import_av(), stream.codec_context
+    position, kind = None, None
+    for packet in chain(packets, (None,)):
+        try:
+            frames = context.decode(packet)
+        except av.InvalidDataError:
+            if position is not None or not run_up_end or packet is None:
+                raise
+            continue
+        for frame in frames:
+            found = frame.sample_rate, frame.layout.nb_channels, frame.format.name
+            if kind is None or position is None:
+                kind = found
+                if not 0 < found[0] <= _MOST_RATE or not 0 < found[1] <= _MOST_CHANNELS:
+                    raise FormatError(f"its sound has {found[1]} channels of {found[0]} samples a second")
+                position = 0 if frame.pts is None else round(frame.pts * frame.time_base * found[0])
+            elif found != kind:
+                raise FormatError(f"its sound changes from {_said(*kind)} to {_said(*found)}")
+            yield _Block(frame, position, frame.samples, *found[:2])
+            position += frame.samples
+
+
+def _said(rate: int, num_channels: int, kind: str) -> str:
+    return f"{num_channels} channels of {rate} samples ({kind}) a second"
+
+
+def _floats(array: NDArray[Any]) -> Samples:
+    """Samples as they are stored as float32."""
+    if array.dtype.kind == "f":
+        return array.astype(np.float32, copy=False)
+    zero, scale = _LEVELS[array.dtype.name]
+    levels: Samples = array.astype(np.float32 if array.itemsize < 4 else np.float64)
+    if zero:
+        levels -= zero
+    levels /= scale
+    return levels.astype(np.float32, copy=False)
+
+
+def _num_samples(stream: Any, listed: list[Any] | None, first: _Block, *, is_told: bool) -> int | None:
+    """The samples of a sound; None: not known. `is_told`: its duration is from its header, and no guess. Raises FormatError for
+    a file that has less."""
+    unit, rate = stream.time_base, first.rate
+    told = None if stream.duration is None or not is_told else stream.duration * unit
+    if listed is None:
+        return None if not told else max(0, int((told + (stream.start_time or 0) * unit) * rate) - first.position)
+    ends = [packet.pts + (packet.duration or 0) for packet in listed if packet.pts is not None]
+    num: int = max(0, round(max(ends, default=0) * unit * rate) - first.position)
+    if told is None:
+        return num
+    if num + _FRAME < told * rate:  # some writers count the frame that has the count
+        raise _cut(num / rate, float(told))
+    return min(num, int(told * rate))
+
+
+def _has_count(data: memoryview) -> bool:
+    """True for an MP3 whose first frame says how many there are."""
+    begin = 0
+    if bytes(data[:3]) == b"ID3":
+        begin = 10 + sum((byte & 0x7F) << 7 * (3 - place) for place, byte in enumerate(bytes(data[6:10])))
+    head = bytes(data[begin : begin + 200])
+    return b"Xing" in head or b"Info" in head
+
+
+def _check_end(container: Any, stream: Any) -> None:
+    """Raise FormatError for a FLAC file that ends before its header says."""
+    told = stream.duration
+    if told:
+        container.seek(max(0, told - 1), stream=stream)
+        end = max((packet.pts + (packet.duration or 0) for packet in _packets(container, stream)), default=0)
+        if end < told:
+            raise _cut(float(end * stream.time_base), float(told * stream.time_base))
+        container.seek(0, stream=stream)
+
+
+def _cut(held_s: float, told_s: float) -> FormatError:
+    return FormatError(f"it has {held_s:.3f} s of sound where its header says {told_s:.3f} s: it is cut")
+
+
+class _Window(NamedTuple):
+    """The samples [begin, begin + num) of the decoded file, begin a multiple of `down`; `rate` in, and `wanted` out of the
+    resampled ones from `skipped` on. None: to the end."""
+
+    rate: int
+    begin: int
+    num: int | None
+    skipped: int
+    wanted: int | None
+    up: int
+    down: int
+
+    @classmethod
+    def of(cls, args: AudioArgs, rate: int, total: int | None, draw: float, begin_s: float | None) -> _Window:
+        """The window for a sound of `rate` and `total` samples. Raises FormatError."""
+        goal = args.rate or rate
+        common = math.gcd(goal, rate)
+        up, down = goal // common, rate // common
+        wanted = None if args.seconds is None else max(1, round(args.seconds * goal))
+        if wanted is not None and wanted * args.channels * 4 > _MOST_BYTES:
+            raise FormatError(f"a window of {wanted} samples takes more than 1 GiB")
+        num_out = None if total is None else -(-total * up // down)
+        first = _first(args, goal, wanted=wanted, num=num_out, draw=draw, begin_s=begin_s)
+        margin = _TAPS * max(1, -(-down // up)) if up != down else 0
+        begin = max(0, first * down // up - margin) // down * down
+        last = None if wanted is None else (first + wanted) * down // up + margin + 1 - begin
+        return cls(rate, begin, last, first - begin * up // down, wanted, up, down)
+
+    def of_blocks(self, blocks: Iterable[_Block], origin: int, args: AudioArgs) -> Sound:
+        """The window of a stream's blocks, the first of which begins at it or before."""
+        parts: list[NDArray[Any]] = []
+        begin, end = self.begin + origin, None if self.num is None else self.begin + origin + self.num
+        num_bytes = 0
+        for block in blocks:
+            stop = block.position + block.num
+            if stop > begin:
+                parts.append(block.part(begin, end))
+                num_bytes += parts[-1].nbytes
+                if num_bytes > _MOST_BYTES:
+                    raise FormatError("its sound takes more than 1 GiB: set `seconds`")
+            if end is not None and stop >= end:
+                break
+        held = np.concatenate(parts, 1) if parts else np.empty((args.channels, 0), np.float32)
+        samples = mixed(_floats(held), args.channels)
+        if self.up != self.down:
+            samples = resampled(samples, self.rate, self.rate // self.down * self.up)
+        samples = samples[:, self.skipped :]
+        num_real = samples.shape[1]
+        if self.wanted is None:
+            return Sound(np.ascontiguousarray(samples), num_real)
+        window = np.zeros((args.channels, self.wanted), np.float32)
+        num_real = min(num_real, self.wanted)
+        window[:, :num_real] = samples[:, :num_real]
+        return Sound(window, num_real)
+
+
+def _first(
+    args: AudioArgs, goal: int, *, wanted: int | None, num: int | None, draw: float, begin_s: float | None
+) -> int:
+    """The first sample of the window, of `num` resampled ones. Raises FormatError."""
+    start = args.start if begin_s is None else begin_s
+    if not isinstance(start, str):
+        first = round(max(0.0, start) * goal)
+        if begin_s is None and num is not None and first >= num:
+            raise FormatError(f"it has {num / goal:.3f} s of sound, and `start` is at {start:g} s")
+        return first
+    if wanted is None or start == "first":
+        return 0
+    if num is None:
+        raise FormatError(f"its header does not say how long it is: `start: {start}` cannot be found")
+    room = max(0, num - wanted)
+    return room // 2 if start == "middle" else int(draw * (room + 1))
+
+
+def mixed(samples: Samples, num_channels: int) -> Samples:
+    """[1, n], the mean of all channels, or [2, n]. Raises FormatError for more than two that are to be two."""
+    held = len(samples)
+    if held == num_channels:
+        return samples
+    if num_channels == 1:
+        if held == 2:  # as `mean`, in a third of the time
+            return (samples[:1] + samples[1:]) * np.float32(0.5)
+        mean: Samples = samples.mean(0, dtype=np.float32, keepdims=True)
+        return mean
+    if held > 2:
+        raise FormatError(f"its sound has {held} channels, which are not mixed to 2: `channels: 1` is their mean")
+    return samples.repeat(2, 0)
+
+
+def resampled(samples: Samples, rate: int, goal: int) -> Samples:
+    """float32 [channels, n] at another rate, by FFmpeg's resampler (a windowed sinc of 32 taps at the lower rate)."""
+    av = import_av()
+    if not samples.shape[1]:
+        return samples
+    layout = "mono" if len(samples) == 1 else "stereo"
+    resampler = av.AudioResampler(format="fltp", layout=layout, rate=goal)
+    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples), format="fltp", layout=layout)
+    frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
+    parts = [part.to_ndarray() for given in (frame, None) for part in resampler.resample(given)]
+    return np.concatenate(parts, 1) if parts else samples[:, :0]

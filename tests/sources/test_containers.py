@@ -1,0 +1,429 @@
+"""`kind: zarr` and `kind: hdf5`: against zarr and h5py themselves, on arrays, chunks and windows drawn at random."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import zarr
+from buckets import upload
+from executors import EXECUTORS
+from numpy.typing import NDArray
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.connectors.base import ObjectInfo
+from loaderkit.connectors.file import FileConnector
+from loaderkit.errors import ConfigError, FormatError, SourceError, StageError
+from loaderkit.testing import SourceContract
+
+Array = NDArray[Any]
+Arrays = Mapping[str, Array]
+KINDS = ("zarr", "zarr 2", "sharded", "hdf5", "hdf5 plain")
+INLINE = EXECUTORS["inline"]
+
+
+@pytest.fixture
+def rng(rng: random.Random) -> np.random.Generator:
+    return np.random.default_rng(rng.getrandbits(64))
+
+
+def write(kind: str, path: Path, arrays: Arrays, rng: np.random.Generator) -> Path:
+    """A store of a kind, in chunks of any shape; returns its path."""
+    path = path.with_suffix(".h5" if kind.startswith("hdf5") else ".zarr")
+    if kind.startswith("hdf5"):
+        with h5py.File(path, "w") as file:
+            for name, array in arrays.items():
+                packing: dict[str, Any] = {}
+                if kind == "hdf5":
+                    packing = {
+                        "chunks": chunks_of(array, rng),
+                        "compression": "gzip",
+                        "shuffle": True,
+                        "fletcher32": True,
+                    }
+                file.create_dataset(name, data=array, **packing)
+        return path
+    group = zarr.open_group(path, mode="w", zarr_format=2 if kind == "zarr 2" else 3)
+    for name, array in arrays.items():
+        chunks = chunks_of(array, rng)
+        shards = tuple(2 * length for length in chunks) if kind == "sharded" else None
+        group.create_array(name, shape=array.shape, dtype=array.dtype, chunks=chunks, shards=shards)[...] = array
+    return path
+
+
+def chunks_of(array: Array, rng: np.random.Generator) -> tuple[int, ...]:
+    return tuple(int(rng.integers(1, length + 1)) for length in array.shape)
+
+
+def source_of(kind: str, url: Path | str, samples: str, names: Any = ("image", "label")) -> dict[str, Any]:
+    return {
+        "kind": kind.split(maxsplit=1)[0].replace("sharded", "zarr"),
+        "url": str(url),
+        "samples": samples,
+        "fields": {name: f"data/{name}" for name in names},
+    }
+
+
+def epochs(
+    source: dict[str, Any], *stages: Any, order: Any = None, num: int = 1, overrides: Any = None
+) -> list[dict[str, Any]]:
+    description = {"source": source, "stages": ["read", *stages], "order": {"seed": 4, "epochs": num, **(order or {})}}
+    with loaderkit.build(description, overrides=INLINE | (overrides or {})) as loader:
+        return [batch for _ in range(num) for batch in loader]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows(kind: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """Of several stores, in any order: each row is what the format's own reader gives."""
+    stores: dict[str, Arrays] = {}
+    for number in range(2):
+        num = int(rng.integers(5, 20))
+        image = rng.integers(0, 2**16, (num, 3, 5, 4), np.uint16)
+        path = write(kind, tmp_path / f"{number}", {"data/image": image, "data/label": rng.normal(size=num)}, rng)
+        stores[path.name] = own_reader(path)
+    for order in ({"shuffle": "none"}, {"shuffle": "global"}, {"shuffle": "block", "block": {"block": "1KiB"}}):
+        found = epochs(source_of(kind, tmp_path, "rows"), {"batch": {"size": 4}}, order=order)
+        keys = [key for batch in found for key in batch["__key__"]]
+        assert sorted(keys) == sorted(
+            f"{name}/{row}" for name, arrays in stores.items() for row in range(len(arrays["label"]))
+        )
+        for batch in found:
+            for key, image, label in zip(batch["__key__"], batch["image"], batch["label"], strict=True):
+                name, row = key.split("/")
+                np.testing.assert_array_equal(image, stores[name]["image"][int(row)])
+                assert label == stores[name]["label"][int(row)]
+
+
+def own_reader(path: Path) -> Arrays:
+    if path.suffix == ".h5":
+        with h5py.File(path) as file:
+            return {name: file["data"][name][...] for name in file["data"]}
+    group = zarr.open_group(path, mode="r")
+    return {name: group[f"data/{name}"][...] for name in ("image", "label")}
+
+
+CROPS: dict[str, dict[str, Any]] = {
+    "anywhere": {"size": [4, 3]},
+    "of three dimensions": {"size": [2, 5, 3]},
+    "around the foreground": {"size": [2, 3, 4], "foreground": "label", "p": 0.7},
+}
+
+
+@pytest.mark.parametrize("crop", CROPS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_window_is_that_of_the_whole(kind: str, crop: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """What is read of it alone is what would be cut of the whole, which a stage between leaves no choice but to read."""
+    for number in range(6):
+        shape = tuple(int(side) for side in rng.integers(6, 12, 3))
+        label = (rng.random(shape) > 0.97).astype(np.uint8)
+        image = rng.normal(size=(2, *shape)).astype(np.float32)
+        write(kind, tmp_path / f"{number}", {"data/image": image, "data/label": label}, rng)
+    cut = {"random_volume_crop": {**CROPS[crop], "fields": ["image", "label"]}}
+    behind = [
+        cut,
+        {"random_volume_flip": {"fields": ["image", "label"], "axes": [-1, -2]}},
+        {"batch": {"size": 2, "ragged": {"image": "list", "label": "list"}}},
+    ]
+    source = source_of(kind, tmp_path, "whole")
+    windows = epochs(source, *behind, num=2)
+    whole = epochs(source, {"call": {"function": f"{__name__}:leave"}}, *behind, num=2)
+    assert len(windows) == 6
+    for one, other in zip(windows, whole, strict=True):
+        assert one["__key__"] == other["__key__"]
+        for name in ("image", "label"):
+            assert all(torch.equal(a, b) for a, b in zip(one[name], other[name], strict=True))
+
+
+def leave(sample: dict[str, Any]) -> None:
+    """Changes nothing."""
+
+
+@pytest.mark.parametrize("kind", ["zarr", "hdf5"])
+def test_a_window_reads_only_its_chunks(
+    kind: str, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = rng.integers(0, 256, (64, 64, 64), np.uint8)
+    path = tmp_path / f"big.{'h5' if kind == 'hdf5' else 'zarr'}"
+    if kind == "hdf5":
+        with h5py.File(path, "w") as file:
+            file.create_dataset("data/image", data=values, chunks=(64, 64, 8), compression="lzf")
+    else:
+        zarr.create_array(path, name="data/image", data=values, chunks=(64, 64, 8), compressors=None)
+    num_read: list[int] = []
+    whole = FileConnector.read_into
+
+    def counted(self: FileConnector, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        num_read.append(len(buffer))
+        whole(self, key, start, buffer, etag=etag)
+
+    monkeypatch.setattr(FileConnector, "read_into", counted)
+    monkeypatch.setattr("loaderkit.sources.containers.hdf5._PAGE_BYTES", 4096)
+    crop = {"random_volume_crop": {"size": [64, 64, 8], "fields": ["image"]}}
+    with loaderkit.build(
+        {"source": source_of(kind, path, "whole", ["image"]), "stages": ["read", crop, {"batch": {"size": 1}}]},
+        overrides=INLINE,
+    ) as loader:
+        del num_read[:]
+        (batch,) = (batch for batch, _ in zip(loader, range(1), strict=False))
+    assert any(np.array_equal(batch["image"][0], values[..., begin : begin + 8]) for begin in range(57))
+    assert sum(num_read) < 0.6 * values.nbytes  # of the first sample, which tells the layout, and of this one
+
+
+def test_rows_that_share_chunks_are_unpacked_once(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While they are held: of no memory, each row alone."""
+    values = rng.integers(0, 256, (64, 100), np.uint8)
+    zarr.create_array(tmp_path / "x.zarr", name="data/image", data=values, chunks=(16, 100))
+    reads: list[str] = []
+    whole = FileConnector.read_into
+
+    def counted(self: FileConnector, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        reads.append(key)
+        whole(self, key, start, buffer, etag=etag)
+
+    monkeypatch.setattr(FileConnector, "read_into", counted)
+    for memory, num in (("1MiB", 4), ("2000B", None), ("1B", 64)):
+        source = {**source_of("zarr", tmp_path / "x.zarr", "rows", ["image"]), "memory": memory}
+        del reads[:]
+        batches = epochs(source, {"batch": {"size": 16}})
+        rows = torch.cat([batch["image"] for batch in batches])
+        assert {row.tobytes() for row in rows.numpy()} == {row.tobytes() for row in values}
+        found = len([key for key in reads if "/c/" in key])
+        assert num is None or num <= found <= num + 2  # for the sample that tells the layout
+
+
+@pytest.mark.parametrize("kind", ["zarr", "hdf5"])
+def test_of_a_bucket(kind: str, tmp_path: Path, rng: np.random.Generator, seaweed: Any, s3_keys: Any) -> None:
+    values = {"data/image": rng.normal(size=(9, 5)), "data/label": np.arange(9)}
+    (tmp_path / "store").mkdir()
+    path = write(kind, tmp_path / "store/x", values, rng)
+    upload(seaweed, path.parent, f"containers-{kind}", "made/")
+    for url in (f"s3://containers-{kind}/made", f"s3://containers-{kind}/made/{path.name}"):
+        source = {**source_of(kind, url, "rows"), "s3": {"endpoint": seaweed.endpoint}}
+        batches = epochs(source, {"batch": {"size": 3}}, overrides=EXECUTORS["thread"])
+        images = torch.cat([batch["image"] for batch in batches])
+        labels = torch.cat([batch["label"] for batch in batches])
+        np.testing.assert_array_equal(images[labels.argsort()], values["data/image"])
+
+
+@pytest.mark.parametrize("kind", ["zarr", "hdf5"])
+class TestContainers(SourceContract):
+    stages = ({"random_volume_crop": {"size": [3, 2], "fields": ["image"]}},)
+
+    @pytest.fixture
+    def described(self, kind: str, tmp_path: Path, rng: np.random.Generator) -> Mapping[str, Any]:
+        for part, num in enumerate((25, 35)):
+            arrays = {"data/image": rng.integers(0, 99, (num, 7, 5)), "data/label": rng.normal(size=num)}
+            write(kind, tmp_path / f"{part}", arrays, rng)
+        return source_of(kind, tmp_path, "rows")
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def refused(source: dict[str, Any], message: str, *stages: Any) -> None:
+    with pytest.raises((FormatError, SourceError, StageError), match=message):
+        epochs(source, *stages, {"batch": {"size": 1}})
+
+
+def h5(path: Path, make: Callable[[h5py.File], Any]) -> Path:
+    with h5py.File(path, "w") as file:
+        make(file)
+    return path
+
+
+def test_hdf5_reads_no_other_file(tmp_path: Path) -> None:
+    h5(tmp_path / "secret.h5", lambda file: file.create_dataset("data/image", data=np.arange(9)))
+    (tmp_path / "raw").write_bytes(bytes(72))
+
+    def external(file: h5py.File) -> None:
+        file["data"] = h5py.ExternalLink("secret.h5", "data")
+
+    def soft_external(file: h5py.File) -> None:
+        file["there"] = h5py.ExternalLink(str(tmp_path / "secret.h5"), "data")
+        file["data"] = h5py.SoftLink("/there")
+
+    def virtual(file: h5py.File) -> None:
+        layout = h5py.VirtualLayout((9,), "<i8")
+        layout[:] = h5py.VirtualSource(str(tmp_path / "secret.h5"), "data/image", (9,))
+        file.create_group("data").create_virtual_dataset("image", layout)
+
+    def stored_outside(file: h5py.File) -> None:
+        file.create_dataset("data/image", (9,), "<i8", external=[(str(tmp_path / "raw"), 0, 72)])
+
+    for number, (make, message) in enumerate(
+        [
+            (external, "is a link to another file, which is not followed"),
+            (soft_external, "is a link to another file, which is not followed"),
+            (virtual, "lie in other files, which are not read"),
+            (stored_outside, "lie in other files, which are not read"),
+        ]
+    ):
+        path = h5(tmp_path / f"{number}.h5", make)
+        for samples in ("rows", "whole"):
+            refused(source_of("hdf5", path, samples, ["image"]), message)
+
+
+def test_hdf5_loads_no_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = h5(
+        tmp_path / "x.h5",
+        lambda file: file.create_dataset("data/image", (8, 8), "f4", chunks=(4, 4), compression="gzip"),
+    )
+    data = bytearray(path.read_bytes())
+    message = b"\x01\x00\x08\x00\x01\x00\x01\x00deflate\x00"  # of the filter: its number, the length of its name, ...
+    assert data.count(message) == 1
+    begin = data.index(message)
+    data[begin : begin + 2] = (32001).to_bytes(2, "little")
+    path.write_bytes(data)
+    refused(source_of("hdf5", path, "rows", ["image"]), "packed by the filter 32001 .*and none is loaded")
+
+
+def test_hdf5_follows_links_inside_the_file(tmp_path: Path) -> None:
+    def make(file: h5py.File) -> None:
+        file["real/image"] = np.arange(6)
+        file["data"] = h5py.SoftLink("/real")
+        file["round"] = h5py.SoftLink("/round")
+
+    path = h5(tmp_path / "x.h5", make)
+    (batch,) = epochs(source_of("hdf5", path, "whole", ["image"]), {"batch": {"size": 1}})
+    assert batch["image"].tolist() == [[*range(6)]]
+    refused({**source_of("hdf5", path, "whole"), "fields": {"x": "round"}}, "follows more than 16 links")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda file: file.create_dataset("data/image", data=["a"], dtype=h5py.string_dtype()),
+            "only numbers are read",
+        ),
+        (lambda file: file.create_dataset("data/image", data=np.zeros(3, "i4,f8")), "only numbers are read"),
+        (lambda file: file.create_dataset("data/other", data=np.zeros(3)), "has no 'image' .* only other"),
+        (lambda file: file.create_group("data/image"), "is a group, no data set"),
+        (lambda file: file.create_dataset("data/image", data=h5py.Empty("f8")), "is empty"),
+        (lambda file: file.create_dataset("data/image", data=3), "a single number, which has no rows"),
+        (lambda file: file.create_dataset("data/image", (2, 2**40), "u1", chunks=(1, 99)), "at most 4 GiB"),
+    ],
+)
+def test_hdf5_that_is_no_sample(make: Any, message: str, tmp_path: Path) -> None:
+    refused(source_of("hdf5", h5(tmp_path / "x.h5", make), "rows", ["image"]), message)
+
+
+HUGE_CHUNKS = {"name": "regular", "configuration": {"chunk_shape": [2**45]}}
+
+
+def shards_of(codec: str) -> dict[str, Any]:
+    return {"name": "sharding_indexed", "configuration": {"codecs": [{"name": codec}]}}
+
+
+def zarr_with(path: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A store whose metadata was changed."""
+    version: Any = 3 if name == "zarr.json" else 2
+    zarr.create_array(path, name="data/image", data=np.arange(8), chunks=(4,), zarr_format=version)
+    described = json.loads((path / "data/image" / name).read_text())
+    change(described)
+    (path / "data/image" / name).write_text(json.dumps(described))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        (".zarray", {"dtype": "|O", "filters": [{"id": "pickle", "protocol": 5}]}, "only numbers are read, no objects"),
+        (".zarray", {"filters": [{"id": "pickle", "protocol": 5}]}, "packed by 'pickle', which is not read"),
+        (".zarray", {"compressor": {"id": "json2"}}, "packed by 'json2'"),
+        (".zarray", {"dtype": [["a", "<i4"]]}, "only numbers are read"),
+        (".zarray", {"compressor": 7}, "damaged .zarray"),
+        ("zarr.json", {"data_type": "string"}, "of 'string', and only numbers are read"),
+        ("zarr.json", {"codecs": [{"name": "numcodecs.pickle"}]}, "codec 'numcodecs.pickle', which is not read"),
+        ("zarr.json", {"codecs": [shards_of("evil.codec")]}, "'evil.codec'"),
+        ("zarr.json", {"node_type": "group"}, "is a group, no array"),
+        ("zarr.json", {"shape": "x"}, "cannot be read as Zarr"),
+        ("zarr.json", {"shape": [2**50], "chunk_grid": HUGE_CHUNKS}, "at most 4 GiB"),
+    ],
+)  # fmt: skip
+def test_zarr_that_is_no_sample(name: str, changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = zarr_with(tmp_path / "x.zarr", name, lambda described: described.update(changed))
+    refused(source_of("zarr", path, "rows", ["image"]), message)
+
+
+@pytest.mark.parametrize("kind", ["zarr", "hdf5"])
+def test_damaged_stores(kind: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """One of rows is a bad shard, one that is a sample a bad sample; a damaged chunk is that of its rows."""
+    arrays = {"data/image": rng.normal(size=(8, 50)), "data/label": np.arange(8)}
+    paths = [write(kind, tmp_path / f"{number}", arrays, rng) for number in range(3)]
+    broken = paths[1] if kind == "hdf5" else paths[1] / "data/image/zarr.json"
+    broken.write_bytes(b"nothing")
+    source = source_of(kind, tmp_path, "rows")
+    refused(source, f"{paths[1].name}.*on_bad_shard: skip")
+    batches = epochs(
+        source, {"batch": {"size": 4}}, overrides={"errors.on_bad_shard": "skip", "errors.max_bad_shards": 1}
+    )
+    assert sum(len(batch["label"]) for batch in batches) == 16
+    whole = source_of(kind, tmp_path, "whole")
+    batches = epochs(whole, {"batch": {"size": 3}}, overrides={"errors.on_bad_sample": "skip"})
+    assert sorted(key for batch in batches for key in batch["__key__"]) == [paths[0].name, paths[2].name]
+
+
+def test_a_cut_chunk_is_bad_for_its_rows_alone(tmp_path: Path) -> None:
+    zarr.create_array(tmp_path / "x.zarr", name="data/image", data=np.arange(32), chunks=(8,))
+    (tmp_path / "x.zarr/data/image/c/2").write_bytes(b"cut")
+    source = source_of("zarr", tmp_path / "x.zarr", "rows", ["image"])
+    batches = epochs(source, {"batch": {"size": 4}}, overrides={"errors.on_bad_sample": "skip"})
+    rows = sorted(int(row) for batch in batches for row in batch["image"])
+    assert rows == [*range(16), *range(24, 32)]
+
+
+def test_arrays_of_unequal_numbers_of_rows(tmp_path: Path, rng: np.random.Generator) -> None:
+    path = write("zarr", tmp_path / "x", {"data/image": np.zeros((5, 2)), "data/label": np.zeros(4)}, rng)
+    refused(source_of("zarr", path, "rows"), r"differ in how many rows they have \(image 5, label 4\)")
+
+
+def test_a_window_larger_than_an_array(tmp_path: Path, rng: np.random.Generator) -> None:
+    path = write("hdf5", tmp_path / "x", {"data/image": np.ones((5, 4, 3)), "data/label": np.ones((5, 4, 3))}, rng)
+    crop = {"size": [4, 4], "fields": ["image", "label"]}
+    refused(source_of("hdf5", path, "rows"), "pad_if_needed: true, or a smaller `size`", {"random_volume_crop": crop})
+    padded = {"random_volume_crop": {**crop, "pad_if_needed": True}}
+    (batch,) = epochs(source_of("hdf5", path, "rows"), padded, {"batch": {"size": 5}})
+    assert batch["image"].shape == (5, 4, 4)
+    assert batch["image"].sum() == 60
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("no store")
+    refused(source_of("zarr", tmp_path, "rows"), "there is no Zarr store below")
+    refused(source_of("hdf5", tmp_path, "rows"), "there is no HDF5 file")
+    refused(source_of("zarr", tmp_path / "y.zarr", "rows"), "has no array 'data/image'")
+    with pytest.raises(ConfigError, match="samples"):
+        loaderkit.build(
+            {"source": {"kind": "zarr", "url": "x", "fields": {"x": "y"}}, "stages": ["read", {"batch": {"size": 1}}]}
+        )
+    with pytest.raises(ConfigError, match="field -> path of an array"):
+        Pipeline.hdf5("x", samples="rows", fields={"x": "../y"}).read().batch(1).config  # noqa: B018
+
+
+def test_hdf5_in_small_reads(tmp_path: Path) -> None:
+    """The file that HDF5 sees is the object, wherever it reads."""
+    from loaderkit.sources.containers.hdf5 import RangedFile
+
+    data = np.random.default_rng(0).integers(0, 256, 700_000, np.uint8).tobytes()
+    (tmp_path / "x").write_bytes(data)
+    connector = FileConnector(tmp_path)
+    ranged, draw = RangedFile(connector, connector.stat("x")), random.Random(1)
+    assert isinstance(connector.stat("x"), ObjectInfo)
+    for _ in range(300):
+        begin, num = draw.randrange(720_000), draw.choice([0, 1, 8, 512, 300_000])
+        ranged.seek(begin)
+        buffer = bytearray(num)
+        read = ranged.readinto(buffer)
+        assert bytes(buffer[:read]) == data[begin : begin + num]
+        assert ranged.tell() == begin + read

@@ -107,9 +107,9 @@ def choose(location: CheckpointLocation, fetch: Fetch) -> FoundCheckpoint:
     if files is None and folders and (pointed := _pointed(location, infos, fetch)):
         return choose(pointed, fetch)
     files = files or _loose(location, infos, folders, fetch)
-    own = tuple(name.removesuffix(METADATA) for name in files.files if "/" in name)
+    parts = tuple(name.removesuffix(METADATA) for name in files.files if "/" in name)
     return FoundCheckpoint(
-        files, infos | {name: info for name, info in below.items() if name.startswith(own)}, location
+        files, infos | {name: info for name, info in below.items() if name.startswith(parts)}, location
     )
 
 

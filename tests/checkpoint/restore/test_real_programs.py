@@ -1,7 +1,7 @@
 """Checkpoints that other programs have really written are restored equal to what they say themselves, at any number of ranks.
 
 DeepSpeed and Megatron have an environment of their own: `python -m profiles.peers.environments deepspeed`, made here if it is
-not there.
+not there; LOADERKIT_DEEPSPEED_PYTHON names the interpreter of another.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ _USUAL_INDEXES = (
     "pytorch_model.bin.index.json",
     "diffusion_pytorch_model.bin.index.json",
 )
-# Files that name the newest folder, and how its name is made of a number: DeepSpeed's, and Megatron's.
-_POINTERS = {"latest": "{}", "latest_checkpointed_iteration.txt": "iter_{:07d}"}
+# Files that name the newest folder: DeepSpeed's, which has the name itself, and Megatron's, which has a number.
+_NUMBERED = "latest_checkpointed_iteration.txt"
+_POINTERS = ("latest", _NUMBERED)
 _MAX_POINTER = 1024
 _PART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/\.metadata")
 _SAID = {
@@ -209,7 +210,13 @@ def _deepspeed(
     except FormatError as error:
         raise CheckpointError(f"{location.url}, of DeepSpeed: {error}") from None
     if not parts:
-        return None
+        sharded = next((name for name in infos if (match := deepspeed.MODEL_FILE.fullmatch(name)) and match[1]), None)
+        if sharded is None:
+            return None
+        raise CheckpointError(
+            f"{location.url} is not whole: it has {sharded}, of ZeRO 3, and no zero_pp_rank_*_optim_states.pt, which hold the "
+            "weights"
+        )
     models = {int(match[1] or 0): match[0] for match in map(deepspeed.MODEL_FILE.fullmatch, infos) if match}
     if 0 not in models:
         raise CheckpointError(
@@ -230,7 +237,7 @@ def _pointed(location: CheckpointLocation, infos: dict[str, ObjectInfo], fetch: 
     info = infos[name]
     (data,) = fetch([ByteRange(info.key, 0, min(info.size, _MAX_POINTER), info.etag)])
     tag = data.decode(errors="replace").strip()
-    folder = _POINTERS[name].format(int(tag)) if tag.isdecimal() and len(tag) < 20 else tag
+    folder = f"iter_{int(tag):07d}" if name == _NUMBERED and tag.isdecimal() and len(tag) < 20 else tag
     where = f"{location.url.rstrip('/')}/{folder}"
     if not folder or "/" in folder or "\\" in folder or folder in (".", ".."):
         raise CheckpointError(

@@ -57,10 +57,10 @@ def open_checkpoint(location: CheckpointLocation, fetch: Fetch, *, export: bool 
         return checkpoint
     if location.single is None and chosen.index is None:
         _check_numbered(checkpoint, chosen.files)
-    of_safetensors = partial(_open_safetensors, is_single=location.single is not None)
+    is_single = location.single is not None
     readers: dict[str, Callable[..., None]] = {
-        "safetensors": of_safetensors,
-        "torch": open_torch,
+        "safetensors": partial(_open_safetensors, is_single=is_single),
+        "torch": partial(open_torch, is_single=is_single),
         "deepspeed": open_deepspeed,
         "dcp": _open_dcp,
     }

@@ -20,8 +20,9 @@ from loaderkit.errors import CheckpointError, FormatError
 _NUM_AT_ONCE = 16  # files whose descriptions are read at the same time in a store that one waits for
 
 
-def open_torch(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch) -> None:
-    """Add the contents of one file, or of the shards that an index names. Raises CheckpointError, FormatError."""
+def open_torch(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch, *, is_single: bool) -> None:
+    """Add the contents of one file, or of the shards that an index names; `is_single`: a file that was asked for by its name.
+    Raises CheckpointError, FormatError."""
     files, indexed = chosen.files, indexed_names(checkpoint, chosen, ".bin")
     if indexed is None and len(files) > 1:
         raise CheckpointError(
@@ -37,6 +38,11 @@ def open_torch(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch) ->
             )
         except (FormatError, CheckpointError) as error:
             raise type(error)(f"{checkpoint.describe(info.key)}: {error}") from None
+        if not is_single and indexed is None and deepspeed.lacks_parts(name, archive.value):
+            raise CheckpointError(
+                f"{checkpoint.name} is not whole: it has {name}, of ZeRO, and no zero_pp_rank_*_optim_states.pt with the "
+                "optimizer and the weights in fp32. Name that file to restore its weights, which are rounded"
+            )
         if indexed is not None:
             leaves = {own: leaf for own, leaf in leaves.items() if own in indexed[name]}
         _add_leaves(checkpoint, info, leaves, partial(entry_of, archive.starts, info.key))
@@ -68,8 +74,7 @@ def open_deepspeed(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch
     parts = [name for name in chosen.files if name not in models]
     try:
         saved = read_all(models[:1])
-        if deepspeed.has_frozen(saved[0]):
-            saved += read_all(models[1:])
+        saved += read_all(deepspeed.with_frozen(saved[0], models, len(parts)))
         state = deepspeed.merge(saved, read_all(parts))
         leaves = flatten(state, _is_tensor, max(1000, 8 * sum(num_pickled)), seen=collect(checkpoint.containers))
     except (FormatError, CheckpointError) as error:

@@ -32,6 +32,7 @@ _EXPERTS = re.compile(r"(?:expp_rank_|expert_|layer_\d+_expert_).*\.pt")
 _HANDLED = ("module", "optimizer", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes",
             "frozen_param_fragments", "universal_checkpoint_info")  # fmt: skip
 _MAX_KINDS = 64
+_MAX_COMPARED = 4  # tables in tables: deeper than any option of an optimizer
 Shape = tuple[int, ...]
 
 
@@ -75,13 +76,30 @@ def merge(models: Sequence[RankFile], parts: Sequence[RankFile]) -> dict[str, An
         run = _ZeroRun(models, parts)
         rest = {key: value for key, value in run.model.items() if key not in _HANDLED}
         return {"module": run.module(), "optimizer": run.optimizer(), **rest}
+    except FormatError:
+        raise
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise FormatError(f"its files do not describe a run of ZeRO: {error!r:.200}") from None
 
 
-def has_frozen(model: RankFile) -> bool:
-    """True if a run has parameters that are not trained, of which each rank of ZeRO 3 has a part."""
-    return isinstance(model.value, Mapping) and bool(model.value.get("frozen_param_fragments"))
+def with_frozen(model: RankFile, names: Sequence[str], num_ranks: int) -> list[str]:
+    """Which of `names`, the files with the rest by rank, are needed besides the first, which is `model`: those of all ranks if
+    ZeRO 3 has cut parameters that are not trained. Raises FormatError if one of these is missing."""
+    ranks = [match[1] for match in map(MODEL_FILE.fullmatch, names) if match]
+    if not isinstance(model.value, Mapping) or not model.value.get("frozen_param_fragments") or ranks[0] is None:
+        return []
+    missing = next((rank for rank in range(num_ranks) if f"{rank}" not in ranks), None)
+    if missing is not None:
+        raise FormatError(
+            f"zero_pp_rank_{missing}_mp_rank_00_model_states.pt is missing, which has a part of each parameter that is not "
+            "trained"
+        )
+    return [*names[1:num_ranks]]
+
+
+def lacks_parts(name: str, value: Any) -> bool:
+    """True for a file of ZeRO with weights of 16 bits, beside which there should be the parts of the optimizer."""
+    return MODEL_FILE.fullmatch(name) is not None and isinstance(value, Mapping) and bool(value.get("param_shapes"))
 
 
 class _Piece(NamedTuple):
@@ -274,6 +292,12 @@ class _ZeroRun:
         if isinstance(bases[0], list):
             raise FormatError("it was saved with elastic_checkpoint, whose parts DeepSpeed alone can merge")
         states = [_table(_table(base, "its optimizer is {}").get("state"), "its state is {}") for base in bases]
+        for rank, base in enumerate(bases):
+            if where := _difference(bases[0], base):
+                raise FormatError(
+                    f"the optimizer of rank {rank} has another {where} than that of rank 0: their files are of different "
+                    "saves"
+                )
         state: dict[str, dict[str, Any]] = {}
         kinds = dict.fromkeys(kind for one in states[0].values() for kind in one)
         if len(kinds) > _MAX_KINDS:
@@ -340,6 +364,25 @@ def _entry(line: _Line, shape: Shape, pieces: Iterable[_Piece]) -> TensorEntry:
             start += num_bytes
         at += size
     return TensorEntry(line.dtype, shape, tuple(shards))
+
+
+def _difference(one: Any, other: Any, depth: int = 0) -> str | None:
+    """Where two states have different numbers or texts, such as the step; None where both have the same. Tensors, and what
+    only one has, do not count."""
+    if depth > _MAX_COMPARED:
+        return None
+    inside: Iterable[tuple[str, Any, Any]]
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        inside = ((str(key), one[key], other[key]) for key in one if key in other)
+    elif type(one) in (list, tuple) and type(one) is type(other):
+        inside = ((str(number), *pair) for number, pair in enumerate(zip(one, other, strict=False)))
+    else:
+        is_plain = type(one) in (int, float, bool, str) and type(one) is type(other)
+        return "value" if is_plain and repr(one) != repr(other) else None
+    for key, mine, its in inside:
+        if where := _difference(mine, its, depth + 1):
+            return key if where == "value" else f"{key}.{where}"
+    return None
 
 
 def _placed(value: Any, place: Callable[[View], TensorEntry], depth: int = 0) -> Any:

@@ -83,6 +83,9 @@ def restore(
     (another rank failed), FormatError, ConnectorError, ConfigError.
     """
     several = _several_ranks(rank, world_size)
+    strictness = parse_strict(strict)
+    if into is None and isinstance(strict, Mapping):
+        raise ConfigError(f"strict is {strict!r}, which compares names with those of `into`: give `into`, or choose by `keys`")
 
     def restored(url: str | os.PathLike[str]) -> Any:
         with ExitStack() as stack:
@@ -95,7 +98,7 @@ def restore(
             wanted = _Wanted(parse_device(device), parse_dtype(dtype), parse_keys(keys), concurrency, progress)
             if into is None:
                 return _new(source, transfer, wanted, nested=nested)
-            return _filled(source, transfer, wanted, into, parse_strict(strict), is_alone=group is None)
+            return _filled(source, transfer, wanted, into, strictness, is_alone=group is None)
 
     try:
         return restored(url)

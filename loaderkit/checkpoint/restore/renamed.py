@@ -54,7 +54,9 @@ class Renaming:
             while size < len(path) and at + len(str(path[size])) + 1 <= match.end():
                 at += len(str(path[size])) + 1
                 size += 1
-            *keys, last = _filled(here, match).split(".", size)
+            numbers = {str(key): key for key in path[:size] if type(key) is not str}
+            *parts, last = _filled(here, match).split(".", size)
+            keys = [numbers.get(part, part) for part in parts]  # a number that is carried over stays one
             rest, cut = path[size:], match.end() - at
             if not rest:  # a container, whose keys get what is left of the new beginning
                 return tuple(keys)

@@ -113,6 +113,14 @@ def match_names(
     if keys is not None:
         leaves = {name: leaf for name, leaf in leaves.items() if matches(name, keys)}
     tensors, values = choose(checkpoint, keys)
+    if strict.missing and leaves and leaves.keys().isdisjoint((*tensors, *values)):
+        hint = wrapper_hint([*leaves], [*tensors, *values])
+        raise CheckpointError(
+            f"{checkpoint.name} has none of the names in `into`, so nothing would be restored, which strict's `missing` lets pass "
+            f"for single names only: it has {_listed([*tensors, *values])}, and `into` {_listed([*leaves])}"
+            + (f". {hint}" if hint else "; rename={FROM: TO} maps names"),
+            missing=tuple(leaves),
+        )
     kept = _kept(checkpoint, leaves, {*tensors, *values}, strict)
     leaves = {name: leaf for name, leaf in leaves.items() if name not in kept}
     _compare_names(checkpoint, leaves, [name for name in (*tensors, *values) if name not in kept], strict)

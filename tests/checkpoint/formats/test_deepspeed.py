@@ -93,6 +93,11 @@ class TestWhichFolder:
         assert latest(tmp_path) == f"{tmp_path}/global_step10"
         assert_equal(loaderkit.restore(latest(tmp_path)), new)
 
+    def test_latest_may_name_a_number(self, tmp_path: Path) -> None:
+        expected = made(tmp_path / "0010", 2, 2)  # the tag that was given to save_checkpoint
+        (tmp_path / "latest").write_text("0010")
+        assert_equal(loaderkit.restore(tmp_path), expected)
+
     @pytest.mark.parametrize("text", ["global_step8", "", "..", "../elsewhere", "a/b", "x" * 2000])
     def test_it_may_lead_nowhere(self, text: str, tmp_path: Path) -> None:
         made(tmp_path / "run" / "global_step9", 2, 2)
@@ -134,6 +139,39 @@ class TestNotWhole:
                 loaderkit.restore(folder)
         with pytest.raises(CheckpointError, match="no complete checkpoint"):
             latest(tmp_path)
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_the_whole_optimizer_is_missing(self, stage: int, tmp_path: Path) -> None:
+        # DeepSpeed writes these files last, so that a job which dies while it saves leaves such a folder.
+        expected = made(tmp_path / "step-1", stage, 1)
+        made(tmp_path / "step-2", stage, 1)
+        (tmp_path / "step-2" / OPTIMIZER.format(0)).unlink()
+        with pytest.raises(CheckpointError, match=r"is not whole: .*no zero_pp_rank_\*_optim_states.pt"):
+            loaderkit.restore(tmp_path / "step-2")
+        assert latest(tmp_path) == f"{tmp_path}/step-1"
+        if stage < 3:
+            named = loaderkit.restore(tmp_path / "step-2" / "mp_rank_00_model_states.pt", keys="module.*")
+            assert named.keys() == {name for name in expected if name.startswith("module.")}
+
+    def test_a_part_of_what_is_not_trained_is_missing(self, tmp_path: Path) -> None:
+        for rank in (1, 2):
+            made(tmp_path / f"{rank}", 3, 3)
+            (tmp_path / f"{rank}" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").unlink()
+            with pytest.raises(FormatError, match=f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt is missing"):
+                loaderkit.restore(tmp_path / f"{rank}")
+
+    @pytest.mark.parametrize("stage", [1, 3])
+    def test_files_of_different_saves(self, stage: int, tmp_path: Path) -> None:
+        made(tmp_path / "a", stage, 2)
+        path = tmp_path / "a" / OPTIMIZER.format(1)
+        with deepspeed_classes():
+            saved = torch.load(path, weights_only=False)
+            optimizer = saved["optimizer_state_dict"]
+            base = optimizer["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+            base["param_groups"][0]["lr"] = 0.7
+            torch.save(saved, path)
+        with pytest.raises(FormatError, match=r"of rank 1 has another param_groups\.0\.lr .* different saves"):
+            loaderkit.restore(tmp_path / "a")
 
     def test_ranks_of_an_older_save_are_left(self, tmp_path: Path) -> None:
         made(tmp_path / "a", 2, 4)

@@ -85,7 +85,9 @@ def restore(
     several = _several_ranks(rank, world_size)
     strictness = parse_strict(strict)
     if into is None and isinstance(strict, Mapping):
-        raise ConfigError(f"strict is {strict!r}, which compares names with those of `into`: give `into`, or choose by `keys`")
+        raise ConfigError(
+            f"strict is {strict!r}, which compares names with those of `into`: give `into`, or choose by `keys`"
+        )
 
     def restored(url: str | os.PathLike[str]) -> Any:
         with ExitStack() as stack:

@@ -13,7 +13,7 @@ import torch
 from loaderkit.checkpoint.contents import Checkpoint
 from loaderkit.checkpoint.names import Leaf, Path, flatten
 from loaderkit.checkpoint.restore.requests import identity
-from loaderkit.checkpoint.structure import Structure, plain_versions
+from loaderkit.checkpoint.structure import Structure, is_inner, plain_versions
 from loaderkit.checkpoint.wrappers import wrapper_hint
 from loaderkit.errors import CheckpointError, ConfigError, printable
 
@@ -70,11 +70,13 @@ def parse_strict(strict: bool | Mapping[str, str | Iterable[str]]) -> Strictness
 
 
 def choose(checkpoint: Checkpoint, keys: str | Iterable[str] | None) -> tuple[list[str], list[str]]:
-    """(names of tensors, names of plain values) that match one of the globs `keys`; None: all.
+    """(names of tensors, names of plain values) that match one of the globs `keys`; None: all. What is there for the reader
+    only, such as which containers a state has, is none of them.
 
     Upper and lower case differ. Raises CheckpointError if a glob matches nothing.
     """
-    tensors, values = [*checkpoint.tensors], [*checkpoint.values, *checkpoint.pickled]
+    tensors = [*checkpoint.tensors]
+    values = [name for name in (*checkpoint.values, *checkpoint.pickled) if not is_inner(name)]
     if keys is None:
         return tensors, values
     globs = [keys] if isinstance(keys, str) else [*keys]
@@ -116,8 +118,8 @@ def match_names(
     if strict.missing and leaves and leaves.keys().isdisjoint((*tensors, *values)):
         hint = wrapper_hint([*leaves], [*tensors, *values])
         raise CheckpointError(
-            f"{checkpoint.name} has none of the names in `into`, so nothing would be restored, which strict's `missing` lets pass "
-            f"for single names only: it has {_listed([*tensors, *values])}, and `into` {_listed([*leaves])}"
+            f"{checkpoint.name} has none of the names in `into`, so nothing would be restored, and strict's `missing` is meant "
+            f"for some of them: it has {_listed([*tensors, *values])}, and `into` {_listed([*leaves])}"
             + (f". {hint}" if hint else "; rename={FROM: TO} maps names"),
             missing=tuple(leaves),
         )

@@ -54,6 +54,14 @@ class TestStrict:
         loaderkit.restore(tmp_path / "m.pt", into=model.state_dict(), strict={"missing": "*"})
         assert all(map(same, model.state_dict().values(), saved.state_dict().values()))
 
+    def test_what_would_restore_nothing_is_an_error(self, tmp_path: Path) -> None:
+        torch.save({f"module.{name}": tensor for name, tensor in backbone().state_dict().items()}, tmp_path / "m.pt")
+        strict = {"missing": "*", "unexpected": "*"}
+        with pytest.raises(CheckpointError, match="has none of the names in `into`"):
+            loaderkit.restore(tmp_path / "m.pt", into=backbone().state_dict(), strict=strict)
+        with pytest.raises(ConfigError, match="give `into`"):
+            loaderkit.restore(tmp_path / "m.pt", strict=strict)
+
     def test_only_what_matches_may_be_missing_or_unexpected(self, tmp_path: Path) -> None:
         torch.save({**backbone().state_dict(), "rotary.inv_freq": torch.ones(2), "step": 3}, tmp_path / "m.pt")
         model = backbone().state_dict()
@@ -110,6 +118,13 @@ class TestRename:
         restored = loaderkit.restore(tmp_path / "m.pt", rename={"blocks.*.mlp.": "layers.*.ffn.", "blocks.": "layers."})
         assert [*restored] == ["layers.0.ffn.w", "layers.1.ffn.w", "layers.2.ffn.w", "layers.0.norm"]
         assert restored["layers.2.ffn.w"].tolist() == [2, 2]
+
+    def test_numbers_that_are_carried_over_stay_numbers(self, tmp_path: Path) -> None:
+        torch.save({"optim": {"state": {0: {"m": torch.ones(2)}, 1: {"m": torch.zeros(2)}}}}, tmp_path / "m.pt")
+        restored = loaderkit.restore(
+            tmp_path / "m.pt", nested=True, rename={"optim.state.*.m": "optimizer.state.*.exp"}
+        )
+        assert [*restored["optimizer"]["state"]] == [0, 1]
 
     def test_two_of_one_name_and_one_that_is_not_there(self, tmp_path: Path) -> None:
         torch.save({"a.w": torch.ones(1), "b.w": torch.ones(1)}, tmp_path / "m.pt")

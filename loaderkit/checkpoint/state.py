@@ -243,7 +243,7 @@ def _check_values(leaves: Mapping[str, Leaf]) -> None:
                 raise ConfigError(
                     f"state: {name!r} is {kind}, which is not restored: save the dense tensors that it consists of"
                 )
-        elif kind := _opaque_kind(leaf.value, name):
+        elif kind := opaque_kind(leaf.value, name):
             raise ConfigError(
                 f"state: {name!r} holds an object of {kind}, which could not be restored without running code: save numbers, "
                 "text, tensors and containers of them, or give the object state_dict and load_state_dict"
@@ -262,7 +262,7 @@ def _unreadable_kind(tensor: torch.Tensor) -> str:
     return f"a {type(tensor).__name__}" if has_parts and not hasattr(tensor, "trigger_wait") else ""
 
 
-def _opaque_kind(value: Any, name: str, depth: int = 0) -> str:
+def opaque_kind(value: Any, name: str, depth: int = 0) -> str:
     """The class of the first object in a plain value that is no number, text, array, tensor or container of them; "" without
     one. A tensor in a plain value is pickled whole. Raises ConfigError for the keys of a table in it, whose name is `name`, and
     CheckpointError for one that is nested endlessly."""
@@ -274,12 +274,12 @@ def _opaque_kind(value: Any, name: str, depth: int = 0) -> str:
     if isinstance(value, torch.Tensor):
         return f"{kind.__module__}.{kind.__qualname__} (in a tuple or set)" if _is_no_plain(value) else ""
     if kind in _SEQUENCES:
-        return next(filter(None, (_opaque_kind(item, f"{name}.{n}", depth + 1) for n, item in enumerate(value))), "")
+        return next(filter(None, (opaque_kind(item, f"{name}.{n}", depth + 1) for n, item in enumerate(value))), "")
     if isinstance(value, Mapping):
         _check_keys(name, value)
     if kind in _TABLES:
         inside = (*((key, name) for key in value), *((item, f"{name}.{key}") for key, item in value.items()))
-        return next(filter(None, (_opaque_kind(item, where, depth + 1) for item, where in inside)), "")
+        return next(filter(None, (opaque_kind(item, where, depth + 1) for item, where in inside)), "")
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         return ""
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -21,7 +21,7 @@ from loaderkit.checkpoint.restore.task import Progress, RestoreTask
 from loaderkit.checkpoint.save.copy import CopiedCheckpoint
 from loaderkit.checkpoint.save.dcp_writer import StreamWriter
 from loaderkit.checkpoint.save.safetensors.writer import check_plain_values
-from loaderkit.checkpoint.state import resolve
+from loaderkit.checkpoint.state import opaque_kind, resolve
 from loaderkit.checkpoint.structure import OWN_KEY, saved_structure
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, printable
@@ -110,7 +110,9 @@ def _read(source: OpenCheckpoint, progress: Callable[[int], None]) -> Any:
         return new_tensors(resolved, tensors, _CPU, None)
 
     made, values = source.restored(RestoreTask(tensors, names, requests, [_CPU], progress=tell))
-    return nested_state(source, {**made, **values}, None)
+    return nested_state(
+        source, {**made, **{name: value for name, value in values.items() if _can_keep(name, value)}}, None
+    )
 
 
 def _can_make(source: OpenCheckpoint, name: str) -> bool:
@@ -120,6 +122,15 @@ def _can_make(source: OpenCheckpoint, name: str) -> bool:
         logger.warning("left out: %s", printable(str(error)))
         return False
     return True
+
+
+def _can_keep(name: str, value: Any) -> bool:
+    kind = opaque_kind(value, name)
+    if kind:
+        logger.warning(
+            "left out: %s is an object of %s, which our checkpoints do not hold", printable(repr(name)), kind
+        )
+    return not kind
 
 
 def _is_bare(state: Mapping[Any, Any]) -> bool:

@@ -92,6 +92,25 @@ def test_of_deepspeed_with_names_mapped(to: Any, tmp_path: Path) -> None:
     assert 0 < sum(done) <= num_bytes  # what is the same memory there is read once
 
 
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_a_copy_fills_the_model_whose_state_it_is(to: Any, tmp_path: Path) -> None:
+    saved, model = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
+    torch.nn.init.normal_(saved.weight)
+    torch.save({"model": saved.state_dict()}, tmp_path / "m.pt")
+    copied = convert_checkpoint(tmp_path / "m.pt", tmp_path / "to", to)
+    loaderkit.restore(copied.url, into={"model": model.state_dict()})
+    assert torch.equal(model.weight, saved.weight)
+    assert loaderkit.restore(copied.url).keys() == {f"model.{name}" for name in saved.state_dict()}
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_what_can_be_read_and_not_be_saved(to: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.save({"a": torch.ones(2), "config": {"torch_dtype": torch.bfloat16, "size": 3}}, tmp_path / "m.pt")
+    copied = convert_checkpoint(tmp_path / "m.pt", tmp_path / "to", to)
+    assert loaderkit.restore(copied.url, nested=True)["config"] == {"size": 3}
+    assert "left out: 'config.torch_dtype' is an object of torch.dtype" in caplog.text
+
+
 def test_what_cannot_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mark = tmp_path / "mark"
     torch.save({"a": torch.ones(2), "args": Evil(os.system, f"touch {mark}")}, tmp_path / "step-1.pt")

@@ -6,11 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from typing import Any
 
 from loaderkit.checkpoint.contents import Checkpoint
 from loaderkit.checkpoint.names import Path, texts
 from loaderkit.checkpoint.structure import Structure, is_inner
 from loaderkit.errors import CheckpointError, ConfigError
+
+_GROUPS, _STATE, _PARAMS = ".param_groups.", ".state.", ".params"
 
 
 class Renaming:
@@ -28,6 +31,7 @@ class Renaming:
                 raise ConfigError(f"rename: {here!r} needs as many '*' as {begin!r}, or none")
         self._rules = [(begin, re.compile(_pattern(begin)), rename[begin]) for begin in sorted(rename, key=_longest)]
         self._used: set[str] = set()
+        self._groups: dict[str, str] = {}  # the names of an optimizer's lists of parameters: here -> in the checkpoint
 
     def name(self, name: str) -> str:
         """The name here."""
@@ -63,12 +67,26 @@ class Renaming:
             return (*keys, last + str(rest[0])[cut:], *rest[1:]) if last or cut else (*keys, *rest)
         return path
 
+    def value(self, name: str, value: Any) -> Any:
+        """A plain value by its name here: an optimizer's list of parameters by names has those that their states have here."""
+        there = self._groups.get(name)
+        if there is None or not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            return value
+        before, here = (f"{full.rpartition(_GROUPS)[0]}{_STATE}" for full in (there, name))
+        states = [self.name(f"{before}{item}.") for item in value]
+        return [
+            state[len(here) : -1] if state.startswith(here) and state.endswith(".") else item
+            for state, item in zip(states, value, strict=True)
+        ]
+
     def renamed(self, contents: Checkpoint) -> Checkpoint:
         """The contents by their names here. Raises CheckpointError for two of one name, and for a beginning that none has."""
         names: dict[str, str] = {}
         taken: dict[str, str] = {}
         for name in (*contents.tensors, *contents.values, *contents.pickled):
             names[name] = here = name if is_inner(name) else self.name(name)
+            if name.endswith(_PARAMS) and _GROUPS in name and _GROUPS in here:
+                self._groups[here] = name
             if (other := taken.setdefault(here, name)) != name:
                 raise CheckpointError(f"{contents.name}: rename gives {other!r} and {name!r} the same name, {here!r}")
         for begin, _, _ in self._rules:

@@ -58,6 +58,7 @@ class OpenCheckpoint:
         self.objects = {info.key: info for info in contents.objects.values()}
         self._location = location
         self._structure: Structure | None = None  # what is known of it already
+        self._renaming: Renaming | None = None
 
     @classmethod
     def open(
@@ -91,7 +92,7 @@ class OpenCheckpoint:
         """The same with its names as they are here. Raises CheckpointError."""
         structure = renaming.structure(self.structure())
         self.contents = renaming.renamed(self.contents)
-        self._structure = structure
+        self._structure, self._renaming = structure, renaming
         return self
 
     def tell_beside(self) -> None:
@@ -261,7 +262,8 @@ class OpenCheckpoint:
                     f"{self.contents.name}: {name!r} holds an object of {unknown.what}, which only code from the file could "
                     "make: leave it out with `keys`, or save it as numbers, text and containers"
                 )
-            values[name] = settle(value, tensor)
+            value = settle(value, tensor)
+            values[name] = value if self._renaming is None else self._renaming.value(name, value)
         return values
 
     def _unpickled(self, name: str, data: bytes | bytearray) -> tuple[Any, Callable[[Any], Any]]:

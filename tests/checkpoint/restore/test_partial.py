@@ -126,6 +126,24 @@ class TestRename:
         )
         assert [*restored["optimizer"]["state"]] == [0, 1]
 
+    @pytest.mark.parametrize("kind", ["pt", "dcp"])
+    def test_an_optimizers_lists_of_parameters_follow_their_states(self, kind: str, tmp_path: Path) -> None:
+        state = {"optim": {"state": {"module.w": {"m": torch.ones(2)}, "b": {"m": torch.zeros(2)}},
+                           "param_groups": [{"lr": 0.1, "params": ["module.w", "b"]}]}}  # fmt: skip
+        if kind == "pt":
+            torch.save(state, tmp_path / "m.pt")
+        else:
+            save_dcp(state, tmp_path / "m.dcp")
+        for rename, names in (
+            ({"optim.state.module.": "optim.state."}, ["w", "b"]),
+            ({"optim.": "o.", "optim.state.": "o.state.net."}, ["net.module.w", "net.b"]),
+            ({"optim.": "o."}, ["module.w", "b"]),
+        ):
+            restored = loaderkit.restore(tmp_path / f"m.{kind}", rename=rename, nested=True)
+            (optimizer,) = restored.values()
+            assert optimizer["param_groups"][0]["params"] == names
+            assert {*optimizer["state"]} == {*names}
+
     def test_two_of_one_name_and_one_that_is_not_there(self, tmp_path: Path) -> None:
         torch.save({"a.w": torch.ones(1), "b.w": torch.ones(1)}, tmp_path / "m.pt")
         with pytest.raises(CheckpointError, match=r"'a.w' and 'b.w' the same name, 'b.w'"):

@@ -208,7 +208,8 @@ def _check_end(container: Any, stream: Any) -> None:
     told = stream.duration
     if told:
         container.seek(max(0, told - 1), stream=stream)
-        end = max((packet.pts + (packet.duration or 0) for packet in _packets(container, stream)), default=0)
+        packets = (packet for packet in _packets(container, stream) if packet.pts is not None)
+        end = max((packet.pts + (packet.duration or 0) for packet in packets), default=0)
         if end < told:
             raise _cut(float(end * stream.time_base), float(told * stream.time_base))
         container.seek(0, stream=stream)

@@ -114,6 +114,20 @@ def test_a_video_s_sound_begins_where_its_clip_does(rng: random.Random) -> None:
         np.testing.assert_array_equal(found.samples, whole[:, begin : begin + rate // 2])
 
 
+def test_a_sound_that_begins_later_than_its_video() -> None:
+    data, late = video_with_sound(delay_s=1.0), 16000 - 1024  # of AAC's first frame
+    whole = samples_of(data)[0]
+    in_file = np.concatenate([np.zeros((1, late), np.float32), whole], 1)
+    for begin_s, goal in ((0.2, None), (0.8, None), (1.5, None), (0.2, 8000), (0.8, 8000), (1.5, 8000)):
+        found = window(data, begin_s=begin_s, seconds=0.5, rate=goal)
+        expected = in_file if goal is None else resampled(in_file, 16000, goal)
+        rate = goal or 16000
+        begin = round(begin_s * rate)
+        assert found.num_real == rate // 2
+        np.testing.assert_allclose(found.samples, expected[:, begin : begin + rate // 2], rtol=0, atol=2e-3 * bool(goal))
+    np.testing.assert_array_equal(window(data, begin_s=0.2).samples, in_file[:, 3200:])
+
+
 @pytest.mark.parametrize("kind", SOUNDS)
 def test_cut_sounds(kind: str, rng: random.Random) -> None:
     """Wherever the window is. Of MP3 and FLAC the last block but one is told apart from the end, and no more."""

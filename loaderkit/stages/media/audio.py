@@ -141,26 +141,54 @@ def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterato
     `run_up_end` is passed over, since a decoder that starts in the middle may lack what was before.
 
     Raises FormatError for a change of rate, channels or kind of samples."""
-    av, context = import_av(), stream.codec_context
     position, kind = None, None
+    frames = _frames(stream.codec_context, packets, passes_over=run_up_end > 0)
+    for frame in _in_time(frames) if run_up_end else frames:
+        found = frame.sample_rate, frame.layout.nb_channels, frame.format.name
+        if kind is None or position is None:
+            kind = found
+            if not 0 < found[0] <= _MOST_RATE or not 0 < found[1] <= _MOST_CHANNELS:
+                raise FormatError(f"its sound has {found[1]} channels of {found[0]} samples a second")
+            position = 0 if frame.pts is None else round(frame.pts * frame.time_base * found[0])
+        elif found != kind:
+            raise FormatError(f"its sound changes from {_said(*kind)} to {_said(*found)}")
+        yield _Block(frame, position, frame.samples, *found[:2])
+        position += frame.samples
+
+
+def _frames(context: Any, packets: Iterable[Any], *, passes_over: bool) -> Iterator[Any]:
+    """`passes_over`: packets that cannot be decoded before one that can."""
+    av = import_av()
     for packet in chain(packets, (None,)):
         try:
             frames = context.decode(packet)
         except av.InvalidDataError:
-            if position is not None or not run_up_end or packet is None:
+            if not passes_over or packet is None:
                 raise
             continue
         for frame in frames:
-            found = frame.sample_rate, frame.layout.nb_channels, frame.format.name
-            if kind is None or position is None:
-                kind = found
-                if not 0 < found[0] <= _MOST_RATE or not 0 < found[1] <= _MOST_CHANNELS:
-                    raise FormatError(f"its sound has {found[1]} channels of {found[0]} samples a second")
-                position = 0 if frame.pts is None else round(frame.pts * frame.time_base * found[0])
-            elif found != kind:
-                raise FormatError(f"its sound changes from {_said(*kind)} to {_said(*found)}")
-            yield _Block(frame, position, frame.samples, *found[:2])
-            position += frame.samples
+            passes_over = False
+            yield frame
+
+
+def _in_time(frames: Iterator[Any]) -> Iterator[Any]:
+    """From the first frame on that ends where the next one begins. FFmpeg has too late a time for the first packet of a page of
+    Vorbis, if it is a long block behind a short one."""
+    held: Any = None
+    for frame in frames:
+        if held is not None and held.pts is not None and frame.pts is not None:
+            off = (frame.pts - held.pts) * frame.time_base - Fraction(held.samples, max(1, held.sample_rate))
+            if abs(off) > 2 * frame.time_base:  # that of Matroska is rounded
+                held = frame
+                continue
+        if held is not None:
+            yield held
+            yield frame
+            yield from frames
+            return
+        held = frame
+    if held is not None:
+        yield held
 
 
 def _said(rate: int, num_channels: int, kind: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,14 @@ def test_a_scale_of_damage_costs_no_memory() -> None:
     assert not is_held.any()
 
 
-@pytest.mark.parametrize("make", [lambda kind: pa.list_(kind), lambda kind: pa.large_list(kind), lambda kind: pa.list_(kind, 2)])
+@pytest.mark.parametrize("make", [pa.list_, pa.large_list, partial(pa.list_, list_size=2)])
 def test_texts_and_bytes_of_views_inside_lists_and_structs(make: Any) -> None:
     """Of which pyarrow takes no rows."""
     kind = pa.struct([("words", make(pa.string_view())), ("data", pa.binary_view())])
-    rows = [{"words": ["a", "longer than a view has"], "data": None}, {"words": ["b", None], "data": b"longer than a view"}]
+    rows = [
+        {"words": ["a", "longer than a view has"], "data": None},
+        {"words": ["b", None], "data": b"longer than a view"},
+    ]
     column = column_of(pa, column_type(pa, kind), pa.array([*rows, None], kind))
     values, bad = column.take(np.array([2, 1, 0]))
     assert [*values] == [None, rows[1], rows[0]]

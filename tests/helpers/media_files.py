@@ -69,6 +69,19 @@ def video(
     return file.getvalue()
 
 
+def without_first(data: bytes, num: int) -> bytes:
+    """The packets of a video from number `num` on in a file of their own, as cutting without encoding leaves them."""
+    file = io.BytesIO()
+    with av.open(io.BytesIO(data)) as held, av.open(file, "w", format="matroska") as out:
+        track = held.streams.video[0]
+        stream = out.add_stream_from_template(track)
+        for number, packet in enumerate(held.demux(track)):
+            if packet.size and number >= num:
+                packet.stream = stream
+                out.mux(packet)
+    return file.getvalue()
+
+
 def sound(kind: str = "wav", seed: int = 0, seconds: float = 3.0, channels: int = 2) -> bytes:
     """Chirps and some noise."""
     container, codec, rate, options = SOUNDS[kind]

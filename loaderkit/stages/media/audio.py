@@ -214,8 +214,7 @@ def _num_samples(stream: Any, listed: list[Any] | None, first: _Block, *, is_tol
     told = None if stream.duration is None or not is_told else stream.duration * unit
     if listed is None:
         return None if not told else max(0, int((told + (stream.start_time or 0) * unit) * rate) - first.position)
-    ends = [packet.pts + (packet.duration or 0) for packet in listed if packet.pts is not None]
-    num: int = max(0, round(max(ends, default=0) * unit * rate) - first.position)
+    num = max(0, round(_end(listed) * unit * rate) - first.position)
     if told is None:
         return num
     if num + _FRAME < told * rate:  # some writers count the frame that has the count
@@ -240,10 +239,15 @@ def _is_sought(data: memoryview) -> bool:
         told = stream.duration
         if not told or not _seek(container, stream, max(0, told - 1)):
             return False
-        end = max((packet.pts + (packet.duration or 0) for packet in _packets(container, stream)), default=0)
+        end = _end(_packets(container, stream))
         if end < told:
             raise _cut(float(end * stream.time_base), float(told * stream.time_base))
         return True
+
+
+def _end(packets: Iterable[Any]) -> int:
+    """When the last of them ends; damaged ones may have no time."""
+    return max((packet.pts + (packet.duration or 0) for packet in packets if packet.pts is not None), default=0)
 
 
 def _seek(container: Any, stream: Any, time: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from contextlib import suppress
 
 import av
 import numpy as np
@@ -162,6 +163,19 @@ def test_cut_sounds(kind: str, rng: random.Random) -> None:
     for place in (0, 1, most, *(rng.randrange(most) for _ in range(12))):
         with pytest.raises(FormatError):
             window(data[:place], start="first", seconds=0.05)
+
+
+@pytest.mark.parametrize("kind", ["flac", "mp3", "ogg", "m4a", "wav"])
+def test_flipped_bytes(kind: str) -> None:
+    """Packets that lose their times among them."""
+    rng = np.random.default_rng(0)
+    data = np.frombuffer(sound(kind, seconds=0.4), np.uint8)
+    for _ in range(60):
+        damaged = data.copy()
+        places = rng.integers(0, len(data) if rng.random() < 0.5 else 400, 4)
+        damaged[places] = rng.integers(0, 256, 4)
+        with suppress(FormatError):
+            assert window(damaged.tobytes(), float(rng.random()), seconds=0.1).samples.shape[0] == 1
 
 
 def test_what_is_no_sound() -> None:

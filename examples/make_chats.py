@@ -1,7 +1,7 @@
 """Make chats and a small tokenizer with a chat template, for pipelines/sft.yaml. Needs `pip install 'loaderkit[tokenize]'`.
 
     python examples/make_chats.py data/sft
-    SFT=data/sft loaderkit run pipelines/sft.yaml --batches 20
+    SFT=$PWD/data/sft loaderkit run pipelines/sft.yaml --batches 20
 
 `chats.jsonl` has a chat a line: {"messages": [{"role": "user", "content": ...}, ...]}. The template has `{% generation %}`
 around what the assistant says, so that `mask: prompt` knows it.

@@ -1,7 +1,7 @@
 """Make documents of tokens, in shards as corpora have them, for pipelines/gpt.yaml.
 
     python examples/make_tokens.py data/tokens
-    TOKENS=data/tokens loaderkit run pipelines/gpt.yaml --batches 20
+    TOKENS=$PWD/data/tokens loaderkit run pipelines/gpt.yaml --batches 20
 
 `web` has Megatron's pairs of .bin and .idx, `code` .npy files in which token 0 ends a document.
 """

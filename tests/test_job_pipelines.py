@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -142,6 +143,31 @@ def test_the_page_has_the_commands_of_each_pipeline() -> None:
         commands = [line for line in page.splitlines() if script in line or f"run pipelines/{name}.yaml" in line]
         assert len(commands) == 2
         assert all(command in head for command in commands)
+
+
+@pytest.mark.parametrize(
+    "name", ["detection", "segmentation", "dlrm", pytest.param("image-text", marks=pytest.mark.integration)]
+)
+def test_the_commands_run_from_a_clone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As they stand on the page, with paths of where one is; but for the amount of data and the length of a step."""
+    for folder in ("examples", "pipelines"):
+        (tmp_path / folder).mkdir()
+        for file in (ROOT / folder).glob("*.py" if folder == "examples" else "*.yaml"):
+            shutil.copy(file, tmp_path / folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    page = (ROOT / "docs/jobs.md").read_text()
+    script = f"examples/make_{name.replace('-', '_')}.py"
+    (making,) = [line for line in page.splitlines() if line.startswith(f"python {script}")]
+    (running,) = [line for line in page.splitlines() if f"loaderkit run pipelines/{name}.yaml" in line]
+    monkeypatch.setattr(sys, "argv", [*making.split()[1:], "10000" if name == "dlrm" else "32"])
+    runpy.run_path(script, run_name="__main__")
+    variable, command = running.split(" loaderkit ")
+    key, value = variable.split("=")
+    monkeypatch.setenv(key, os.path.expandvars(value))
+    assert main([*command.split()[:2], "--batches", "2"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

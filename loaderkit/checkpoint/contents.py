@@ -71,6 +71,11 @@ class Checkpoint:
     containers: Containers = field(default_factory=dict)  # of torch.save files, which tell them by themselves
     beside: list[str] = field(default_factory=list)  # files and folders with weights that are no part of it
 
+    @property
+    def tells_containers(self) -> bool:
+        """True if it says by itself which containers it has, tuples included."""
+        return self.format in ("torch", "deepspeed")
+
     def describe(self, key: str) -> str:
         """An object's full name."""
         return self.connector.describe(key)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from loaderkit._internal.garbage import collector_off
-from loaderkit.checkpoint.formats.plain_values import Array, Dtype
+from loaderkit.checkpoint.formats.plain_values import Array, BufferBytes, Dtype
 from loaderkit.checkpoint.formats.restricted_pickle import StandIn
 from loaderkit.errors import CheckpointError
 
@@ -150,14 +150,14 @@ def opaque_in(value: Any) -> StandIn | type[StandIn] | None:
 
 
 def settle(value: Any, tensor: Callable[[Any], Any]) -> Any:
-    """A plain value with its stand-ins replaced: those of arrays by NumPy arrays, others by the result of `tensor`. Values that
-    are shared stay shared."""
+    """A plain value with its stand-ins replaced: those of arrays by NumPy arrays, of buffers by bytes, others by the result of
+    `tensor`. Values that are shared stay shared."""
     made: dict[int, Any] = {}
 
     def visit(item: Any, depth: int) -> Any:
         if depth > MAX_DEPTH:
             raise too_deep()
-        if isinstance(item, (Array, Dtype)):
+        if isinstance(item, (Array, BufferBytes, Dtype)):
             return item.value
         if not isinstance(item, (list, tuple, Mapping)):
             return tensor(item)

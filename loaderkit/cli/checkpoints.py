@@ -13,12 +13,14 @@ from loaderkit._internal.units import parse_seconds, say_age, say_size
 from loaderkit.cli.terminal import console
 from loaderkit.cli.terminal.byte_progress import ByteProgress, byte_progress
 from loaderkit.cli.terminal.options import AsJson, Debug
-from loaderkit.errors import CheckpointError, ConnectorError, FormatError
+from loaderkit.errors import CheckpointError, ConfigError, ConnectorError, FormatError
 
 if TYPE_CHECKING:
     from loaderkit.checkpoint.discovery.listing import CheckpointSummary
+    from loaderkit.checkpoint.save.copy import CopiedCheckpoint
     from loaderkit.checkpoint.save.prune import Debris
 
+_FORMATS = ("dcp", "safetensors")
 Url = Annotated[
     str,
     typer.Argument(
@@ -43,6 +45,21 @@ def checkpoints(
             help="Copy each whole one into the directory TO, compared with its manifest on the way.",
         ),
     ] = None,
+    as_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="With --copy: write them as dcp or safetensors, whatever program has made them.",
+        ),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FROM=TO",
+            help="With --format: names that begin with FROM begin with TO in the copy; may be repeated.",
+        ),
+    ] = None,
     prune: Annotated[
         bool, typer.Option("--prune", help="Remove what saves that died have left; shows it and asks before.")
     ] = False,
@@ -60,6 +77,10 @@ def checkpoints(
     """List the checkpoints at URL: step, age, size, and whether each is whole or what is missing."""
     if verify + (copy is not None) + prune > 1:
         raise typer.BadParameter("give one of --verify, --copy and --prune")
+    if as_format is not None and (copy is None or as_format not in _FORMATS):
+        raise typer.BadParameter(f"--format is one of {' and '.join(_FORMATS)}, and goes with --copy")
+    if rename and as_format is None:
+        raise typer.BadParameter("--rename goes with --copy and --format")
     places = _places(url)
     if prune:
         _prune(places, url, _idle_seconds(idle), yes, as_json)
@@ -67,7 +88,7 @@ def checkpoints(
     listed = _listed(places)
     found = [summary for summary, _ in listed]
     if copy is not None:
-        _copy(found, copy, as_json)
+        _copy(found, _copier(copy, as_format, _renaming(rename or [])), copy, as_json)
         return
     now_s = time.time()
     rows = [_row(summary, now_s) | {"tier": tier} for summary, tier in listed]
@@ -133,9 +154,29 @@ class _Counter:
         self.show()
 
 
-def _copy(found: list[CheckpointSummary], to: str, as_json: bool) -> None:
-    from loaderkit.checkpoint.save.copy import copy_checkpoint
+def _renaming(rename: list[str]) -> dict[str, str]:
+    pairs = [item.partition("=") for item in rename]
+    if wrong := [begin for begin, equals, _ in pairs if not equals]:
+        raise typer.BadParameter(f"expected FROM=TO, not {wrong[0]!r}", param_hint="--rename")
+    return {begin: here for begin, _, here in pairs}
 
+
+_Copier = Callable[[str, Callable[[int], None]], "CopiedCheckpoint"]
+
+
+def _copier(to: str, as_format: str | None, rename: dict[str, str]) -> _Copier:
+    """What copies a checkpoint, given its URL and the progress."""
+    if as_format is None:
+        from loaderkit.checkpoint.save.copy import copy_checkpoint
+
+        return lambda url, progress: copy_checkpoint(url, to, progress=progress)
+    from loaderkit.checkpoint.manager.convert import convert_checkpoint
+
+    kind: Any = as_format
+    return lambda url, progress: convert_checkpoint(url, to, kind, rename=rename, progress=progress)
+
+
+def _copy(found: list[CheckpointSummary], copier: _Copier, to: str, as_json: bool) -> None:
     by_name: dict[str, CheckpointSummary] = {}
     for summary in found:  # of a step in two directories the local one comes first
         if summary.is_whole:
@@ -156,7 +197,7 @@ def _copy(found: list[CheckpointSummary], to: str, as_json: bool) -> None:
                 "status": "failed",
             }
             try:
-                copied = copy_checkpoint(summary.url, to, progress=counter.add)
+                copied = copier(summary.url, counter.add)
                 status = "was there" if copied.was_there else "copied"
                 row |= {
                     "url": copied.url,
@@ -164,7 +205,7 @@ def _copy(found: list[CheckpointSummary], to: str, as_json: bool) -> None:
                     "num_files": copied.num_files,
                     "status": status,
                 }
-            except (CheckpointError, FormatError, ConnectorError) as error:
+            except (CheckpointError, ConfigError, FormatError, ConnectorError) as error:
                 row["error"] = str(error)
             rows.append(row)
     for row in rows:

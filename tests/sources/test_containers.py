@@ -201,6 +201,70 @@ def test_rows_that_share_chunks_are_unpacked_once(
         assert num is None or num <= found <= num + 2  # for the sample that tells the layout
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_store_that_is_one_array(version: Any, tmp_path: Path, rng: np.random.Generator) -> None:
+    values = [rng.normal(size=(6, 4)) for _ in range(2)]
+    for number, array in enumerate(values):
+        zarr.create_array(tmp_path / f"stores/{number}.zarr", data=array, chunks=(3, 4), zarr_format=version)
+    for path in ("", "/"):
+        source = {"kind": "zarr", "samples": "rows", "fields": {"image": path}}
+        (batch,) = epochs({**source, "url": str(tmp_path / "stores/1.zarr")}, {"batch": {"size": 6}})
+        assert sorted(batch["image"].tolist()) == sorted(values[1].tolist())
+        whole = {**source, "samples": "whole", "url": str(tmp_path / "stores")}
+        (batch,) = epochs(whole, {"batch": {"size": 2}}, order={"shuffle": "none"})
+        np.testing.assert_array_equal(batch["image"], values)
+        assert batch["__key__"] == ["0.zarr", "1.zarr"]
+    with pytest.raises(ConfigError, match="field -> path of an array"):
+        Pipeline.hdf5("x", samples="rows", fields={"x": "/"}).read().batch(1).config  # noqa: B018
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_store_of_any_name(version: Any, tmp_path: Path, rng: np.random.Generator) -> None:
+    """A folder that holds the arrays is a store; one of stores that is a group is not."""
+    values = rng.normal(size=(6, 4))
+    zarr.open_group(tmp_path, mode="w", zarr_format=version)
+    for number in range(2):
+        zarr.create_array(tmp_path / f"{number}", name="data/image", data=values, zarr_format=version)
+    (batch,) = epochs(source_of("zarr", tmp_path / "1", "rows", ["image"]), {"batch": {"size": 6}})
+    assert sorted(batch["image"].tolist()) == sorted(values.tolist())
+    assert sorted(batch["__key__"]) == [*"012345"]
+    (batch,) = epochs(source_of("zarr", tmp_path / "1", "whole", ["image"]), {"batch": {"size": 1}})
+    assert batch["__key__"] == ["1"]
+    (batch,) = epochs(source_of("zarr", tmp_path, "whole", ["image"]), {"batch": {"size": 2}})
+    assert sorted(batch["__key__"]) == ["0", "1"]
+
+
+@pytest.mark.parametrize("crop", [None, "image", "label"])
+def test_chunks_of_one_field_are_not_those_of_another(
+    crop: str | None, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels in one chunk, and images in chunks of 4: each is read once, though all the images of a chunk of labels would be
+    more than is held, and whether or not windows of rows are cut."""
+    image, label = rng.integers(0, 256, (64, 10, 10), np.uint8), rng.integers(0, 9, (64, 4, 4), np.uint8)
+    zarr.create_array(tmp_path / "x.zarr", name="data/image", data=image, chunks=(4, 10, 10))
+    zarr.create_array(tmp_path / "x.zarr", name="data/label", data=label, chunks=(64, 4, 4))
+    reads: list[str] = []
+    whole = FileConnector.read_into
+
+    def counted(self: FileConnector, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        reads.append(key)
+        whole(self, key, start, buffer, etag=etag)
+
+    monkeypatch.setattr(FileConnector, "read_into", counted)
+    source = {**source_of("zarr", tmp_path / "x.zarr", "rows"), "memory": f"{label.nbytes + 800}B"}
+    cut = [{"random_volume_crop": {"size": [3, 3], "fields": [crop]}}] if crop else []
+    order = {"shuffle": "block", "block": {"block": "400B", "window": 1, "lanes": 1}}
+    batches = epochs(source, *cut, {"batch": {"size": 8}}, order=order)
+    found = [key for key in reads if "/c/" in key]
+    assert len(found) <= 16 + 1 + 6  # and, for the sample that tells the layout, again
+    others = epochs(source, {"call": {"function": f"{__name__}:leave"}}, *cut, {"batch": {"size": 8}}, order=order)
+    for one, other in zip(batches, others, strict=True):
+        for name, values in (("image", image), ("label", label)):
+            assert torch.equal(one[name], other[name])
+            if name != crop:
+                np.testing.assert_array_equal(one[name], values[[int(key) for key in one["__key__"]]])
+
+
 @pytest.mark.parametrize("kind", ["zarr", "hdf5"])
 def test_of_a_bucket(kind: str, tmp_path: Path, rng: np.random.Generator, seaweed: Any, s3_keys: Any) -> None:
     values = {"data/image": rng.normal(size=(9, 5)), "data/label": np.arange(9)}
@@ -381,6 +445,13 @@ def test_a_cut_chunk_is_bad_for_its_rows_alone(tmp_path: Path) -> None:
     batches = epochs(source, {"batch": {"size": 4}}, overrides={"errors.on_bad_sample": "skip"})
     rows = sorted(int(row) for batch in batches for row in batch["image"])
     assert rows == [*range(16), *range(24, 32)]
+
+
+def test_a_chunk_of_terabytes_is_not_read(tmp_path: Path) -> None:
+    zarr.create_array(tmp_path / "x.zarr", name="data/image", data=np.arange(32), chunks=(8,))
+    with (tmp_path / "x.zarr/data/image/c/2").open("wb") as file:
+        file.truncate(2**33)  # which takes no room
+    refused(source_of("zarr", tmp_path / "x.zarr", "rows", ["image"]), "at most 4 GiB are read of a chunk")
 
 
 def test_arrays_of_unequal_numbers_of_rows(tmp_path: Path, rng: np.random.Generator) -> None:

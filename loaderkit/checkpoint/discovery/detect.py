@@ -5,9 +5,12 @@ The first bytes of all files are read at once and kept: they hold most headers w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from loaderkit._internal.text import short_repr
 from loaderkit.checkpoint.discovery.kinds import (
     INDEX_NAME,
     METADATA,
@@ -19,9 +22,10 @@ from loaderkit.checkpoint.discovery.kinds import (
     step_in,
 )
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation
+from loaderkit.checkpoint.formats import deepspeed
 from loaderkit.checkpoint.formats.state_file import STATE
 from loaderkit.connectors.base import ByteRange, ObjectInfo
-from loaderkit.errors import CheckpointError
+from loaderkit.errors import CheckpointError, FormatError
 
 _MAX_CANDIDATES = 1000
 _MIN_HEAD = 32
@@ -36,6 +40,10 @@ _USUAL_INDEXES = (
     "pytorch_model.bin.index.json",
     "diffusion_pytorch_model.bin.index.json",
 )
+# Files that name the newest folder, and how its name is made of a number: DeepSpeed's, and Megatron's.
+_POINTERS = {"latest": "{}", "latest_checkpointed_iteration.txt": "iter_{:07d}"}
+_MAX_POINTER = 1024
+_PART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/\.metadata")
 _SAID = {
     "safetensors": "safetensors",
     "torch": "torch.save",
@@ -64,25 +72,45 @@ class CheckpointFiles:
     heads: dict[str, bytes] = field(default_factory=dict)
 
 
-def choose(location: CheckpointLocation, fetch: Fetch) -> tuple[CheckpointFiles, dict[str, ObjectInfo]]:
-    """(the files of the checkpoint at a location, all files there by name).
+class FoundCheckpoint(NamedTuple):
+    """The files of a checkpoint, all files beside them by name, and where they are: below the location that was asked for if a
+    file there says so."""
+
+    files: CheckpointFiles
+    infos: dict[str, ObjectInfo]
+    location: CheckpointLocation
+
+
+def choose(location: CheckpointLocation, fetch: Fetch) -> FoundCheckpoint:
+    """The checkpoint at a location.
 
     A description decides: `.metadata`, the state file, an index of shards. Without one, safetensors before torch.save if the
-    latter is what frameworks write beside a model, or the same model. Raises NoCheckpointError without any, CheckpointError if
+    latter is what frameworks write beside a model, or the same model. A folder without weights of its own may have a file that
+    names one below it, as DeepSpeed's `latest` does. Raises NoCheckpointError without any, CheckpointError if
     it was not committed, or if it cannot be told which files are meant.
     """
     if location.single is not None:
-        return _single(location, location.single, fetch), {location.single.key: location.single}
-    infos, folders = _divided(location)
+        return FoundCheckpoint(
+            _single(location, location.single, fetch), {location.single.key: location.single}, location
+        )
+    infos, below = _divided(location)
+    folders = _folders_in(below)
     description = location.named or _description(location, infos)
     if description in (METADATA, STATE):
         own = () if description == METADATA else (".safetensors",)
         beside = [name for name in infos if name.endswith(SUFFIXES) and not name.endswith(own)]
         kind = "dcp" if description == METADATA else "state"
-        return CheckpointFiles(kind, [description], beside=[*beside, *folders]), infos
+        return FoundCheckpoint(CheckpointFiles(kind, [description], beside=[*beside, *folders]), infos, location)
     if description:
-        return _indexed(location, infos, folders, description, fetch), infos
-    return _loose(location, infos, folders, fetch), infos
+        return FoundCheckpoint(_indexed(location, infos, folders, description, fetch), infos, location)
+    files = _deepspeed(location, infos, folders, fetch) or _parts(infos, below, folders)
+    if files is None and folders and (pointed := _pointed(location, infos, fetch)):
+        return choose(pointed, fetch)
+    files = files or _loose(location, infos, folders, fetch)
+    parts = tuple(name.removesuffix(METADATA) for name in files.files if "/" in name)
+    return FoundCheckpoint(
+        files, infos | {name: info for name, info in below.items() if name.startswith(parts)}, location
+    )
 
 
 def heads_of(infos: list[ObjectInfo], fetch: Fetch) -> dict[str, bytes]:
@@ -92,17 +120,36 @@ def heads_of(infos: list[ObjectInfo], fetch: Fetch) -> dict[str, bytes]:
     return {info.key: head for info, head in zip(infos, read, strict=True)}
 
 
-def _divided(location: CheckpointLocation) -> tuple[dict[str, ObjectInfo], list[str]]:
-    """(the files of a location by name, the folders below it that hold files of checkpoints, each with a slash)."""
+def _divided(location: CheckpointLocation) -> tuple[dict[str, ObjectInfo], dict[str, ObjectInfo]]:
+    """(the files of a location, those in folders below it), both by name."""
     infos: dict[str, ObjectInfo] = {}
-    folders: dict[str, None] = {}
+    below: dict[str, ObjectInfo] = {}
     for info in location.objects():
-        folder, slash, name = info.key[len(location.prefix) :].rpartition("/")
-        if not slash:
-            infos[name] = info
-        elif name in (METADATA, STATE) or name.endswith((*SUFFIXES, ".distcp")):
-            folders[f"{folder}/"] = None
-    return infos, [*folders]
+        name = info.key[len(location.prefix) :]
+        (below if "/" in name else infos)[name] = info
+    return infos, below
+
+
+def _folders_in(below: Iterable[str]) -> list[str]:
+    """The folders that hold files of checkpoints, each with a slash."""
+    parted = [name.rpartition("/") for name in below]
+    own = (*SUFFIXES, ".distcp")
+    return [
+        *dict.fromkeys(f"{folder}/" for folder, _, name in parted if name in (METADATA, STATE) or name.endswith(own))
+    ]
+
+
+def _parts(infos: Iterable[str], below: Iterable[str], folders: Sequence[str]) -> CheckpointFiles | None:
+    """The descriptions in folders below, as accelerate and transformers save by FSDP: one of a model, one of its optimizer.
+    None if there are weights here, or parts of several models."""
+    if any(name.endswith(SUFFIXES) and not is_beside(name) for name in infos):
+        return None
+    found = [match for match in map(_PART.fullmatch, below) if match]
+    kinds = [match[1] for match in found]
+    if "pytorch_model_fsdp" not in kinds or len({*kinds}) < len(kinds):
+        return None
+    own = {match[0].removesuffix(METADATA) for match in found}
+    return CheckpointFiles("dcp", [match[0] for match in found], beside=[one for one in folders if one not in own])
 
 
 def _description(location: CheckpointLocation, infos: dict[str, ObjectInfo]) -> str | None:
@@ -151,6 +198,50 @@ def _indexed(
     files = [name for name in names if _kind_of(location, infos[name], heads[infos[name].key]) == kind]
     others = [name for name in infos if name.endswith(SUFFIXES) and not name.endswith(suffix)]
     return CheckpointFiles(kind, files, index, [*others, *folders], heads)
+
+
+def _deepspeed(
+    location: CheckpointLocation, infos: dict[str, ObjectInfo], folders: list[str], fetch: Fetch
+) -> CheckpointFiles | None:
+    """The files of a ZeRO run: the parts of the optimizer and the files beside them, each kind by rank."""
+    try:
+        parts = deepspeed.check_names(infos)
+    except FormatError as error:
+        raise CheckpointError(f"{location.url}, of DeepSpeed: {error}") from None
+    if not parts:
+        return None
+    models = {int(match[1] or 0): match[0] for match in map(deepspeed.MODEL_FILE.fullmatch, infos) if match}
+    if 0 not in models:
+        raise CheckpointError(
+            f"{location.url} is not whole: of DeepSpeed's files that with the names of the parameters is missing "
+            "(mp_rank_00_model_states.pt, or zero_pp_rank_0_mp_rank_00_model_states.pt)"
+        )
+    files = [*(models[rank] for rank in sorted(models)), *parts]
+    beside = [name for name in infos if name.endswith(SUFFIXES) and name not in files]
+    heads = heads_of([infos[name] for name in files], fetch)
+    return CheckpointFiles("deepspeed", files, None, [*beside, *folders], heads)
+
+
+def _pointed(location: CheckpointLocation, infos: dict[str, ObjectInfo], fetch: Fetch) -> CheckpointLocation | None:
+    """The folder below that a file here names as the newest, if there are no weights here. Raises CheckpointError."""
+    name = next((name for name in _POINTERS if name in infos), None)
+    if name is None or any(other.endswith(SUFFIXES) and not is_beside(other) for other in infos):
+        return None
+    info = infos[name]
+    (data,) = fetch([ByteRange(info.key, 0, min(info.size, _MAX_POINTER), info.etag)])
+    tag = data.decode(errors="replace").strip()
+    folder = _POINTERS[name].format(int(tag)) if tag.isdecimal() and len(tag) < 20 else tag
+    where = f"{location.url.rstrip('/')}/{folder}"
+    if not folder or "/" in folder or "\\" in folder or folder in (".", ".."):
+        raise CheckpointError(
+            f"{location.connector.describe(info.key)} names {short_repr(tag)}, which is no folder's name"
+        )
+    pointed = location._replace(url=where, prefix=f"{location.prefix}{folder}/")
+    if next(pointed.objects(), None) is None:
+        raise CheckpointError(
+            f"{location.connector.describe(info.key)} says that {folder!r} is the newest checkpoint, and it is not there"
+        )
+    return pointed
 
 
 def _loose(

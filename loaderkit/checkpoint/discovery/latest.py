@@ -118,6 +118,7 @@ def check_whole(url: str | os.PathLike[str], verify: Verify, given: Mapping[str,
     location = locate(url, given)
     try:
         fetch = fetch_of(location.connector)
-        read_manifest(location, open_checkpoint(location, fetch), verify, fetch)
+        checkpoint = open_checkpoint(location, fetch)
+        read_manifest(location.of(checkpoint), checkpoint, verify, fetch)
     finally:
         location.close()

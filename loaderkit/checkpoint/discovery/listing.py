@@ -185,6 +185,7 @@ def _summary(url: str, given: Mapping[str, Connector]) -> CheckpointSummary | No
     try:
         fetch = fetch_of(location.connector)
         checkpoint = open_checkpoint(location, fetch)
+        location = location.of(checkpoint)
         checksums = read_manifest(location, checkpoint, "auto", fetch)
     except NoCheckpointError:
         return None

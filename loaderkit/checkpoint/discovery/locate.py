@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from loaderkit._internal.system.user_cache import default_cache_dir
+from loaderkit.checkpoint.contents import Checkpoint
 from loaderkit.checkpoint.discovery.archive import TarConnector
 from loaderkit.checkpoint.discovery.kinds import HEAD_BYTES, USUAL_SUFFIXES, is_description, kind_of
 from loaderkit.connectors.base import Connector, ObjectInfo
@@ -41,6 +42,10 @@ class CheckpointLocation(NamedTuple):
         """Close the connector, unless it was given."""
         if self.owned:
             self.connector.close()
+
+    def of(self, checkpoint: Checkpoint) -> CheckpointLocation:
+        """Where a checkpoint is that was opened here: a file may have named a folder below."""
+        return self._replace(url=checkpoint.name, prefix=checkpoint.prefix)
 
     def objects(self) -> Iterator[ObjectInfo]:
         """The objects in the directory and below it; or the one object."""

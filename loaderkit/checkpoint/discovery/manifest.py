@@ -86,6 +86,7 @@ def write_manifest(
                 f"{location.url}: no manifest can be written there: write it before packing or uploading ({error})"
             ) from None
         checkpoint = open_checkpoint(location, fetch_of(location.connector))
+        location = location.of(checkpoint)
         infos = needed_objects(checkpoint)
         hashes = hashes_of(location.connector, [(info, block_bytes) for info in infos])
         cut = len(location.prefix)

@@ -6,8 +6,7 @@ missing, and so is a directory of which it cannot be told what is meant. Nothing
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,25 +16,35 @@ from loaderkit.checkpoint.contents import Checkpoint, TensorEntry, TensorShard, 
 from loaderkit.checkpoint.discovery.detect import CheckpointFiles, Fetch, choose, heads_of
 from loaderkit.checkpoint.discovery.kinds import METADATA, SHARD
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation
-from loaderkit.checkpoint.formats import dcp, safetensors, torch_zip
+from loaderkit.checkpoint.discovery.open_torch import open_common, open_deepspeed, open_torch
+from loaderkit.checkpoint.discovery.opened_files import (
+    MAX_INDEX,
+    check_index,
+    indexed_names,
+    named_error,
+    read_whole,
+    reader_in,
+    require_new,
+)
+from loaderkit.checkpoint.formats import dcp, safetensors
 from loaderkit.checkpoint.formats.state_file import STATE, decoded_values, read_state
-from loaderkit.checkpoint.names import Index, Leaf, flatten
-from loaderkit.checkpoint.structure import collect
+from loaderkit.checkpoint.names import Index
 from loaderkit.connectors.base import ByteRange, ObjectInfo
 from loaderkit.errors import CheckpointError, FormatError
 
-_MAX_INDEX = 2**28
 _MAX_METADATA = 2**31
+_COMMON, _BACKEND = "common.pt", "metadata.json"  # of Megatron's torch_dist: what is not sharded, and that it is such
 _MAX_REST = 2**20  # bytes; a longer rest of a header is read by itself
 _MAX_RESTS = 64  # read at once
 
 
 def open_checkpoint(location: CheckpointLocation, fetch: Fetch, *, export: bool = False) -> Checkpoint:
-    """The checkpoint at a location; `export`: or the export. `fetch` reads many ranges at once.
+    """The checkpoint at a location; `export`: or the export. `fetch` reads many ranges at once. It may be in a folder below,
+    as its name and prefix then say: see `CheckpointLocation.of`.
 
     Raises CheckpointError, FormatError, ConnectorError.
     """
-    chosen, infos = choose(location, fetch)
+    chosen, infos, location = choose(location, fetch)
     if chosen.kind == "legacy":
         raise CheckpointError(
             f"{location.connector.describe(infos[chosen.files[0]].key)} is a torch.save file older than torch 1.6, which can "
@@ -49,32 +58,21 @@ def open_checkpoint(location: CheckpointLocation, fetch: Fetch, *, export: bool 
     if location.single is None and chosen.index is None:
         _check_numbered(checkpoint, chosen.files)
     of_safetensors = partial(_open_safetensors, is_single=location.single is not None)
-    readers: dict[str, Callable[..., None]] = {"safetensors": of_safetensors, "torch": _open_torch, "dcp": _open_dcp}
+    readers: dict[str, Callable[..., None]] = {
+        "safetensors": of_safetensors,
+        "torch": open_torch,
+        "deepspeed": open_deepspeed,
+        "dcp": _open_dcp,
+    }
     readers[chosen.kind](checkpoint, chosen, fetch)
     return checkpoint
-
-
-def _reader(checkpoint: Checkpoint, info: ObjectInfo, head: bytes) -> Callable[[int, memoryview], None]:
-    """Reads in an object whose first bytes are in memory already."""
-
-    def read(start: int, buffer: memoryview) -> None:
-        have = head[start : start + len(buffer)]
-        buffer[: len(have)] = have
-        if len(have) < len(buffer):
-            checkpoint.connector.read_into(info.key, start + len(have), buffer[len(have) :], etag=info.etag)
-
-    return read
-
-
-def _named(checkpoint: Checkpoint, info: ObjectInfo, error: Exception) -> FormatError:
-    return FormatError(f"{checkpoint.describe(info.key)}: {error}")
 
 
 # ------------------------------------------------------------------------------------------------------ safetensors
 
 
 def _open_safetensors(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch, *, is_single: bool) -> None:
-    indexed = _indexed(checkpoint, chosen, ".safetensors")
+    indexed = indexed_names(checkpoint, chosen, ".safetensors")
     names = chosen.files if indexed is None else [*indexed]
     infos = [checkpoint.objects[name] for name in names]
     for name, (info, entries, metadata) in zip(names, _headers(checkpoint, infos, fetch, chosen.heads), strict=True):
@@ -85,7 +83,7 @@ def _open_safetensors(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fe
             )
         known = entries if indexed is None else [entry for entry in entries if entry.name in indexed[name]]
         _add_entries(checkpoint, info, known)
-    _check_index(checkpoint, indexed)
+    check_index(checkpoint, indexed)
 
 
 def _headers(
@@ -97,9 +95,9 @@ def _headers(
             _complete(infos[number : number + _MAX_RESTS], fetch, heads)
         checkpoint.read.add(info.key)
         try:
-            entries, metadata = safetensors.read_header(_reader(checkpoint, info, heads.pop(info.key)), info.size)
+            entries, metadata = safetensors.read_header(reader_in(checkpoint, info, heads.pop(info.key)), info.size)
         except FormatError as error:
-            raise _named(checkpoint, info, error) from None
+            raise named_error(checkpoint, info, error) from None
         yield info, entries, metadata
 
 
@@ -109,7 +107,7 @@ def _add_entries(
 ) -> None:
     for entry in entries:
         name, shape = prefix + entry.name, entry.shape
-        _require_new(checkpoint, name, info)
+        require_new(checkpoint, name, info)
         shard = TensorShard((0,) * len(shape), shape, info.key, entry.start, entry.end - entry.start, strides_of(shape))
         checkpoint.tensors[name] = TensorEntry(entry.dtype, shape, (shard,))
 
@@ -124,51 +122,6 @@ def _complete(infos: list[ObjectInfo], fetch: Fetch, heads: dict[str, bytes]) ->
             ranges.append(ByteRange(info.key, have, missing, info.etag))
     for item, rest in zip(ranges, fetch(ranges), strict=True):
         heads[item.key] += rest
-
-
-def _require_new(checkpoint: Checkpoint, name: str, info: ObjectInfo) -> None:
-    if name in checkpoint.tensors or name in checkpoint.values:
-        raise CheckpointError(
-            f"{checkpoint.describe(info.key)}: {name!r} is in another file of {checkpoint.name}, too: name one file"
-        )
-
-
-def _indexed(checkpoint: Checkpoint, chosen: CheckpointFiles, suffix: str) -> dict[str, set[str]] | None:
-    """File -> the names in it according to the index; None without an index. The other files of the kind lie beside."""
-    if chosen.index is None:
-        return None
-    info = checkpoint.objects[chosen.index]
-    if info.size > _MAX_INDEX:
-        raise _named(checkpoint, info, FormatError(f"{info.size} bytes are too many for an index"))
-    data = bytearray(info.size)
-    checkpoint.connector.read_into(info.key, 0, memoryview(data), etag=info.etag)
-    checkpoint.read.add(info.key)
-    try:
-        names = json.loads(data)["weight_map"]
-        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-            raise TypeError("its weight_map is no table of file names")
-        if not names:
-            raise ValueError("its weight_map is empty, so none of the files here would count")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _named(checkpoint, info, FormatError(f"it is no index of a checkpoint: {error!r}")) from None
-    indexed: dict[str, set[str]] = {}
-    for name, file in names.items():
-        if "/" in file or "\\" in file or file in ("", ".", ".."):
-            raise _named(
-                checkpoint, info, FormatError(f"it names {file!r} for {name!r}, and there is no such file beside it")
-            )
-        indexed.setdefault(file, set()).add(name)
-    if missing := [file for file in indexed if file not in checkpoint.objects]:
-        raise CheckpointError(
-            f"{checkpoint.name} is not whole: {len(missing)} of {len(indexed)} shards are missing, such as {missing[0]!r}, "
-            f"which {chosen.index} names"
-        )
-    if other := [file for file in indexed if file not in chosen.files]:
-        raise _named(
-            checkpoint, checkpoint.objects[other[0]], FormatError(f"it is no {suffix[1:]} file, and the index names it")
-        )
-    checkpoint.beside[:0] = [name for name in chosen.files if name not in indexed]
-    return indexed
 
 
 def _check_numbered(checkpoint: Checkpoint, files: list[str]) -> None:
@@ -186,23 +139,14 @@ def _check_numbered(checkpoint: Checkpoint, files: list[str]) -> None:
             )
 
 
-def _check_index(checkpoint: Checkpoint, indexed: dict[str, set[str]] | None) -> None:
-    for file, names in (indexed or {}).items():
-        for name in sorted(names):
-            if name not in checkpoint.tensors and name not in checkpoint.values:
-                raise CheckpointError(
-                    f"{checkpoint.name} is not whole: {file} has no tensor {name!r}, which the index lists there"
-                )
-
-
 def _open_state(checkpoint: Checkpoint, fetch: Fetch, is_export: bool) -> None:
     """A checkpoint whose safetensors files the file STATE names."""
     info = checkpoint.objects[STATE]
     try:
-        state = read_state(_whole(checkpoint, info, _MAX_INDEX))
+        state = read_state(read_whole(checkpoint, info, MAX_INDEX))
         checkpoint.values.update(decoded_values(state))
     except FormatError as error:
-        raise _named(checkpoint, info, error) from None
+        raise named_error(checkpoint, info, error) from None
     if state.export and not is_export:
         precision = state.export.get("dtype")
         then = ", and loaderkit.checkpoint.dequantize" if precision == "int8" else ""
@@ -226,9 +170,11 @@ def _open_state(checkpoint: Checkpoint, fetch: Fetch, is_export: bool) -> None:
         for name in named.names:
             checkpoint.paths[named.prefix + name] = _path(state.path_of(named.prefix + name, named.prefix))
     for alias, name in state.aliases.items():
-        _require_new(checkpoint, alias, info)
+        require_new(checkpoint, alias, info)
         if name not in checkpoint.tensors:
-            raise _named(checkpoint, info, FormatError(f"{alias!r} is the same tensor as {name!r}, which is not there"))
+            raise named_error(
+                checkpoint, info, FormatError(f"{alias!r} is the same tensor as {name!r}, which is not there")
+            )
         checkpoint.tensors[alias] = checkpoint.tensors[name]
         checkpoint.paths[alias] = _path(state.path_of(alias))
     for name in checkpoint.values:
@@ -239,83 +185,23 @@ def _path(path: tuple[str | int, ...]) -> tuple[Any, ...]:
     return tuple(Index(key) if isinstance(key, int) else key for key in path)
 
 
-def _whole(checkpoint: Checkpoint, info: ObjectInfo, most: int) -> bytes:
-    """All bytes of a description. Raises FormatError."""
-    if info.size > most:
-        raise FormatError(f"{info.size} bytes are too many for it")
-    data = bytearray(info.size)
-    checkpoint.connector.read_into(info.key, 0, memoryview(data), etag=info.etag)
-    checkpoint.read.add(info.key)
-    return bytes(data)
-
-
-# ------------------------------------------------------------------------------------------------------- torch.save
-
-
-def _open_torch(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch) -> None:
-    files, indexed = chosen.files, _indexed(checkpoint, chosen, ".bin")
-    if indexed is None and len(files) > 1:
-        raise CheckpointError(
-            f"{checkpoint.name} holds {len(files)} torch.save files ({', '.join(files[:4])}) and no index that says how they "
-            "belong together: name the one that is meant"
-        )
-    for name in files if indexed is None else indexed:
-        info = checkpoint.objects[name]
-        checkpoint.read.add(info.key)
-
-        def fetch_here(ranges: Sequence[tuple[int, int]], info: ObjectInfo = info) -> list[bytes]:
-            return fetch([ByteRange(info.key, start, length, info.etag) for start, length in ranges])
-
-        try:
-            archive = torch_zip.read_archive(
-                _reader(checkpoint, info, chosen.heads.pop(info.key)), info.size, fetch_here
-            )
-            leaves = flatten(
-                archive.value, _is_view, max(1000, archive.num_pickled), seen=collect(checkpoint.containers)
-            )
-        except (FormatError, CheckpointError) as error:
-            raise type(error)(f"{checkpoint.describe(info.key)}: {error}") from None
-        if indexed is not None:
-            leaves = {own: leaf for own, leaf in leaves.items() if own in indexed[name]}
-        _add_leaves(checkpoint, info, leaves, archive.starts)
-    _check_index(checkpoint, indexed)
-
-
-@collector_off()
-def _add_leaves(checkpoint: Checkpoint, info: ObjectInfo, leaves: dict[str, Leaf], starts: dict[str, int]) -> None:
-    for name, leaf in leaves.items():
-        _require_new(checkpoint, name, info)
-        checkpoint.paths[name] = leaf.path
-        if _is_view(leaf.value):
-            checkpoint.tensors[name] = _entry(leaf.value, starts, info.key)
-        else:
-            checkpoint.values[name] = leaf.value
-
-
-def _is_view(value: Any) -> bool:
-    return isinstance(value, torch_zip.View)
-
-
-def _entry(view: torch_zip.View, starts: dict[str, int], key: str) -> TensorEntry:
-    base, item = starts[view.storage.key], view.dtype.itemsize
-    shard = TensorShard(
-        (0,) * len(view.shape), view.shape, key, base + view.offset * item, view.num_spanned * item, view.strides
-    )
-    storage = (key, base, view.storage.num_elements * view.storage.dtype.itemsize)
-    return TensorEntry(view.dtype, view.shape, (shard,), storage)
-
-
 # ------------------------------------------------------------------------------------- torch.distributed.checkpoint
 
 
 def _open_dcp(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch) -> None:
-    info = checkpoint.objects[METADATA]
-    try:
-        contents = dcp.read_metadata(_whole(checkpoint, info, _MAX_METADATA), checkpoint.prefix)
-    except FormatError as error:
-        raise _named(checkpoint, info, error) from None
-    _check_files(checkpoint, contents)
-    _add_contents(checkpoint, contents)
+    for description in chosen.files:
+        info = checkpoint.objects[description]
+        try:
+            folder = info.key.removesuffix(METADATA)
+            contents = dcp.read_metadata(read_whole(checkpoint, info, _MAX_METADATA), folder)
+        except FormatError as error:
+            raise named_error(checkpoint, info, error) from None
+        _check_files(checkpoint, contents)
+        for name in (*contents.tensors, *contents.values):
+            require_new(checkpoint, name, info)
+        _add_contents(checkpoint, contents)
+    if _COMMON in checkpoint.beside and _BACKEND in checkpoint.objects and chosen.files == [METADATA]:
+        open_common(checkpoint, checkpoint.objects[_COMMON], fetch)
 
 
 @collector_off()

@@ -40,7 +40,7 @@ def verify_checkpoint(
     try:
         fetch = fetch_of(location.connector)
         checkpoint = open_checkpoint(location, fetch)
-        checksums = read_manifest(location, checkpoint, True, fetch)
+        checksums = read_manifest(location.of(checkpoint), checkpoint, True, fetch)
         infos = {info.key: info for info in checkpoint.objects.values()}
         objects = [(infos[key], known.block_bytes) for key, known in checksums.items()]
         outcome = Verification()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from loaderkit.checkpoint.formats.restricted_pickle import Global, StandIn, functions, shown
+from loaderkit.checkpoint.formats.restricted_pickle import Frozen, Global, StandIn, functions, shown
 
 _SIMPLE_DTYPE = re.compile(r"[biufc]\d{1,2}")
 
@@ -36,7 +36,7 @@ def plain_names() -> Mapping[str, Any]:
     for core in ("numpy.core", "numpy._core"):
         called[f"{core}.multiarray._reconstruct"] = lambda *_: Array()
         called[f"{core}.multiarray.scalar"] = _scalar
-    return MappingProxyType({**functions(called), "numpy.ndarray": Global("numpy.ndarray")})
+    return MappingProxyType({**functions(called), "numpy.ndarray": Global("numpy.ndarray"), "_io.BytesIO": BufferBytes})
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
@@ -113,6 +113,25 @@ class Array(StandIn):
         if not isinstance(dtype, Dtype) or not isinstance(data, bytes):
             raise pickle.UnpicklingError("an array of objects")
         self.value = np.frombuffer(data, dtype.value).reshape(shape, order="F" if fortran else "C").copy()
+
+
+class BufferBytes(StandIn, metaclass=Frozen):
+    """An `io.BytesIO`, as Transformer Engine saves the state of its layers: its bytes, once it is built."""
+
+    __slots__ = ("value",)
+    what = "io.BytesIO"
+    is_settled = True
+    value: bytes
+
+    def __new__(cls, *_: Any) -> BufferBytes:
+        made = object.__new__(cls)
+        made.value = b""
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, tuple) or not state or not isinstance(state[0], bytes):
+            raise pickle.UnpicklingError("a buffer of other than bytes")
+        self.value = state[0]
 
 
 def _scalar(dtype: Any, data: Any = b"") -> Any:

@@ -20,7 +20,7 @@ from loaderkit.errors import FormatError
 _MAX_UNKNOWN = 1000  # names that are not in the table; each takes a kilobyte
 
 
-class _Frozen(type):
+class Frozen(type):
     """The metaclass of classes whose attributes a pickle cannot set, as its BUILD may try."""
 
     def __setattr__(cls, name: str, value: object) -> None:
@@ -43,7 +43,7 @@ class StandIn:
     is_settled: ClassVar[bool] = False
 
 
-class Opaque(StandIn, metaclass=_Frozen):
+class Opaque(StandIn, metaclass=Frozen):
     """Stands for an object that is not made: `what` is the class or function that the file names."""
 
     __slots__ = ()
@@ -71,10 +71,10 @@ class Opaque(StandIn, metaclass=_Frozen):
 
 def opaque(what: str) -> type[Opaque]:
     """A class for objects of `what` that are not made."""
-    return _Frozen("Opaque", (Opaque,), {"__slots__": (), "what": what})  # type: ignore[return-value]
+    return Frozen("Opaque", (Opaque,), {"__slots__": (), "what": what})  # type: ignore[return-value]
 
 
-class Function(StandIn, metaclass=_Frozen):
+class Function(StandIn, metaclass=Frozen):
     """A stand-in that a pickle can call and not change: calling it calls `function`."""
 
     __slots__ = ("_function", "what")
@@ -96,7 +96,7 @@ def functions(by_name: Mapping[str, Callable[..., Any]]) -> dict[str, Function]:
     return {name: Function(name, function) for name, function in by_name.items()}
 
 
-class Record(metaclass=_Frozen):
+class Record(metaclass=Frozen):
     """Stands for an instance of a dataclass: `state` is what it was built with. Equality is identity."""
 
     __slots__ = ("state",)
@@ -117,7 +117,7 @@ class Record(metaclass=_Frozen):
 
 def record(what: str) -> type[Record]:
     """A class of stand-ins for instances of the dataclass `what`."""
-    return _Frozen(what.rpartition(".")[2], (Record,), {"__slots__": ()})  # type: ignore[return-value]
+    return Frozen(what.rpartition(".")[2], (Record,), {"__slots__": ()})  # type: ignore[return-value]
 
 
 class Global(StandIn):

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from loaderkit.checkpoint.planning.boxes import Box, boxes_in
+from loaderkit.checkpoint.boxes import Box, boxes_in
 from loaderkit.checkpoint.planning.division import HeldBox, divide
 from loaderkit.errors import CheckpointError
 

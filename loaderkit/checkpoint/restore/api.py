@@ -14,15 +14,17 @@ from loaderkit.checkpoint.discovery.manifest import Verify
 from loaderkit.checkpoint.restore import multi_rank
 from loaderkit.checkpoint.restore.nested import nested_state, number_optimizers, with_versions
 from loaderkit.checkpoint.restore.removed import restore_next
-from loaderkit.checkpoint.restore.requests import given_tensors, new_tensors
+from loaderkit.checkpoint.restore.requests import given_tensors, is_dtensor, new_tensors
 from loaderkit.checkpoint.restore.selection import (
     Dtype,
+    Strictness,
     check_applied,
     choose,
     leaves_of_target,
     match_names,
     parse_dtype,
     parse_keys,
+    parse_strict,
 )
 from loaderkit.checkpoint.restore.source import OpenCheckpoint, parse_device
 from loaderkit.checkpoint.restore.task import Progress, Restored, RestoreTask, name_touched
@@ -41,7 +43,8 @@ def restore(
     device: str | torch.device | None = None,
     dtype: Dtype = None,
     keys: str | Iterable[str] | None = None,
-    strict: bool = True,
+    strict: bool | Mapping[str, str | Iterable[str]] = True,
+    rename: Mapping[str, str] | None = None,
     nested: bool = False,
     rank: int | None = None,
     world_size: int | None = None,
@@ -61,7 +64,11 @@ def restore(
 
     `device`: where new tensors are made ("cpu", "cuda"; default cpu). `dtype`: cast floating-point tensors to it; "target": to
     the dtypes of `into`. `keys`: only the names that match one of these globs. `strict=False` lets the checkpoint have more
-    names than `into`. `nested=True` gives the state as it was saved, tables in tables, for `load_state_dict`. `memory`: bound
+    names than `into`; `strict={"missing": "head.*", "unexpected": ["*.rotary.*"]}` gives globs: names of `into` that the
+    checkpoint lacks, or has in another shape, keep their values; names that only the checkpoint has are left out. `rename` maps
+    how names begin in the checkpoint to how they begin here ({"module.": ""}; a `*` is one part between dots, carried over);
+    all else, `keys` too, means the names here. A DTensor in `into` gets the shards of this rank, and only their bytes are read.
+    `nested=True` gives the state as it was saved, tables in tables, for `load_state_dict`. `memory`: bound
     on staging memory besides the tensors; stacks of 24 threads and torch's kernels add at most 24 MiB, and 2 MiB a thread
     where files are read past the page cache. `verify`: "auto" compares with the manifest if there is one, True requires
     one, False ignores it. `export`: `url` may be a copy in fewer bits that a CheckpointManager has made (`copies`), which is
@@ -80,13 +87,15 @@ def restore(
     def restored(url: str | os.PathLike[str]) -> Any:
         with ExitStack() as stack:
             group = stack.enter_context(multi_rank.rank_group(*several, timeout_s)) if several is not None else None
-            source = stack.enter_context(OpenCheckpoint.open(url, connectors, memory, verify, export=export))
+            source = stack.enter_context(
+                OpenCheckpoint.open(url, connectors, memory, verify, export=export, rename=rename)
+            )
             source.tell_beside()
             transfer = source.restored if group is None else partial(multi_rank.transfer, group, source)
             wanted = _Wanted(parse_device(device), parse_dtype(dtype), parse_keys(keys), concurrency, progress)
             if into is None:
                 return _new(source, transfer, wanted, nested=nested)
-            return _filled(source, transfer, wanted, into, strict=strict)
+            return _filled(source, transfer, wanted, into, parse_strict(strict), is_alone=group is None)
 
     try:
         return restored(url)
@@ -121,19 +130,26 @@ def _new(source: OpenCheckpoint, transfer: _Transfer, wanted: _Wanted, *, nested
     made, plain = transfer(RestoreTask(tensors, values, make_requests, [device], concurrency, progress))
     hand_over(made.values())
     flat: dict[str, Any] = {name: made[name] for name in tensors} | plain
-    return nested_state(source, flat, globs) if nested else with_versions(source.contents, flat)
+    return nested_state(source, flat, globs) if nested else with_versions(source, flat)
 
 
-def _filled(source: OpenCheckpoint, transfer: _Transfer, wanted: _Wanted, into: Any, *, strict: bool) -> Any:
+def _filled(
+    source: OpenCheckpoint, transfer: _Transfer, wanted: _Wanted, into: Any, strict: Strictness, *, is_alone: bool
+) -> Any:
     """`into`, its tensors filled and its plain values replaced."""
     device, dtype, globs, concurrency, progress = wanted
     leaves = leaves_of_target(into, source.contents)
     structure = source.structure()
     if structure.containers:
         number_optimizers(source, structure, leaves)
-    leaves, tensors, values = match_names(source.contents, leaves, globs, strict=strict)
+    leaves, tensors, values = match_names(source.contents, leaves, globs, strict)
     check_applied(structure, into, leaves, source.contents.name)
     targets = {name: leaves[name].value for name in tensors}
+    if not is_alone and (sharded := next((name for name, tensor in targets.items() if is_dtensor(tensor)), None)):
+        raise ConfigError(
+            f"into: {sharded!r} is a DTensor, of which each rank reads its own shards: leave out `rank` and `world_size`, or "
+            "take dcp.load(state, storage_reader=loaderkit.checkpoint.StreamReader(url)), whose ranks share what they read"
+        )
     devices = {tensor.device for tensor in targets.values()}
     wait_for_queued(devices)
     make_requests = partial(given_tensors, targets=targets, dtype=dtype, device=device)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from loaderkit.checkpoint.contents import Checkpoint
 from loaderkit.checkpoint.names import Index, Path, texts
 from loaderkit.checkpoint.restore.optimizers import numbered_names, with_numbers
 from loaderkit.checkpoint.restore.selection import matches
@@ -30,9 +29,9 @@ def nested_state(source: OpenCheckpoint, flat: Mapping[str, Any], globs: Sequenc
     return nest(values, paths, structure, empty=empty)
 
 
-def with_versions(contents: Checkpoint, flat: dict[str, Any]) -> dict[str, Any]:
+def with_versions(source: OpenCheckpoint, flat: dict[str, Any]) -> dict[str, Any]:
     """The flat names with what a module's state that is a whole torch.save file says of its modules' versions."""
-    root = contents.containers.get(())
+    root = source.structure().containers.get(()) if source.contents.tells_containers else None
     return flat if root is None or root.versions is None else of_kind(flat, root)
 
 

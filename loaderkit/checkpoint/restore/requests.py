@@ -12,7 +12,7 @@ import torch
 from loaderkit._internal.garbage import collector_off
 from loaderkit.checkpoint.contents import Checkpoint, TensorEntry, TensorShard
 from loaderkit.checkpoint.structure import OWN_KEY
-from loaderkit.checkpoint.transfer.layout import ReadLimits, tensor_spans
+from loaderkit.checkpoint.transfer.layout import ReadLimits, part_spans, tensor_spans
 from loaderkit.checkpoint.transfer.plan import PreparedRead, ReadRequest
 from loaderkit.errors import CheckpointError, printable
 
@@ -130,21 +130,53 @@ def given_tensors(
 
 
 def _given(name: str, entry: TensorEntry, tensor: torch.Tensor) -> ReadRequest:
+    local = local_of(tensor)
+    offsets = _offsets_of(tensor)
+
     def deliver() -> list[tuple[str, Any]]:
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+        if not local.is_inference():
+            torch.autograd.graph.increment_version(local)
         return [(name, tensor)]
 
     def prepare(limits: ReadLimits) -> PreparedRead:
-        return tensor_spans(name, entry, tensor.detach(), limits), deliver
+        if offsets is None:
+            return tensor_spans(name, entry, tensor.detach(), limits), deliver
+        return part_spans(name, entry, local, limits, offsets=offsets), deliver
 
-    return ReadRequest(name, _start_of(entry), entry.num_bytes, 0, prepare)
+    num_bytes = entry.num_bytes if offsets is None else local.numel() * entry.dtype.itemsize
+    return ReadRequest(name, _start_of(entry), num_bytes, 0, prepare)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """True for a tensor of which each rank has a part."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; other tensors themselves."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        return local
+
+
+def _offsets_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Where a DTensor's part on this rank begins, as torch.distributed.checkpoint asks it; None for other tensors."""
+    if not is_dtensor(tensor):
+        return None
+    chunks = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    return tuple(chunks[0].offsets)
 
 
 def _unfillable(tensor: torch.Tensor) -> str | None:
     """Why no bytes can be written to a tensor; None: they can."""
-    if type(tensor).__name__ == "DTensor":
-        return "is a DTensor: restore it with dcp.load(state, storage_reader=loaderkit.checkpoint.StreamReader(url))"
+    if is_dtensor(tensor):
+        if any(one.is_partial() for one in tensor.placements):  # type: ignore[attr-defined]
+            return "is a DTensor of partial sums, of which no rank has the value"
+        if len(tensor.__create_chunk_list__()) != 1:  # type: ignore[attr-defined]
+            return "is a DTensor of several parts on a rank: restore it with dcp.load and loaderkit.checkpoint.StreamReader"
+        tensor = local_of(tensor)
     if tensor.is_meta:
         return "is on the meta device and has no memory: call model.to_empty(device=...) first"
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -194,7 +226,8 @@ def _distinct(checkpoint: Checkpoint, targets: Mapping[str, torch.Tensor]) -> li
         last[identity(tensor)] = name
     chosen = set(last.values())
     extents = []
-    for name, tensor in targets.items():
+    locals_ = {name: local_of(tensor) for name, tensor in targets.items()}
+    for name, tensor in locals_.items():
         if name in chosen and tensor.numel():
             start = tensor.data_ptr()
             spanned = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -204,7 +237,7 @@ def _distinct(checkpoint: Checkpoint, targets: Mapping[str, torch.Tensor]) -> li
     for extent in extents:
         device, start, end, name = extent
         if farthest is not None and device == farthest[0]:
-            if start < farthest[2] and _share_bytes(targets[name], targets[farthest[3]]):
+            if start < farthest[2] and _share_bytes(locals_[name], locals_[farthest[3]]):
                 raise CheckpointError(
                     f"{farthest[3]!r} and {name!r} share a part of their memory, so filling one would change the other; "
                     "nothing was written. Give each a memory of its own"
@@ -217,6 +250,7 @@ def _distinct(checkpoint: Checkpoint, targets: Mapping[str, torch.Tensor]) -> li
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same view of the same memory, and for no others."""
+    tensor = local_of(tensor)
     if not tensor.numel() or tensor.is_meta or tensor.layout != torch.strided:
         return (id(tensor),)
     return (str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,8 +15,9 @@ from loaderkit.checkpoint.names import Leaf, Path, flatten
 from loaderkit.checkpoint.restore.requests import identity
 from loaderkit.checkpoint.structure import Structure, plain_versions
 from loaderkit.checkpoint.wrappers import wrapper_hint
-from loaderkit.errors import CheckpointError, ConfigError
+from loaderkit.errors import CheckpointError, ConfigError, printable
 
+logger = logging.getLogger("loaderkit")
 _NUM_LISTED = 8
 _EXTRA_STATE = "_extra_state"
 _LOAD_INSTEAD = "Take restore(url, nested=True) and give the module its part by `load_state_dict`"
@@ -45,6 +47,26 @@ def parse_keys(keys: str | Iterable[str] | None) -> tuple[str, ...] | None:
     if not globs:
         raise ConfigError("keys is empty, so nothing would be restored: leave it out to restore everything")
     return globs
+
+
+class Strictness(NamedTuple):
+    """Globs of names: of `into` that the checkpoint may lack, and of the checkpoint that `into` may lack."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+def parse_strict(strict: bool | Mapping[str, str | Iterable[str]]) -> Strictness:
+    """What `strict` of `loaderkit.restore` allows. Raises ConfigError."""
+    if isinstance(strict, bool):
+        return Strictness() if strict else Strictness(unexpected=("*",))
+    expected = 'expected True, False, or globs as {"missing": "head.*", "unexpected": [...]}'
+    if not isinstance(strict, Mapping) or strict.keys() - {*Strictness._fields}:
+        raise ConfigError(f"strict is {strict!r}: {expected}")
+    globs = {key: (value,) if isinstance(value, str) else tuple(value or ()) for key, value in strict.items()}
+    if not all(isinstance(glob, str) for some in globs.values() for glob in some):
+        raise ConfigError(f"strict is {strict!r}: {expected}")
+    return Strictness(**globs)
 
 
 def choose(checkpoint: Checkpoint, keys: str | Iterable[str] | None) -> tuple[list[str], list[str]]:
@@ -78,11 +100,11 @@ def leaves_of_target(into: Any, contents: Checkpoint) -> dict[str, Leaf]:
         raise ConfigError(
             f"into: expected a state dict, possibly nested, not {type(into).__name__}; for a module pass module.state_dict()"
         )
-    return flatten(into, _is_tensor, _MAX_LEAVES, enters=lambda name, value: contents.format == "torch")
+    return flatten(into, _is_tensor, _MAX_LEAVES, enters=lambda name, value: contents.tells_containers)
 
 
 def match_names(
-    checkpoint: Checkpoint, leaves: dict[str, Leaf], keys: Sequence[str] | None, *, strict: bool
+    checkpoint: Checkpoint, leaves: dict[str, Leaf], keys: Sequence[str] | None, strict: Strictness
 ) -> tuple[dict[str, Leaf], list[str], list[str]]:
     """(leaves of `into` that are chosen, names of tensors to fill, names of plain values to set).
 
@@ -91,7 +113,9 @@ def match_names(
     if keys is not None:
         leaves = {name: leaf for name, leaf in leaves.items() if matches(name, keys)}
     tensors, values = choose(checkpoint, keys)
-    _compare_names(checkpoint, leaves, [*tensors, *values], strict=strict)
+    kept = _kept(checkpoint, leaves, {*tensors, *values}, strict)
+    leaves = {name: leaf for name, leaf in leaves.items() if name not in kept}
+    _compare_names(checkpoint, leaves, [name for name in (*tensors, *values) if name not in kept], strict)
     tensors = [name for name in tensors if name in leaves]
     values = [name for name in values if name in leaves]
     for name in tensors:
@@ -110,20 +134,42 @@ def match_names(
     return leaves, tensors, values
 
 
-def _compare_names(checkpoint: Checkpoint, leaves: Mapping[str, Leaf], chosen: Sequence[str], *, strict: bool) -> None:
-    """Raise CheckpointError that lists names missing in the checkpoint and, with `strict`, names missing in `into`."""
+def _kept(checkpoint: Checkpoint, leaves: dict[str, Leaf], chosen: Set[str], strict: Strictness) -> set[str]:
+    """Names of the leaves that keep their values: `strict` lets the checkpoint lack them, and it does, or has a tensor of
+    another shape, of which a warning tells."""
+    allowed = {name: leaf.value for name, leaf in leaves.items() if matches(name, strict.missing)}
+    others = [
+        name
+        for name, value in allowed.items()
+        if name in chosen and name in checkpoint.tensors and _is_tensor(value)
+        if tuple(value.shape) != checkpoint.tensors[name].shape
+    ]
+    if others:
+        logger.warning(
+            "%s: %s %s another shape there and keep%s the values here, as strict's `missing` says",
+            *(printable(checkpoint.name), printable(_listed(others))),
+            *(("has", "s") if len(others) == 1 else ("have", "")),
+        )
+    return {*others, *(allowed.keys() - chosen)}
+
+
+def _compare_names(
+    checkpoint: Checkpoint, leaves: Mapping[str, Leaf], chosen: Sequence[str], strict: Strictness
+) -> None:
+    """Raise CheckpointError that lists names missing in the checkpoint, and names missing in `into` that `strict` forbids."""
     present = set(chosen)
     missing = [name for name in leaves if name not in present]
     if missing:  # a tensor that is the same memory as one in the checkpoint is filled with it
         tied = {identity(leaf.value) for name, leaf in leaves.items() if name in present and _is_tensor(leaf.value)}
         missing = [n for n in missing if not _is_tensor(leaves[n].value) or identity(leaves[n].value) not in tied]
-    unexpected = [name for name in chosen if name not in leaves] if strict else []
+    unexpected = [name for name in chosen if name not in leaves and not matches(name, strict.unexpected)]
     if not missing and not unexpected:
         return
     lines = [f"{checkpoint.name} does not have the names that are to be filled; nothing was read or written."]
     if missing:
         lines.append(f"  missing in the checkpoint ({len(missing)}): {_listed(missing)}")
         lines += [f"  {hint}" for hint in [wrapper_hint(missing, chosen)] if hint]
+        lines.append("  strict={'missing': GLOBS} lets what is new here keep its values; rename={FROM: TO} maps names")
     if unexpected:
         lines.append(
             f"  only in the checkpoint ({len(unexpected)}): {_listed(unexpected)}; strict=False leaves them out"

@@ -22,6 +22,7 @@ from loaderkit.checkpoint.formats import torch_zip
 from loaderkit.checkpoint.formats.shard_archive import read_shard
 from loaderkit.checkpoint.formats.zip_records import Read
 from loaderkit.checkpoint.names import opaque_in, settle
+from loaderkit.checkpoint.restore.renamed import Renaming
 from loaderkit.checkpoint.restore.requests import new_tensors
 from loaderkit.checkpoint.restore.selection import Dtype, parse_dtype
 from loaderkit.checkpoint.restore.task import Restored, RestoreTask, progress_of
@@ -56,6 +57,7 @@ class OpenCheckpoint:
         self.memory_bytes = memory_bytes
         self.objects = {info.key: info for info in contents.objects.values()}
         self._location = location
+        self._structure: Structure | None = None  # what is known of it already
 
     @classmethod
     def open(
@@ -66,8 +68,10 @@ class OpenCheckpoint:
         verify: Verify,
         *,
         export: bool = False,
+        rename: Mapping[str, str] | None = None,
     ) -> OpenCheckpoint:
         """Find the checkpoint, or with `export` the export, and read its description. Raises as `loaderkit.restore`."""
+        renaming = Renaming(rename) if rename else None
         try:
             memory_bytes = parse_bytes(memory)
         except ValueError as error:
@@ -76,10 +80,19 @@ class OpenCheckpoint:
         try:
             fetch = fetch_of(location.connector, memory_bytes)
             contents = open_checkpoint(location, fetch, export=export)
-            return cls(location, contents, read_manifest(location, contents, verify, fetch), memory_bytes)
+            location = location.of(contents)
+            opened = cls(location, contents, read_manifest(location, contents, verify, fetch), memory_bytes)
+            return opened if renaming is None else opened.renamed(renaming)
         except BaseException:
             location.close()
             raise
+
+    def renamed(self, renaming: Renaming) -> OpenCheckpoint:
+        """The same with its names as they are here. Raises CheckpointError."""
+        structure = renaming.structure(self.structure())
+        self.contents = renaming.renamed(self.contents)
+        self._structure = structure
+        return self
 
     def tell_beside(self) -> None:
         """Warn of files and folders with weights that are no part of the checkpoint."""
@@ -217,7 +230,9 @@ class OpenCheckpoint:
     def structure(self) -> Structure:
         """What the checkpoint tells of its containers. Raises CheckpointError."""
         contents = self.contents
-        if contents.format == "torch":
+        if self._structure is not None:
+            return self._structure
+        if contents.tells_containers:
             return Structure(contents.containers, is_complete=True)
         if not contents.values and not contents.pickled:
             return _UNKNOWN

@@ -74,7 +74,7 @@ def restore_state(
 
 def _enters(contents: Checkpoint) -> Callable[[str, Any], bool]:
     """A tuple of tensors is a plain value in most checkpoints, and its tensors have names in a torch.save file."""
-    return lambda name, value: contents.format == "torch" and name not in contents.values
+    return lambda name, value: contents.tells_containers and name not in contents.values
 
 
 def _load_alone(flat: dict[str, Any], reader: StreamReader) -> None:

@@ -84,11 +84,12 @@ def copy_checkpoint(
     given = connectors or {}
     location = locate(url, given)
     try:
+        fetch = fetch_of(location.connector)
+        checkpoint = open_checkpoint(location, fetch)
+        location = location.of(checkpoint)
         name = _name_of(location)
         target = save_target(url_below(to, name), given)
         try:
-            fetch = fetch_of(location.connector)
-            checkpoint = open_checkpoint(location, fetch)
             if folders := [name for name in checkpoint.beside if name.endswith("/")]:
                 raise CheckpointError(
                     f"{location.url}: below it there are files of checkpoints in {folders[0]!r}, which would not be copied: "

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from loaderkit.checkpoint.boxes import Box
 from loaderkit.checkpoint.discovery.description import DCP, SAFETENSORS, Format
 from loaderkit.checkpoint.discovery.locate import SaveTarget, save_target
 from loaderkit.checkpoint.formats.dcp import MAX_TIED
-from loaderkit.checkpoint.planning.boxes import Box
 from loaderkit.checkpoint.planning.held import Held, ItemShare, divided, is_default_planner, part_of
 from loaderkit.checkpoint.planning.stored import Stored, described_as_stored
 from loaderkit.checkpoint.save.commit import begin, clear_dead, commit

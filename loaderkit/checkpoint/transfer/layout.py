@@ -70,6 +70,24 @@ def tensor_spans(label: str, entry: TensorEntry, tensor: torch.Tensor, limits: R
     return spans
 
 
+def part_spans(
+    label: str, entry: TensorEntry, tensor: torch.Tensor, limits: ReadLimits, *, offsets: Shape
+) -> list[ByteSpan]:
+    """The spans that fill `tensor` with the part of its shape that begins at `offsets` of the whole tensor."""
+    spans: list[ByteSpan] = []
+    for shard in entry.shards:
+        lows, sizes, view = [], [], tensor
+        for dim, (begin, size, start, length) in enumerate(
+            zip(offsets, tensor.shape, shard.offsets, shard.sizes, strict=True)
+        ):
+            low, high = max(begin, start), min(begin + size, start + length)
+            lows.append(low - start)
+            sizes.append(max(0, high - low))
+            view = view.narrow(dim, min(max(low - begin, 0), size), sizes[-1])
+        spans += box_spans(label, entry.dtype, shard, view, limits, offsets=tuple(lows), sizes=tuple(sizes))
+    return spans
+
+
 def _cuts(start: int, num_bytes: int, item: int, most_bytes: int) -> list[tuple[int, int]]:
     """[lo, hi) of the reads of `num_bytes` from `start` of an object on. Long ones are cut at multiples of `most_bytes` in the
     object, where blocks with checksums end, too, or as near to that as whole elements of `item` bytes allow."""

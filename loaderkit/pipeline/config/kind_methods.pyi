@@ -244,8 +244,9 @@ class KindMethods:
     ) -> Self:
         """Arrays in Zarr stores, of version 3 or 2. A chunk that is not there holds the fill value.
 
-        Numbers only, and packings of bytes (blosc, zstd, gzip, lz4, shards and the like); objects and pickles are errors. Of a
-        folder all objects are listed to find the stores. Needs `loaderkit[volumes]`.
+        A store that is one array, as `zarr.save_array` writes it, has the path "/". Numbers only, and packings of bytes (blosc,
+        zstd, gzip, lz4, shards and the like); objects and pickles are errors. Of a folder that does not hold the arrays itself all
+        objects are listed to find the stores. Needs `loaderkit[volumes]`.
 
         url: the file or store; or a folder, of which all below are read
         samples: rows: each index of the arrays' first dimension is a sample; whole: each file or store is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from pydantic import Field, field_validator
@@ -44,6 +44,8 @@ class ContainerFormat(NamedTuple):
 class ContainerArgs(StoreArgs):
     """Named arrays in files or stores."""
 
+    _root_may_be_array: ClassVar[bool] = False
+
     url: Annotated[str, Field(min_length=1, description="the file or store; or a folder, of which all below are read")]
     samples: Literal["rows", "whole"] = Field(
         description="rows: each index of the arrays' first dimension is a sample; whole: each file or store is one"
@@ -56,7 +58,7 @@ class ContainerArgs(StoreArgs):
     @classmethod
     def _names_are_free(cls, fields: Mapping[str, str]) -> Mapping[str, str]:
         for name, path in fields.items():
-            if name.startswith("__") or not path.strip("/") or ".." in path.split("/"):
+            if name.startswith("__") or not (path.strip("/") or cls._root_may_be_array) or ".." in path.split("/"):
                 raise ValueError(f"field -> path of an array, not {name!r}: {path!r}; names do not begin with __")
         return {name: path.strip("/") for name, path in fields.items()}
 
@@ -106,9 +108,12 @@ class HDF5Args(ContainerArgs):
 class ZarrArgs(ContainerArgs):
     """Arrays in Zarr stores, of version 3 or 2. A chunk that is not there holds the fill value.
 
-    Numbers only, and packings of bytes (blosc, zstd, gzip, lz4, shards and the like); objects and pickles are errors. Of a
-    folder all objects are listed to find the stores. Needs `loaderkit[volumes]`.
+    A store that is one array, as `zarr.save_array` writes it, has the path "/". Numbers only, and packings of bytes (blosc,
+    zstd, gzip, lz4, shards and the like); objects and pickles are errors. Of a folder that does not hold the arrays itself all
+    objects are listed to find the stores. Needs `loaderkit[volumes]`.
     """
+
+    _root_may_be_array = True
 
     kind: Literal["zarr"] = "zarr"
 

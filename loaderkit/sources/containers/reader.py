@@ -27,6 +27,7 @@ _MOST_BYTES = 4 << 30
 class StoredSamples(Protocol):
     """Where samples lie; see `ContainerSource`."""
 
+    fields: Mapping[str, str]
     memory_bytes: int
 
     @property
@@ -34,17 +35,17 @@ class StoredSamples(Protocol):
 
     def locate(self, index: int) -> tuple[ObjectInfo, int | None]: ...
 
-    def slab_of(self, index: int) -> tuple[int, int] | None: ...
+    def slabs_of(self, index: int, *, cuts: bool) -> Mapping[str, tuple[int, int]]: ...
 
-    def slab(self, number: int) -> tuple[ObjectInfo, slice]: ...
+    def slab(self, number: int) -> tuple[ObjectInfo, str, slice]: ...
 
     def arrays_of(self, connector: Connector, store: ObjectInfo) -> Mapping[str, StoredArray]: ...
 
 
 class RowSlab(NamedTuple):
-    """Rows that share chunks, by field [rows, ...]."""
+    """Rows of a field that share chunks [rows, ...]."""
 
-    arrays: Mapping[str, NDArray[Any]]
+    values: NDArray[Any]
     memory_bytes: int
     read_bytes: int
 
@@ -63,18 +64,18 @@ class ContainerReader(Reader):
         """See `Reader`."""
         draws = None if self._windows is None else self._windows.draws(chunk)
         indices = chunk.source_indices.tolist()
-        num_bytes = self._read_slabs(chunk, indices) if draws is None else 0
+        held, num_bytes = self._read_slabs(chunk, indices, cuts=draws is not None)
         for row, index in enumerate(indices):
             if chunk.samples[row] is not None:
                 continue
             chunk.current = row
             try:
-                sample = self._sample(index, None if draws is None else draws[row])
+                sample = self._sample(index, None if draws is None else draws[row], held.get(row, {}))
             except LoaderkitError as error:
                 self._failed(chunk, row, error)
                 continue
             chunk.samples[row] = sample
-            num_bytes += sum(_array(value).nbytes for value in sample.values())
+            num_bytes += sum(_array(value).nbytes for name, value in sample.items() if name not in held.get(row, ()))
         return num_bytes
 
     def close(self) -> None:
@@ -83,50 +84,56 @@ class ContainerReader(Reader):
         with self._lock:
             self._open.clear()
 
-    def _read_slabs(self, chunk: SampleChunk, indices: list[int]) -> int:
-        """Take the rows that share chunks with others from slabs that are held. What fails is left to be read one by one."""
-        groups: dict[int, list[tuple[int, int]]] = {}
+    def _read_slabs(self, chunk: SampleChunk, indices: list[int], *, cuts: bool) -> tuple[dict[int, Sample], int]:
+        """Place -> the fields of which rows share chunks with others, from slabs that are held, and the bytes that were read.
+        What fails is left to be read one by one."""
+        groups: dict[tuple[int, str], list[tuple[int, int]]] = {}
         for place, index in enumerate(indices):
-            found = self._source.slab_of(index)
-            if found is not None:
-                groups.setdefault(found[0], []).append((place, found[1]))
+            for field, (number, row) in self._source.slabs_of(index, cuts=cuts).items():
+                groups.setdefault((number, field), []).append((place, row))
+        held: dict[int, Sample] = {}
         num_bytes = 0
         chunk.current = None
-        for number, places in groups.items():
+        for (number, field), places in groups.items():
             try:
                 slab, num_read = self._slabs.get(number)
             except Exception:  # noqa: S112 - each row is tried again, and its error named
                 continue
             num_bytes += num_read
             for place, row in places:
-                chunk.samples[place] = {field: values[row, ...].copy() for field, values in slab.arrays.items()}
-        return num_bytes
+                held.setdefault(place, {})[field] = slab.values[row, ...].copy()
+        return held, num_bytes
 
     def _slab(self, number: int) -> RowSlab:
-        store, rows = self._source.slab(number)
+        store, field, rows = self._source.slab(number)
         try:
-            arrays = {field: _native(array[rows]) for field, array in self._arrays(store).items()}
+            values = _native(self._arrays(store)[field][rows])
         except LoaderkitError:
             raise
         except Exception as error:
             raise FormatError(f"its arrays cannot be read: {error}") from error
-        num_bytes = sum(values.nbytes for values in arrays.values())
-        return RowSlab(arrays, num_bytes, num_bytes)
+        return RowSlab(values, values.nbytes, values.nbytes)
 
-    def _sample(self, index: int, draws: Any) -> Sample:
+    def _sample(self, index: int, draws: Any, held: Sample) -> Sample:
+        if draws is None and len(held) == len(self._source.fields):
+            return held
         store, row = self._source.locate(index)
         arrays = self._arrays(store)
         try:
-            return self._read_windows(arrays, row, draws) or {
-                field: self._whole(field, array, row) for field, array in arrays.items()
+            return self._read_windows(arrays, row, draws, dict(held)) or {
+                field: held[field] if field in held else self._whole(field, array, row)
+                for field, array in arrays.items()
             }
         except LoaderkitError:
             raise
         except Exception as error:
             raise FormatError(f"its arrays cannot be read: {error}") from error
 
-    def _read_windows(self, arrays: Mapping[str, StoredArray], row: int | None, draws: Any) -> Sample | None:
-        """The sample with windows of its arrays; None: the next stage needs them whole, or refuses them."""
+    def _read_windows(
+        self, arrays: Mapping[str, StoredArray], row: int | None, draws: Any, held: Sample
+    ) -> Sample | None:
+        """The sample with windows of its arrays, of which some are `held` whole; None: the next stage needs them whole, or
+        refuses them."""
         rule = None if self._windows is None else self._windows.rule
         if rule is None or not {*rule.fields} <= arrays.keys():
             return None
@@ -134,12 +141,12 @@ class ContainerReader(Reader):
         lengths = {shape[-rule.num_dims :] for shape in shapes.values()}
         if len(lengths) > 1 or len(next(iter(lengths))) < rule.num_dims:
             return None
-        held: dict[str, Any] = {}
 
         def load() -> Any:
             assert rule is not None
             assert rule.foreground is not None
-            held[rule.foreground] = self._whole(rule.foreground, arrays[rule.foreground], row)
+            if rule.foreground not in held:
+                held[rule.foreground] = self._whole(rule.foreground, arrays[rule.foreground], row)
             return held[rule.foreground]
 
         window = rule.place(next(iter(lengths)), draws, load)
@@ -148,7 +155,7 @@ class ContainerReader(Reader):
         sample: Sample = {}
         for field, array in arrays.items():
             if field not in rule.fields:
-                sample[field] = self._whole(field, array, row)
+                sample[field] = held[field] if field in held else self._whole(field, array, row)
             elif field in held:
                 sample[field] = CutWindow(held[field][(..., *window)])
             else:

@@ -36,15 +36,18 @@ class ContainerSource(Source):
     def __init__(
         self, args: ContainerArgs, connector: Connector, found_bad: BadShards, container: ContainerFormat
     ) -> None:
-        self._format, self._fields, self._is_rows = container, dict(args.fields), args.samples == "rows"
-        self._is_one, self.memory_bytes = args.is_one, args.memory
+        self._format, self._is_rows = container, args.samples == "rows"
+        self.fields: Mapping[str, str] = dict(args.fields)
+        self.memory_bytes = args.memory
         stores = container.find(connector, args)
         if not stores:
             raise SourceError(f"there is no {container.noun} below {args.url!r}: check `url`")
+        self._is_one, self._name = args.is_one or not stores[0].key, args.key
         counts = np.ones(len(stores), np.int64)
         shapes: list[str] = []
-        self._chunk_rows = np.ones(len(stores), np.int64)
-        self._row_bytes = np.zeros(len(stores), np.int64)
+        self._chunk_rows = np.ones((len(self.fields), len(stores)), np.int64)
+        self._row_bytes = np.zeros((len(self.fields), len(stores)), np.int64)
+        self._has_whole_rows = np.ones((len(self.fields), len(stores)), np.bool_)
         if self._is_rows:
             with ThreadPoolExecutor(_NUM_THREADS) as pool:
                 tried = [*pool.map(BadShards.tried(lambda store: self.arrays_of(connector, store)), stores)]
@@ -55,10 +58,14 @@ class ContainerSource(Source):
                     counts[number] = 0
                     continue
                 counts[number] = next(iter(arrays.values())).shape[0]
-                chunks = [array.chunks[0] if array.chunks else 1 for array in arrays.values()]
-                self._chunk_rows[number] = max(chunks)
-                sizes = (array.dtype.itemsize * prod(array.shape[1:]) for array in arrays.values())
-                self._row_bytes[number] = sum(sizes)
+                for field, array in enumerate(arrays.values()):
+                    rows = array.chunks[0] if array.chunks else 1
+                    self._chunk_rows[field, number] = max(1, min(rows, counts[number]))
+                    self._row_bytes[field, number] = array.dtype.itemsize * prod(array.shape[1:])
+                    self._has_whole_rows[field, number] = all(
+                        chunk >= length
+                        for chunk, length in zip((array.chunks or ())[1:], array.shape[1:], strict=False)
+                    )
                 shapes.append(repr([(array.shape, array.dtype.str) for array in arrays.values()]))
             if not counts.sum():
                 found_bad.refuse_empty()
@@ -66,7 +73,7 @@ class ContainerSource(Source):
         self._keys = StringTable(store.key for store in stores)
         self._stores = stores
         self._ends = np.cumsum(counts)
-        self._slab_ends = np.cumsum(-(-counts // self._chunk_rows))
+        self._slab_ends = np.cumsum(-(-counts // self._chunk_rows)).reshape(self._chunk_rows.shape)
         self._num = int(self._ends[-1]) if args.limit is None else min(int(self._ends[-1]), args.limit)
         self._shapes = blake2b("\0".join(shapes).encode(), digest_size=8).hexdigest()
 
@@ -85,40 +92,52 @@ class ContainerSource(Source):
         """The key of the store and the row; of one store alone the row."""
         store, row = self.locate(index)
         if row is None:
-            return store.key
+            return store.key or self._name
         return str(row) if self._is_one else f"{store.key}/{row}"
 
     def origin(self, index: int) -> str:
         """The key of the store."""
-        return self.locate(index)[0].key
+        return self.locate(index)[0].key or self._name
 
     @property
     def slab_bytes(self) -> NDArray[np.int64]:
-        """The bytes of each slab, a run of rows that share chunks: int64 [slabs]."""
-        return np.repeat(self._chunk_rows * self._row_bytes, np.diff(self._slab_ends, prepend=0))
+        """The bytes of each slab, a run of rows of one field that share chunks: int64 [slabs], field by field."""
+        return np.repeat((self._chunk_rows * self._row_bytes).ravel(), np.diff(self._slab_ends.ravel(), prepend=0))
 
-    def slab_of(self, index: int) -> tuple[int, int] | None:
-        """The slab of a sample and its row there; None if no other row shares its chunks, or a slab is more than is held."""
-        number = int(np.searchsorted(self._ends, index, "right"))
-        num_rows = int(self._chunk_rows[number])
-        if num_rows == 1 or num_rows * int(self._row_bytes[number]) > self.memory_bytes:
-            return None
-        slab, row = divmod(index - (int(self._ends[number - 1]) if number else 0), num_rows)
-        return slab + (int(self._slab_ends[number - 1]) if number else 0), row
+    def slabs_of(self, index: int, *, cuts: bool) -> dict[str, tuple[int, int]]:
+        """Field -> slab of a sample and its row there; without fields of which no other row shares its chunks, or a slab is
+        more than is held, or, if a window `cuts`, rows are several chunks, of which it may be in few."""
+        store = int(np.searchsorted(self._ends, index, "right"))
+        place = index - (int(self._ends[store - 1]) if store else 0)
+        found = {}
+        for number, field in enumerate(self.fields if self._is_rows else ()):
+            num_rows = int(self._chunk_rows[number, store])
+            is_held = num_rows > 1 and num_rows * int(self._row_bytes[number, store]) <= self.memory_bytes
+            if is_held and (not cuts or self._has_whole_rows[number, store]):
+                slab, row = divmod(place, num_rows)
+                found[field] = self._first_slab(number, store) + slab, row
+        return found
 
-    def slab(self, number: int) -> tuple[ObjectInfo, slice]:
-        """The store of a slab, and its rows there."""
-        store = int(np.searchsorted(self._slab_ends, number, "right"))
-        first = (number - (int(self._slab_ends[store - 1]) if store else 0)) * int(self._chunk_rows[store])
-        return self._stores[store], slice(first, first + int(self._chunk_rows[store]))
+    def slab(self, number: int) -> tuple[ObjectInfo, str, slice]:
+        """The store of a slab, its field, and its rows there."""
+        field, store = divmod(int(np.searchsorted(self._slab_ends.ravel(), number, "right")), len(self._stores))
+        num_rows = int(self._chunk_rows[field, store])
+        first = (number - self._first_slab(field, store)) * num_rows
+        return self._stores[store], [*self.fields][field], slice(first, first + num_rows)
+
+    def _first_slab(self, field: int, store: int) -> int:
+        before = field * len(self._stores) + store - 1
+        return int(self._slab_ends.flat[before]) if before >= 0 else 0
 
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
-        """Runs of whole chunks of rows of about `block_bytes`; a store that is a sample is a block: int64 [runs + 1]."""
+        """Runs of whole chunks of rows, those of the field with the largest rows, of about `block_bytes`; a store that is a
+        sample is a block: int64 [runs + 1]."""
         if not self._is_rows:
             return np.arange(self._num + 1, dtype=np.int64)
         bounds, first = [], 0
+        largest = self._row_bytes.argmax(0), np.arange(len(self._stores))
         for end, rows, row_bytes in zip(
-            self._ends.tolist(), self._chunk_rows.tolist(), self._row_bytes.tolist(), strict=True
+            self._ends.tolist(), self._chunk_rows[largest].tolist(), self._row_bytes.sum(0).tolist(), strict=True
         ):
             step = rows * max(1, round(block_bytes / max(1, rows * row_bytes)))
             bounds.append(np.arange(first, end, step, dtype=np.int64))
@@ -129,7 +148,7 @@ class ContainerSource(Source):
     def fingerprint(self) -> str:
         """16 hexadecimal digits from keys, fields, and the shapes and types of arrays of rows."""
         digest = blake2b(self._keys.digest(), digest_size=8)
-        digest.update(repr((sorted(self._fields.items()), self._is_rows, self._shapes, self._num)).encode())
+        digest.update(repr((sorted(self.fields.items()), self._is_rows, self._shapes, self._num)).encode())
         return digest.hexdigest()
 
     def reader(self, context: ReadContext) -> Reader:
@@ -139,7 +158,7 @@ class ContainerSource(Source):
     def arrays_of(self, connector: Connector, store: ObjectInfo) -> Mapping[str, StoredArray]:
         """The arrays of a store, by field. Raises FormatError and what the connector raises."""
         try:
-            arrays = self._format.open(connector, store, self._fields)
+            arrays = self._format.open(connector, store, self.fields)
             for field, array in arrays.items():
                 self._check(field, array)
         except LoaderkitError:
@@ -154,13 +173,13 @@ class ContainerSource(Source):
 
     def _check(self, field: str, array: StoredArray) -> None:
         if array.dtype.kind not in _KINDS or array.dtype.names:
-            raise FormatError(f"its array {self._fields[field]!r} is {array.dtype}, and only numbers are read")
+            raise FormatError(f"its array {self.fields[field]!r} is {array.dtype}, and only numbers are read")
         if self._is_rows and not array.shape:
-            raise FormatError(f"its array {self._fields[field]!r} is a single number, which has no rows")
+            raise FormatError(f"its array {self.fields[field]!r} is a single number, which has no rows")
         num_bytes = array.dtype.itemsize * prod(array.chunks or ())
         if num_bytes > _MOST_BYTES:
             raise FormatError(
-                f"its array {self._fields[field]!r} has chunks of {num_bytes} bytes; at most 4 GiB are read"
+                f"its array {self.fields[field]!r} has chunks of {num_bytes} bytes; at most 4 GiB are read"
             )
 
 

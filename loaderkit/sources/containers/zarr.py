@@ -20,8 +20,9 @@ from loaderkit.errors import FormatError, MissingExtraError, ObjectNotFoundError
 from loaderkit.sources.containers.formats import ContainerArgs, ContainerFormat, StoredArray, ZarrArgs
 from loaderkit.sources.containers.source import kind_of
 
-_MOST_METADATA = 64 << 20
-_MARKS = ("zarr.json", ".zgroup", ".zarray")
+_MOST_METADATA, _MOST_BYTES = 64 << 20, 4 << 30
+_ARRAYS = ("zarr.json", ".zarray")
+_MARKS = (*_ARRAYS, ".zgroup")
 _TYPES = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
 _TYPES_OF_2 = re.compile(r"[<>|][biufc]\d{1,2}")
 _CODECS = {"bytes", "endian", "transpose", "blosc", "gzip", "zstd", "crc32c", "sharding_indexed"}
@@ -32,9 +33,12 @@ _CODECS_OF_2 = {
 
 
 def _find(connector: Connector, args: ContainerArgs) -> list[ObjectInfo]:
-    """The stores, by their topmost metadata; of one that has none the error comes when it is opened."""
+    """The stores, by their topmost metadata; of one that has none the error comes when it is opened. A folder that holds the
+    arrays themselves is a store, whatever its name."""
     if args.is_one:
         return [ObjectInfo(args.key, 0, "")]
+    if any(_is_array(connector, path) for path in args.fields.values()):
+        return [ObjectInfo("", 0, "")]
     found: dict[str, ObjectInfo] = {}
     for info in connector.list(""):
         folder, _, name = info.key.rpartition("/")
@@ -42,6 +46,15 @@ def _find(connector: Connector, args: ContainerArgs) -> list[ObjectInfo]:
             found[folder] = ObjectInfo(folder, 0, "")
     keys = [key for key in found if not any(key[:end] in found for end in _ends(key))]
     return [found[key] for key in sorted(keys, key=lambda key: key.encode("utf-8", "surrogateescape"))]
+
+
+def _is_array(connector: Connector, path: str) -> bool:
+    """Whether an array lies there; a group may, too."""
+    for name in _ARRAYS:
+        data = _bytes_of(connector, _joined(path, name), _MOST_METADATA)
+        if data is not None:
+            return name == ".zarray" or b'"array"' in data
+    return False
 
 
 def _ends(key: str) -> list[int]:
@@ -63,17 +76,22 @@ def _open(connector: Connector, info: ObjectInfo, paths: Mapping[str, str]) -> M
 def _checked(connector: Connector, store: str, path: str) -> Any:
     """The version of an array's format. Raises FormatError for one that is no array, or has other values or codecs."""
     for name, check, version in (("zarr.json", _check_3, 3), (".zarray", _check_2, 2)):
-        data = _bytes_of(connector, f"{store}/{path}/{name}", _MOST_METADATA)
+        data = _bytes_of(connector, _joined(store, path, name), _MOST_METADATA)
         if data is None:
             continue
         try:
             check(json.loads(data))
+        except FormatError as error:  # which is a ValueError
+            raise FormatError(f"its array {path or '/'!r} {error}") from None
         except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise FormatError(f"its array {path!r} has a damaged {name}: {error!r:.200}") from None
-        except FormatError as error:
-            raise FormatError(f"its array {path!r} {error}") from None
+            raise FormatError(f"its array {path or '/'!r} has a damaged {name}: {error!r:.200}") from None
         return version
-    raise FormatError(f"it has no array {path!r} (neither {path}/zarr.json nor {path}/.zarray): check `fields`")
+    missing = " nor ".join(_joined(path, name) for name in _ARRAYS)
+    raise FormatError(f"it has no array {path or '/'!r} (neither {missing}): check `fields`")
+
+
+def _joined(*parts: str) -> str:
+    return "/".join(part for part in parts if part)
 
 
 def _check_3(described: Any) -> None:
@@ -141,7 +159,7 @@ def _store() -> Any:  # noqa: C901 - the methods that zarr asks for
             return id(self)
 
         def _read(self, key: str, wanted: Any) -> Any:
-            key = f"{self._prefix}/{key}"
+            key = _joined(self._prefix, key)
             try:
                 info = self._connector.stat(key)
             except ObjectNotFoundError:
@@ -153,6 +171,8 @@ def _store() -> Any:  # noqa: C901 - the methods that zarr asks for
                 start = wanted.offset
             elif isinstance(wanted, SuffixByteRequest):
                 start = max(0, stop - wanted.suffix)
+            if stop - start > _MOST_BYTES:
+                raise FormatError(f"its {key!r} has {info.size} bytes; at most 4 GiB are read of a chunk")
             data = np.empty(max(0, stop - start), np.uint8)
             self._connector.read_into(key, start, data.data, etag=info.etag)
             return data

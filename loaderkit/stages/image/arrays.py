@@ -13,6 +13,7 @@ from loaderkit.stages.image.levels import Depth, deepened
 from loaderkit.stages.values import describe
 
 _MOST = {8: 255, 16: 65535}
+_MOST_BYTES = 4 << 30
 
 
 def picture_of(value: Any, num_channels: int, depth: Depth, *, is_named: bool) -> Image | None:
@@ -76,6 +77,11 @@ def instances_of(value: Any) -> torch.Tensor:
         )
     if array.ndim == 2:
         numbers = np.unique(array)
+        if len(numbers) * array.size > _MOST_BYTES:
+            raise ValueError(
+                f"{describe(value)} of {len(numbers)} different numbers, whose masks would be more than 4 GiB: is it one of "
+                "instances?"
+            )
         return torch.from_numpy(array == numbers[numbers != 0][:, None, None])
     if array.dtype.kind != "b" and array.size:
         most = array.max()

@@ -125,7 +125,7 @@ def test_two_indexes_are_named_and_can_be(tmp_path: Path, rng: random.Random) ->
 @pytest.mark.parametrize("small", ["scheduler.bin", "extra.pt", "rng_state_0.pth", None])
 def test_weights_in_folders_below(tmp_path: Path, rng: random.Random, small: str | None) -> None:
     folder, state = tmp_path / "checkpoint-3", drawn(rng)
-    names = rng.sample(["pytorch_model_fsdp_0", "weights", "mp_rank_00/tensors"], rng.randrange(1, 3))
+    names = rng.sample(["shards_0", "weights", "mp_rank_00/tensors"], rng.randrange(1, 3))
     for name in names:
         save_dcp(state, folder / name)
     if small is not None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
-from loaderkit.checkpoint.planning.boxes import boxes_in
+from loaderkit.checkpoint.boxes import boxes_in
 from loaderkit.checkpoint.save.crc import PieceCrc, combine
 from loaderkit.checkpoint.save.file_plan import ALIGNMENT, BytesItem, FilePlan, Item, TensorItem
 from loaderkit.checkpoint.save.tensor_bytes import TensorBytes, plain_tensor

@@ -274,3 +274,9 @@ def test_lists_of_masks() -> None:
     assert torch.equal(instances_of(masks), torch.stack(masks).bool())
     with pytest.raises(ValueError, match="not masks of instances"):
         instances_of([torch.zeros(3, 3), torch.zeros(3, 4)])
+
+
+def test_no_mask_is_made_for_each_pixel() -> None:
+    """A depth map, say, that was named by mistake, is no 100,000 masks."""
+    with pytest.raises(ValueError, match="of 100000 different numbers, whose masks would be more than 4 GiB"):
+        instances_of(np.arange(100_000, dtype=np.int32).reshape(250, 400))

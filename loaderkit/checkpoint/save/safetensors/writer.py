@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from loaderkit.checkpoint.boxes import Box
 from loaderkit.checkpoint.formats.blockwise import ABSMAX
 from loaderkit.checkpoint.formats.plain_json import encode
 from loaderkit.checkpoint.formats.safetensors import DTYPES
 from loaderkit.checkpoint.formats.state_file import MODEL_CONFIG, STATE, StateFile, TensorsFile
-from loaderkit.checkpoint.planning.boxes import Box
 from loaderkit.checkpoint.planning.held import DescribedPlan
 from loaderkit.checkpoint.save.engine import SavedFile
 from loaderkit.checkpoint.save.file_plan import BytesItem, ElementsItem, ElementSource, FilePlan

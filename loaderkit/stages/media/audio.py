@@ -214,7 +214,7 @@ def _num_samples(stream: Any, listed: list[Any] | None, first: _Block, *, is_tol
     told = None if stream.duration is None or not is_told else stream.duration * unit
     if listed is None:
         return None if not told else max(0, int((told + (stream.start_time or 0) * unit) * rate) - first.position)
-    num = max(0, round(_end(listed) * unit * rate) - first.position)
+    num: int = max(0, round(_end(listed) * unit * rate) - first.position)
     if told is None:
         return num
     if num + _FRAME < told * rate:  # some writers count the frame that has the count

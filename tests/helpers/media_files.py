@@ -69,6 +69,19 @@ def video(
     return file.getvalue()
 
 
+def without_first(data: bytes, num: int) -> bytes:
+    """The packets of a video from number `num` on in a file of their own, as cutting without encoding leaves them."""
+    file = io.BytesIO()
+    with av.open(io.BytesIO(data)) as held, av.open(file, "w", format="matroska") as out:
+        track = held.streams.video[0]
+        stream = out.add_stream_from_template(track)
+        for number, packet in enumerate(held.demux(track)):
+            if packet.size and number >= num:
+                packet.stream = stream
+                out.mux(packet)
+    return file.getvalue()
+
+
 def sound(kind: str = "wav", seed: int = 0, seconds: float = 3.0, channels: int = 2) -> bytes:
     """Chirps and some noise."""
     container, codec, rate, options = SOUNDS[kind]
@@ -81,8 +94,8 @@ def sound(kind: str = "wav", seed: int = 0, seconds: float = 3.0, channels: int 
     return file.getvalue()
 
 
-def video_with_sound(seed: int = 0, seconds: float = 3.0) -> bytes:
-    """mp4, with 25 frames and 16,000 samples a second."""
+def video_with_sound(seed: int = 0, seconds: float = 3.0, delay_s: float = 0.0) -> bytes:
+    """mp4, with 25 frames and 16,000 samples a second; its sound begins later by `delay_s`."""
     rng, file = np.random.default_rng(seed), io.BytesIO()
     with quiet(), av.open(file, "w", format="mp4") as out:
         stream: Any = out.add_stream("mpeg4", rate=25)
@@ -92,7 +105,7 @@ def video_with_sound(seed: int = 0, seconds: float = 3.0) -> bytes:
             frame = rng.integers(0, 256, (6, 8, 3), np.uint8).repeat(8, 0).repeat(8, 1)
             out.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         out.mux(stream.encode(None))
-        write_samples(out, track, waves(seed, int(seconds * 16000), 16000, 1), 16000)
+        write_samples(out, track, waves(seed, int(seconds * 16000), 16000, 1), 16000, round(delay_s * 16000))
     return file.getvalue()
 
 
@@ -102,9 +115,9 @@ def waves(seed: int, num: int, rate: int, channels: int) -> NDArray[np.float32]:
     return (0.4 * np.stack(tones) + rng.normal(0, 0.01, (channels, num))).astype(np.float32)
 
 
-def write_samples(out: Any, stream: Any, samples: NDArray[np.float32], rate: int) -> None:
+def write_samples(out: Any, stream: Any, samples: NDArray[np.float32], rate: int, first: int = 0) -> None:
     frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono" if len(samples) == 1 else "stereo")
-    frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
+    frame.sample_rate, frame.pts, frame.time_base = rate, first, Fraction(1, rate)
     out.mux(stream.encode(frame))
     out.mux(stream.encode(None))
 

@@ -19,8 +19,9 @@ class NestedColumn:
     """Rows of an Arrow array, made when they are taken."""
 
     def __init__(self, pa: Any, array: Any) -> None:
-        self._pa, self._array = pa, array
-        self.num_bytes: int = array.nbytes
+        stored = _without_views(pa, array.type)  # which pyarrow does not take rows from
+        self._pa, self._array = pa, array if stored.equals(array.type) else array.cast(stored)
+        self.num_bytes: int = self._array.nbytes
 
     def take(self, rows: Rows) -> Taken:
         try:
@@ -73,6 +74,21 @@ def values_of(pa: Any, array: Any) -> list[Any]:
     if (is_there := there(array)) is not None:
         return [value if here else None for value, here in zip(values, is_there.tolist(), strict=True)]
     return values
+
+
+def _without_views(pa: Any, kind: Any) -> Any:
+    """A type with large texts and bytes in the place of views. What has none is as it was."""
+    types = pa.types
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        return pa.large_string() if types.is_string_view(kind) else pa.large_binary()
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_without_views(pa, field.type)) for field in kind])
+    if types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_without_views(pa, kind.value_type)), kind.list_size)
+    if types.is_list(kind) or types.is_large_list(kind):
+        make = pa.list_ if types.is_list(kind) else pa.large_list
+        return make(kind.value_field.with_type(_without_views(pa, kind.value_type)))
+    return kind
 
 
 def _is_encoded(pa: Any, kind: Any) -> bool:

@@ -269,10 +269,10 @@ def random_erasing(args: RandomErasingArgs) -> Callable[..., None]:
         images = image_fields(sample, args.fields)
         check_shapes([named for named in images if not named[1].mask])
         for name, image in images:
-            if isinstance(args.value, tuple) and not image.mask and image.pixels.shape[2] != 3:
-                raise ValueError(
-                    f"`value` has three levels, and the image {name!r} {image.pixels.shape[2]} channels: give one level"
-                )
+            num_channels = image.pixels.shape[2]
+            if isinstance(args.value, tuple) and not image.mask and num_channels != 3:
+                has = "one channel" if num_channels == 1 else f"{num_channels} channels"
+                raise ValueError(f"`value` has three levels, and the image {name!r} {has}: give one level")
             sample[name] = image
             box = None if image.mask or not is_on else erased_box(*image.size, args.scale, args.ratio, draws[1:23])
             if box is None:

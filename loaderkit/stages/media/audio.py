@@ -28,7 +28,7 @@ _RUN_UP_S = 0.25  # decoded before a window: what a decoder remembers, as Opus's
 _FORGETS = ("flac", "alac", "pcm_")  # decoders that remember nothing
 _FRAME = 1152  # samples of MP3's
 _TAPS = 64  # of the resampler's filter, on each side, and more
-_COUNTED = ("mp3", "matroska")
+_COUNTED = ("mp3", "matroska", "ogg")
 _LEVELS = {"uint8": (128.0, 128.0), "int16": (0.0, 2.0**15), "int32": (0.0, 2.0**31), "int64": (0.0, 2.0**63)}
 
 
@@ -64,8 +64,8 @@ class Sound(NamedTuple):
 
 
 def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float | None = None) -> Sound:
-    """A window of a sound, or of the sound of a video. `draw` from [0, 1) chooses a random start; with
-    `begin_s` it starts there.
+    """A window of a sound, or of the sound of a video. `draw` from [0, 1) chooses a random start; with `begin_s` it starts at
+    that time of the file: zeros stand for what is before the first sample.
 
     Without resampling and mixing the samples are those of soundfile: whole numbers by 2^(bits - 1). Raises FormatError for what
     is damaged, cut or begins behind its end, and MissingExtraError.
@@ -73,26 +73,27 @@ def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float
     name = container_of(data)
     with opened(data) as container:
         stream = stream_of(container, "audio")
-        if name == "flac":
-            _check_end(container, stream)
-        # MP3 has no times, only guesses, and Matroska no lengths of streams: all packets are counted.
-        listed = list(_packets(container, stream)) if name in _COUNTED else None
+        is_adpcm = stream.codec_context.codec.name.startswith("adpcm_")
+        # MP3 and ADPCM have no times, only guesses; behind a seek, those in Ogg are of other packets; Matroska has no lengths
+        # of streams: all packets are counted. So are those of FLAC files in which FFmpeg finds no place.
+        is_counted = name in _COUNTED or is_adpcm or (name == "flac" and not _is_sought(data))
+        listed = list(_packets(container, stream)) if is_counted else None
         blocks = _blocks(stream, _packets(container, stream) if listed is None else listed)
         first = next(blocks, None)
         if first is None:
             raise FormatError("its sound has no samples")
         origin, rate = first.position, first.rate
-        window = _Window.of(
-            args, rate, _num_samples(stream, listed, first, is_told=name != "mp3" or _has_count(data)), draw, begin_s
-        )
+        is_told = _has_count(data) if name == "mp3" else name != "ogg" and not is_adpcm
+        num = _num_samples(stream, listed, first, is_told=is_told)
+        window = _Window.of(args, rate, num, draw, None if begin_s is None else begin_s - origin / rate)
         begin = origin + window.begin
         forgets = stream.codec_context.codec.name.startswith(_FORGETS)
         run_up = begin if forgets else begin - int(_RUN_UP_S * rate)
         if run_up <= origin:
             return window.of_blocks(chain((first,), blocks), origin, args)
         if listed is None:
-            container.seek(int(run_up / rate / stream.time_base), stream=stream)
-            blocks = _blocks(stream, _packets(container, stream), run_up_end=begin)
+            is_found = _seek(container, stream, int(run_up / rate / stream.time_base))
+            blocks = _blocks(stream, _packets(container, stream) if is_found else (), run_up_end=begin)
         else:
             stream.codec_context.flush_buffers()
             blocks = _blocks(stream, _behind(listed, run_up, rate, stream.time_base), run_up_end=begin)
@@ -140,26 +141,54 @@ def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterato
     `run_up_end` is passed over, since a decoder that starts in the middle may lack what was before.
 
     Raises FormatError for a change of rate, channels or kind of samples."""
-    av, context = import_av(), stream.codec_context
     position, kind = None, None
+    frames = _frames(stream.codec_context, packets, passes_over=run_up_end > 0)
+    for frame in _in_time(frames) if run_up_end else frames:
+        found = frame.sample_rate, frame.layout.nb_channels, frame.format.name
+        if kind is None or position is None:
+            kind = found
+            if not 0 < found[0] <= _MOST_RATE or not 0 < found[1] <= _MOST_CHANNELS:
+                raise FormatError(f"its sound has {found[1]} channels of {found[0]} samples a second")
+            position = 0 if frame.pts is None else round(frame.pts * frame.time_base * found[0])
+        elif found != kind:
+            raise FormatError(f"its sound changes from {_said(*kind)} to {_said(*found)}")
+        yield _Block(frame, position, frame.samples, *found[:2])
+        position += frame.samples
+
+
+def _frames(context: Any, packets: Iterable[Any], *, passes_over: bool) -> Iterator[Any]:
+    """`passes_over`: packets that cannot be decoded before one that can."""
+    av = import_av()
     for packet in chain(packets, (None,)):
         try:
             frames = context.decode(packet)
         except av.InvalidDataError:
-            if position is not None or not run_up_end or packet is None:
+            if not passes_over or packet is None:
                 raise
             continue
         for frame in frames:
-            found = frame.sample_rate, frame.layout.nb_channels, frame.format.name
-            if kind is None or position is None:
-                kind = found
-                if not 0 < found[0] <= _MOST_RATE or not 0 < found[1] <= _MOST_CHANNELS:
-                    raise FormatError(f"its sound has {found[1]} channels of {found[0]} samples a second")
-                position = 0 if frame.pts is None else round(frame.pts * frame.time_base * found[0])
-            elif found != kind:
-                raise FormatError(f"its sound changes from {_said(*kind)} to {_said(*found)}")
-            yield _Block(frame, position, frame.samples, *found[:2])
-            position += frame.samples
+            passes_over = False
+            yield frame
+
+
+def _in_time(frames: Iterator[Any]) -> Iterator[Any]:
+    """From the first frame on that ends where the next one begins. FFmpeg has too late a time for the first packet of a page of
+    Vorbis, if it is a long block behind a short one."""
+    held: Any = None
+    for frame in frames:
+        if held is not None and held.pts is not None and frame.pts is not None:
+            off = (frame.pts - held.pts) * frame.time_base - Fraction(held.samples, max(1, held.sample_rate))
+            if abs(off) > 2 * frame.time_base:  # that of Matroska is rounded
+                held = frame
+                continue
+        if held is not None:
+            yield held
+            yield frame
+            yield from frames
+            return
+        held = frame
+    if held is not None:
+        yield held
 
 
 def _said(rate: int, num_channels: int, kind: str) -> str:
@@ -185,8 +214,7 @@ def _num_samples(stream: Any, listed: list[Any] | None, first: _Block, *, is_tol
     told = None if stream.duration is None or not is_told else stream.duration * unit
     if listed is None:
         return None if not told else max(0, int((told + (stream.start_time or 0) * unit) * rate) - first.position)
-    ends = [packet.pts + (packet.duration or 0) for packet in listed if packet.pts is not None]
-    num: int = max(0, round(max(ends, default=0) * unit * rate) - first.position)
+    num: int = max(0, round(_end(listed) * unit * rate) - first.position)
     if told is None:
         return num
     if num + _FRAME < told * rate:  # some writers count the frame that has the count
@@ -203,15 +231,31 @@ def _has_count(data: memoryview) -> bool:
     return b"Xing" in head or b"Info" in head
 
 
-def _check_end(container: Any, stream: Any) -> None:
-    """Raise FormatError for a FLAC file that ends before its header says."""
-    told = stream.duration
-    if told:
-        container.seek(max(0, told - 1), stream=stream)
-        end = max((packet.pts + (packet.duration or 0) for packet in _packets(container, stream)), default=0)
+def _is_sought(data: memoryview) -> bool:
+    """False for a FLAC file in which FFmpeg does not find the end: it guesses where blocks begin, and some noise is like that.
+    Raises FormatError for a file that ends before its header says."""
+    with opened(data) as container:
+        stream = stream_of(container, "audio")
+        told = stream.duration
+        if not told or not _seek(container, stream, max(0, told - 1)):
+            return False
+        end = _end(_packets(container, stream))
         if end < told:
             raise _cut(float(end * stream.time_base), float(told * stream.time_base))
-        container.seek(0, stream=stream)
+        return True
+
+
+def _end(packets: Iterable[Any]) -> int:
+    """When the last of them ends; damaged ones may have no time."""
+    return max((packet.pts + (packet.duration or 0) for packet in packets if packet.pts is not None), default=0)
+
+
+def _seek(container: Any, stream: Any, time: int) -> bool:
+    try:
+        container.seek(time, stream=stream)
+    except import_av().FFmpegError:
+        return False
+    return True
 
 
 def _cut(held_s: float, told_s: float) -> FormatError:
@@ -220,7 +264,7 @@ def _cut(held_s: float, told_s: float) -> FormatError:
 
 class _Window(NamedTuple):
     """The samples [begin, begin + num) of the decoded file, begin a multiple of `down`; `rate` in, and `wanted` out of the
-    resampled ones from `skipped` on. None: to the end."""
+    resampled ones from `skipped` on, behind so much `silence`. None: to the end."""
 
     rate: int
     begin: int
@@ -229,10 +273,11 @@ class _Window(NamedTuple):
     wanted: int | None
     up: int
     down: int
+    silence: int
 
     @classmethod
     def of(cls, args: AudioArgs, rate: int, total: int | None, draw: float, begin_s: float | None) -> _Window:
-        """The window for a sound of `rate` and `total` samples. Raises FormatError."""
+        """The window for a sound of `rate` and `total` samples; `begin_s` is from its first one on. Raises FormatError."""
         goal = args.rate or rate
         common = math.gcd(goal, rate)
         up, down = goal // common, rate // common
@@ -241,10 +286,14 @@ class _Window(NamedTuple):
             raise FormatError(f"a window of {wanted} samples takes more than 1 GiB")
         num_out = None if total is None else -(-total * up // down)
         first = _first(args, goal, wanted=wanted, num=num_out, draw=draw, begin_s=begin_s)
+        silence = max(0, -first) if wanted is None else min(max(0, -first), wanted)
+        if silence * args.channels * 4 > _MOST_BYTES:
+            raise FormatError(f"its sound begins {silence / goal:.3f} s behind its clip: set `seconds`")
+        first, wanted = max(0, first), None if wanted is None else wanted - silence
         margin = _TAPS * max(1, -(-down // up)) if up != down else 0
         begin = max(0, first * down // up - margin) // down * down
         last = None if wanted is None else (first + wanted) * down // up + margin + 1 - begin
-        return cls(rate, begin, last, first - begin * up // down, wanted, up, down)
+        return cls(rate, begin, last, first - begin * up // down, wanted, up, down, silence)
 
     def of_blocks(self, blocks: Iterable[_Block], origin: int, args: AudioArgs) -> Sound:
         """The window of a stream's blocks, the first of which begins at it or before."""
@@ -265,23 +314,23 @@ class _Window(NamedTuple):
         if self.up != self.down:
             samples = resampled(samples, self.rate, self.rate // self.down * self.up)
         samples = samples[:, self.skipped :]
-        num_real = samples.shape[1]
-        if self.wanted is None:
-            return Sound(np.ascontiguousarray(samples), num_real)
-        window = np.zeros((args.channels, self.wanted), np.float32)
-        num_real = min(num_real, self.wanted)
-        window[:, :num_real] = samples[:, :num_real]
+        num = samples.shape[1] if self.wanted is None else self.wanted
+        num_real = self.silence + min(samples.shape[1], num)
+        window = np.zeros((args.channels, self.silence + num), np.float32)
+        window[:, self.silence : num_real] = samples[:, :num]
         return Sound(window, num_real)
 
 
 def _first(
     args: AudioArgs, goal: int, *, wanted: int | None, num: int | None, draw: float, begin_s: float | None
 ) -> int:
-    """The first sample of the window, of `num` resampled ones. Raises FormatError."""
-    start = args.start if begin_s is None else begin_s
+    """The first sample of the window, of `num` resampled ones, below 0 if `begin_s` is. Raises FormatError."""
+    if begin_s is not None:
+        return round(begin_s * goal)
+    start = args.start
     if not isinstance(start, str):
-        first = round(max(0.0, start) * goal)
-        if begin_s is None and num is not None and first >= num:
+        first = round(start * goal)
+        if num is not None and first >= num:
             raise FormatError(f"it has {num / goal:.3f} s of sound, and `start` is at {start:g} s")
         return first
     if wanted is None or start == "first":

@@ -113,11 +113,15 @@ def _check_size(context: Any, args: VideoArgs) -> None:
 
 
 def _times(packets: list[Any], codec: str) -> list[int] | None:
-    """When each frame is shown, in order; None where packets do not tell."""
+    """When each frame is shown, in order; None where packets do not tell: a decoder leaves out some of those that are cut off
+    from the keyframe before them."""
     shown = [packet.pts for packet in packets if not packet.is_discard and not _is_hidden(packet, codec)]
     if None in shown or len({*shown}) < len(shown):
         return None
-    return sorted(shown)
+    shown.sort()
+    if shown and (not packets[0].is_keyframe or packets[0].pts is None or packets[0].pts > shown[0]):
+        return None
+    return shown
 
 
 def _is_hidden(packet: Any, codec: str) -> bool:

@@ -215,7 +215,22 @@ class TestNotWhole:
 
 def test_what_no_writer_writes_is_an_error_of_ours(tmp_path: Path) -> None:
     rng = random.Random(0)
-    junk = (None, 3, -1, "x", [], {}, [1, "a"], {"x": 1}, (2, 2), torch.ones(2), torch.ones(2, 2), 10**30, 1.5, {3: {}})
+    junk: Any = (
+        None,
+        3,
+        -1,
+        "x",
+        [],
+        {},
+        [1, "a"],
+        {"x": 1},
+        (2, 2),
+        torch.ones(2),
+        torch.ones(2, 2),
+        10**30,
+        1.5,
+        {3: {}},
+    )
 
     def spoiled(value: Any, depth: int) -> Any:
         if depth == 0 or not isinstance(value, (dict, list)) or not value:

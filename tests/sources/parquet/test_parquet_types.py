@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import SourceError, StageError
+from loaderkit.sources.arrow.convert import column_of
 from loaderkit.sources.arrow.decimals import decimal_numbers, number_of
+from loaderkit.sources.arrow.types import column_type
 
 
 def build(objects: dict[str, bytes], batch: dict[str, Any] | None = None, **source: Any) -> loaderkit.Loader:
@@ -97,6 +100,20 @@ def test_a_scale_of_damage_costs_no_memory() -> None:
     _, is_held = decimal_numbers(np.array([[1]]), -(2**31))
     assert is_held is not None
     assert not is_held.any()
+
+
+@pytest.mark.parametrize("make", [pa.list_, pa.large_list, partial(pa.list_, list_size=2)])
+def test_texts_and_bytes_of_views_inside_lists_and_structs(make: Any) -> None:
+    """Of which pyarrow takes no rows."""
+    kind = pa.struct([("words", make(pa.string_view())), ("data", pa.binary_view())])
+    rows = [
+        {"words": ["a", "longer than a view has"], "data": None},
+        {"words": ["b", None], "data": b"longer than a view"},
+    ]
+    column = column_of(pa, column_type(pa, kind), pa.array([*rows, None], kind))
+    values, bad = column.take(np.array([2, 1, 0]))
+    assert [*values] == [None, rows[1], rows[0]]
+    assert bad == {0: "is null"}
 
 
 def test_folders_name_columns(tmp_path: Path, rng: random.Random) -> None:

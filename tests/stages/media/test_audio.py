@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import random
+from contextlib import suppress
 
 import av
 import numpy as np
 import pytest
 import soundfile
-from media_files import SOUNDS, samples_of, sound, video, video_with_sound
+from media_files import SOUNDS, samples_of, sound, video, video_with_sound, write_samples
 
 from loaderkit.errors import FormatError
 from loaderkit.stages.media.audio import AudioArgs, Sound, read_sound, resampled
@@ -63,6 +64,30 @@ def test_a_window_lies_on_the_grid_of_the_whole_file_resampled(goal: int, rng: r
         np.testing.assert_allclose(found.samples, expected[:, begin : begin + num], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(("container", "kind", "channels"), [
+    ("OGG", "VORBIS", 1), ("FLAC", "PCM_16", 1), ("WAV", "IMA_ADPCM", 2), ("WAV", "MS_ADPCM", 1), ("ogg", "flac", 1),
+])  # fmt: skip
+def test_windows_of_what_ffmpeg_seeks_badly(container: str, kind: str, channels: int) -> None:
+    """Times behind a seek are guesses in Ogg and of ADPCM, of Vorbis even those of packets, and in FLAC of noise no place is
+    found."""
+    rng = np.random.default_rng(3)
+    noise = (rng.uniform(-0.5, 0.5, (882000, channels)) * np.sin(np.arange(882000) / 900)[:, None]).astype(np.float32)
+    file = io.BytesIO()
+    if container.isupper():
+        soundfile.write(file, noise, 44100, format=container, subtype=kind)
+    else:
+        with av.open(file, "w", format=container) as out:
+            write_samples(out, out.add_stream(kind, rate=44100, layout="mono"), noise.T, 44100)
+    whole, rate = samples_of(file.getvalue())
+    whole = whole.mean(0)
+    for start in (*rng.uniform(0, 19, 12), 4.5, 17.73):
+        found = window(file.getvalue(), start=float(start), seconds=0.05).samples[0]
+        begin = round(start * rate)
+        np.testing.assert_allclose(found, whole[begin : begin + len(found)], rtol=0, atol=1e-6)
+    last = window(file.getvalue(), 1 - 1e-12, start="random", seconds=0.05)
+    np.testing.assert_allclose(last.samples[0], whole[-last.samples.shape[1] :], rtol=0, atol=1e-6)
+
+
 def test_resampling_keeps_a_tone() -> None:
     time = np.arange(44100) / 44100
     found = resampled(np.sin(2 * np.pi * 440 * time, dtype=np.float32)[None], 44100, 16000)
@@ -114,6 +139,22 @@ def test_a_video_s_sound_begins_where_its_clip_does(rng: random.Random) -> None:
         np.testing.assert_array_equal(found.samples, whole[:, begin : begin + rate // 2])
 
 
+def test_a_sound_that_begins_later_than_its_video() -> None:
+    data, late = video_with_sound(delay_s=1.0), 16000 - 1024  # of AAC's first frame
+    whole = samples_of(data)[0]
+    in_file = np.concatenate([np.zeros((1, late), np.float32), whole], 1)
+    for begin_s, goal in ((0.2, None), (0.8, None), (1.5, None), (0.2, 8000), (0.8, 8000), (1.5, 8000)):
+        found = window(data, begin_s=begin_s, seconds=0.5, rate=goal)
+        expected = in_file if goal is None else resampled(in_file, 16000, goal)
+        rate = goal or 16000
+        begin = round(begin_s * rate)
+        assert found.num_real == rate // 2
+        np.testing.assert_allclose(
+            found.samples, expected[:, begin : begin + rate // 2], rtol=0, atol=2e-3 * bool(goal)
+        )
+    np.testing.assert_array_equal(window(data, begin_s=0.2).samples, in_file[:, 3200:])
+
+
 @pytest.mark.parametrize("kind", SOUNDS)
 def test_cut_sounds(kind: str, rng: random.Random) -> None:
     """Wherever the window is. Of MP3 and FLAC the last block but one is told apart from the end, and no more."""
@@ -122,6 +163,19 @@ def test_cut_sounds(kind: str, rng: random.Random) -> None:
     for place in (0, 1, most, *(rng.randrange(most) for _ in range(12))):
         with pytest.raises(FormatError):
             window(data[:place], start="first", seconds=0.05)
+
+
+@pytest.mark.parametrize("kind", ["flac", "mp3", "ogg", "m4a", "wav"])
+def test_flipped_bytes(kind: str) -> None:
+    """Packets that lose their times among them."""
+    rng = np.random.default_rng(0)
+    data = np.frombuffer(sound(kind, seconds=0.4), np.uint8)
+    for _ in range(60):
+        damaged = data.copy()
+        places = rng.integers(0, len(data) if rng.random() < 0.5 else 400, 4)
+        damaged[places] = rng.integers(0, 256, 4)
+        with suppress(FormatError):
+            assert window(damaged.tobytes(), float(rng.random()), seconds=0.1).samples.shape[0] == 1
 
 
 def test_what_is_no_sound() -> None:

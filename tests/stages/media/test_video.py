@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from media_files import VIDEOS, frames_of, sound, video
+from media_files import VIDEOS, frames_of, sound, video, without_first
 from memory_peak import forget_peak, peak_bytes
 
 from loaderkit.errors import FormatError
@@ -36,6 +36,17 @@ def test_frames_are_those_of_pyav(kind: str, varies: bool, rng: random.Random) -
         places = frame_places(num, args, draw)
         for place, pixels in zip(places, pixels_of(data, args, draw), strict=True):
             assert np.array_equal(pixels, frames[place])
+
+
+@pytest.mark.parametrize("kind", ["mp4", "hevc", "open-gop"])
+@pytest.mark.parametrize("first", [5, 12, 20])
+def test_frames_of_a_video_that_begins_between_keyframes(kind: str, first: int) -> None:
+    """Those that are not decoded are not counted."""
+    data = without_first(video(kind), first)
+    frames = frames_of(data)
+    for start in (0, 3, 14):
+        found = pixels_of(data, VideoArgs(frames=3, stride=2, start=start), 0)
+        assert all(np.array_equal(pixels, frames[start + 2 * number]) for number, pixels in enumerate(found))
 
 
 @given(st.integers(1, 300), st.integers(1, 20), st.integers(1, 9), st.floats(0, 1, exclude_max=True))

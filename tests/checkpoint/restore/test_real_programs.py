@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,9 @@ def test_trainer_and_hub_snapshots(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_lightning(tmp_path: Path) -> None:
-    import lightning
+    lightning: Any = import_module("lightning")
 
-    class Module(lightning.LightningModule):
+    class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self, size: int = 4) -> None:
             super().__init__()
             self.save_hyperparameters()

@@ -44,6 +44,7 @@ class RankGroup:
             self._store.set(f"joined/{rank}", "")
             connections = c10d.PrefixStore("gloo", self._store)
             self._gloo = dist.ProcessGroupGloo(connections, rank, len(global_ranks), timedelta(seconds=timeout_s))
+            self._store.add("connected", 1)
         except RuntimeError as error:
             raise self._missing_error(error) from error
 
@@ -52,6 +53,8 @@ class RankGroup:
 
     def _missing_error(self, error: RuntimeError) -> PeerError:
         with suppress(RuntimeError):
+            if (first := self._first()) is not None:
+                return first
             missing = [n for n in range(len(self)) if not self._store.check([f"joined/{n}"])]
             if missing:
                 return self._blame(missing, f"did not come to share the checkpoint within {self._timeout_s:g} s")
@@ -114,6 +117,8 @@ class RankGroup:
             with suppress(RuntimeError):
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 self._store.compare_set("first", "", f"{self.rank}\nfailed: {reason}")
+        # One that still connects would find a connection closed, and not get to what it would say itself.
+        self._wait_for_all("connected")
         self._gloo = None
 
     def finish(self) -> None:
@@ -121,12 +126,17 @@ class RankGroup:
         self.doing = "done"
         self.exchange(b"")
         # A rank that closes its connections must not disturb others that still read the last message.
-        deadline_s = time.monotonic() + _FAREWELL_S
         with suppress(RuntimeError):
             self._store.add("done", 1)
-            while self._store.add("done", 0) < len(self) and time.monotonic() < deadline_s:
-                time.sleep(0.001)
+        self._wait_for_all("done")
         self._gloo = None
+
+    def _wait_for_all(self, what: str) -> None:
+        """Until all ranks are counted there, for 2 s at most."""
+        deadline_s = time.monotonic() + _FAREWELL_S
+        with suppress(RuntimeError):
+            while self._store.add(what, 0) < len(self) and time.monotonic() < deadline_s:
+                time.sleep(0.001)
 
     def watch(self, done: threading.Event, tick: Callable[[], None]) -> PeerError | None:
         """Answer liveness checks until `done`. Returns a failure of another rank that the transferring thread has not noticed.

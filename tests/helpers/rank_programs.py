@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import loaderkit
 from loaderkit.checkpoint import StreamReader
 from loaderkit.connectors.file import FileConnector
-from loaderkit.errors import ConfigError
+from loaderkit.errors import CheckpointError, ConfigError
 
 _PATIENCE_S = 120.0
 
@@ -463,6 +463,17 @@ def restore_to_several_gpus(rank: int, num_ranks: int, folder: Path, name: str) 
         assert {device.index for device, _, _ in gpus.copies} == gpus.contexts == {1, 2}
         assert any(pinned for _, _, pinned in gpus.copies)
         assert gpus.registered == {}
+    dist.destroy_process_group()
+
+
+def fail_alike(rank: int, num_ranks: int, folder: Path) -> None:
+    """Each rank finds out for itself, as soon as it is connected, that a name does not fit, and says that."""
+    begin(rank, num_ranks, folder, "fail-alike")
+    for _ in range(40):
+        try:
+            loaderkit.restore(folder / "x.pt", into={"b": torch.ones(2)}, rank=rank, world_size=num_ranks)
+        except CheckpointError as error:
+            assert "names that are to be filled" in str(error), error  # noqa: PT017
     dist.destroy_process_group()
 
 

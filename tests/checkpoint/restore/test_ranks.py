@@ -50,6 +50,11 @@ def test_saved_by_four_ranks_and_loaded_by_any_number(tmp_path: Path, kind: str)
     check_resharding(tmp_path, 4, [1, 2, 3, 8], 4, kind)
 
 
+def test_each_rank_says_what_it_has_found_itself(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
+    assert rank_programs.run_ranks(rank_programs.fail_alike, 3, tmp_path) == [0, 0, 0]
+
+
 def test_every_rank_gets_everything(tmp_path: Path) -> None:
     state = {**rank_programs.whole(), "large.too": torch.randn(1500, 1000), "numbers": torch.arange(7)}
     state["tied"] = state["large"]

@@ -45,7 +45,7 @@ def build_then_init(rank: int, num_ranks: int, folder: Path, environment: dict[s
     init(rank, num_ranks, folder)
     save_samples(loader, folder, rank)
     assert len(loader) == len(built())
-    dist.destroy_process_group()
+    leave()
 
 
 def build_then_fork(_: int, __: int, folder: Path, num_ranks: int) -> None:
@@ -63,6 +63,12 @@ def build_then_fork(_: int, __: int, folder: Path, num_ranks: int) -> None:
 def _forked(rank: int, num_ranks: int, folder: Path, loader: Any) -> None:
     init(rank, num_ranks, folder)
     save_samples(loader, folder, rank)
+    leave()
+
+
+def leave() -> None:
+    """Together: another rank may still be connecting to this one."""
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -84,8 +90,7 @@ def init_too_late(rank: int, num_ranks: int, folder: Path, how: str) -> None:
         except ConfigError as error:
             said.append(str(error))
     (folder / f"said-{rank}").write_text(json.dumps([rest, said]))
-    dist.barrier()  # another rank may still be connecting to this one
-    dist.destroy_process_group()
+    leave()
 
 
 def given(rank: int, num_ranks: int, folder: Path) -> None:
@@ -98,7 +103,7 @@ def given(rank: int, num_ranks: int, folder: Path) -> None:
     early.set_epoch(0)
     assert len([value for batch in loader for value in batch["0"].tolist()]) == NUM_SAMPLES
     save_samples(early, folder, rank)
-    dist.destroy_process_group()
+    leave()
 
 
 def fit_by_lightning(folder: Path, strategy: str) -> None:
@@ -134,7 +139,7 @@ def train_under_torchrun(folder: Path) -> None:
     assert len(loader) == -(-NUM_SAMPLES // (num_ranks * 2))
     dist.init_process_group("gloo")
     save_samples(loader, folder, rank)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def test_launched_by(tmp_path: Path, launcher: str) -> None:
         is_torchrun = launcher == "torchrun"
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if is_torchrun else []
         command = [sys.executable, *run, SCRIPT, str(tmp_path), launcher]
-        subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+        subprocess.run(command, check=True, cwd=tmp_path)
     assert_shared_out(tmp_path)
 
 

@@ -142,12 +142,16 @@ def _folders_in(below: Iterable[str]) -> list[str]:
 
 def _parts(infos: Iterable[str], below: Iterable[str], folders: Sequence[str]) -> CheckpointFiles | None:
     """The descriptions in folders below, as accelerate and transformers save by FSDP: one of a model, one of its optimizer.
-    None if there are weights here, or parts of several models."""
+    None if there are weights here, parts of several models, or a schedule, which is saved behind the optimizer, without one."""
     if any(name.endswith(SUFFIXES) and not is_beside(name) for name in infos):
         return None
     found = [match for match in map(_PART.fullmatch, below) if match]
     kinds = [match[1] for match in found]
     if "pytorch_model_fsdp" not in kinds or len({*kinds}) < len(kinds):
+        return None
+    if any(name.startswith("scheduler.") for name in infos) and not any(
+        name.startswith("optimizer") for name in (*infos, *kinds)
+    ):
         return None
     own = {match[0].removesuffix(METADATA) for match in found}
     return CheckpointFiles("dcp", [match[0] for match in found], beside=[one for one in folders if one not in own])

@@ -69,6 +69,19 @@ class TestFsdpFolders:
         with pytest.raises(CheckpointError):
             loaderkit.restore(tmp_path / "checkpoint-2")
 
+    def test_a_schedule_without_its_optimizer(self, tmp_path: Path) -> None:
+        save_fsdp(tmp_path / "checkpoint-2")
+        save_fsdp(tmp_path / "checkpoint-3")
+        shutil.rmtree(tmp_path / "checkpoint-3" / "optimizer_0")
+        with pytest.raises(CheckpointError, match="name the one that is meant"):
+            loaderkit.restore(tmp_path / "checkpoint-3")
+        assert latest(tmp_path) == f"{tmp_path}/checkpoint-2"
+        torch.save({}, tmp_path / "checkpoint-3" / "optimizer.bin")  # as of an optimizer that is saved whole
+        assert latest(tmp_path) == f"{tmp_path}/checkpoint-3"
+        (tmp_path / "checkpoint-3" / "optimizer.bin").unlink()
+        (tmp_path / "checkpoint-3" / "scheduler.bin").unlink()  # the model alone, as with `save_only_model`
+        assert loaderkit.restore(latest(tmp_path)).keys() == {"model.fc.weight", "model.fc.bias"}
+
 
 class TestMegatron:
     def test_what_is_not_sharded_counts(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

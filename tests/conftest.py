@@ -54,7 +54,7 @@ INTEGRATION_TESTS = {
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(SEED, "0")  # `make prove` sets another one; xdist's workers inherit it
-    config.option.hypothesis_seed = int(os.environ[SEED])
+    config.option.hypothesis_seed = os.environ[SEED]  # as text: hypothesis takes the number 0 for none
     if len(tempfile.gettempdir()) > MOST_TMPDIR_CHARACTERS:
         tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="lk-", dir="/tmp")
         config.add_cleanup(partial(shutil.rmtree, tempfile.tempdir, ignore_errors=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
 from pathlib import Path
 
@@ -34,3 +35,24 @@ def test_what_is_imported_changes_no_case(rng: random.Random, tmp_path: Path, mo
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("module_of_numbers")
     assert drawn(number) == expected
+
+
+CASES: list[int] = []
+
+
+@given(st.integers())
+def test_some_cases(number: int) -> None:
+    CASES.append(number)
+
+
+def test_a_run_draws_what_its_seed_says() -> None:
+    expected: list[int] = []
+
+    @seed(int(os.environ["LOADERKIT_SEED"]))
+    @given(st.integers())
+    def draw(number: int) -> None:
+        expected.append(number)
+
+    draw()
+    test_some_cases()
+    assert CASES[-len(expected) :] == expected

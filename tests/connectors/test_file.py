@@ -251,6 +251,13 @@ class TestGathering:
             connector.scatter_into("x", starts, lengths, offsets, memoryview(found), etag=etag)
             assert found == wanted
 
+    def test_a_scattered_range_of_nothing_may_begin_anywhere(self, tmp_path: Path) -> None:
+        (tmp_path / "x").write_bytes(b"0123456789")
+        starts, lengths, offsets = np.array([[-1, 3, 99, 5], [0, 2, 0, 1], [0, 0, 2, 2]], np.int64)
+        found = bytearray(3)
+        FileConnector(tmp_path).scatter_into("x", starts, lengths, offsets, memoryview(found))
+        assert found == b"345"
+
     def test_scattered_ranges_of_no_such_file(self, tmp_path: Path) -> None:
         (tmp_path / "x").write_bytes(b"0123456789")
         zero = np.zeros(1, np.int64)

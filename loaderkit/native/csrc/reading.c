@@ -125,7 +125,14 @@ typedef struct {
 static Py_ssize_t pread_ranges(int fd, char *around, char *to, const Ranges *ranges) {
     const int64_t *starts = ranges->starts, *lengths = ranges->lengths, *offsets = ranges->offsets;
     Py_ssize_t done = 0, end = 0, i = 0;
-    while (i < ranges->count && starts[i] >= 0) {
+    while (i < ranges->count) {
+        if ((lengths == NULL ? ranges->length : lengths[i]) == 0) { /* nothing to read, wherever it begins */
+            i++;
+            continue;
+        }
+        if (starts[i] < 0) {
+            break;
+        }
         const Py_ssize_t begin = offsets == NULL ? end : offsets[i], first = i;
         for (end = begin; i < ranges->count && (uint64_t)starts[i] == (uint64_t)starts[first] + (uint64_t)(end - begin) &&
                           (offsets == NULL || offsets[i] == end);

@@ -1,24 +1,22 @@
-"""What a manifest tells of a checkpoint without its description being parsed, which takes tens of milliseconds a checkpoint."""
+"""The objects of a checkpoint as its manifest names them: to parse its description takes tens of milliseconds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import xxhash
-
 from loaderkit.checkpoint.contents import Checksums
 from loaderkit.checkpoint.discovery.description import DESCRIPTIONS, SAFETENSORS, Description
 from loaderkit.checkpoint.discovery.detect import Fetch
-from loaderkit.checkpoint.discovery.manifest import NAME, parse_manifest
+from loaderkit.checkpoint.discovery.manifest import NAME, block_of, damaged_block, parse_manifest
 from loaderkit.connectors.base import ByteRange, ObjectInfo
 from loaderkit.errors import FormatError
 
 _MOST_BYTES = 1 << 20  # of a manifest that is read here
 
 
-def told_by_manifest(infos: Mapping[str, ObjectInfo], fetch: Fetch) -> tuple[Description, list[ObjectInfo]] | None:
-    """The format and the objects of a checkpoint, of which `infos` has all by name: of one whose files have the sizes of its
-    manifest, and whose description, and with safetensors the begin of each file, have its checksums. None: not known so."""
+def objects_by_manifest(infos: Mapping[str, ObjectInfo], fetch: Fetch) -> tuple[Description, list[ObjectInfo]] | None:
+    """The kind of description and the objects of a checkpoint whose directory has `infos`, by name: where its files have the
+    sizes of its manifest, and the description, in safetensors also the beginning of each file, has the checksums. Else None."""
     descriptions = [known for known in DESCRIPTIONS if known.key in infos]
     checksums = _checksums_in(infos.get(NAME), fetch)
     if len(descriptions) != 1 or checksums is None or descriptions[0].key not in checksums:
@@ -26,12 +24,12 @@ def told_by_manifest(infos: Mapping[str, ObjectInfo], fetch: Fetch) -> tuple[Des
     (description,) = descriptions
     if any(name not in infos or infos[name].size != item.num_bytes for name, item in checksums.items()):
         return None
-    blocks = [(description.key, number) for number in range(len(checksums[description.key].hashes))]
+    numbers = [(description.key, number) for number in range(len(checksums[description.key].hashes))]
     if description is SAFETENSORS:  # a header begins each
-        blocks += [(name, 0) for name, item in checksums.items() if name.endswith(description.suffix) and item.hashes]
-    data = fetch([_range(infos[name], checksums[name], number) for name, number in blocks])
-    pairs = zip(blocks, data, strict=True)
-    if any(xxhash.xxh3_64_hexdigest(part) != checksums[name].hashes[number] for (name, number), part in pairs):
+        numbers += [(name, 0) for name, item in checksums.items() if name.endswith(description.suffix) and item.hashes]
+    blocks = [block_of(infos[name], checksums[name], number) for name, number in numbers]
+    by_key = {infos[name].key: item for name, item in checksums.items()}
+    if damaged_block(blocks, by_key, fetch) is not None:
         return None
     return description, [infos[name] for name in checksums]
 
@@ -46,8 +44,3 @@ def _checksums_in(manifest: ObjectInfo | None, fetch: Fetch) -> Mapping[str, Che
     except FormatError:
         return None
     return tables[0] if len(tables) == 1 else None
-
-
-def _range(info: ObjectInfo, checksums: Checksums, number: int) -> ByteRange:
-    begin = number * checksums.block_bytes
-    return ByteRange(info.key, begin, min(checksums.block_bytes, info.size - begin), info.etag)

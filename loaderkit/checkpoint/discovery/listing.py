@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from loaderkit.checkpoint.discovery.by_manifest import objects_by_manifest
 from loaderkit.checkpoint.discovery.detect import NoCheckpointError
 from loaderkit.checkpoint.discovery.kinds import SHARD, is_description, step_in
 from loaderkit.checkpoint.discovery.locate import SAVING, CheckpointLocation, locate
 from loaderkit.checkpoint.discovery.manifest import NAME, manifest_key, needed_objects, read_manifest
 from loaderkit.checkpoint.discovery.open import open_checkpoint
-from loaderkit.checkpoint.discovery.told import told_by_manifest
 from loaderkit.checkpoint.transfer.fetch import fetch_of
 from loaderkit.connectors.base import Connector, ObjectInfo, modified_s_of, traits_of
 from loaderkit.errors import STORE_FAILURES, CheckpointError, ConnectorError, FormatError, printable
@@ -139,7 +139,7 @@ def list_checkpoints(
                     return None
                 return _broken(location.connector, url_below(root, name), names[name], _UNFINISHED)
             try:
-                return _told(location, root, name, names[name]) or _summary(url_below(root, name), given)
+                return _by_manifest(location, root, name, names[name]) or _summary(url_below(root, name), given)
             except STORE_FAILURES:
                 raise
             except (CheckpointError, FormatError, ConnectorError) as error:  # a damaged archive, or it was just removed
@@ -160,13 +160,15 @@ def _present(summaries: Iterable[CheckpointSummary | None]) -> list[CheckpointSu
     return [summary for summary in summaries if summary is not None]
 
 
-def _told(location: CheckpointLocation, root: str, name: str, infos: list[ObjectInfo]) -> CheckpointSummary | None:
+def _by_manifest(
+    location: CheckpointLocation, root: str, name: str, infos: list[ObjectInfo]
+) -> CheckpointSummary | None:
     """The summary of a checkpoint whose manifest tells it; None where its description has to be read."""
     prefix = f"{location.prefix}{name}/"
-    told = told_by_manifest({info.key.removeprefix(prefix): info for info in infos}, fetch_of(location.connector))
-    if told is None:
+    found = objects_by_manifest({info.key.removeprefix(prefix): info for info in infos}, fetch_of(location.connector))
+    if found is None:
         return None
-    description, belonging = told
+    description, belonging = found
     return CheckpointSummary(
         name=name,
         url=url_below(root, name),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -202,15 +202,26 @@ def _check_descriptions(checkpoint: Checkpoint, checksums: Mapping[str, Checksum
         first, last = min(inside)[0], max(end for _, end in inside)
         head = range(-(-first // known.block_bytes))
         tail = range(last // known.block_bytes, len(known.hashes)) if last < info.size else ()
-        for number in sorted({*head, *tail}):
-            lo = number * known.block_bytes
-            ranges.append(ByteRange(info.key, lo, min(known.block_bytes, info.size - lo), info.etag))
-    for begin in range(0, len(ranges), _MAX_COMPARED):
-        some = ranges[begin : begin + _MAX_COMPARED]
-        for (key, lo, length, _), data in zip(some, fetch(some), strict=True):
-            known = checksums[key]
-            if xxhash.xxh3_64_hexdigest(data) != known.hashes[lo // known.block_bytes]:
-                raise CheckpointError(
-                    f"{checkpoint.describe(key)} is damaged: its bytes {lo} to {lo + length}, which hold its description, are "
-                    "not those of its manifest"
-                )
+        ranges += [block_of(info, known, number) for number in sorted({*head, *tail})]
+    if (block := damaged_block(ranges, checksums, fetch)) is not None:
+        raise CheckpointError(
+            f"{checkpoint.describe(block.key)} is damaged: its bytes {block.start} to {block.start + block.length}, which hold "
+            "its description, are not those of its manifest"
+        )
+
+
+def block_of(info: ObjectInfo, checksums: Checksums, number: int) -> ByteRange:
+    """The bytes of one of an object's blocks."""
+    begin = number * checksums.block_bytes
+    return ByteRange(info.key, begin, min(checksums.block_bytes, info.size - begin), info.etag)
+
+
+def damaged_block(blocks: Sequence[ByteRange], checksums: Mapping[str, Checksums], fetch: Fetch) -> ByteRange | None:
+    """The first of some blocks whose bytes are not those of the checksums, which are by key."""
+    for begin in range(0, len(blocks), _MAX_COMPARED):
+        some = blocks[begin : begin + _MAX_COMPARED]
+        for block, data in zip(some, fetch(some), strict=True):
+            known = checksums[block.key]
+            if xxhash.xxh3_64_hexdigest(data) != known.hashes[block.start // known.block_bytes]:
+                return block
+    return None

@@ -63,7 +63,7 @@ def test_the_same_as_by_descriptions(
     found = list_checkpoints(tmp_path)
     assert str(steps[0]) not in opened
     assert str(steps[1]) not in opened
-    monkeypatch.setattr(listing, "_told", lambda *_: None)
+    monkeypatch.setattr(listing, "_by_manifest", lambda *_: None)
     assert found == list_checkpoints(tmp_path)
     assert found[0].is_whole
     assert found[1].is_whole

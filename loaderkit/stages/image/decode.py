@@ -8,7 +8,6 @@ picture whole are not.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ from time import perf_counter
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-import simplejpeg
 import torch
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PositiveInt
@@ -32,6 +30,7 @@ from loaderkit.samples.values import Clip, Encoded, FieldGroup, GpuDecoded, Imag
 from loaderkit.sources.fields import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, last_extension
 from loaderkit.sources.formats.npy import view_npy
 from loaderkit.sources.formats.npz import view_npz
+from loaderkit.sources.formats.texts import read_class, read_json, read_text
 from loaderkit.stages.base import FieldNames, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.image.arrays import mask_of, picture_of
@@ -41,6 +40,7 @@ from loaderkit.stages.image.formats import (
     MOST_PIXELS,
     check_size,
     converted,
+    decode_jpeg,
     decode_picture,
     jpeg_size,
     seems_a_picture,
@@ -56,7 +56,6 @@ from loaderkit.stages.values import channels_last, describe, is_pillow
 from loaderkit.stages.volume.nifti import read_nifti
 
 logger = logging.getLogger("loaderkit")
-_BOM = b"\xef\xbb\xbf"
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 _DECODED: frozenset[type] = frozenset({Image, Clip, FieldGroup, InPlace, GpuDecoded})
 
@@ -384,7 +383,9 @@ class Decoder:
         self, data: memoryview, field: str, size: tuple[int, int], step: int, scratch: dict[str, Any] | None
     ) -> Image:
         """The whole JPEG at 1/step."""
-        image = _whole_jpeg(data, field, size, step, scratch)
+        height, width = (-(-length // step) for length in size)
+        buffer = None if scratch is None else _memory(height * width * 3, scratch, field).reshape(height, width, 3)
+        image = decode_jpeg(data, size, step, buffer)
         return self._picture(data, field) if image is None else image
 
     def _picture(self, data: memoryview, field: str, *_: Any) -> Image:
@@ -446,25 +447,6 @@ def _named(sample: Sample, field: str, error: Exception) -> ValueError:
     return named
 
 
-def _whole_jpeg(
-    data: memoryview, field: str, size: tuple[int, int], step: int, scratch: dict[str, Any] | None
-) -> Image | None:
-    """The whole JPEG at 1/step; None if Pillow must decode it."""
-    height, width = (-(-length // step) for length in size)
-    buffer = None if scratch is None else _memory(height * width * 3, scratch, field).reshape(height, width, 3)
-    try:
-        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
-            data, "RGB", min_height=height, min_width=width, min_factor=step, buffer=buffer
-        )
-    except Exception as error:  # also KeyError, for chroma subsamplings it does not know
-        if "premature end" in str(error).lower():
-            raise ValueError(f"truncated JPEG ({len(data)} bytes, {size[1]} x {size[0]}: {error})") from None
-        return None
-    if step == 1:
-        return Image(pixels)
-    return Image(pixels, False, step, size) if pixels.shape[:2] == (height, width) else None
-
-
 def _memory(num_bytes: int, scratch: dict[str, Any] | None, field: str) -> NDArray[np.uint8]:
     if scratch is None:
         return np.empty(num_bytes, np.uint8)
@@ -506,35 +488,14 @@ def _read_nifti(data: memoryview, *_: Any) -> NDArray[Any]:
     return read_nifti(data)
 
 
-def _read_class(data: memoryview, *_: Any) -> int:
-    try:
-        return int(bytes(data).removeprefix(_BOM))
-    except ValueError:
-        raise ValueError(f"a class is a whole number, not {bytes(data[:64])!r} ({len(data)} bytes)") from None
-
-
-def _read_text(data: memoryview, *_: Any) -> str:
-    try:
-        return str(data, "utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"text is UTF-8, and these {len(data)} bytes are not: {error}") from None
-
-
-def _read_json(data: memoryview, *_: Any) -> Any:
-    try:
-        return json.loads(bytes(data).removeprefix(_BOM))
-    except (ValueError, RecursionError) as error:  # RecursionError for deeply nested lists
-        raise ValueError(f"not JSON ({len(data)} bytes): {error}") from None
-
-
 _READERS: dict[str, Callable[..., Any]] = {
     "npz": _read_npz,
     "nii": _read_nifti,
     "nii.gz": _read_nifti,
-    "cls": _read_class,
-    "txt": _read_text,
-    "text": _read_text,
-    "json": _read_json,
+    "cls": read_class,
+    "txt": read_text,
+    "text": read_text,
+    "json": read_json,
 }
 
 

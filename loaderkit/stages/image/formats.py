@@ -13,6 +13,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
 from PIL import Image as Pillow
 from PIL import ImageFile, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError, features
 
@@ -61,6 +63,25 @@ def jpeg_size(data: memoryview) -> tuple[int, int] | None:
             return None
         offset += 2 + (data[offset + 2] << 8 | data[offset + 3])
     return None
+
+
+def decode_jpeg(
+    data: memoryview, size: tuple[int, int], step: int, buffer: NDArray[np.uint8] | None = None
+) -> Image | None:
+    """The whole JPEG of `size` at 1/step, by simplejpeg, in `buffer` [H, W, 3] if it is given; None if Pillow must decode it.
+    Raises ValueError for one that is truncated."""
+    shape = (-(-size[0] // step), -(-size[1] // step))
+    try:
+        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
+            data, "RGB", min_height=shape[0], min_width=shape[1], min_factor=step, buffer=buffer
+        )
+    except Exception as error:  # also KeyError, for chroma subsamplings it does not know
+        if "premature end" in str(error).lower():
+            raise ValueError(f"truncated JPEG ({len(data)} bytes, {size[1]} x {size[0]}: {error})") from None
+        return None
+    if step == 1:
+        return Image(pixels)
+    return Image(pixels, False, step, size) if pixels.shape[:2] == shape else None
 
 
 def decode_picture(

@@ -113,3 +113,35 @@ def draw_chat(rng: random.Random, num_turns: int = 4) -> list[dict[str, Any]]:
 def write_lines(path: Path, samples: Sequence[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     return path
+
+
+def tokens_of_chat(
+    tokenizer: Any, chat: list[dict[str, Any]], max_length: int | None = None
+) -> tuple[list[int], list[int]]:
+    """Tokens and labels by transformers alone: by its mask where the template has marks, else by the numbers of tokens before
+    each turn and up to its end."""
+    limits = {} if max_length is None else {"truncation": True, "max_length": max_length}
+    if "generation %}" in tokenizer.chat_template:
+        made = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True, **limits)
+        pairs = zip(made["input_ids"], made["assistant_masks"], strict=True)
+        return made["input_ids"], [token if is_said else -100 for token, is_said in pairs]
+    ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+    labels = [-100] * len(ids)
+    for number, message in enumerate(chat):
+        if message["role"] == "assistant":
+            first = [
+                tokenizer.apply_chat_template(chat[:1], add_generation_prompt=does, tokenize=False) for does in (0, 1)
+            ]
+            before = first[1][len(first[0]) :]  # what prompts for a message; transformers writes no chat without one
+            if number:
+                before = tokenizer.apply_chat_template(chat[:number], add_generation_prompt=True, tokenize=False)
+            begin = len(tokenizer(before, add_special_tokens=False)["input_ids"])
+            end = len(tokenizer.apply_chat_template(chat[: number + 1], return_dict=True)["input_ids"])
+            labels[begin:end] = ids[begin:end]
+    return ids[:max_length], labels[:max_length]
+
+
+def padded(rows: Sequence[Sequence[int]], value: int, side: str, multiple: int) -> list[list[int]]:
+    length = -(-max(map(len, rows)) // multiple) * multiple
+    fill = [[value] * (length - len(row)) for row in rows]
+    return [[*some, *row] if side == "left" else [*row, *some] for row, some in zip(rows, fill, strict=True)]

@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import connection, forkserver
@@ -32,7 +31,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import loaderkit
 from loaderkit.checkpoint import StreamReader
 from loaderkit.connectors.file import FileConnector
-from loaderkit.errors import CheckpointError, ConfigError
 
 _PATIENCE_S = 120.0
 
@@ -463,56 +461,4 @@ def restore_to_several_gpus(rank: int, num_ranks: int, folder: Path, name: str) 
         assert {device.index for device, _, _ in gpus.copies} == gpus.contexts == {1, 2}
         assert any(pinned for _, _, pinned in gpus.copies)
         assert gpus.registered == {}
-    dist.destroy_process_group()
-
-
-def fail_alike(rank: int, num_ranks: int, folder: Path) -> None:
-    """Each rank finds out for itself, as soon as it is connected, that a name does not fit, and says that."""
-    begin(rank, num_ranks, folder, "fail-alike")
-    for _ in range(40):
-        try:
-            loaderkit.restore(folder / "x.pt", into={"b": torch.ones(2)}, rank=rank, world_size=num_ranks)
-        except CheckpointError as error:
-            assert "names that are to be filled" in str(error), error  # noqa: PT017
-    dist.destroy_process_group()
-
-
-def restore_shards(rank: int, num_ranks: int, folder: Path, name: str) -> None:
-    """Every rank gets its part of DTensors, and reads no more than that."""
-    begin(rank, num_ranks, folder, "shards")
-    mesh = init_device_mesh("cpu", (num_ranks,))
-    expected = loaderkit.restore(folder / name, keys="model.*")
-    for key, tensor in expected.items():
-        placements: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(tensor.dim()))]
-        for placement in placements:
-            into = distribute_tensor(torch.zeros_like(tensor), mesh, [placement])
-            loaderkit.restore(folder / name, into={key: into}, keys=key)
-            wanted = distribute_tensor(tensor, mesh, [placement])
-            assert torch.equal(bytes_in(into), bytes_in(wanted)), (key, placement)
-    words, head = torch.nn.Embedding(700, 300), torch.nn.Linear(300, 700, bias=False)
-    head.weight = words.weight
-    model = torch.nn.Sequential(OrderedDict(words=words, head=head))
-    fully_shard(model, mesh=mesh)
-    counted = Counted(folder)
-    loaderkit.restore(
-        f"counted://{name}",
-        into=model.state_dict(),
-        rename={"model.": ""},
-        strict={"unexpected": "*"},
-        dtype="target",
-        connectors={"counted": counted},
-    )
-    whole_weight = expected["model.words.weight"]
-    full_weight: Any = head.weight
-    assert torch.equal(full_weight.full_tensor(), whole_weight.float())
-    assert counted.num_bytes < whole_weight.nbytes / num_ranks + 600_000  # heads of files, and ends of archives
-    if num_ranks > 1:
-        state, said = model.state_dict(), ""
-        try:
-            loaderkit.restore(
-                folder / name, state, rename={"model.": ""}, strict=False, rank=rank, world_size=num_ranks
-            )
-        except ConfigError as error:
-            said = str(error)
-        assert "is a DTensor, of which each rank reads its own shards" in said
     dist.destroy_process_group()

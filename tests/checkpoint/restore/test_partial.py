@@ -13,7 +13,8 @@ from checkpoint_states import same, save_dcp
 from deepspeed_folders import write_zero
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_programs import restore_all, restore_shards, run_ranks
+from rank_programs import restore_all, run_ranks
+from rank_restores import restore_shards
 
 import loaderkit
 from loaderkit.checkpoint.restore.renamed import Renaming

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import rank_programs
+import rank_restores
 import safetensors.torch
 import torch
 from checkpoint_states import save_dcp
@@ -52,7 +53,7 @@ def test_saved_by_four_ranks_and_loaded_by_any_number(tmp_path: Path, kind: str)
 
 def test_each_rank_says_what_it_has_found_itself(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
-    assert rank_programs.run_ranks(rank_programs.fail_alike, 3, tmp_path) == [0, 0, 0]
+    assert rank_programs.run_ranks(rank_restores.fail_alike, 3, tmp_path) == [0, 0, 0]
 
 
 def test_every_rank_gets_everything(tmp_path: Path) -> None:

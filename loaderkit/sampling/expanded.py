@@ -87,5 +87,5 @@ class ExpandedOrder(SampleOrder):
 
 
 def _times(number: int, num: int) -> int:
-    """So many times, of what has an end."""
+    """The positions that `number` samples take; of a number that is not known, that."""
     return number if number >= UNKNOWN else number * num

@@ -29,7 +29,9 @@ class VideoArgs(Model):
     """A clip of every video: uint8 [T, 3, H, W]."""
 
     frames: PositiveInt = Field(description="T, the frames of a clip")
-    stride: PositiveInt = Field(1, description="take every so many frames: a clip spans (frames - 1) * stride + 1")
+    stride: PositiveInt = Field(
+        1, description="1: neighbours; n: every n-th frame of the video. A clip spans (frames - 1) * stride + 1"
+    )
     start: Literal["random", "first", "middle"] | NonNegativeInt = Field(
         "random",
         description="its first frame: each possible one as likely, the first, that of a clip in the middle, or a number",

@@ -135,7 +135,7 @@ class TestClosing:
                 entered.set()
                 go_on.wait(60)
 
-        pipeline = Pipeline.dataset(torch.arange(64)).shuffle("none").read().call(hold).batch(8)
+        pipeline = Pipeline.dataset(torch.arange(64)).shuffle("none").read().call(hold, thread_safe=True).batch(8)
         cycle: dict[str, Any] = {}
         cycle["self"] = cycle
         cycle["loader"] = loaderkit.build(pipeline, overrides={"prefetch.batches": 2}, clock=clock)

@@ -163,7 +163,14 @@ def forked_programs(request: pytest.FixtureRequest, program_template: Template |
 # order drew other cases. Parsing all modules took each process 5 s, too.
 vars(providers)["is_local_module_file"] = lambda path: False
 # How busy a machine is decides no test.
-settings.register_profile("prove", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Where CI is set, hypothesis would draw from the names of tests, and so other cases than elsewhere.
+settings.register_profile(
+    "prove",
+    settings.get_profile("default"),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=False,
+)
 # Without a database: what an earlier run found is not run again.
 settings.register_profile("test", settings.get_profile("prove"), max_examples=25, database=None)
 settings.load_profile("prove")

@@ -415,7 +415,7 @@ class TestInAPipeline:
         def whole(data: memoryview, size: tuple[int, int], *_: Any) -> Any:
             raise MemoryError(f"{size}")
 
-        monkeypatch.setattr(decoding, "_whole_jpeg", whole)
+        monkeypatch.setattr(decoding, "decode_jpeg", whole)
         skip = {"on_bad_sample": "skip", "max_bad_samples": 8}
         (here,) = run(tmp_path, [CROP], errors=skip, order={"epochs": 1})
         assert sorted(here["__key__"]) == [f"{number}.jpg" for number in range(8) if number != 3]

@@ -13,7 +13,9 @@ import numpy as np
 from loaderkit._internal.system.forks import ending_forks
 from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
+from loaderkit.sources.arrow.columns import NullColumn
 from loaderkit.sources.arrow.row_groups import Column, RowGroup
+from loaderkit.sources.arrow.types import ColumnType
 from loaderkit.sources.parquet.arrow import Footer, decode_group, parse_footer
 from loaderkit.sources.parquet.footers import load_footer
 
@@ -26,6 +28,10 @@ class Groups(Protocol):
     @property
     def fields(self) -> Mapping[str, str]:
         """Field -> its column."""
+
+    @property
+    def types(self) -> Mapping[str, ColumnType]:
+        """Column -> its type, in the files where it has values."""
 
     def file_of(self, group: int) -> tuple[ObjectInfo, int]:
         """The file of a row group, and its number there."""
@@ -61,6 +67,9 @@ class GroupReader:
 
         held = [(one.start, read(one.start, one.length)) for one in self._source.group_ranges(group)]
         columns = {**self._source.constants_of(group)}
+        for name, kind in self._source.types.items():
+            if name not in columns and footer.columns[name].content == "null":
+                columns[name] = NullColumn(kind.dtype, kind.shape)
         names = [column for column in self._source.fields.values() if column not in columns]
         if names:
             types = [footer.columns[name] for name in names]

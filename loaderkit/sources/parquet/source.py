@@ -24,7 +24,7 @@ from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, traits_o
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import LoaderkitError, SourceError
 from loaderkit.samples.sample import FieldRange
-from loaderkit.sources.arrow.choice import check_names, check_same, choose, wanted_columns
+from loaderkit.sources.arrow.choice import check_names, check_same, choose, filled_in, wanted_columns, without_nulls
 from loaderkit.sources.arrow.columns import ConstantColumn
 from loaderkit.sources.arrow.reader import RowReader
 from loaderkit.sources.arrow.row_groups import Column, RowGroup
@@ -131,17 +131,18 @@ class ParquetSource(Source):
         self._files = list_matching(
             connector, patterns, args.root, self._num_threads, leave_out=self._leave_out, bad_shards=self._found_bad
         )
-        self._types: dict[str, ColumnType] = {}  # column -> its type in the first file
+        self.types: dict[str, ColumnType] = {}  # column -> its type in the first file that has values of it
+        self.null_columns: list[str] = []
         self._partitions = Partitions([info.key for info in self._files])
         self._groups = self._collect(load)
         renamed = {column: field for field, column in (args.fields or {}).items()}
-        self.fields = {renamed.get(column, column): column for column in self._types}
+        self.fields = {renamed.get(column, column): column for column in self.types}
         ends = np.cumsum(self._groups.num_rows)
         self._num = int(ends[-1]) if args.limit is None else min(int(ends[-1]), args.limit)
         num_groups = int(np.searchsorted(ends, self._num)) + 1
         self._groups = _Groups(*(column[:num_groups] for column in self._groups))
         self._firsts = np.concatenate([[0], np.minimum(ends[:num_groups], self._num)])
-        row_bytes = sum(kind.row_bytes for kind in self._types.values())
+        row_bytes = sum(kind.row_bytes for kind in self.types.values())
         self.group_bytes = np.maximum(self._groups.sizes.sum(axis=1), row_bytes * self._groups.num_rows)
         self.memory_bytes = args.memory
 
@@ -178,9 +179,9 @@ class ParquetSource(Source):
 
     def constants_of(self, group: int) -> dict[str, Column]:
         """The columns of a row group that the folders of its file name."""
-        named = [name for name, kind in self._types.items() if not kind.leaves]
+        named = [name for name, kind in self.types.items() if not kind.leaves]
         values = self._partitions.values_in(self.file_of(group)[0].key) if named else {}
-        return {name: ConstantColumn(values[name], is_number=self._types[name].content == "number") for name in named}
+        return {name: ConstantColumn(values[name], is_number=self.types[name].content == "number") for name in named}
 
     def group_reader(self, connector: Connector) -> Callable[[int], RowGroup]:
         """What reads and decodes a row group."""
@@ -192,6 +193,8 @@ class ParquetSource(Source):
         chunks = sorted(zip(self._groups.starts[group].tolist(), self._groups.lengths[group].tolist(), strict=True))
         ranges: list[ByteRange] = []
         for start, length in chunks:
+            if not length:
+                continue  # this file has fewer leaves
             if ranges and start <= ranges[-1].start + ranges[-1].length:
                 end = max(ranges[-1].start + ranges[-1].length, start + length)
                 ranges[-1] = ranges[-1]._replace(length=end - ranges[-1].start)
@@ -226,7 +229,7 @@ class ParquetSource(Source):
         for numbers in (sizes, self._groups.files, self._firsts):
             digest.update(numbers.astype("<i8").tobytes())
         digest.update(
-            repr([(name, kind.layout) for name, kind in self._types.items()]).encode("utf-8", "surrogateescape")
+            repr([(name, kind.layout) for name, kind in self.types.items()]).encode("utf-8", "surrogateescape")
         )
         return digest.hexdigest()
 
@@ -247,7 +250,7 @@ class ParquetSource(Source):
             data = load(info)
             footer = parse_footer(data, where)
             types = self._chosen(footer, where) if footer.metadata.num_rows else {}
-            leaves = [leaf for kind in types.values() for leaf in kind.leaves]
+            leaves = [leaf for kind in types.values() if kind.content != "null" for leaf in kind.leaves]
             return types, footer, chunk_table(footer, leaves, where, info.size - len(data))
 
         infos, num_ahead = self._files, 4 * self._num_threads
@@ -271,11 +274,12 @@ class ParquetSource(Source):
             files.append(info)
             if not types:
                 continue
-            if not self._types:
-                self._types = types
+            if not self.types:
+                self.types = types
                 self.classes = footer.classes.get((self._args.fields or {}).get("label", "label"))
                 first = where
-            check_same(types, where, self._types, first)
+            check_same(types, where, self.types, first)
+            self.types = filled_in(self.types, types)
             has_rows = table.num_rows > 0
             numbers = np.flatnonzero(has_rows)
             first_rows = np.cumsum(table.num_rows) - table.num_rows
@@ -290,13 +294,26 @@ class ParquetSource(Source):
         if not num:
             self._found_bad.refuse_empty()
             raise SourceError(f"the {len(self._files)} files below {self._args.root!r} have no row")
-        return _Groups(*(np.concatenate(columns).astype(np.int64) for columns in zip(*parts, strict=True)))
+        self.types, self.null_columns = without_nulls(self.types, self._wanted, self._key, repr(self._args.root))
+        return _Groups(*(_stacked(columns) for columns in zip(*parts, strict=True)))
+
+    @property
+    def _key(self) -> str:
+        """The argument that names the columns."""
+        return "fields" if self._args.columns is None and self._args.fields is not None else "columns"
 
     def _chosen(self, footer: Footer, where: str) -> dict[str, ColumnType]:
         """The columns that become fields. Raises ConfigError."""
         columns = {**self._partitions.types, **footer.columns}  # a column of the file's own is what it says
-        key = "fields" if self._args.columns is None and self._args.fields is not None else "columns"
-        return choose(columns, self._wanted, key, where)
+        return choose(columns, self._wanted, self._key, where)
+
+
+def _stacked(parts: tuple[Int64, ...]) -> Int64:
+    """Arrays [row groups] or [row groups, leaves] of several files as one. A file has fewer leaves where it has only nulls."""
+    if parts[0].ndim == 1:
+        return np.concatenate(parts).astype(np.int64)
+    most = max(part.shape[1] for part in parts)
+    return np.concatenate([np.pad(part, ((0, 0), (0, most - part.shape[1]))) for part in parts]).astype(np.int64)
 
 
 def _open(args: ParquetArgs, connector: Connector, found_bad: BadShards) -> ParquetSource:

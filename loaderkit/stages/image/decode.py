@@ -570,9 +570,8 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     failed, reuse = context.failed(stage), context.may_reuse
     if hint is None:
         num_draws = 1 if stage.args.has_media else 0  # the start of a clip
-        return stage.ready(
-            "sample", each_sample(decode(stage.args), num_draws, context.keys(stage), failed, reuse=reuse)
-        )
+        run = each_sample(decode(stage.args), num_draws, context.keys(stage), failed, reuse=reuse)
+        return stage.ready("sample", run, content="media" if stage.args.has_media else "")
     decoder = Decoder(stage.args, hint.of, getattr(following.args, "fields", None))
     # Uses the draws of the stage that it decodes for.
     num_draws, keys = context.kind_of(following).num_draws, context.keys(following)

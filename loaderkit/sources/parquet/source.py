@@ -123,16 +123,15 @@ class _Sliced(NamedTuple):
         """Row groups, of which those above `_MOST_AT_ONCE` are cut into slices."""
         sizes = np.maximum(whole.sizes.sum(axis=1), row_bytes * whole.num_rows)
         is_large = sizes > _MOST_AT_ONCE
-        num_rows = np.where(
-            is_large, np.maximum(1, whole.num_rows * _SLICE_BYTES // np.maximum(sizes, 1)), whole.num_rows
-        )
+        wanted = np.where(is_large, np.minimum(whole.num_rows, -(-sizes // _SLICE_BYTES)), 1)
+        num_rows = -(-whole.num_rows // wanted)
         num_slices = -(-whole.num_rows // num_rows)
         owners = np.repeat(np.arange(len(sizes)), num_slices)
         numbers = np.arange(len(owners)) - np.repeat(np.cumsum(num_slices) - num_slices, num_slices)
         firsts = numbers * num_rows[owners]
         groups = _Groups(*(column[owners] for column in whole))
         in_slice = np.minimum(num_rows[owners], groups.num_rows - firsts)
-        of_slices = sizes[owners] * in_slice // groups.num_rows
+        of_slices = (sizes[owners] * (in_slice / groups.num_rows)).astype(np.int64)
         groups = groups._replace(first_rows=groups.first_rows + firsts, num_rows=in_slice)
         return cls(groups, numbers, np.where(is_large, num_rows, 0)[owners], of_slices)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from loaderkit.samples.sample import Sample
 from loaderkit.samples.values import Clip, Image, Pictures
-from loaderkit.stages.values import CHANNELS, describe
+from loaderkit.stages.values import CHANNELS, as_image, describe
 
 
 def each_frame(function: Callable[..., Any], fields: tuple[str, ...] | None) -> Callable[..., Any]:
@@ -27,7 +27,8 @@ def each_frame(function: Callable[..., Any], fields: tuple[str, ...] | None) -> 
         most = max(map(len, images_of.values()))
         names = sample.keys() if fields is None else fields
         beside = {name: sample[name] for name in names if name in sample and name not in clips}
-        if not most and Image not in map(type, beside.values()):
+        images_beside = _images_among(beside.values()) if fields is not None or not most else []
+        if not most and not images_beside:
             return None  # lists without pictures
         jobs: list[Any] = []
         made: dict[str, list[Image]] = {name: [] for name in clips}
@@ -36,11 +37,8 @@ def each_frame(function: Callable[..., Any], fields: tuple[str, ...] | None) -> 
             shown = {**sample, **frames}
             if number:  # images beside a clip have had their turn, unless the stage asks for them by name
                 shown = frames if fields is None else beside | frames
-            if (
-                fields is not None
-            ):  # it asks for shorter ones as well: what it makes of another image there is not taken
-                any_image = next(value for value in (*frames.values(), *beside.values()) if type(value) is Image)
-                shown |= dict.fromkeys(clips.keys() - frames.keys(), any_image)
+            if fields is not None:  # it asks for shorter ones, too: what it makes of another image there is not taken
+                shown |= dict.fromkeys(clips.keys() - frames.keys(), [*frames.values(), *images_beside][0])
             memory = None if scratch is None else scratch.setdefault(f"frame {number}", {})
             of_frame = function(shown, draws, memory)
             if of_frame is not None:
@@ -66,9 +64,17 @@ def _clips_of(sample: Sample, fields: Iterable[str] | None) -> dict[str, Clip | 
     for name, value in values.items():
         if getattr(value, "ndim", 0) == 4 and (clip := as_clip(value)) is not None:
             clips[name] = clip
-        elif type(value) is list and not value:
-            clips[name] = Pictures(())
-    return clips
+    empty = {name: Pictures(()) for name, value in values.items() if type(value) is list and not value}
+    if fields is None and (clips or not empty or _images_among(values.values())):
+        return clips
+    return clips | empty
+
+
+def _images_among(values: Iterable[Any]) -> list[Image]:
+    """Those that a stage acts on: images, or where there are none, arrays and tensors that are like images."""
+    given = [*values]
+    images = [value for value in given if type(value) is Image]
+    return images or [image for value in given if (image := as_image(value)) is not None]
 
 
 def as_clip(value: Any) -> Clip | None:

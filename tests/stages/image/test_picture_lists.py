@@ -116,6 +116,18 @@ def test_a_stage_does_to_each_what_it_does_to_one(rng: random.Random, name: str)
                 assert np.array_equal(image.pixels, expected["image"].pixels if is_acted_on else same)
 
 
+def test_an_empty_list_keeps_no_stage_from_an_image(rng: random.Random) -> None:
+    """That may be an array, as of a data set that is not decoded; a list that is no list of pictures stays one."""
+    pixels = draw_pixels(rng)
+    for more in ({}, {"fields": ["image"]}):
+        plain = Pipeline.dataset([{"image": pixels, "boxes": [], "words": ["a"]}]).read().center_crop(10, **more)
+        (batch,) = batches(plain.batch(1))
+        assert batch["image"].shape == (1, 3, 10, 10)
+        assert batch["boxes"] == [[]]
+    lists = Pipeline.dataset([{"images": [], "x": 1}]).read().decode().center_crop(10).batch(1)
+    assert batches(lists)[0]["images"] == [[]]
+
+
 @pytest.mark.parametrize("name", STAGES_OF_IMAGES)
 def test_pictures_of_several_sizes(rng: random.Random, name: str) -> None:
     kind = STAGES[name]

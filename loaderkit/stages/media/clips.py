@@ -23,7 +23,7 @@ def each_frame(function: Callable[..., Any], fields: tuple[str, ...] | None) -> 
         if not clips:
             return function(sample, draws, scratch)
         sample.update(clips)
-        images_of = {name: clip.frames if type(clip) is Clip else clip.images for name, clip in clips.items()}
+        images_of = {name: clip.images if isinstance(clip, Pictures) else clip.frames for name, clip in clips.items()}
         most = max(map(len, images_of.values()))
         names = sample.keys() if fields is None else fields
         beside = {name: sample[name] for name in names if name in sample and name not in clips}

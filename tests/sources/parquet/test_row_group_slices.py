@@ -158,7 +158,7 @@ class TestSlicedGroups:
 
     def test_in_order_and_of_two_workers(self, begin: Any, begun: list[int]) -> None:
         """Of two neighbours the later one may be asked for first."""
-        groups = SlicedGroups()
+        groups: Any = SlicedGroups()
         order = [0, 2, 1, 3, 5, 4]
         assert [groups.take("a", number, begin) for number in order] == [
             ([0], 10), ([2], 20), ([1], 0), ([3], 10), ([5], 20), ([4], 0)
@@ -168,7 +168,7 @@ class TestSlicedGroups:
         assert len(begun) == 2
 
     def test_drawn(self, rng: random.Random, begin: Any) -> None:
-        groups = SlicedGroups()
+        groups: Any = SlicedGroups()
         for _ in range(200):
             number = rng.randrange(6)
             assert groups.take(rng.choice("abc"), number, begin)[0] == [number]
@@ -183,7 +183,7 @@ class TestSlicedGroups:
                 raise error
             yield [1]
 
-        groups = SlicedGroups()
+        groups: Any = SlicedGroups()
         assert groups.take("a", 0, begin) == ([0], 0)
         with pytest.raises(ConnectorError):
             groups.take("a", 1, begin)

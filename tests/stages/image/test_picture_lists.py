@@ -87,7 +87,8 @@ def test_pictures_of_a_chat(rng: random.Random, tmp_path: Path, as_files: bool) 
     """In batches, however many a chat has, and whatever their sizes."""
     rows = [draw_files(rng) for _ in range(12)]
     path = write_chats(tmp_path / "chats.parquet", rows, as_files=as_files)
-    for decode in ({}, {"fields": ["images"]}):
+    cases: list[dict[str, Any]] = [{}, {"fields": ["images"]}]
+    for decode in cases:
         pipeline = Pipeline.parquet(str(path)).shuffle("none").read().decode(**decode).batch(5)
         found = [images for batch in batches(pipeline) for images in batch["images"]]
         assert_same(found, [list(map(decoded, row)) for row in rows])
@@ -119,7 +120,8 @@ def test_a_stage_does_to_each_what_it_does_to_one(rng: random.Random, name: str)
 def test_an_empty_list_keeps_no_stage_from_an_image(rng: random.Random) -> None:
     """That may be an array, as of a data set that is not decoded; a list that is no list of pictures stays one."""
     pixels = draw_pixels(rng)
-    for more in ({}, {"fields": ["image"]}):
+    cases: list[dict[str, Any]] = [{}, {"fields": ["image"]}]
+    for more in cases:
         plain = Pipeline.dataset([{"image": pixels, "boxes": [], "words": ["a"]}]).read().center_crop(10, **more)
         (batch,) = batches(plain.batch(1))
         assert batch["image"].shape == (1, 3, 10, 10)

@@ -21,7 +21,7 @@ from loaderkit.sources.containers.formats import StoredArray
 from loaderkit.sources.held_groups import HeldGroups
 
 _NUM_OPEN = 32
-_MOST_BYTES, _MOST_CHUNKS = 4 << 30, 1 << 20
+_MOST_BYTES, _MOST_CHUNKS = 4 << 30, 1 << 15
 
 
 class StoredSamples(Protocol):

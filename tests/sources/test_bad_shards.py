@@ -42,6 +42,7 @@ class Shards:
         self.rows: list[Rows] = [list(range(first, first + num)) for first, num in zip(firsts, counts, strict=True)]
         for number, rows in enumerate(self.rows):
             self.path(number).write_bytes(self.kind.write(rows).data)
+            self.kind.beside(self.path(number), rows)
 
     def path(self, number: int) -> Path:
         return self.folder / f"{number}.{self.kind.extension}"
@@ -87,6 +88,7 @@ def test_the_same_as_of_what_is_left(kind: str, damage: Any, tmp_path: Path, rng
         whole.path(number).unlink()
         if rows:
             whole.path(number).write_bytes(whole.kind.write(rows).data)
+            whole.kind.beside(whole.path(number), rows)
     shuffle = rng.choice(["global", "none", {"shuffle": "block", "block": {"block": 400, "window": 2, "lanes": 2}}])
     order = shuffle if isinstance(shuffle, dict) else {"shuffle": shuffle}
     described = shards.pipeline(errors=SKIP, order=order)
@@ -109,11 +111,11 @@ def test_the_same_as_of_what_is_left(kind: str, damage: Any, tmp_path: Path, rng
 @pytest.mark.parametrize("kind", KINDS)
 def test_raising_is_the_default_and_names_the_option(kind: str, tmp_path: Path, rng: random.Random) -> None:
     # Of Parquet files the begin is looked at to leave out bad ones only, and of lines a cut is a bad sample.
-    damages = {"parquet": [cut, remove], "lines": DAMAGES[1:]}.get(kind, DAMAGES)
+    damages = {"parquet": [cut, remove], "tokens-parquet": [cut, remove], "lines": DAMAGES[1:]}.get(kind, DAMAGES)
     for damage in damages:
         shards = Shards(kind, tmp_path / damage.__name__, rng)
         damage(shards.kind, shards.rows[2], shards.path(2), rng)
-        with pytest.raises((FormatError, SourceError), match=rf"2\.{shards.kind.extension}.*on_bad_shard: skip"):
+        with pytest.raises((FormatError, SourceError), match=rf"2\.({shards.kind.extension}|idx).*on_bad_shard: skip"):
             loaderkit.build(shards.pipeline())
 
 

@@ -36,6 +36,7 @@ class ObjectPart:
         self.missing: list[str] = []
         self.problems: list[str] = []
         self.paths = self._paths(len(leaf.path))
+        self.names: Set[str] = {*self.paths}  # of the checkpoint that are the object's, also what is left out
         self.current = leaf.value.state_dict()
         self.tensors = {texts(one.path): one.value for one in self._present().values() if is_tensor(one.value)}
         self.add_all()
@@ -53,11 +54,6 @@ class ObjectPart:
 
     def _present(self) -> dict[str, Leaf]:
         return flatten(self.current, is_tensor, MAX_LEAVES)
-
-    @property
-    def names(self) -> Set[str]:
-        """The names of the checkpoint that are the object's."""
-        return self.paths.keys()
 
     def add_all(self) -> None:
         """Add what the checkpoint has."""

@@ -132,6 +132,7 @@ class _Targets:
         self._objects: list[ObjectPart] = []
         self._rest: dict[tuple[str, ...], _OnlySaved] = {}  # by place of a container
         self._same: dict[str, str] = {}  # names of the memory that another name fills
+        self._kept: set[str] = set()  # names of another shape, which keep their values
         self._missing: list[str] = []
         self._problems: list[str] = []
 
@@ -168,7 +169,7 @@ class _Targets:
     def add_rest(self) -> None:
         """Add what only the checkpoint has, below the entries at the top of the state."""
         taken = {full for part in self._objects for full in part.names}
-        taken |= {full for full in self._names if matches(full, self._strict.unexpected)}
+        taken |= self._kept | {full for full in self._names if matches(full, self._strict.unexpected)}
         tops = {*map(str, self._state)}
         for full in sorted(self._names - taken - self.flat.keys()):
             path = self._contents.paths.get(full, (full,))
@@ -210,7 +211,7 @@ class _Targets:
         if entry is None:
             self._problems.append(f"{name!r} is a tensor, and none in the checkpoint")
         elif keeps_shape(self._contents, name, leaf.value, entry, self._strict):
-            return
+            self._kept.add(name)
         elif problem := difference(leaf.value, entry):
             self._problems.append(f"{name!r} {problem}")
         else:

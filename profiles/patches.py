@@ -58,13 +58,13 @@ class Patches(Dataset[list[dict[str, torch.Tensor]]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> list[dict[str, torch.Tensor]]:
-        image, label = (self.read(path) for path in self.files[index])
+        image, label = (np.asarray(self.read(path)) for path in self.files[index])
         found = []
         for _ in range(NUM):
             starts = torch.randint(0, SIDE - PATCH + 1, (3,)).tolist()
             window = tuple(slice(start, start + PATCH) for start in starts)
             axes = [axis for axis in range(3) if torch.rand(()) < 0.5]
-            patch = {"image": np.flip(image[window], axes), "label": np.flip(label[window], axes)}
+            patch = {name: np.flip(array[window], tuple(axes)) for name, array in (("image", image), ("label", label))}
             found.append({name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in patch.items()})
         return found
 
@@ -95,7 +95,7 @@ def measure(kind: str, num_rounds: int, num_scans: int) -> dict[str, Any]:
         cut = cut.expand("loaderkit.stages.expand:unchanged", NUM, thread_safe=True)
         cut = cut.random_volume_crop([PATCH] * 3, fields=["image", "label"])
         cut = cut.random_volume_flip(fields=["image", "label"]).batch(NUM * VOLUMES)
-        workers = {"num_workers": 2, "persistent_workers": True}
+        workers: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
         theirs = DataLoader(Patches(folder, kind), VOLUMES, shuffle=True, collate_fn=joined, **workers)
         with loaderkit.build(cut) as ours:
             loaders: dict[str, Iterable[Any]] = {"loaderkit": ours, "torch": theirs}

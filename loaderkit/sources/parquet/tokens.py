@@ -72,7 +72,7 @@ class ParquetDocuments(ParquetSource):
 
         with ThreadPoolExecutor(num_cpus(), thread_name_prefix="loaderkit-index") as pool:
             tried = [*pool.map(BadShards.tried(lengths_in), range(len(num_rows)))]
-        damaged = {}
+        damaged: dict[str, LoaderkitError] = {}
         for group, found in enumerate(tried):
             if isinstance(found, LoaderkitError):
                 damaged.setdefault(self.file_of(group)[0].key, found)

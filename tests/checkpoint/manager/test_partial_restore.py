@@ -25,6 +25,12 @@ def network(*names: str, head: int = 3, seed: int = 0) -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({name: torch.nn.Linear(4, head if name == "head" else 5) for name in names})
 
 
+def weight_of(model: torch.nn.ModuleDict, name: str = "body") -> torch.nn.Parameter:
+    layer = model[name]
+    assert isinstance(layer, torch.nn.Linear)
+    return layer.weight
+
+
 def saved(folder: Path, state: dict[str, Any], *, name: str = "runs") -> Path:
     with CheckpointManager(folder / name, every=1) as manager:
         manager.save(1, state)
@@ -61,7 +67,7 @@ def test_the_same_as_restore(tmp_path: Path, rng: random.Random) -> None:
         for name, tensor in wanted.state_dict().items():
             assert torch.equal(found.state_dict()[name], tensor), name
         for name in (name for name in here if name in there and name != "head"):
-            assert torch.equal(found[name].weight, model[name].weight)
+            assert torch.equal(weight_of(found, name), weight_of(model, name))
 
 
 def test_what_is_new_keeps_its_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -84,7 +90,7 @@ def test_what_is_new_keeps_its_values(tmp_path: Path, caplog: pytest.LogCaptureF
         restore(folder, state)
     strict = {"missing": ["model.head.*", "model.more.*", "optimizer.*", "scheduler", "seen", "average"]}
     assert restore(folder, state, strict=strict) == 1
-    assert torch.equal(tuned["body"].weight, model["body"].weight)
+    assert torch.equal(weight_of(tuned), weight_of(model))
     for name, tensor in tuned.state_dict().items():
         assert name.startswith("body.") or torch.equal(tensor, before[name])
     assert (state["epoch"], state["seen"], state["average"].tolist()) == (3, 8, [0] * 5)
@@ -103,7 +109,7 @@ def test_what_only_the_checkpoint_has(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="only in the checkpoint"):
             restore(folder, state)
         assert restore(folder, state, strict=strict) == 1
-        assert torch.equal(smaller["body"].weight, model["body"].weight)
+        assert torch.equal(weight_of(smaller), weight_of(model))
         assert state == {"model": smaller, "table": {"a": 1}, "list": [1, 2]}
 
 
@@ -116,8 +122,8 @@ def test_an_optimizer_by_names_is_renamed(tmp_path: Path) -> None:
     other = network("body", seed=1)
     adam = torch.optim.AdamW(other.parameters())
     restore(folder, {"model": other, "optimizer": adam}, rename={"net.": "model.", "adam.": "optimizer."})
-    assert torch.equal(other["body"].weight, model["body"].weight)
-    found, wanted = adam.state[other["body"].weight], optimizer.state[model["body"].weight]
+    assert torch.equal(weight_of(other), weight_of(model))
+    found, wanted = adam.state[weight_of(other)], optimizer.state[weight_of(model)]
     assert torch.equal(found["exp_avg"], wanted["exp_avg"])
 
 
@@ -126,16 +132,19 @@ def test_mistakes_are_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture
     model = network("body")
     with CheckpointManager(tmp_path / "runs", every=1) as manager:
         for step in (1, 2):
-            manager.save(step, {"model": model}).wait()
+            manager.save(step, {"model": model})
+            manager.wait_until_finished()
         before = network("body", seed=1)
         kept = values(before)
-        for more, said in (
+        cases: list[tuple[dict[str, Any], str]] = [
             ({"rename": {"nothing.": ""}}, "no name that begins with 'nothing.'"),
             ({"rename": {"model.": "m."}, "strict": {"missing": "*"}}, "none of the names here"),
-        ):
+        ]
+        for more, said in cases:
             with pytest.raises(CheckpointError, match=said):
                 manager.restore({"model": before}, **more)
-        for more in ({"strict": "model.*"}, {"strict": {"mising": "x"}}, {"rename": {"a*": "b**"}}):
+        mistakes: list[dict[str, Any]] = [{"strict": "model.*"}, {"strict": {"mising": "x"}}, {"rename": {"a*": "b**"}}]
+        for more in mistakes:
             with pytest.raises(ConfigError):
                 manager.restore({"model": before}, **more)
         assert all(torch.equal(tensor, kept[name]) for name, tensor in before.state_dict().items())
@@ -143,9 +152,9 @@ def test_mistakes_are_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 def test_stream_reader_renames(tmp_path: Path) -> None:
-    given = {"module.w": torch.arange(6.0).reshape(2, 3), "module.n": 5}
+    given: dict[str, Any] = {"module.w": torch.arange(6.0).reshape(2, 3), "module.n": 5}
     save_dcp(given, tmp_path / "s")
-    state = {"model.w": torch.zeros(2, 3), "model.n": 0}
+    state: dict[str, Any] = {"model.w": torch.zeros(2, 3), "model.n": 0}
     reader = StreamReader(tmp_path / "s", rename={"module.": "model."})
     for _ in range(2):
         state["model.w"].zero_()

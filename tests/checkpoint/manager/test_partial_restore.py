@@ -25,7 +25,7 @@ def network(*names: str, head: int = 3, seed: int = 0) -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({name: torch.nn.Linear(4, head if name == "head" else 5) for name in names})
 
 
-def weight_of(model: torch.nn.ModuleDict, name: str = "body") -> torch.nn.Parameter:
+def weight_of(model: torch.nn.ModuleDict, name: str = "body") -> torch.Tensor:
     layer = model[name]
     assert isinstance(layer, torch.nn.Linear)
     return layer.weight
@@ -78,7 +78,7 @@ def test_what_is_new_keeps_its_values(tmp_path: Path, caplog: pytest.LogCaptureF
     other = torch.optim.AdamW(tuned.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(other, 3)
     before = values(tuned)
-    state = {
+    state: dict[str, Any] = {
         "model": tuned,
         "optimizer": other,
         "scheduler": scheduler,

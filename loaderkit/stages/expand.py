@@ -41,6 +41,10 @@ class ExpandArgs(CallArgs):
     num: PositiveInt = Field(description="how many samples are made of one")
 
 
+def unchanged(sample: Sample, number: int) -> None:
+    """For `expand`: each of the samples is the one before, and the stages behind, such as crops, draw for each."""
+
+
 def _takes_number(function: Callable[..., Any], args: ExpandArgs) -> bool:
     """True if a call gets the number of the sample that it makes."""
     called: Any = function
@@ -69,7 +73,8 @@ class _Expansion:
         self._keys = context.keys(stage) if wants_rng else None
         self._source, self._failed = context.source, context.failed(stage)
         self._each = _takes_number(load(stage.name, args), args)
-        self._copies = context.behind(stage)[0].kind != "batch"  # which copies what it is given
+        behind = context.before_batch[context.before_batch.index(stage) + 1 :]
+        self._copies = not all(context.kind_of(one).leaves_values for one in behind)  # `batch` copies what it is given
 
     def run(self, chunk: SampleChunk) -> None:
         """Put in the place of the chunk's samples those that are made of them; outside the order the first one of each."""
@@ -269,7 +274,7 @@ def _check(stages: Sequence[StageConfig], number: int, kinds: Mapping[str, Stage
             add_error(
                 place,
                 "sequences and batches of tokens are planned by the lengths of the samples of the source, and `expand` makes "
-                "others of them: use `batch: {size: N}`",
+                "others of them: use `batch: {size: N}`, or write them as samples of their own first",
             )
         elif place <= number and stage.args.workers != "auto" and cuts_samples(stages):
             add_error(

@@ -116,6 +116,40 @@ class ResolvedState(NamedTuple):
     objects: list[str]
 
 
+def without_optimizers(resolved: ResolvedState) -> tuple[ResolvedState, list[str]]:
+    """The state without that of optimizers, and their names: tables of nothing but `state` and `param_groups`. What lies in an
+    object of another kind, which takes its state as one thing, stays."""
+    children: dict[tuple[str | int, ...], set[str | int]] = {}
+    for path in resolved.flat.paths.values():
+        for depth, key in enumerate(path):
+            children.setdefault(path[:depth], set()).add(key)
+    found = [path for path, keys in children.items() if "param_groups" in keys <= {"state", "param_groups"}]
+    names = [".".join(map(str, path)) for path in found]
+    left_out = [
+        name for name in names if name and not any(f"{name}.".startswith(f"{one}.") for one in resolved.objects)
+    ]
+    prefixes = tuple(f"{name}." for name in left_out)
+    values = {name: value for name, value in resolved.flat.values.items() if not name.startswith(prefixes)}
+    containers = {
+        path: container
+        for path, container in resolved.containers.items()
+        if not f"{'.'.join(map(str, path))}.".startswith(prefixes)
+    }
+    flat = FlatState(values, {name: resolved.flat.paths[name] for name in values})
+    return resolved._replace(flat=flat, containers=containers), left_out
+
+
+def num_bytes_of(flat: FlatState) -> int:
+    """The bytes of the tensors that this rank holds."""
+    tensors = (value for value in flat.values.values() if isinstance(value, torch.Tensor))
+    return sum(_local(tensor).nbytes for tensor in tensors)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if type(tensor).__name__ == "DTensor" else tensor
+    return local
+
+
 def resolve(state: Any, optimizer_keys: OptimizerKeys = "numbers") -> ResolvedState:
     """Walk the state once, with the `state_dict()` of every object in the object's place. Nothing is copied.
 

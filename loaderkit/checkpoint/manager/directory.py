@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from loaderkit.checkpoint.discovery.kinds import METADATA, is_beside, step_in
@@ -33,7 +34,7 @@ from loaderkit.checkpoint.save.placement import (
     unfinished_saves,
 )
 from loaderkit.checkpoint.save.prune import remove_directory
-from loaderkit.checkpoint.structure import OWN_KEY
+from loaderkit.checkpoint.structure import OWN_KEY, WITHOUT
 from loaderkit.connectors.base import Connector, writes_of
 from loaderkit.errors import CheckpointError, ConfigError, ConnectorError, FormatError, ObjectNotFoundError, printable
 
@@ -48,13 +49,21 @@ def step_name(step: int) -> str:
 
 
 class RunDirectory:
-    """The directory `url`, which need not be there yet; `with_metrics`: what `saved` gives has metrics. Any thread may ask;
-    one at a time removes."""
+    """The directory `url`, which need not be there yet; `with_metrics`: what `saved` gives has metrics; `partial`: the steps
+    that are known to have no state of optimizers. Any thread may ask; one at a time removes."""
 
-    def __init__(self, url: str, connectors: Mapping[str, Connector], *, with_metrics: bool) -> None:
+    def __init__(
+        self,
+        url: str,
+        connectors: Mapping[str, Connector],
+        *,
+        with_metrics: bool = False,
+        partial: set[int] | None = None,
+    ) -> None:
         self._url = url
         self._connectors = connectors
         self._with_metrics = with_metrics
+        self._partial = set[int]() if partial is None else partial
         self._known: dict[int, SavedStep] = {}
         self._lock = threading.Lock()
         self._target: SaveTarget | None = None
@@ -95,7 +104,9 @@ class RunDirectory:
 
     def checked(self, step: int) -> int:
         """The step, if its checkpoint is whole. Raises CheckpointError, FormatError, ConnectorError."""
-        with OpenCheckpoint.open(self.url_of(step), self._connectors, "2GiB", True):
+        with OpenCheckpoint.open(self.url_of(step), self._connectors, "2GiB", True) as source:
+            if WITHOUT in source.contents.values or WITHOUT in source.contents.pickled:
+                self._partial.add(step)
             return step
 
     def of_another_make(self, step: int | None = None) -> Iterator[tuple[int, str]]:
@@ -299,7 +310,7 @@ class RunDirectory:
             if step not in self._known:
                 metrics = self._metrics(step) if self._with_metrics else {}
                 self.note(step, metrics, newest_s(target.connector, [manifest]) or time.time())
-        return {step: self._known[step] for step in manifests}
+        return {step: replace(self._known[step], is_partial=step in self._partial) for step in manifests}
 
     def _metrics(self, step: int) -> dict[str, Any]:
         """None of a checkpoint that is damaged."""

@@ -131,7 +131,7 @@ class EndNotice:
 
     @property
     def shutdown_timeout_s(self) -> float | None:
-        """How long torchrun lets this process live after one of the signals; None: it is not by torchrun, or for none of them."""
+        """How long torchrun lets this process live after one of the signals; None: it has not started it, or handles none."""
         limits = [] if self._signals is None else map(shutdown_timeout_s, self._signals.names)
         return min((limit for limit in limits if limit is not None), default=None)
 

@@ -241,13 +241,13 @@ class SaveSettings(Model):
         Every | None, BeforeValidator(lambda value: None if value is None else _parse_every(value)), _SERIALIZED
     ] = Field(
         None,
-        description="each N steps, a duration such as 10min, or auto: by what saving costs here and by `mtbf`, so that the least "
-        "training is lost; default: each step for which `save` is called",
+        description="each N steps, a duration such as 10min, or auto: by what saving costs here and by `mtbf`, so that the "
+        "least training is lost; default: each step for which `save` is called",
     )
     mtbf: Duration | None = Field(
         None,
-        description="for `every: auto`: the mean time from one interruption of the job to the next, such as 6h; default learned "
-        "from the restarts of this run, beginning with one a day",
+        description="for `every: auto`: the mean time from one interruption of the job to the next, such as 6h; default "
+        "learned from the restarts of this run, beginning with one a day",
     )
     keep: KeepArgs | None = Field(None, description="which checkpoints stay; default all")
     format: Literal["dcp", "safetensors"] = Field(

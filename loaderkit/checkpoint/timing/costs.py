@@ -75,9 +75,12 @@ class CostLog:
     def _of(self, chosen: Callable[[Iterable[float]], float], upload_s: float | None) -> SaveCost | None:
         if not self._costs:
             return self.before
-        parts = zip(*((cost.staging_s, cost.writing_s, cost.commit_s) for cost in self._costs), strict=True)
-        before_s = None if self.before is None else self.before.upload_s
-        return SaveCost(*(float(chosen(part)) for part in parts), before_s if upload_s is None else upload_s)
+        return SaveCost(
+            chosen(cost.staging_s for cost in self._costs),
+            chosen(cost.writing_s for cost in self._costs),
+            chosen(cost.commit_s for cost in self._costs),
+            self.before.upload_s if upload_s is None and self.before is not None else upload_s,
+        )
 
 
 class Extent(NamedTuple):

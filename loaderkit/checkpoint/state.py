@@ -16,7 +16,7 @@ import torch
 
 from loaderkit.checkpoint.names import MAX_DEPTH, Index, Leaf, Path, flatten, no_tuples, same_name, too_deep
 from loaderkit.checkpoint.structure import Container, Containers, collect
-from loaderkit.checkpoint.wrappers import check_names, parameter_names, unwrapped_state
+from loaderkit.checkpoint.wrappers import FLAT_REMEDY, check_names, check_not_flat, parameter_names, unwrapped_state
 from loaderkit.errors import ConfigError
 
 MAX_LEAVES = 100_000_000
@@ -212,8 +212,10 @@ class _Replacer:
         return value.state_dict()
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: Path) -> Any:
+        modules = modules_in(self._state)
+        check_not_flat(".".join(map(str, path)), optimizer, modules)
         state = optimizer.state_dict()
-        names = None if self._optimizer_keys == "numbers" else parameter_names(optimizer, modules_in(self._state))
+        names = None if self._optimizer_keys == "numbers" else parameter_names(optimizer, modules)
         named = None if names is None else _by_name(state, names)
         if named is not None:
             params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -268,6 +270,11 @@ def _check_keys(name: str, table: Mapping[Any, Any]) -> None:
 def _check_values(leaves: Mapping[str, Leaf]) -> None:
     for name, leaf in leaves.items():
         if isinstance(leaf.value, torch.Tensor):
+            if type(leaf.value).__name__ == "ShardedTensor":
+                raise ConfigError(
+                    f"state: {name!r} is a ShardedTensor, as FSDP1 gives them, which is not restored: for an optimizer, "
+                    f"{FLAT_REMEDY}; of a module, put the module itself into the state"
+                )
             if torch.nn.parameter.is_lazy(leaf.value):
                 raise ConfigError(
                     f"state: {name!r} belongs to a lazy module that has not seen a batch yet, and has no elements: save it "

@@ -38,28 +38,26 @@ class Interruptions:
 
     def lost_share(self, interval_s: float) -> float:
         """The share of training lost where `interval_s` of training lie between two saves; may exceed 1."""
-        period_s = interval_s + self.pause_s
+        period_s = max(interval_s + self.pause_s, 1e-9)
         redone_s = interval_s / 2 + self.flush_s
         if self.upload_s is not None:
-            # One at a time is uploaded, the newest, so those in `to` are no closer than an upload takes.
-            far_s = max(period_s, self.upload_s) - period_s
-            redone_s += self.lost_machines * (far_s / 2 + self.upload_s)
+            # One at a time is uploaded. Where that takes longer than from save to save, what is in `to` is older by half of it.
+            waits_s = self.upload_s / 2 if self.upload_s > period_s else 0.0
+            redone_s += self.lost_machines * (self.upload_s + waits_s)
         return self.pause_s / period_s + (redone_s + self.restart_s) / self.mtbf_s
 
     def best_interval_s(self) -> float:
         """Seconds of training between two saves at which the least is lost."""
-        choices = [self._daly_s(1.0)]
-        if self.upload_s is not None and not self.uploads_all:
-            # Below the time of an upload a longer interval makes what is in `to` no older.
-            border_s = self.upload_s - self.pause_s
-            choices = [max(choices[0], border_s), min(self._daly_s(1.0 - self.lost_machines), border_s)]
+        daly_s = self._daly_s()
+        choices = [daly_s]
+        if self.upload_s is not None:
+            choices.append(max(daly_s, self.upload_s - self.pause_s))  # with every save uploaded as it comes
         least_s = self.least_interval_s
         return min((max(choice, least_s) for choice in choices), key=self.lost_share)
 
-    def _daly_s(self, share: float) -> float:
-        """The optimum where `share` of the interruptions lose half an interval."""
-        mtbf_s = self.mtbf_s / share if share > 0 else math.inf
-        if self.pause_s >= 2 * mtbf_s or math.isinf(mtbf_s):
-            return mtbf_s
-        root = math.sqrt(self.pause_s / (2 * mtbf_s))
-        return max(math.sqrt(2 * self.pause_s * mtbf_s) * (1 + root / 3 + root**2 / 9) - self.pause_s, 0.0)
+    def _daly_s(self) -> float:
+        """The optimum without `local`, and without a bound by the time of a flush."""
+        if self.pause_s >= 2 * self.mtbf_s:
+            return self.mtbf_s
+        root = math.sqrt(self.pause_s / (2 * self.mtbf_s))
+        return max(math.sqrt(2 * self.pause_s * self.mtbf_s) * (1 + root / 3 + root**2 / 9) - self.pause_s, 0.0)

@@ -23,6 +23,7 @@ from loaderkit.checkpoint.manager.retention import SavedStep, steps_to_keep
 from loaderkit.checkpoint.manager.settings import KeepArgs
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.save.commit import clear_dead
+from loaderkit.checkpoint.save.occupied import OccupiedDirectory
 from loaderkit.checkpoint.save.owner import this_process
 from loaderkit.checkpoint.save.placement import (
     Placement,
@@ -68,6 +69,7 @@ class RunDirectory:
         self._lock = threading.Lock()
         self._target: SaveTarget | None = None
         self._is_closed = False
+        self._occupied: OccupiedDirectory | None = None
         self._has_failed = False  # to remove, so that something of it may be left
         self._has_warned = False
         self._foreign: set[str] = set()  # steps without a manifest that no manager has saved
@@ -214,11 +216,22 @@ class RunDirectory:
         with self._opened() as target:
             return any(save.name == step_name(step) and save.is_running for save in unfinished_saves(target))
 
+    def occupy(self) -> None:
+        """Say that this process saves here, until `close`, and tell of others that do."""
+        with self._lock:
+            if self._is_closed or self._occupied is not None:
+                return
+        with self._opened() as target:
+            self._occupied = OccupiedDirectory(target, str(self))
+
     def close(self) -> None:
         """Close the connector, unless it was given; what asks later opens another one. Idempotent."""
         with self._lock:
             self._is_closed = True
             target, self._target = self._target, None
+            occupied, self._occupied = self._occupied, None
+        if occupied is not None:
+            occupied.close()
         if target is not None:
             target.close()
 

@@ -94,6 +94,8 @@ class Tiers:
             if self._uploads is not None and not self._is_claimed:
                 self._near.put(_CLAIM, json.dumps({"version": 1, "to": self._far.url}).encode())
                 self._is_claimed = True
+            if self._board is None or self._board.rank == 0:
+                self._far.occupy()
             yield
 
     def check_rewound(self, chosen: int, step: int) -> None:

@@ -31,7 +31,8 @@ NUM_INTERRUPTIONS = 20_000
 
 
 def drawn(rng: np.random.Generator) -> Interruptions:
-    """A setting: pauses of 50 ms to a minute, an interruption in half an hour to ten days, with and without `local`."""
+    """A setting: pauses of 50 ms to a minute, an interruption in half an hour to ten days, with and without `local`; an upload
+    takes at most a sixth of the time between two interruptions."""
 
     def log_uniform(low: float, high: float) -> float:
         return float(np.exp(rng.uniform(np.log(low), np.log(high))))
@@ -39,31 +40,29 @@ def drawn(rng: np.random.Generator) -> Interruptions:
     pause_s = log_uniform(0.05, 60.0)
     flush_s = pause_s * log_uniform(1.0, 30.0)
     has_local = bool(rng.random() < 0.5)
+    upload_s = flush_s * log_uniform(1.0, 30.0)
     return Interruptions(
         pause_s=pause_s,
         flush_s=flush_s,
-        mtbf_s=max(log_uniform(1800.0, 864000.0), 20 * pause_s),
-        upload_s=flush_s * log_uniform(1.0, 30.0) if has_local else None,
+        mtbf_s=max(log_uniform(1800.0, 864000.0), 20 * pause_s, 6 * upload_s if has_local else 0.0),
+        upload_s=upload_s if has_local else None,
         restart_s=log_uniform(10.0, 600.0),
         lost_machines=float(rng.uniform(0.05, 0.6)) if has_local else 0.0,
     )
 
 
-def lives_of(case: Interruptions, rng: np.random.Generator) -> tuple[Floats, Floats]:
+def lives_of(case: Interruptions, total: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
     """How long the job ran before each interruption, and whether the machine was lost (1 or 0). Drawn from the exponential
     distribution stratum by stratum, so that few differ in the mean by chance."""
-    num_lost = round(NUM_INTERRUPTIONS * case.lost_machines)
-    parts = [
-        -case.mtbf_s * np.log1p(-(np.arange(num) + rng.random(num)) / num)
-        for num in (num_lost, NUM_INTERRUPTIONS - num_lost)
-    ]
-    lost = np.repeat([1.0, 0.0], [num_lost, NUM_INTERRUPTIONS - num_lost])
-    order = rng.permutation(NUM_INTERRUPTIONS)
+    num_lost = round(total * case.lost_machines)
+    parts = [-case.mtbf_s * np.log1p(-(np.arange(num) + rng.random(num)) / num) for num in (num_lost, total - num_lost)]
+    lost = np.repeat([1.0, 0.0], [num_lost, total - num_lost])
+    order = rng.permutation(total)
     return np.concatenate(parts)[order], lost[order]
 
 
-def lost_shares(cases: list[Interruptions], intervals: Floats, rng: np.random.Generator) -> Floats:
-    """The share of time lost in each case at each of its intervals, over many interruptions; [cases, intervals]."""
+def lost_shares(cases: list[Interruptions], intervals: Floats, total: int, rng: np.random.Generator) -> Floats:
+    """The share of time lost in each case at each of its intervals, over `total` interruptions; [cases, intervals]."""
 
     def column(name: str) -> Floats:
         return np.array([[getattr(case, name) or 0.0] for case in cases])
@@ -71,7 +70,7 @@ def lost_shares(cases: list[Interruptions], intervals: Floats, rng: np.random.Ge
     pause, flush, restart = column("pause_s"), column("flush_s"), column("restart_s")
     has_local = np.array([[case.upload_s is not None] for case in cases])
     upload = column("upload_s")
-    drawn_lives = [lives_of(case, rng) for case in cases]
+    drawn_lives = [lives_of(case, total, rng) for case in cases]
     lives = np.array([one for one, _ in drawn_lives])[..., None]
     lost = np.array([one for _, one in drawn_lives])[..., None] > 0
     period = np.maximum(intervals + pause, flush)
@@ -80,7 +79,7 @@ def lost_shares(cases: list[Interruptions], intervals: Floats, rng: np.random.Ge
     first = period - pause + flush  # when the first save is committed; save k is at k * period - pause
     worth = np.zeros_like(intervals)  # work that is kept, in seconds of training
     behind = np.zeros_like(intervals)  # work that `local` has and `to` has not
-    for number in range(NUM_INTERRUPTIONS):
+    for number in range(total):
         trained = np.maximum(lives[:, number] - restart, 0.0)
         near = np.maximum(np.floor((trained + pause - flush) / period), 0.0) * work
         begins = np.where(behind > 0, np.maximum(upload, first), first)  # after what the last life has left
@@ -117,7 +116,7 @@ class Curve:
         return float(np.exp(fine[np.argmin(values)]))
 
 
-def simulate(num: int, seed: int) -> dict[str, Any]:
+def simulate(num: int, seed: int, num_interruptions: int = NUM_INTERRUPTIONS) -> dict[str, Any]:
     """The advice and the best of `num` drawn settings."""
     rng = np.random.default_rng(seed)
     cases = [drawn(rng) for _ in range(num)]
@@ -126,7 +125,10 @@ def simulate(num: int, seed: int) -> dict[str, Any]:
     intervals = np.array(
         [np.geomspace(low, one * WIDEST, NUM_INTERVALS) for low, one in zip(lows, advised, strict=True)]
     )
-    lost = lost_shares(cases, intervals, rng)
+    for case, own in zip(cases, intervals, strict=True):
+        if case.upload_s is not None and own[0] < (border_s := case.upload_s - case.pause_s) < own[-1]:
+            own[np.searchsorted(own, border_s)] = border_s  # from which on every save is uploaded as it comes
+    lost = lost_shares(cases, intervals, num_interruptions, rng)
     rows = []
     for case, advised_s, own_intervals, own_lost in zip(cases, advised, intervals, lost, strict=True):
         border_s = 0.0 if case.upload_s is None else case.upload_s - case.pause_s
@@ -148,7 +150,7 @@ def simulate(num: int, seed: int) -> dict[str, Any]:
     more_lost = np.array([row["lost_more"] for row in rows])
     return {
         "num_settings": num,
-        "num_interruptions": NUM_INTERRUPTIONS,
+        "num_interruptions": num_interruptions,
         "seed": seed,
         "interval_off": {
             "median": float(np.median(offs)),

@@ -217,7 +217,7 @@ def upload(rank: int, num_ranks: int, folder: Path) -> None:
     checkpoints = loaderkit.CheckpointManager("far://", local=local, connectors=stores, timeout_s=60.0)
     checkpoints.save(1, state)
     checkpoints.wait_until_finished()
-    whole = sorted(path.name for path in (folder / "far").iterdir())
+    whole = sorted(path.name for path in (folder / "far").glob("step-*"))
     far.is_gone = True
     checkpoints.save(2, state)
     messages.append(message_of(checkpoints.wait_until_finished))

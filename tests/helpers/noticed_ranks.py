@@ -93,7 +93,12 @@ def train(
                         break
     sys.setprofile(None)
     last = checkpoints.stats()["last"] or {}
-    said = {"stopped": stopped, "steps": checkpoints.all_steps(), "extent": last.get("extent"), "calls": signalled.num}
+    said = {
+        "stopped": stopped,
+        "newest": checkpoints.latest_step(),
+        "extent": last.get("extent"),
+        "calls": signalled.num,
+    }
     (folder / f"said-{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()
     signal.setitimer(signal.ITIMER_REAL, 0.0)

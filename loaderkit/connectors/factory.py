@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 
 from loaderkit._internal.config.diagnostics import nearest
 from loaderkit._internal.extensions import Registry
-from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import RetryArgs, StoreArgs
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.layers.retry import RetryConnector
+from loaderkit.connectors.layers.retried import RetryConnector
+from loaderkit.connectors.retries import RetryPolicy
 from loaderkit.errors import ConfigError
 
 ConnectorFactory = Callable[[str, StoreArgs], Connector]

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from loaderkit._internal.system.cgroups import num_cpus_of_rank
 from loaderkit._internal.units import format_bytes
+from loaderkit.diagnosis.evidence import more_cpus, would_take_from_others
 from loaderkit.diagnosis.interval import Interval, has_memory_for
 from loaderkit.diagnosis.stage_facts import COMPUTING, StageFacts, more_of
 from loaderkit.diagnosis.verdict import Remedy, Setting, say
-from loaderkit.diagnosis.words import more_cpus, would_take_from_others
 
 FASTER = "a faster iterable, or its data in files, which workers read side by side"
 FULL_LINK = "a faster store or a local copy, or smaller (compressed) samples; more workers would not help"

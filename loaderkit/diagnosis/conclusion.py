@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loaderkit.diagnosis import words
+from loaderkit.diagnosis.evidence import host_facts, waited
 from loaderkit.diagnosis.interval import Interval
 from loaderkit.diagnosis.stage_facts import StageFacts
 from loaderkit.diagnosis.verdict import Remedy, Verdict
@@ -22,7 +22,7 @@ def without_stage(
     interval: Interval, cause: str, evidence: str, remedy: Remedy, *, sure: float = 1.0, kind: str | None = None
 ) -> Verdict:
     """The verdict where the loop waited longest for something other than a stage."""
-    return conclude(interval, cause, kind or cause, f"{words.waited(interval, cause)}{evidence}", remedy, sure=sure)
+    return conclude(interval, cause, kind or cause, f"{waited(interval, cause)}{evidence}", remedy, sure=sure)
 
 
 def of_stage(
@@ -38,8 +38,8 @@ def of_stage(
     """The verdict where the loop waited longest for a stage. It is less sure where its workers are not busy, unless it
     `agrees` with that."""
     name, use = facts.stage.name, facts.pool.use
-    parts = [words.waited(interval, name), f"the workers were busy for {100 * use:.0f} % of their time", evidence]
-    parts += words.host_facts(interval, facts)
+    parts = [waited(interval, name), f"the workers were busy for {100 * use:.0f} % of their time", evidence]
+    parts += host_facts(interval, facts)
     # Workers are as busy as a limit's are, or idle for a reason.
     agrees = agrees or use >= BUSY or interval.is_inline or kind in ("depth", "memory", "stragglers")
     return conclude(interval, name, kind, "; ".join(parts), remedy, sure=sure if agrees else 0.7 * sure)

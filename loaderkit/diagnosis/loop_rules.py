@@ -8,8 +8,9 @@ it.
 from __future__ import annotations
 
 from loaderkit._internal.units import say_seconds, say_size
-from loaderkit.diagnosis import changes, words
+from loaderkit.diagnosis import changes
 from loaderkit.diagnosis.conclusion import without_stage
+from loaderkit.diagnosis.evidence import after_start, more_cpus, quota, say_memory, waited
 from loaderkit.diagnosis.interval import HARMLESS, NUM_SURE, SPARE, Interval
 from loaderkit.diagnosis.verdict import Remedy, Setting, Verdict
 from loaderkit.engine.metrics.nodes.counts import NodeStats
@@ -20,7 +21,7 @@ _SLOW = 3.0  # times the time of a batch from other nodes
 
 def training(interval: Interval) -> Verdict:
     """The loop hardly waited."""
-    evidence = words.waited(interval)
+    evidence = waited(interval)
     change = "nothing in loading: make the training step faster"
     if not interval.is_inline:
         use = max(pool.use for pool in interval.pools)
@@ -43,12 +44,12 @@ def start(interval: Interval) -> Verdict:
     change = (
         "call loader.start() before the model is built; for the steady state, take stats(since=...) from a later moment"
     )
-    return without_stage(interval, START, f"; {words.after_start(interval)}", Remedy(change))
+    return without_stage(interval, START, f"; {after_start(interval)}", Remedy(change))
 
 
 def memory(interval: Interval) -> Verdict:
     """The loop waited for room in the memory budget."""
-    evidence = f"; {words.say_memory(interval)}"
+    evidence = f"; {say_memory(interval)}"
     return without_stage(interval, MEMORY, evidence, changes.more_memory(interval), sure=0.95)
 
 
@@ -59,18 +60,16 @@ def wakeup(interval: Interval) -> Verdict:
     evidence = f"{each}: batches were ready, and the loop's thread was not running"
     if interval.is_held_back:
         change = "a larger CPU quota; or less work for the CPUs: fewer workers, and library threads as few as the quota"
-        return without_stage(
-            interval, WAKEUP, f"{evidence}; {words.quota(interval)}", Remedy(change), sure=0.9, kind="quota"
-        )
+        return without_stage(interval, WAKEUP, f"{evidence}; {quota(interval)}", Remedy(change), sure=0.9, kind="quota")
     if interval.is_inline:  # the loop makes its batches itself
-        cpus = f"{words.more_cpus(interval)}; or " if interval.is_short_of_cpus else ""
+        cpus = f"{more_cpus(interval)}; or " if interval.is_short_of_cpus else ""
         return without_stage(interval, WAKEUP, evidence, Remedy(f"{cpus}larger batches"), sure=0.8)
     change = "fewer workers; for batches of less than a millisecond, larger batches or executor: inline"
     process = changes.in_a_process(interval, "so that loading does not hold the GIL")
     is_remote, settings = interval.stats.tuning.is_remote, tuple[Setting, ...]()
     if interval.is_short_of_cpus:
         # Beside programs that took most of them, another executor helped in none of five trials.
-        change = f"{words.more_cpus(interval)}; or {change}{'' if is_remote else f'; or {process}, {process.why}'}"
+        change = f"{more_cpus(interval)}; or {change}{'' if is_remote else f'; or {process}, {process.why}'}"
     elif not is_remote:
         change = f"{process}, {process.why} when the loop needs it; or {change}"
         settings = (process,)

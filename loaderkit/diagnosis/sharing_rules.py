@@ -5,8 +5,9 @@ the facts, beside its words, that gives a verdict, or None where it does not app
 from __future__ import annotations
 
 from loaderkit._internal.units import say_seconds
-from loaderkit.diagnosis import changes, words
+from loaderkit.diagnosis import changes
 from loaderkit.diagnosis.conclusion import BUSY, confidence_of_comparison, of_stage
+from loaderkit.diagnosis.evidence import compared
 from loaderkit.diagnosis.interval import WAITING, Interval
 from loaderkit.diagnosis.stage_facts import COMPUTING, LITTLE_CPU, Facts, StageFacts, is_of_user
 from loaderkit.diagnosis.verdict import Remedy, Verdict
@@ -91,7 +92,7 @@ def gil(facts: Facts) -> Verdict | None:
     if trial.holds_gil:
         evidence += f"; the GIL was held {100 * (trial.gil_taken or 0.0):.0f} % of the times a worker asked for it"
     if busiest.alone_share is not None:
-        evidence += f"; {words.compared(busiest)}"
+        evidence += f"; {compared(busiest)}"
     change = changes.own_gil(
         interval,
         awaited,
@@ -159,12 +160,12 @@ def lock_or_bandwidth(facts: Facts) -> Verdict | None:
         return None
     if stage.kind == "transfer" or (stage.kind == "read" and stage.num_bytes > 0):
         gives = f"; it delivers {stage.num_bytes / interval.wall_s / 1e6:.3g} MB/s in total" if stage.num_bytes else ""
-        evidence = f"{words.compared(awaited)}, waiting for data: the link is full{gives}"
+        evidence = f"{compared(awaited)}, waiting for data: the link is full{gives}"
         change = MOVE_LESS if stage.kind == "transfer" else changes.FULL_LINK
         sure = confidence_of_comparison(awaited)
         return of_stage(interval, awaited, "bandwidth", evidence, Remedy(change), sure=sure)
     on_cpu = f"on a CPU for {100 * awaited.cpu_share:.0f} % of the time"
-    evidence = f"{words.compared(awaited)}, {on_cpu}: workers wait for one another"
+    evidence = f"{compared(awaited)}, {on_cpu}: workers wait for one another"
     change = changes.unlocked(stage.name)
     settings = changes.own_gil(interval, awaited, "", "").settings if stage.alone else ()
     found = Remedy(change, settings, is_exact=not settings)

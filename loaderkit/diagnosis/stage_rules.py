@@ -5,8 +5,9 @@ facts, beside its words, that gives a verdict, or None where it does not apply.
 from __future__ import annotations
 
 from loaderkit._internal.units import say_seconds
-from loaderkit.diagnosis import changes, words
+from loaderkit.diagnosis import changes
 from loaderkit.diagnosis.conclusion import BUSY, confidence_of_comparison, of_stage
+from loaderkit.diagnosis.evidence import compared, say_memory
 from loaderkit.diagnosis.interval import WAITING
 from loaderkit.diagnosis.sharing_rules import MOVE_LESS, is_held_by_one
 from loaderkit.diagnosis.stage_facts import (
@@ -139,7 +140,7 @@ def memory_ahead(facts: Facts) -> Verdict | None:
     interval, awaited = facts.interval, facts.awaited
     if not _is_idle(facts) or not interval.is_short_of_memory:
         return None
-    return of_stage(interval, awaited, "memory", words.say_memory(interval), changes.more_memory(interval), sure=0.95)
+    return of_stage(interval, awaited, "memory", say_memory(interval), changes.more_memory(interval), sure=0.95)
 
 
 def depth(facts: Facts) -> Verdict | None:
@@ -212,7 +213,7 @@ def waiting(facts: Facts) -> Verdict:
     if awaited.alone_share is not None:
         is_independent = awaited.slowdown is not None and awaited.slowdown < PLAINLY
         found = ": all together hardly get more done" if awaited.is_limited else ""
-        evidence += f"; {words.compared(awaited)}{': workers do not block one another' if is_independent else found}"
+        evidence += f"; {compared(awaited)}{': workers do not block one another' if is_independent else found}"
         kind, sure = ("waiting", 0.5) if awaited.is_limited else ("latency", confidence_of_comparison(awaited))
     if stage.kind == "read":
         change = change.then("; or fewer, larger requests: tar shards, order.shuffle: block")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from file_systems import can_be_read_around
 
-from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.layers.retry import RetryConnector
+from loaderkit.connectors.layers.retried import RetryConnector
 from loaderkit.connectors.page_cache import cached_share, evict, parts_of
+from loaderkit.connectors.retries import RetryPolicy
 
 
 @pytest.fixture

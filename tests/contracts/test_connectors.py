@@ -18,7 +18,6 @@ from seaweed import Seaweed
 
 import loaderkit
 from loaderkit.checkpoint.discovery.archive import TarConnector
-from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.base import (
     BulkReads,
     Connector,
@@ -33,9 +32,10 @@ from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.fsspec import FsspecConnector
 from loaderkit.connectors.layers.cache import CacheConnector
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
-from loaderkit.connectors.layers.retry import RetryConnector
+from loaderkit.connectors.layers.retried import RetryConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.ranges import RangeSlice
+from loaderkit.connectors.retries import RetryPolicy
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.sources.formats.tar_index import scan_tar
 from loaderkit.testing import ConnectorContract, Store

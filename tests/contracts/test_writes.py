@@ -23,16 +23,16 @@ from power_cut import DroppingConnector
 from seaweed import Seaweed
 
 from loaderkit.checkpoint.discovery.archive import TarConnector
-from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.base import Connector, ObjectWriter, Writes, counters_of, writes_of
 from loaderkit.connectors.config import CacheArgs, S3Args
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.fsspec import FsspecConnector
 from loaderkit.connectors.layers.cache import CacheConnector
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
-from loaderkit.connectors.layers.retry import RetryConnector
+from loaderkit.connectors.layers.retried import RetryConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.ranges import RangeSlice
+from loaderkit.connectors.retries import RetryPolicy
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundError
 

@@ -22,12 +22,12 @@ from seaweed import Seaweed
 from simulated_disk import Disk, SharedDisk, SharedFiles
 
 from loaderkit.checkpoint.discovery.description import Format
-from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import RetryArgs, S3Args
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.fsspec import FsspecConnector
-from loaderkit.connectors.layers.retry import RetryConnector
+from loaderkit.connectors.layers.retried import RetryConnector
+from loaderkit.connectors.retries import RetryPolicy
 from loaderkit.connectors.s3 import S3Connector
 
 BUCKET = "crashes"

@@ -16,10 +16,10 @@ from functools import partial
 from hashlib import md5
 from typing import Any, NamedTuple
 
-from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.base import BulkConnector, ConnectorTraits, ObjectInfo
 from loaderkit.connectors.call_pool import Call
 from loaderkit.connectors.config import RetryArgs, S3Args
+from loaderkit.connectors.retries import RetryPolicy
 from loaderkit.connectors.s3.client import Client, Page
 from loaderkit.connectors.s3.config import ClientSettings, S3Location
 from loaderkit.connectors.s3.requests import Requests

@@ -13,8 +13,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.connectors.backoff import Retries, RetryPolicy
 from loaderkit.connectors.call_pool import Call, CallPool
+from loaderkit.connectors.retries import Retries, RetryPolicy
 from loaderkit.connectors.s3.client import Client
 from loaderkit.connectors.s3.config import ClientSettings, S3Location
 from loaderkit.connectors.s3.errors import translate

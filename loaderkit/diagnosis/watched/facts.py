@@ -7,8 +7,8 @@ from typing import Any
 
 from loaderkit._internal.system.cgroups import free_memory
 from loaderkit._internal.units import say_seconds, say_size
-from loaderkit.diagnosis import words
 from loaderkit.diagnosis.conclusion import conclude
+from loaderkit.diagnosis.evidence import more_cpus, quota, waited
 from loaderkit.diagnosis.interval import Interval
 from loaderkit.diagnosis.stage_facts import COMPUTING
 from loaderkit.diagnosis.verdict import Remedy, Setting, Verdict
@@ -62,7 +62,7 @@ class WatchedFacts:
 
     def verdict(self, kind: str, evidence: list[str], change: Remedy, *, sure: float = 1.0) -> Verdict:
         """The verdict of that kind."""
-        parts = [words.waited(self.interval, self.cause), *evidence, *of_machine(self.interval, self.stats)]
+        parts = [waited(self.interval, self.cause), *evidence, *of_machine(self.interval, self.stats)]
         return conclude(self.interval, self.cause, kind, "; ".join(filter(None, parts)), change, sure=sure)
 
     def line(self) -> CostlyLine | None:
@@ -191,12 +191,12 @@ def of_machine(interval: Interval, stats: WatchedSnapshot) -> list[str]:
         )
         found.append(f"other programs used {others:.1f} of {num_cpus} CPUs{f': {named}' if named else ''}")
     if interval.is_short_of_cpus and stats.host.quota_cpus is not None:
-        found.append(words.quota(interval))
+        found.append(quota(interval))
     if stats.host.swapped_bytes:
         found.append(f"{say_size(stats.host.swapped_bytes)} of this program are swapped out")
     return found
 
 
 def no_cpu(facts: WatchedFacts) -> str:
-    more = words.more_cpus(facts.interval)
+    more = more_cpus(facts.interval)
     return f"no CPU free ({more} would)" if more != "more CPUs" else "no CPU free"

@@ -23,8 +23,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from loaderkit._internal.units import say_seconds, say_size
-from loaderkit.diagnosis import causes, words
+from loaderkit.diagnosis import causes
 from loaderkit.diagnosis.conclusion import BUSY
+from loaderkit.diagnosis.evidence import after_start, more_cpus, quota, waited
 from loaderkit.diagnosis.interval import HARMLESS, SPARE, WAITING, Interval
 from loaderkit.diagnosis.stage_facts import COMPUTING
 from loaderkit.diagnosis.verdict import Remedy, Verdict
@@ -76,7 +77,7 @@ def _of_cause(facts: WatchedFacts) -> Verdict:
 
 
 def _training(interval: Interval, stats: WatchedSnapshot) -> Verdict:
-    evidence, change = words.waited(interval), "nothing in loading: make the training step faster"
+    evidence, change = waited(interval), "nothing in loading: make the training step faster"
     arguments = stats.arguments
     if arguments is not None and arguments.num_workers and stats.watched.slot_s > 0:
         use = stats.watched.worker_use
@@ -91,7 +92,7 @@ def _start(facts: WatchedFacts) -> Verdict:
     change = "a longer run tells more: this comes once"
     if facts.arguments.num_workers:
         change += "; workers begin while the model is built if iter() is called before that"
-    return facts.verdict("start", [words.after_start(facts.interval)], Remedy(change))
+    return facts.verdict("start", [after_start(facts.interval)], Remedy(change))
 
 
 def _epoch_change(facts: WatchedFacts) -> Verdict:
@@ -166,8 +167,8 @@ def _wakeup(facts: WatchedFacts) -> Verdict:
     evidence = [f"{facts.per_batch(seconds)} a batch: batches were there, and the loop's thread got no CPU"]
     if facts.interval.is_held_back:
         change = "a larger CPU quota; or fewer num_workers"
-        return facts.verdict("quota", [*evidence, words.quota(facts.interval)], Remedy(change), sure=0.9)
-    more = words.more_cpus(facts.interval)
+        return facts.verdict("quota", [*evidence, quota(facts.interval)], Remedy(change), sure=0.9)
+    more = more_cpus(facts.interval)
     return facts.verdict(
         "wakeup", evidence, Remedy(f"{more}; or fewer num_workers, if they are what uses them"), sure=0.8
     )

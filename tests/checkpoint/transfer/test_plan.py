@@ -20,15 +20,15 @@ from loaderkit.checkpoint.discovery.archive import TarConnector
 from loaderkit.checkpoint.discovery.locate import locate
 from loaderkit.checkpoint.transfer.fetch import num_workers_of, plan_access
 from loaderkit.checkpoint.transfer.plan import ReadRequest, chunk_bytes_of, limits_of
-from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.base import Connector, ConnectorTraits, traits_of
 from loaderkit.connectors.config import CacheArgs, S3Args, StoreArgs
 from loaderkit.connectors.factory import open_connector
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.layers.cache import CacheConnector
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
-from loaderkit.connectors.layers.retry import RetryConnector
+from loaderkit.connectors.layers.retried import RetryConnector
 from loaderkit.connectors.page_cache import cached_share
+from loaderkit.connectors.retries import RetryPolicy
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.errors import CheckpointError
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import wait_for
 
-from loaderkit.connectors.backoff import Retries, RetryPolicy
+from loaderkit.connectors.retries import Retries, RetryPolicy
 from loaderkit.errors import (
     ChecksumError,
     ClosedError,

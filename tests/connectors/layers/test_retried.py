@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import loaderkit
-from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.base import BulkReads, ObjectInfo, Ranges, bulk_of
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.layers.retry import RetryConnector
+from loaderkit.connectors.layers.retried import RetryConnector
 from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.connectors.retries import RetryPolicy
 from loaderkit.errors import (
     RequestTimeoutError,
     TemporaryError,

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from loaderkit.connectors.backoff import Retries, RetryPolicy
 from loaderkit.connectors.base import (
     BulkReads,
     Connector,
@@ -27,6 +26,7 @@ from loaderkit.connectors.base import (
     modified_s_of,
 )
 from loaderkit.connectors.call_pool import CallPool
+from loaderkit.connectors.retries import Retries, RetryPolicy
 from loaderkit.connectors.writing import WriterLayer, WritesLayer
 from loaderkit.errors import RequestTimeoutError, TemporaryError
 

@@ -22,7 +22,7 @@ from loaderkit.errors import USER_ERRORS
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.expanded import ExpandedChunk, MadeSample
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Clip, Encoded, Image
+from loaderkit.samples.values import Clip, Encoded, Image, Pictures
 from loaderkit.sampling.random import generator
 from loaderkit.stages.base import AddError, StageConfig
 from loaderkit.stages.batch import BatchArgs
@@ -201,6 +201,8 @@ def _apart(value: Any, spans: Sequence[tuple[int, int]]) -> Any:
     """The value, copied if it lies in this memory."""
     if isinstance(value, Clip):
         return Clip(tuple(_apart(frame, spans) for frame in value.frames))
+    if isinstance(value, Pictures):
+        return Pictures(tuple(_apart(image, spans) for image in value.images))
     span = _span(value)
     if span is None or not any(begin < span[1] and span[0] < end for begin, end in spans):
         return value

@@ -337,6 +337,25 @@ def test_hdf5_reads_no_other_file(tmp_path: Path) -> None:
             refused(source_of("hdf5", path, samples, ["image"]), message)
 
 
+@pytest.mark.parametrize("suffix", [".h5", ".hdf5", ".hdf", ".mat", ".MAT"])
+def test_hdf5_of_other_extensions(tmp_path: Path, rng: np.random.Generator, suffix: str) -> None:
+    """In a folder and alone; MATLAB's begins with a block of text. Files of the same extension in other formats are named."""
+    values = rng.normal(size=(6, 4))
+    (tmp_path / "notes.txt").write_text("no data")
+    block = 512 if suffix.lower() == ".mat" else 0
+    with h5py.File(tmp_path / f"a{suffix}", "w", userblock_size=block) as file:
+        file["data/image"] = values
+    if block:
+        with open(tmp_path / f"a{suffix}", "r+b") as raw:
+            raw.write(b"MATLAB 7.3 MAT-file, Platform: GLNXA64".ljust(124) + b"\0\x02IM")
+    for url in (tmp_path, tmp_path / f"a{suffix}"):
+        (batch,) = epochs(source_of("hdf5", url, "rows", ["image"]), {"batch": {"size": 6}})
+        np.testing.assert_array_equal(sorted(batch["image"].tolist()), sorted(values.tolist()))
+    for begin, message in ((b"MATLAB 5.0 MAT-file", "-v7.3"), (b"\x0e\x03\x13\x01", "HDF4"), (b"CDF\x01", "NetCDF")):
+        (tmp_path / f"b{suffix}").write_bytes(begin.ljust(2000))
+        refused(source_of("hdf5", tmp_path, "rows", ["image"]), rf"b{suffix}.*{message}")
+
+
 def test_hdf5_loads_no_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = h5(
         tmp_path / "x.h5",

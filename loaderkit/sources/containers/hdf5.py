@@ -24,6 +24,12 @@ _NUM_THREADS = 8
 _MOST_LINKS = 16
 _FILTERS = {1, 2, 3, 4, 5, 6, 32000}  # deflate, shuffle, fletcher32, szip, nbit, scale-offset; lzf, which is h5py's own
 
+_OTHER_FORMATS = {  # by how a file begins
+    b"MATLAB 5.0": "a MATLAB file of a version before 7.3, which is no HDF5: write it by save(..., '-v7.3')",
+    b"\x0e\x03\x13\x01": "an HDF4 file: h4toh5 makes HDF5 of it",
+    b"CDF": "a classic NetCDF file, which is no HDF5: nccopy -k nc4 makes it one",
+}
+
 
 class RangedFile(io.RawIOBase):
     """An object of a connector as a file: small reads, of HDF5's tables, by pages that are held; large ones as they are."""
@@ -119,7 +125,17 @@ def _open(connector: Connector, info: ObjectInfo, paths: Mapping[str, str]) -> M
     except FormatError:
         raise
     except Exception as error:
-        raise getattr(ranged.failure, "error", None) or error from None
+        failed = getattr(ranged.failure, "error", None)
+        if failed is None and (other := _other_format(ranged)):
+            raise FormatError(other) from error
+        raise failed or error from None
+
+
+def _other_format(file: RangedFile) -> str:
+    """What to do with a file in a format that has the same extension; "" for any other."""
+    file.seek(0)
+    begin = file.read(16)
+    return next((remedy for known, remedy in _OTHER_FORMATS.items() if begin.startswith(known)), "")
 
 
 def _data_set(h5py: Any, file: Any, path: str) -> Any:
@@ -163,4 +179,4 @@ def _data_set(h5py: Any, file: Any, path: str) -> Any:
     return group
 
 
-HDF5 = kind_of(HDF5Args, ContainerFormat("HDF5", "HDF5 file (.h5, .hdf5)", _find, _open))
+HDF5 = kind_of(HDF5Args, ContainerFormat("HDF5", "HDF5 file (.h5, .hdf5, .hdf, .mat)", _find, _open))

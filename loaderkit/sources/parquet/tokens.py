@@ -31,7 +31,7 @@ class ParquetDocuments(ParquetSource):
     def __init__(self, connector: Connector, args: ParquetArgs, field: str, column: str) -> None:
         begin_s = time.perf_counter()
         super().__init__(connector, args, partial(load_footer, connector, cache_dir=default_cache_dir()))
-        kind = self._types[column]
+        kind = self.types[column]
         if kind.content != "number" or len(kind.shape) != 1 or np.dtype(kind.dtype).kind not in "iu":
             raise ConfigError(
                 f"source.column: {column!r} of {connector.describe(self.origin(0))} holds {kind}, and documents of tokens are "
@@ -73,7 +73,7 @@ class ParquetDocuments(ParquetSource):
     @property
     def _length(self) -> int:
         """That of all lists, if it is the same."""
-        return self._types[self._column].shape[0] or 0
+        return self.types[self._column].shape[0] or 0
 
 
 def open_documents(

@@ -129,7 +129,7 @@ def checkpoints(
     if rename and as_format is None:
         raise typer.BadParameter("--rename goes with --copy and --format")
     if advise:
-        from loaderkit.cli.advice import advise_job
+        from loaderkit.cli.terminal.advice import advise_job
 
         advise_job(
             (lambda: _newest_bytes(url)) if url is not None else None,

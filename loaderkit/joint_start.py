@@ -99,7 +99,10 @@ def start(
         try:
             spans = [_Spanned("open the checkpoints", begin_s, time.perf_counter())]
             restored = _restored(checkpoints, into, key, step, place)
-            spans.append(_Spanned("restore", spans[-1].end_s, time.perf_counter()))
+            done_s, known_s = time.perf_counter(), place.known_s or spans[0].end_s
+            spans.append(_Spanned("restore", spans[0].end_s, done_s))
+            spans.append(_Spanned("describe the checkpoint", spans[0].end_s, known_s))
+            spans.append(_Spanned("read the tensors", known_s, done_s))
             loader = building.finish(has_state=restored is not None and key is not None)
         except BaseException:
             building.abandon()
@@ -107,7 +110,7 @@ def start(
         opened.push(loader)
         if key is not None:
             into[key] = loader
-        spans.append(_Spanned("wait for the loader", spans[-1].end_s, time.perf_counter()))
+        spans.append(_Spanned("wait for the loader", done_s, time.perf_counter()))
         times = {one.name: (one.begin_s - begin_s, one.end_s - begin_s) for one in [*spans, *building.spans]}
         return Run(loader, restored, checkpoints, times, opened.pop_all())
 
@@ -155,6 +158,7 @@ class _LoaderPlace(ExpectsState):
         self.expected: SimpleQueue[Any] = SimpleQueue()  # states, and last None
         self.restored: Any = None
         self.failure: BaseException | None = None  # of building
+        self.known_s: float | None = None  # when the state was known
 
     def state_dict(self) -> dict[str, Any]:
         """One of a loader, none of whose values counts."""
@@ -164,6 +168,7 @@ class _LoaderPlace(ExpectsState):
         """Called before tensors are read. Raises what building has met by then."""
         if self.failure is not None:
             raise self.failure
+        self.known_s = time.perf_counter()
         self.expected.put(state)
 
     def load_state_dict(self, state: Any) -> None:

@@ -64,7 +64,7 @@ def _connectors(folder: Path) -> dict[str, Any]:
 def _pipeline(folder: Path, *, again: bool) -> dict[str, Any]:
     kept: dict[str, Any] = {"listing": "1d", "cache": {"dir": str(folder / "cache")}} if again else {}
     return {
-        "source": {"kind": "files", "url": "data://x", "include": "**/*.bin", "label": "parent", **kept},
+        "source": {"kind": "files", "url": "data://x", "include": "**/*.bin", "fields": {"x": "bin"}, "label": "parent", **kept},
         "stages": ["read", {"call": {"function": "profiles.start:to_array"}}, {"batch": {"size": _BATCH}}],
     }
 
@@ -73,8 +73,7 @@ def to_array(sample: dict[str, Any]) -> dict[str, Any]:
     """A file's bytes as an array."""
     import numpy as np
 
-    (name,) = sample.keys() - {"label"}
-    return {"x": np.frombuffer(sample[name], np.uint8).copy(), "label": sample["label"]}
+    return {"x": np.frombuffer(sample["x"], np.uint8).copy(), "label": sample["label"]}
 
 
 def _model(megabytes: float) -> Any:

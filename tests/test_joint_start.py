@@ -144,14 +144,14 @@ class Gated(FileConnector):
         self.opened, self.is_asked = threading.Event(), threading.Event()
 
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
-        if len(buffer) >= 600:
+        if len(buffer) >= 100_000:
             self.is_asked.set()
             assert self.opened.wait(MOST_S)
         super().read_into(key, start, buffer, etag=etag)
 
 
 class Opening(MemoryConnector):
-    """Opens the gate once it is read from, and only answers once a tensor is wanted, or another gate is."""
+    """Opens the gate once it is read from."""
 
     def __init__(self, objects: dict[str, bytes], gate: Gated) -> None:
         super().__init__(objects)
@@ -165,14 +165,14 @@ class Opening(MemoryConnector):
 def test_batches_are_read_before_the_tensors_are_there(tmp_path: Path) -> None:
     """The checkpoint's tensors come only after the first sample was read: one behind the other, this would not end."""
     objects = {f"{number:02}.bin": bytes([number]) for number in range(20)}
-    gate = Gated(tmp_path / "run")
+    gate = Gated(tmp_path)
     gate.opened.set()
     pipeline = {
         "source": {"kind": "files", "url": "memory://x", "include": "*.bin"},
         "stages": ["read", {"batch": {"size": 2}}],
         "prefetch": {"concurrency": 1},
     }
-    state: dict[str, Any] = {"weights": torch.arange(1000.0)}
+    state: dict[str, Any] = {"weights": torch.arange(1e6)}
     stores = {"memory": Opening(objects, gate)}
     with (
         CheckpointManager(tmp_path / "run") as checkpoints,
@@ -184,14 +184,15 @@ def test_batches_are_read_before_the_tensors_are_there(tmp_path: Path) -> None:
         expected = next(batches)["__key__"]
     gate.opened.clear()
     gate.is_asked.clear()
-    state = {"weights": torch.zeros(1000)}
+    state = {"weights": torch.zeros(1_000_000)}
     with (
         CheckpointManager("gated://run", connectors={"gated": gate}) as checkpoints,
         loaderkit.start(pipeline, checkpoints, state, connectors=stores) as run,
     ):
+        assert run.step == 1
         assert gate.is_asked.is_set()
         assert next(iter(run.loader))["__key__"] == expected
-        assert torch.equal(state["weights"], torch.arange(1000.0))
+        assert torch.equal(state["weights"], torch.arange(1e6))
 
 
 def test_batches_of_a_checkpoint_that_is_damaged_are_dropped(tmp_path: Path) -> None:
@@ -201,11 +202,10 @@ def test_batches_of_a_checkpoint_that_is_damaged_are_dropped(tmp_path: Path) -> 
         newest = tmp_path / "run" / "step-0000000006"
         largest = max(newest.iterdir(), key=lambda path: path.stat().st_size)
         data = bytearray(largest.read_bytes())
-        position = data.find(torch.load(largest, weights_only=True).numpy().tobytes()) if False else len(data) // 2
-        data[position] ^= 255
+        data[len(data) // 2] ^= 255
         largest.write_bytes(data)
         state, alone = state_of(2), state_of(2)
-        with pytest.warns(UserWarning, match="damaged") if False else loaderkit.build(pipeline) as loader:
+        with loaderkit.build(pipeline) as loader:
             alone["loader"] = loader
             step = checkpoints.restore(alone)
             batches = batches_of(loader, 9)
@@ -225,7 +225,7 @@ def test_an_error_of_either_ends_both(tmp_path: Path) -> None:
         train(checkpoints, pipeline, 4, 2)
         names = {thread.name for thread in threading.enumerate()}
         state = state_of(2)
-        with pytest.raises(SourceError, match=r"gone\.npy") if False else pytest.raises(ObjectNotFoundError):
+        with pytest.raises((SourceError, ObjectNotFoundError), match=r"gone\.npy"):
             loaderkit.start(
                 pipeline | {"source": {"kind": "array", "url": str(tmp_path / "gone.npy")}}, checkpoints, state
             )

@@ -64,7 +64,14 @@ def _connectors(folder: Path) -> dict[str, Any]:
 def _pipeline(folder: Path, *, again: bool) -> dict[str, Any]:
     kept: dict[str, Any] = {"listing": "1d", "cache": {"dir": str(folder / "cache")}} if again else {}
     return {
-        "source": {"kind": "files", "url": "data://x", "include": "**/*.bin", "fields": {"x": "bin"}, "label": "parent", **kept},
+        "source": {
+            "kind": "files",
+            "url": "data://x",
+            "include": "**/*.bin",
+            "fields": {"x": "bin"},
+            "label": "parent",
+            **kept,
+        },
         "stages": ["read", {"call": {"function": "profiles.start:to_array"}}, {"batch": {"size": _BATCH}}],
     }
 

@@ -101,7 +101,7 @@ class KeptListing:
     # ------------------------------------------------------------------------------------------------------- saving
 
     def begin(self) -> None:
-        """Call before listing. Raises ConfigError if it could not be told later whether the listing still holds."""
+        """Call before listing. Warns if it could not be told later whether the listing still holds."""
         self._begun = time.time(), None
         if self._max_age_s is not None or self._root is None:
             return
@@ -110,9 +110,11 @@ class KeptListing:
         except TooYoungError:  # the next start keeps it
             self._begun = None
         except CannotTellError as error:
-            raise ConfigError(
-                f"source.listing: keep: {error}: say for how long a listing is used, as in `listing: 1d`, or leave it out"
-            ) from None
+            self._begun = None
+            warn(
+                f"source.listing: keep: nothing is kept, so it is listed at every start: {error}. Say for how long a listing is "
+                "used, as in `listing: 1d`, or leave it out"
+            )
         except OSError:  # listing raises the error, if it stays
             self._begun = None
 

@@ -224,10 +224,10 @@ def _profile_start(path: Path, checkpoints: str, assignments: list[str] | None, 
     import_s = _seconds_since_start()
     from loaderkit.checkpoint import latest
     from loaderkit.joint_start import start
-    from loaderkit.profile.start.critical_path import start_report, tops_of
+    from loaderkit.profile.start.critical_path import start_report, state_like
 
     with progress("starting"):
-        into = tops_of(latest(checkpoints), "loader")
+        into = state_like(latest(checkpoints), "loader")
         begin_s = time.perf_counter()
         with start(path, checkpoints, into, overrides=parse_assignments(assignments or [])) as run:
             asked_s = time.perf_counter()

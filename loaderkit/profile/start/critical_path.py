@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from typing import Any
+
+import torch
 
 from loaderkit.checkpoint.names import texts
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
@@ -79,10 +82,19 @@ def _path(spans: Mapping[str, tuple[float, float]], *, waited_s: float) -> Itera
         yield from (BUILD, IMPORT)
 
 
-def tops_of(url: str, left_out: str) -> dict[str, dict[str, object]]:
-    """An empty table for each entry of a checkpoint's state but one, to restore all of them without a model."""
+def state_like(url: str, left_out: str) -> dict[str, Any]:
+    """A state into which all of a checkpoint can be restored without a model, but the entry `left_out`: a table for each table
+    at its top, which gets what is in it."""
+    state: dict[str, Any] = {}
     with OpenCheckpoint.open(url, None, "2GiB", "auto") as source:
         contents = source.contents
-        names = (*contents.tensors, *contents.values, *contents.pickled)
-        tops = {texts(contents.paths.get(name, (name,)))[0] for name in names}
-    return {top: {} for top in sorted(tops) if top != left_out and not top.startswith("loaderkit")}
+        for name in (*contents.tensors, *contents.values, *contents.pickled):
+            path = contents.paths.get(name, (name,))
+            top, entry = texts(path)[0], contents.tensors.get(name)
+            if top == left_out or top.startswith("loaderkit"):
+                continue
+            if len(path) > 1:
+                state.setdefault(top, {})
+            else:
+                state[top] = None if entry is None else torch.empty(entry.shape, dtype=entry.dtype)
+    return state

@@ -112,8 +112,8 @@ class KeptListing:
         except CannotTellError as error:
             self._begun = None
             warn(
-                f"source.listing: keep: nothing is kept, so it is listed at every start: {error}. Say for how long a listing is "
-                "used, as in `listing: 1d`, or leave it out"
+                f"source.listing: keep: nothing is kept, so it is listed at every start: {error}. Say for how long a listing "
+                "is used, as in `listing: 1d`, or leave it out"
             )
         except OSError:  # listing raises the error, if it stays
             self._begun = None

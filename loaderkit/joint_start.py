@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +46,8 @@ def start(
     *,
     key: str | None = "loader",
     step: SupportsIndex | None = None,
+    strict: bool | Mapping[str, str | Iterable[str]] = True,
+    rename: Mapping[str, str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     mesh: DeviceMesh | None = None,
@@ -64,7 +66,7 @@ def start(
     `into` gets the loader as `into[key]`, so that it is saved with the rest; with `key=None` it is no part of the state, and
     begins at the beginning. `checkpoints` is a `CheckpointManager`, which stays open, or what one is made of; that one is
     `run.checkpoints`, and closed with the run. What a pipeline calls to be built, such as a data set's class, runs in another
-    thread. The other arguments are those of `build`. All ranks call it, as they call
+    thread. `strict` and `rename` are those of `checkpoints.restore`, the other arguments are those of `build`. All ranks call it, as they call
     `restore`. The block closes the loader.
 
     The result is that of `build`, then `checkpoints.restore(into, step)`, and so are the errors; but the state may have been
@@ -98,7 +100,8 @@ def start(
         )
         try:
             spans = [_Spanned("open the checkpoints", begin_s, time.perf_counter())]
-            restored = _restored(checkpoints, into, key, step, place)
+            restore = partial(checkpoints.restore, into, step, strict=strict, rename=rename)
+            restored = restore() if key is None else _with_place(restore, into, key, place)
             done_s, known_s = time.perf_counter(), place.known_s or spans[0].end_s
             spans.append(_Spanned("restore", spans[0].end_s, done_s))
             spans.append(_Spanned("describe the checkpoint", spans[0].end_s, known_s))
@@ -239,18 +242,10 @@ def _build(pipeline: Any, spans: list[_Spanned], **arguments: Any) -> Loader:
     return loader
 
 
-def _restored(
-    checkpoints: CheckpointManager,
-    into: dict[str, Any],
-    key: str | None,
-    step: SupportsIndex | None,
-    place: _LoaderPlace,
-) -> int | None:
-    """Restore `into` with `place` in it; the step."""
-    if key is None:
-        return checkpoints.restore(into, step)
+def _with_place(restore: Callable[[], int | None], into: dict[str, Any], key: str, place: _LoaderPlace) -> int | None:
+    """`restore` with `place` in the state."""
     into[key] = place
     try:
-        return checkpoints.restore(into, step)
+        return restore()
     finally:
         del into[key]

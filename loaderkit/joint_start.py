@@ -66,8 +66,8 @@ def start(
     `into` gets the loader as `into[key]`, so that it is saved with the rest; with `key=None` it is no part of the state, and
     begins at the beginning. `checkpoints` is a `CheckpointManager`, which stays open, or what one is made of; that one is
     `run.checkpoints`, and closed with the run. What a pipeline calls to be built, such as a data set's class, runs in another
-    thread. `strict` and `rename` are those of `checkpoints.restore`, the other arguments are those of `build`. All ranks call it, as they call
-    `restore`. The block closes the loader.
+    thread. `strict` and `rename` are those of `checkpoints.restore`, the other arguments those of `build`. All ranks call it,
+    as they call `restore`. The block closes the loader.
 
     The result is that of `build`, then `checkpoints.restore(into, step)`, and so are the errors; but the state may have been
     restored when building fails. An error of either ends both. Raises ConfigError, SourceError, CheckpointError, StateError,

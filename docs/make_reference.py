@@ -241,7 +241,7 @@ def render() -> str:
         side = f" Stands {where[stage.scope]}." if stage.scope in where else ""
         parts += [f"### `{kind}`\n", summary(stage.args) + side + "\n", table(stage.args, skip=StageArgs.model_fields)]
         for key, model in {"video": VideoArgs, "audio": AudioArgs}.items() if kind == "decode" else ():
-            parts += [f"`decode.{key}`: {summary(model)} More in [video and sound](media.md).\n", table(model)]
+            parts += [f"`decode.{key}`: {summary(model)} More in [{key}](jobs/{key}.md).\n", table(model)]
     parts += ["## Prefetch\n", summary(PrefetchArgs) + "\n", table(PrefetchArgs)]
     parts += ["`prefetch.ray`, for `executor: ray`:\n", table(RayArgs)]
     parts += ["## Errors\n", summary(ErrorsArgs) + "\n", table(ErrorsArgs)]

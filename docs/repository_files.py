@@ -17,6 +17,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^()\s#:]+)((?:#[^()\s]*)?\))")
 SHOWN = {".py": "python", ".yaml": "yaml"}  # as pages, which the search finds, too; other files lie there as they are
+NOT_SEARCHED = ("decisions/0", "repository/README", "repository/profiles", "repository/loaderkit")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -43,6 +44,8 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
     """Let links lead to where the files are in the site."""
     uri = page.file.src_uri
     place = _place(uri)
+    if uri.startswith(NOT_SEARCHED):
+        page.meta["search"] = {"exclude": True}
 
     def moved(match: re.Match[str]) -> str:
         path = _target(place, match[2])
@@ -63,8 +66,6 @@ def _content(path: str) -> str:
         names = sorted(one.name for one in file.iterdir() if one.suffix in {*SHOWN, ".md", ".json", ".txt"})
         return f"# {path}\n\n" + "".join(f"- [{name}]({file.name}/{name})\n" for name in names)
     text = file.read_text()
-    if path.startswith("profiles/") and path.endswith(".md"):
-        return f"---\nsearch: {{exclude: true}}\n---\n\n{text}"
     return f"# {path}\n\n````{SHOWN[file.suffix]}\n{text}````\n" if file.suffix in SHOWN else text
 
 

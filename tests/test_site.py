@@ -72,7 +72,12 @@ def test_links_lead_to_pages_that_were_built(site: Path, tab: Page) -> None:
     """As the browser resolves them, with their anchors."""
     targets: dict[str, set[str]] = {}
     anchors: dict[str, set[str]] = {}
-    for page in [*site.glob("*.html"), *site.glob("jobs/*.html"), *site.glob("guide/*.html"), *site.glob("decisions/*.html")]:
+    for page in [
+        *site.glob("*.html"),
+        *site.glob("jobs/*.html"),
+        *site.glob("guide/*.html"),
+        *site.glob("decisions/*.html"),
+    ]:
         if page.name == "404.html":
             continue
         tab.open(page)

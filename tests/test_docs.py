@@ -27,9 +27,9 @@ from loaderkit.connectors import Connector
 from profiles.reports import FOLDER, PAGE, filled, text_of
 
 ROOT = Path(__file__).parents[1]
-BOOK = ("docs/index.md", "docs/guide.md", "docs/recipes.md", "docs/reading-a-report.md")
-JOBS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/jobs/*.md"))
-PAGES = [page for page in ("README.md", *BOOK, *JOBS) if examples(page)]
+CHAPTERS = sorted(str(path.relative_to(ROOT)) for room in ("jobs", "guide") for path in ROOT.glob(f"docs/{room}/*.md"))
+BOOK = ("README.md", "docs/index.md", "docs/recipes.md", "docs/reading-a-report.md", *CHAPTERS)
+PAGES = [page for page in BOOK if examples(page)]
 WITH_FRAMEWORKS = [page for page in PAGES if any(needs_frameworks(text) for _, text in examples(page))]
 OF_LOOPS = [
     (page, number)
@@ -159,7 +159,7 @@ def test_examples_of_other_loops_run(page: str, number: int, folder: Path) -> No
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith(("docs/index", "docs/jobs/"))])
+@pytest.mark.parametrize("page", ["docs/index.md", *CHAPTERS])
 def test_a_page_is_read_in_a_few_minutes(page: str) -> None:
     assert len((ROOT / page).read_text().split()) <= MOST_WORDS
 

@@ -39,11 +39,10 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 def test_the_search_finds_a_word_without_network(site: Path, tab: Page, word: str) -> None:
     tab.requests.clear()
     tab.open(site / "index.html")
-    tab.evaluate(
-        "(() => { const field = document.querySelector('input.md-search__input'); field.focus();"
-        f" field.value = {word!r}; field.dispatchEvent(new Event('input', {{bubbles: true}}));"
-        " field.dispatchEvent(new KeyboardEvent('keyup', {bubbles: true, key: 'e'})); })()"
-    )
+    tab.do("Emulation.setFocusEmulationEnabled", enabled=True)
+    tab.evaluate("document.querySelector('input.md-search__input').focus()")
+    tab.do("Input.insertText", text=word)
+    tab.do("Input.dispatchKeyEvent", type="keyUp", key="Shift")
     links = "[...document.querySelectorAll('a.md-search-result__link')].map(link => link.getAttribute('href'))"
     assert tab.wait_for(f"{links}.length > 0"), tab.complaints
     assert any(FOUND[word] in link for link in tab.evaluate(links)), tab.evaluate(links)

@@ -29,9 +29,6 @@ def on_files(files: Files, config: Any) -> Files:
         for path in sorted({_target(place, link) for _, link, _ in LINK.findall(markdown)} - known):
             if path.startswith(("docs/", "../")) or not (ROOT / path).exists():
                 continue  # of those that lead nowhere MkDocs tells
-            path += "/README.md" * (ROOT / path / "README.md").exists()
-            if path in known:
-                continue
             known.add(path)
             content = _content(path)
             files.append(File.generated(config, _uri(path), content=content))
@@ -49,8 +46,6 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
 
     def moved(match: re.Match[str]) -> str:
         path = _target(place, match[2])
-        if (ROOT / path / "README.md").exists():
-            path += "/README.md"
         found = path.removeprefix("docs/") if path.startswith("docs/") else _uri(path)
         if files.get_file_from_path(found) is None:
             return match[0]
@@ -70,8 +65,9 @@ def _content(path: str) -> str:
 
 
 def _target(place: str, link: str) -> str:
-    """Where a link of a file leads, as a path in the repository."""
-    return normpath(os.path.join(dirname(place), link))
+    """Where a link of a file leads, as a path in the repository: of a folder to its README, if it has one."""
+    path = normpath(os.path.join(dirname(place), link))
+    return f"{path}/README.md" if (ROOT / path / "README.md").exists() else path
 
 
 def _place(uri: str) -> str:

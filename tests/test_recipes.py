@@ -1,4 +1,4 @@
-"""What people begin with becomes a pipeline of at most 12 lines, and its batches are right: pages' examples, with 480 pictures."""
+"""What people have becomes a pipeline of at most 12 lines, and its batches are right: examples of pages, with 480 pictures."""
 
 from __future__ import annotations
 

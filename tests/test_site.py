@@ -14,7 +14,7 @@ from browser import Page, chromium
 
 ROOT = Path(__file__).parents[1]
 PHONE = 390  # CSS pixels
-FOUND = {"deepspeed": "deepspeed.html", "attention_mask": "sft.html", "-100": "sft.html", "straggler": "guide"}
+FOUND = {"deepspeed": "deepspeed.html", "attention_mask": "sft.html", "straggler": "guide"}
 pytestmark = pytest.mark.integration
 
 

@@ -11,14 +11,16 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import takewhile
+from typing import Any
 
 from loaderkit.checkpoint.discovery.latest import is_there
 from loaderkit.checkpoint.manager.directory import RunDirectory, step_name
 from loaderkit.checkpoint.manager.settings import SaveSettings
 from loaderkit.checkpoint.manager.uploads import Uploads
+from loaderkit.checkpoint.timing.costs import Extent
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import (
     AccessDeniedError,
@@ -48,13 +50,15 @@ class Tiers:
         self._copies, self._connectors = [copy.to for copy in settings.copies], connectors
         rules = [settings.keep, None if settings.local is None else settings.local.keep]
         with_metrics = any(keep is not None and keep.best is not None for keep in rules)
-        self._far = RunDirectory(settings.to, connectors, with_metrics=with_metrics)
+        self._partial: set[int] = set()
+        kinds: Any = {"with_metrics": with_metrics, "partial": self._partial}
+        self._far = RunDirectory(settings.to, connectors, **kinds)
         self._near, self._uploads = self._far, None
         self._num_finished = self._num_rewound = 0
         self._is_claimed = self._has_saved = False
         self._saving = threading.Lock()  # while something in `near` is being written or removed
         if settings.local is not None:
-            self._near = RunDirectory(settings.local.path, connectors, with_metrics=with_metrics)
+            self._near = RunDirectory(settings.local.path, connectors, **kinds)
         try:
             self._agree_on_directories()
         except BaseException:
@@ -90,6 +94,8 @@ class Tiers:
             if self._uploads is not None and not self._is_claimed:
                 self._near.put(_CLAIM, json.dumps({"version": 1, "to": self._far.url}).encode())
                 self._is_claimed = True
+            if self._board is None or self._board.rank == 0:
+                self._far.occupy()
             yield
 
     def check_rewound(self, chosen: int, step: int) -> None:
@@ -124,9 +130,18 @@ class Tiers:
             return sorted({other for other, _ in takewhile(lambda found: found[0] > step, self.whole())})
         return []
 
-    def committed(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is committed, on rank 0: upload it, and remove what is not to be kept any more."""
+    def committed(self, step: int, metrics: Mapping[str, float], extent: Extent | None = None) -> None:
+        """A step is committed, on rank 0: upload it, and remove what is not to be kept any more. With the extent that a notice
+        has left time for nothing is removed, and nothing else is uploaded."""
         self._near.note(step, metrics, time.time())
+        (self._partial.discard if extent is None or extent.whole else self._partial.add)(step)
+        if extent is not None:
+            if self._uploads is not None:
+                is_uploaded = extent.place == "to"
+                self._uploads.end_with(step if is_uploaded else None)
+                if is_uploaded:
+                    self._uploads.add(step)
+            return
         if not self._has_saved:
             self._has_saved = True
             self._warn_of_later(step)
@@ -248,6 +263,19 @@ class Tiers:
             else:
                 yield directory.url_of(step), None
 
+    def base_of(self, step: int) -> str | None:
+        """For a step that was found to have no state of optimizers: the URL of the newest whole one before it that has; None:
+        there is none."""
+        with suppress(CheckpointError):
+            for other, url in self.whole():
+                if other < step and other not in self._partial:
+                    return url
+        return None
+
+    def is_partial(self, step: int) -> bool:
+        """True for a step that was found to have no state of optimizers."""
+        return step in self._partial
+
     def is_local(self, url: str) -> bool:
         """True for a checkpoint that is not where checkpoints last."""
         return self._near is not self._far and url.startswith(self._near.url_of(0)[: -len(step_name(0))])
@@ -262,8 +290,18 @@ class Tiers:
         if self._uploads is not None:
             self._uploads.raise_failure()
 
-    def finish(self) -> None:
-        """Return once all is uploaded, on every rank. Raises what that met; PeerError on ranks other than 0."""
+    def upload_s(self, chosen: Callable[[Iterable[float]], float]) -> float | None:
+        """Of what the last uploads have taken; None: there was none, or this is not rank 0."""
+        times_s = [] if self._uploads is None else self._uploads.times_s()
+        return float(chosen(times_s)) if times_s else None
+
+    def upload_running_s(self) -> float | None:
+        """For how long an upload has been running; None: none is."""
+        return None if self._uploads is None else self._uploads.running_s()
+
+    def finish(self, within_s: float | None = None) -> None:
+        """Return once all is uploaded, or after `within_s`, on every rank. Raises what that met; PeerError on ranks other than
+        0."""
         if self._local is None:
             return
         board, key = self._board, f"uploads-{self._num_finished}"
@@ -273,11 +311,11 @@ class Tiers:
             board.wait_for(key, 0, about=key, doing="rank 0 uploads checkpoints")
             board.count(f"{key}/seen")
         elif board is None:
-            self._uploads.finish()
+            self._uploads.finish(within_s)
         else:
             try:
                 with board.alive(key):
-                    self._uploads.finish()
+                    self._uploads.finish(within_s)
             except BaseException as error:
                 board.fail(key, error)
                 raise
@@ -326,7 +364,7 @@ class Tiers:
         """
         if self._near is not self._far:
             self._check_claim()
-        copies = [RunDirectory(url, self._connectors, with_metrics=False) for url in self._copies]
+        copies = [RunDirectory(url, self._connectors) for url in self._copies]
         roles = [("to", self._far), *([("local", self._near)] if self._near is not self._far else [])]
         names: dict[str, str] = {}
         with ExitStack() as probes:

@@ -16,9 +16,10 @@ import torch
 from loaderkit.checkpoint.contents import Checkpoint, TensorEntry
 from loaderkit.checkpoint.names import Index, Leaf, Path, texts
 from loaderkit.checkpoint.restore.objects import ObjectPart, listed
+from loaderkit.checkpoint.restore.selection import Strictness
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.structure import Structure
-from loaderkit.checkpoint.wrappers import parameter_names
+from loaderkit.checkpoint.wrappers import FLAT_PARAM, FLAT_REMEDY, parameter_names
 
 _LIKE_PARAMETER = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum",
@@ -72,6 +73,7 @@ class OptimizerPart(ObjectPart):
         leaf: Leaf,
         contents: Checkpoint,
         structure: Structure,
+        strict: Strictness,
         *,
         groups: SavedGroups | None,
         modules: Sequence[torch.nn.Module],
@@ -81,12 +83,12 @@ class OptimizerPart(ObjectPart):
         self._params = [param for group in leaf.value.param_groups for param in group["params"]]
         self._names = parameter_names(leaf.value, modules)
         self._numbers: dict[str, int] = {}  # of parameters, by the text of their key in the checkpoint
-        super().__init__(name, leaf, contents, structure)
+        super().__init__(name, leaf, contents, structure, strict)
 
     def add_all(self) -> None:
         groups = self._groups
         if groups is None:
-            self.missing.append(f"{self.name}.param_groups")
+            self.lacks(f"{self.name}.param_groups")
             return
         if problem := self._difference(groups):
             self.problems.append(problem)
@@ -111,7 +113,13 @@ class OptimizerPart(ObjectPart):
             if mine is not None and mine != {*params}:
                 said = [f"only here {listed(mine - {*params})}"] if mine - {*params} else []
                 said += [f"only in the checkpoint {listed({*params} - mine)}"] if {*params} - mine else []
-                return f"{where} has other parameters than in the checkpoint: {'; '.join(said)}"
+                flat = {name for name in mine ^ {*params} if FLAT_PARAM in name}
+                hint = (
+                    f". {FLAT_PARAM} is a piece of FSDP1's, in no other's state: to save it, {FLAT_REMEDY}"
+                    if flat
+                    else ""
+                )
+                return f"{where} has other parameters than in the checkpoint: {'; '.join(said)}{hint}"
             if len(group["params"]) != len(params):
                 return f"{where} has {len(group['params'])} parameters, and {len(params)} in the checkpoint"
             # Options that later versions add are switches, and have a default.
@@ -172,6 +180,8 @@ class OptimizerPart(ObjectPart):
         return {**table, "state": table.get("state", {}), "param_groups": groups}
 
     def load(self, flat: Mapping[str, Any]) -> None:
+        if self.is_kept:
+            return
         table = self.state_of(flat)
         self.object.load_state_dict(table)
         for number, saved in table["state"].items():

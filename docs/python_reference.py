@@ -72,7 +72,7 @@ What `save` returns:
 ### `loaderkit.connectors`
 
 A connector reads objects of a store. `build` and `restore` take one for a scheme of URLs: `connectors={{"zip": ZipConnector("photos.zip")}}` serves
-`zip://` ([recipe](recipes.md#a-store-of-your-own)). These five calls are all that it needs:
+`zip://` ([recipe](jobs/own-store.md)). These five calls are all that it needs:
 
 {block(connectors.Connector)}
 {block(connectors.ObjectInfo)}
@@ -122,7 +122,7 @@ The contract suites, as classes of pytest tests; a subclass gives what their doc
 {block(testing.StageContract, only={"stage", "batch", "samples"})}
 ### `loaderkit.integrations`
 
-Ray Data ([guide](guide.md#ray-data)), `from loaderkit.integrations.ray import RayRows`:
+Ray Data ([guide](guide/iterables.md#ray-data)), `from loaderkit.integrations.ray import RayRows`:
 
 {block(RayRows, more={"__init__"}, only={"__init__"})}
 ### `loaderkit.metrics`

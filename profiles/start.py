@@ -122,7 +122,7 @@ def _with_loaderkit(name: str, folder: Path, model: Any) -> Any:
 def _with_dataloader(folder: Path, model: Any) -> Any:
     import numpy as np
     import torch
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     class Files(torch.utils.data.Dataset):  # type: ignore[type-arg]

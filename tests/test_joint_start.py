@@ -63,7 +63,7 @@ def values_of(state: dict[str, Any]) -> Any:
 
 
 def batches_of(loader: Any, num: int) -> list[Any]:
-    batches = []
+    batches: list[Any] = []
     while len(batches) < num:
         for batch in loader:
             batches.append((batch["__key__"], batch["data"].tolist()))

@@ -84,13 +84,13 @@ def test_links_lead_to_pages_that_were_built(site: Path, tab: Page) -> None:
         targets[url] = set(tab.evaluate("[...document.querySelectorAll('article a[href]')].map(link => link.href)"))
         anchors[url] = set(tab.evaluate("[...document.querySelectorAll('[id]')].map(one => one.id)"))
     broken = []
-    for page, links in targets.items():
+    for shown, links in targets.items():
         for link in links:
             place, _, anchor = link.partition("#")
             if not place.startswith("file://"):
-                assert place.startswith("https://"), (page, link)
+                assert place.startswith("https://"), (shown, link)
             elif not Path(place.removeprefix("file://")).is_file() or (
                 anchor and place in anchors and anchor not in anchors[place]
             ):
-                broken.append((page.rpartition("/")[2], link))
+                broken.append((shown.rpartition("/")[2], link))
     assert broken == []

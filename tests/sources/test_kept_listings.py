@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore
+from torch.distributed import distributed_c10d as c10d
 
 import loaderkit
 from loaderkit._internal.kept import folder_marks
@@ -23,7 +23,6 @@ from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, SourceError
 from loaderkit.pipeline.ranks import same_shards
-from loaderkit.sources.files import kept
 from loaderkit.sources.files.source import FilesArgs, FilesSource
 
 OLD_S = 10.0
@@ -34,7 +33,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own, on a file system that tells, and a clock that is far behind every change."""
     monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(folder_marks, "file_system_of", lambda path, mounts: "ext4")
-    monkeypatch.setattr(folder_marks.time, "time", lambda: 4e9)
+    monkeypatch.setattr("loaderkit._internal.kept.folder_marks.time.time", lambda: 4e9)
 
 
 class Counting(FileConnector):
@@ -133,7 +132,11 @@ CHANGES: dict[str, Any] = {
     "renamed": lambda root: (root / "a" / "0.jpg").rename(root / "a" / "z.jpg"),
     "replaced": lambda root: ((root / "new").write_bytes(b"xyz"), (root / "new").rename(root / "a" / "0.jpg")),
     "folder": lambda root: ((root / "b").mkdir(), (root / "b" / "0.jpg").write_bytes(b"x")),
-    "other folder": lambda root: ((root / "a").rename(root.parent / "gone"), (root / "a").mkdir(), one_file(root)),
+    "other folder": lambda root: (
+        (root / "a").rename(root.parent / "gone"),
+        (root / "a").mkdir(),
+        (root / "a" / "0.jpg").write_bytes(b"x"),
+    ),
     "link": lambda root: ((root / "linked").unlink(), (root / "linked").symlink_to(root.parent / "other")),
 }
 
@@ -184,12 +187,12 @@ def test_a_folder_that_was_changed_a_moment_ago_is_not_believed(
     one.mkdir(parents=True)
     one_file(tmp_path / "data")
     changed_s = one.stat().st_mtime
-    monkeypatch.setattr(folder_marks.time, "time", lambda: changed_s + 0.01)
+    monkeypatch.setattr("loaderkit._internal.kept.folder_marks.time.time", lambda: changed_s + 0.01)
     with pytest.raises(TooYoungError, match="a moment ago"):
         FolderMarks.take(str(one))
     assert opened(tmp_path / "data")[1]
     assert opened(tmp_path / "data")[1]
-    monkeypatch.setattr(folder_marks.time, "time", lambda: changed_s + OLD_S)
+    monkeypatch.setattr("loaderkit._internal.kept.folder_marks.time.time", lambda: changed_s + OLD_S)
     assert opened(tmp_path / "data")[1]
     assert not opened(tmp_path / "data")[1]
 
@@ -222,7 +225,7 @@ def test_a_file_that_was_written_over_ends_the_run_and_the_listing(tmp_path: Pat
 # -------------------------------------------------------------------------------------------------- what is damaged
 
 
-def test_damage_is_seen_and_listed_again(tmp_path: Path) -> None:
+def test_damage_is_seen_and_listed_again(tmp_path: Path, rng: random.Random) -> None:
     root = tmp_path / "data"
     (root / "a").mkdir(parents=True)
     for number in range(20):
@@ -231,10 +234,10 @@ def test_damage_is_seen_and_listed_again(tmp_path: Path) -> None:
     opened(root)
     (path,) = (tmp_path / "cache" / "listings").iterdir()
     whole = path.read_bytes()
-    rng = random.Random(0)
-    for _ in range(60):
+    facts = whole.index(b'"facts"')  # what few of all bytes are
+    for _ in range(120):
         data = bytearray(whole)
-        at = rng.randrange(len(data))
+        at = rng.choice([rng.randrange(len(data)), rng.randrange(facts, facts + 100)])
         if rng.random() < 0.3:
             data = data[:at]
         else:
@@ -246,7 +249,7 @@ def test_damage_is_seen_and_listed_again(tmp_path: Path) -> None:
 
 
 def test_arrays_are_those_that_were_saved(tmp_path: Path) -> None:
-    arrays = {
+    arrays: dict[str, np.ndarray[Any, Any]] = {
         "a": np.arange(5),
         "b": np.arange(3, dtype=np.uint8),
         "none": np.zeros(0, np.int64),
@@ -254,7 +257,9 @@ def test_arrays_are_those_that_were_saved(tmp_path: Path) -> None:
     }
     path = tmp_path / "folder" / "x.arrays"
     assert save_arrays(path, "me", {"n": [1, None]}, arrays)
-    facts, loaded = load_arrays(path, "me") or (None, {})
+    found = load_arrays(path, "me")
+    assert found is not None
+    facts, loaded = found
     assert facts == {"n": [1, None]}
     assert [(name, array.dtype, array.tolist()) for name, array in loaded.items()] == [
         (name, array.dtype, array.tolist()) for name, array in arrays.items()
@@ -276,7 +281,7 @@ def test_of_a_store_it_is_kept_for_as_long_as_it_is_said(tmp_path: Path, monkeyp
     (root / "a").mkdir(parents=True)
     one_file(root)
     now_s = [1e9]
-    monkeypatch.setattr(kept.time, "time", lambda: now_s[0])
+    monkeypatch.setattr("loaderkit.sources.files.kept.time.time", lambda: now_s[0])
 
     def listed(listing: str) -> bool:
         before = Counting.num_listed
@@ -301,7 +306,7 @@ def test_nothing_is_kept_of_memory_and_of_unknown_file_systems(tmp_path: Path, m
         with pytest.warns(UserWarning, match=r"of type fuse\.mount-s3.*as in `listing: 1d`"):
             assert opened(tmp_path)[1]
     assert opened(tmp_path, "1d")[1]
-    monkeypatch.setattr(kept.time, "time", lambda: 4e9 + 60)
+    monkeypatch.setattr("loaderkit.sources.files.kept.time.time", lambda: 4e9 + 60)
     assert not opened(tmp_path, "1d")[1]
 
 
@@ -356,8 +361,8 @@ def test_ranks_whose_listings_differ_are_refused(tmp_path: Path, monkeypatch: py
         "stages": ["read", {"batch": {"size": 2}}],
     }
     ranks = iter(range(9))
-    monkeypatch.setattr(same_shards, "default_store", lambda: FileStore(str(tmp_path / "store"), 3))
-    monkeypatch.setattr(same_shards, "own_connection", lambda store, prefix: PrefixStore(prefix, store))
+    monkeypatch.setattr(same_shards, "default_store", lambda: dist.FileStore(str(tmp_path / "store"), 3))  # type: ignore[attr-defined]
+    monkeypatch.setattr(same_shards, "own_connection", lambda store, prefix: c10d.PrefixStore(prefix, store))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: next(ranks))
     for node in ("one", "one", "two"):

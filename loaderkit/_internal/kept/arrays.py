@@ -1,6 +1,7 @@
 """Files of arrays that are mapped, so that all processes of a machine share one copy of them in memory.
 
-magic, 8 bytes | the header's length, 8 bytes | JSON {made_of, facts, arrays: {name: [dtype, first byte, bytes]}, digest} | data
+magic, 8 bytes | the header's length, 8 bytes | digest of header and arrays, 16 bytes
+JSON {made_of, facts, arrays: {name: [dtype, first byte, bytes]}}, the header | data
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from loaderkit._internal.system.user_cache import keep
 _MAGIC = b"lkarrays"
 _MAX_HEADER = 2**26
 _ALIGNMENT = 64
+_START, _DIGEST_BYTES = 32, 16  # where the header begins
 _DTYPES = {"|u1", "<i4", "<i8"}
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -29,21 +31,22 @@ Arrays = Mapping[str, NDArray[Any]]
 def save_arrays(path: Path, made_of: str, facts: Any, arrays: Arrays) -> bool:
     """Create or replace a file, whole or not at all; False if the disk does not take it. `facts` are JSON values."""
     places: dict[str, tuple[str, int, int]] = {}
-    digest, end = blake2b(digest_size=16), 0
+    end = 0
     for name, array in arrays.items():
         assert array.ndim == 1, name
         assert array.dtype.str in _DTYPES, name
         places[name] = (array.dtype.str, end, array.nbytes)
         end = -(-(end + array.nbytes) // _ALIGNMENT) * _ALIGNMENT
-        digest.update(np.ascontiguousarray(array).data)
-    about = {"made_of": made_of, "facts": facts, "arrays": places, "digest": digest.hexdigest()}
-    header = json.dumps(about).encode()
-    header += b" " * (-(len(header) + 16) % _ALIGNMENT)
+    header = json.dumps({"made_of": made_of, "facts": facts, "arrays": places}).encode()
+    header += b" " * (-(len(header) + _START) % _ALIGNMENT)
     if len(header) > _MAX_HEADER:
         return False
+    digest = blake2b(header, digest_size=_DIGEST_BYTES)
+    for array in arrays.values():
+        digest.update(np.ascontiguousarray(array).data)
 
     def write(file: IO[bytes]) -> None:
-        file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
+        file.write(_MAGIC + len(header).to_bytes(8, "little") + digest.digest() + header)
         for array in arrays.values():
             file.write(np.ascontiguousarray(array).data)
             file.write(bytes(-array.nbytes % _ALIGNMENT))
@@ -58,19 +61,20 @@ def load_arrays(path: Path, made_of: str) -> tuple[Any, dict[str, NDArray[Any]]]
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         size = int.from_bytes(mapped[8:16], "little")
-        if mapped[:8] != _MAGIC or size > min(_MAX_HEADER, len(mapped) - 16):
+        if mapped[:8] != _MAGIC or size > min(_MAX_HEADER, len(mapped) - _START):
             return None
-        about = json.loads(mapped[16 : 16 + size])
+        header = mapped[_START : _START + size]
+        about = json.loads(header)
         if about["made_of"] != made_of:
             return None
-        data = memoryview(mapped)[16 + size :]
-        digest, arrays = blake2b(digest_size=16), {}
+        data = memoryview(mapped)[_START + size :]
+        digest, arrays = blake2b(header, digest_size=_DIGEST_BYTES), {}
         for name, (dtype, start, num_bytes) in about["arrays"].items():
             part = data[start : start + num_bytes]
             if dtype not in _DTYPES or len(part) != num_bytes:
                 return None
             digest.update(part)
             arrays[name] = np.frombuffer(part, np.dtype(dtype))
-        return (about["facts"], arrays) if digest.hexdigest() == about["digest"] else None
+        return (about["facts"], arrays) if digest.digest() == mapped[16:_START] else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # of JSON that is something else, too
         return None

@@ -92,7 +92,7 @@ class KeptListing:
             return None
 
     def _holds(self, facts: Any, arrays: Mapping[str, NDArray[Any]]) -> bool:
-        age_s = time.time() - facts["listed_s"]
+        age_s: float = time.time() - facts["listed_s"]
         if self._max_age_s is not None:
             return 0 <= age_s < self._max_age_s
         paths = [*_table(arrays, "marks")]
@@ -204,4 +204,4 @@ def _add_table(arrays: dict[str, NDArray[Any]], name: str, table: StringTable) -
 
 
 def _table(arrays: Mapping[str, NDArray[Any]], name: str) -> StringTable:
-    return StringTable.packed(memoryview(arrays[f"{name}-bytes"]), arrays[f"{name}-ends"])
+    return StringTable.packed(arrays[f"{name}-bytes"].data, arrays[f"{name}-ends"])

@@ -208,9 +208,10 @@ class FilesSource(RangeSource):
     def _list(self) -> ListedFiles:
         """List the files. Raises SourceError if there are none."""
         args, connector = self._args, self._connector
-        self._missing = {}
-        self._extensions = {}
-        self.left_out, self.num_of_systems = Counter(), 0
+        self._missing: dict[str, str] = {}
+        self._extensions: dict[tuple[str, str], None] = {}
+        self.left_out: Counter[str] = Counter()
+        self.num_of_systems = 0
         partners: dict[str, Listing] = {}
         if self._first is not None:
             assert args.fields is not None
@@ -241,7 +242,7 @@ class FilesSource(RangeSource):
         self._listing = listed.files
         self._partners = dict(listed.partners)  # of the other fields, one file a sample
         self._missing = dict(listed.missing)  # optional field -> the extension that a missing file would have
-        self._extensions: dict[tuple[str, str], None] = dict.fromkeys(listed.extensions)  # in order of first use
+        self._extensions = dict.fromkeys(listed.extensions)  # in order of first use
         self.left_out = Counter(listed.left_out)
         self.num_of_systems = listed.num_of_systems  # files in folders that a NAS leaves behind
         self._takes_images = listed.takes_images

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector: it pauses while many objects are created, and what it finds is closed."""
+"""Python's cyclic garbage collector: pauses it while many objects are created, and closes objects that it finds."""
 
 from __future__ import annotations
 

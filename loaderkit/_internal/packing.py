@@ -3,8 +3,9 @@
 The buffers are the memory of tensors and arrays, which is not copied into the stream. Both ends are our own processes; bytes
 from data are never unpickled.
 
-Functions and classes go by name. Where the other process cannot find them by that (those of a script or a notebook, lambdas,
-closures) all such go by value, by cloudpickle. It knows a class again that comes back, so both sides have one class.
+Functions and classes are sent by name. Those that the other process cannot find by name (of a script or a notebook,
+lambdas, closures) are sent by value, by cloudpickle. It recognises a class that comes back, so both sides have one
+class.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def _pack(
 
 
 class Packed(NamedTuple):
-    """What a value comes to when it is packed: its bytes, a digest of them, and the types of the random generators in it."""
+    """The size of a value when it is packed, a digest of its bytes, and the types of the random generators in it."""
 
     num_bytes: int
     digest: bytes
@@ -183,8 +184,8 @@ class Packed(NamedTuple):
 
 
 def measured(value: Any, most: int) -> Packed | None:
-    """The stream and the buffers that `pack` would make, without making them; None: more than `most` bytes. Raises the errors
-    of pickle."""
+    """The stream and the buffers that `pack` would make, without making them, or None if they have more than `most`
+    bytes. Raises the errors of pickle."""
     try:
         return _measured(_ByName, value, most)
     except _TooManyError:

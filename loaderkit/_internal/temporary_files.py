@@ -1,4 +1,5 @@
-"""Files and folders under a temporary name, locked as long as their writer lives: so what a killed one left can be told."""
+"""Files and folders under a temporary name, locked as long as their writer lives: what a killed writer left can be
+recognised."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Host memory that begins at a page; registered with CUDA where it is copied from or to, so that such copies are fast and
-asynchronous. torch's own pinned memory is rounded up to a power of two, and stays pinned until the process ends."""
+"""Host memory that begins at a page. Where it is copied from or to, it is registered with CUDA, so that copies are fast
+and asynchronous. torch's own pinned memory is rounded up to a power of two, and stays pinned until the process ends."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def _slices(memory: Bytes) -> list[tuple[int, int]]:
 
 
 class HostPins:
-    """Registers memory with CUDA until the system refuses it once: the limit of locked memory is reached then. Any thread."""
+    """Registers memory with CUDA, until the system refuses once, because the limit of locked memory is reached. Any
+    thread."""
 
     def __init__(self) -> None:
         self._is_refused = False
@@ -92,7 +93,8 @@ class HostPins:
 
 
 class PinnedSlices:
-    """Memory whose slices are registered by threads, in order: copies to the first begin while the others are."""
+    """Memory whose slices are registered by threads, in order: copies to the first slices begin while later ones are
+    registered."""
 
     def __init__(self, memory: Bytes, device: torch.device, pins: HostPins) -> None:
         threads = _threads()

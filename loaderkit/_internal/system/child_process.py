@@ -1,4 +1,5 @@
-"""A Python process of this package that ends with the one that started it; both sides. Nothing heavy is imported here."""
+"""Starts a Python process of this package that ends with its parent; the parent's side and the child's. It imports
+nothing heavy."""
 
 from __future__ import annotations
 
@@ -77,8 +78,8 @@ def _inherited(descriptor: int) -> int | None:
 
 
 class ChildProcess:
-    """A fresh interpreter that runs `program` with `arguments`, and gets the `descriptors` under the same numbers, which are
-    not those of stdin, stdout and stderr. `environment`: default this process's."""
+    """A fresh interpreter that runs `program` with `arguments`. It gets the `descriptors` under the same numbers, which
+    must not be the numbers of stdin, stdout and stderr. `environment` defaults to this process's environment."""
 
     def __init__(
         self,

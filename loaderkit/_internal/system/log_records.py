@@ -1,4 +1,4 @@
-"""Log records of other processes, which the loggers of the trainer's process handle."""
+"""Passes log records of other processes to the loggers of the trainer's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel's counters of other processes: what those that load do, and which programs use the CPUs."""
+"""Reads the kernel's counters of other processes: what loading processes do, and which programs use the CPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ProcessCounters:
         return type(self)(*(getattr(self, name) + getattr(other, name) for name in _COUNTERS))
 
     def minus(self, earlier: ProcessCounters) -> Self:
-        """The rise since `earlier`; memory stays that of now."""
+        """The rise since `earlier`; memory is the present memory."""
         rise = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS if name != "rss_bytes"}
         return type(self)(**rise, rss_bytes=self.rss_bytes)
 
@@ -70,7 +70,7 @@ def thread_times(pid: int | str, thread: int | None = None) -> tuple[float, floa
 
 
 def thread_delayed_s() -> float:
-    """How long this thread was ready to run so far while no CPU was free, in seconds; 0 where the kernel does not tell."""
+    """How long this thread was ready to run so far while no CPU was free, in seconds; 0 where the kernel does not say."""
     row = content("/proc/thread-self/schedstat").split()
     return int(row[1]) * 1e-9 if row else 0.0
 

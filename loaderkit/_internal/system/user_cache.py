@@ -1,4 +1,4 @@
-"""The user's cache directory: what was found out about a file once is kept there."""
+"""The user's cache directory, which keeps what was found out about files, so that it is found out once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The containers of a nested state, which its flat names do not tell: keys that are numbers, empty tables, tuples, versions.
+"""The containers of a nested state, which flat names do not describe: keys that are numbers, empty tables, tuples, versions.
 
 A torch.save file has them itself. For the other formats a `CheckpointManager` saves them as plain values:
 
@@ -87,8 +87,8 @@ def _by_digest(prefix: str, found: list[Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Structure:
-    """The containers of a checkpoint by path. `numbered` are names of tables whose keys are whole numbers. `is_complete`: a
-    container that is not among them is a dict with keys of text, or a list."""
+    """The containers of a checkpoint by path. `numbered` are names of tables whose keys are whole numbers. With
+    `is_complete`, a container that is not listed is a dict with keys of text, or a list."""
 
     containers: Containers = field(default_factory=dict)
     numbered: frozenset[str] = frozenset()
@@ -107,7 +107,7 @@ class Structure:
         return found
 
     def within(self, path: Iterable[Any]) -> Structure:
-        """That of the part of the state at a path."""
+        """The structure of the part of the state at a path."""
         start = texts(path)
         size, prefix = len(start), ".".join((*start, ""))
         below = {full[size:]: one for full, one in self.containers.items() if texts(full[:size]) == start}
@@ -116,7 +116,7 @@ class Structure:
 
 
 def structure_names(names: Iterable[str]) -> list[str]:
-    """Those of the plain values that say what the containers are."""
+    """The names of the plain values that describe the containers."""
     return [name for name in names if name.startswith((STRUCTURE, _NUMBER_TABLES, _EMPTY_TABLES))]
 
 
@@ -185,9 +185,9 @@ def nest(
 ) -> Any:
     """The nested state of flat names, in which each has its path in `paths`; `structure` begins there, too.
 
-    Items of a list stay at their places; None stands for those that are not there. `empty`: the paths of containers that are
-    there even if nothing is in them; default all of the structure's. `like` is a state of the same kind, whose keys and
-    Counters count where the structure is not complete. Raises CheckpointError.
+    Items of a list stay at their places; missing items are None. `empty`: the paths of containers that are
+    there even if nothing is in them; by default all of the structure's. `like` is a state of the same kind, whose keys
+    and Counters count where the structure is not complete. Raises CheckpointError.
     """
     root = _Node()
     leaves = {texts(paths.get(name, (name,))) for name in flat}

@@ -1,5 +1,6 @@
-"""Names that wrappers of modules change. What `torch.compile` and DistributedDataParallel add is left out of a checkpoint, told
-by the modules' types; where only names are there, an error says what they have."""
+"""Handles the names that wrappers of modules change. What `torch.compile` and DistributedDataParallel add is left out
+of a checkpoint; wrappers are recognised by the modules' types. Where only names are there, an error says what a wrapper
+has added."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def unwrapped_state(module: torch.nn.Module) -> Any:
 
 
 def parameter_names(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> list[str] | None:
-    """The names of an optimizer's parameters, in its order, in the first module that has all of them; None: there is none."""
+    """The names of an optimizer's parameters, in its order, in the first module that has all of them, or None if no
+    module has."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for module in modules:
         own = own_names(module)

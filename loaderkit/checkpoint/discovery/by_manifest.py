@@ -1,4 +1,4 @@
-"""The objects of a checkpoint as its manifest names them: to parse its description takes tens of milliseconds."""
+"""Lists the objects of a checkpoint from its manifest, since parsing its description takes tens of milliseconds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def objects_by_manifest(infos: Mapping[str, ObjectInfo], fetch: Fetch) -> tuple[
 
 
 def _checksums_in(manifest: ObjectInfo | None, fetch: Fetch) -> Mapping[str, Checksums] | None:
-    """Those of a manifest, by name; None without one, for what is none, and while the checkpoint is saved again."""
+    """The checksums in a manifest, by name. None if there is no manifest, if the object is none, or while the
+    checkpoint is saved again."""
     if manifest is None or manifest.size > _MOST_BYTES:
         return None
     (data,) = fetch([ByteRange(manifest.key, 0, manifest.size, manifest.etag)])

@@ -1,4 +1,4 @@
-"""Tells which files of a location are the checkpoint, and in which format.
+"""Decides which files of a location are the checkpoint, and in which format.
 
 The first bytes of all files are read at once and kept: they hold most headers whole.
 """
@@ -74,8 +74,8 @@ class CheckpointFiles:
 
 
 class FoundCheckpoint(NamedTuple):
-    """The files of a checkpoint, all files beside them by name, and where they are: below the location that was asked for if a
-    file there says so."""
+    """The files of a checkpoint, all files beside them by name, and where they are. That may be below the location that
+    was asked for, if a file there says so."""
 
     files: CheckpointFiles
     infos: dict[str, ObjectInfo]
@@ -158,7 +158,7 @@ def _parts(infos: Iterable[str], below: Iterable[str], folders: Sequence[str]) -
 
 
 def _description(location: CheckpointLocation, infos: dict[str, ObjectInfo]) -> str | None:
-    """The file that names those of the checkpoint. Raises CheckpointError for one that was not committed."""
+    """The file that names the checkpoint's files. Raises CheckpointError for a checkpoint that was not committed."""
     if METADATA in infos and STATE in infos:
         raise _two_formats(location, ("dcp", METADATA), ("state", STATE))
     if METADATA in infos or STATE in infos:

@@ -1,4 +1,4 @@
-"""Tells what a file of a checkpoint is, by its name and by its first bytes."""
+"""Recognises what a file of a checkpoint is, by its name and by its first bytes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def step_in(name: str) -> int | None:
 
 
 def is_description(name: str) -> bool:
-    """True for a file that names those of the checkpoint in whose directory it is."""
+    """True for a file that names the files of the checkpoint in its directory."""
     return name in (METADATA, STATE) or INDEX_NAME.fullmatch(name) is not None
 
 
@@ -57,7 +57,7 @@ def is_pretrained(name: str) -> bool:
 
 
 def kind_of(head: bytes, size: int) -> Kind | None:
-    """What a file of `size` bytes is, as far as its first bytes tell; None for what is none of a checkpoint's."""
+    """What a file of `size` bytes is, as far as its first bytes say, or None if it is no file of a checkpoint."""
     if head.startswith(zip_records.MAGIC):
         return "torch"
     if head.startswith(_LEGACY):

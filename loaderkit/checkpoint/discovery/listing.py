@@ -33,8 +33,8 @@ class CheckpointSummary:
     """One checkpoint, or what is left of one.
 
     `problem` is "" for a whole one, else what is missing or wrong. `num_bytes` and `num_files` count the files that belong to
-    it; of one that is not whole, all files there. `time_s` is when it was committed, in seconds since 1970 by the clock of the
-    store; None where that does not say.
+    it; for one that is not whole they count all files that are there. `time_s` is when it was committed, in seconds
+    since 1970 by the clock of the store; None where the store does not say.
     """
 
     name: str
@@ -56,7 +56,8 @@ def by_age(name: str, time_s: float | None = None) -> tuple[Any, ...]:
     """A sort key by which the newest comes last.
 
     The names of the best, which may be of any step, come first; then those without a number, with numbers ("epoch-9" before
-    "epoch-10"), and with a step ("step-300" before "step-2000"). What is equal then is told by `time_s`, when it was written.
+    "epoch-10"), and with a step ("step-300" before "step-2000"). Names that are equal by then are ordered by `time_s`,
+    when they were written.
     """
     parts = [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in _DIGITS.split(name)]
     kind, step = _age(name)
@@ -64,7 +65,7 @@ def by_age(name: str, time_s: float | None = None) -> tuple[Any, ...]:
 
 
 def _age(name: str) -> tuple[int, int]:
-    """The part of `by_age` that the step tells, or that there is none."""
+    """The part of `by_age` that comes from the step, or from its absence."""
     step = step_in(name)
     if step is not None:
         return _STEPS, step

@@ -19,7 +19,8 @@ from loaderkit.errors import CheckpointError, ObjectNotFoundError
 from loaderkit.sources.formats.tar_index import load_index
 
 SAVING = ".saving-"
-"""Begins the name of a directory that is being written, and of one beside it that tells by whom."""
+"""Begins the name of a directory that is being written, and the name of a file beside it that says which process writes
+it."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
@@ -28,8 +29,8 @@ class NothingThereError(CheckpointError):
 
 
 class CheckpointLocation(NamedTuple):
-    """Where a checkpoint is: its one object `single`, or without it the directory `prefix` ("" or "name/"), in which the file
-    `named` says what belongs to it; "": that is to be found out."""
+    """Where a checkpoint is: its one object `single`, or else the directory `prefix` ("" or "name/"). The file `named`
+    in the directory says which files belong to it; with "" that is still to be found out."""
 
     url: str
     connector: Connector

@@ -130,7 +130,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def entry_of(starts: dict[str, int], key: str, view: torch_zip.View) -> TensorEntry:
-    """The tensor that a view in the object `key` is; `starts` are those of its storages."""
+    """The tensor that a view in the object `key` is; `starts` are the starts of its storages."""
     base, item = starts[view.storage.key], view.dtype.itemsize
     shard = TensorShard(
         (0,) * len(view.shape), view.shape, key, base + view.offset * item, view.num_spanned * item, view.strides

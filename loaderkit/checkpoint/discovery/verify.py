@@ -56,7 +56,7 @@ def verify_checkpoint(
 
 
 def damaged_ranges(connector: Connector, part: HashedPart, checksums: Mapping[str, Checksums]) -> list[tuple[int, int]]:
-    """The ranges [start, end) of a part whose bytes are not those of the manifest, even when they are read once more."""
+    """The ranges [start, end) of a part whose bytes differ from the manifest, even when they are read once more."""
     known = checksums[part.info.key]
     damaged: list[tuple[int, int]] = []
     for number, value in enumerate(part.hashes, part.first_block):

@@ -1,4 +1,4 @@
-"""The process that writes checkpoints, from training's side."""
+"""The process that writes checkpoints, from the side of the training process."""
 
 from __future__ import annotations
 

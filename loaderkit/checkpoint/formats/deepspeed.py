@@ -1,4 +1,4 @@
-"""What DeepSpeed saves of a ZeRO run, merged: whole weights and the whole state of the optimizer, of any number of ranks.
+"""Merges what DeepSpeed saves of a ZeRO run: whole weights and the whole state of the optimizer, from any number of ranks.
 
     *zero_pp_rank_R_mp_rank_00_optim_states.pt    rank R's part of flat vectors: fp32 weights, and each state of the optimizer
     mp_rank_00_model_states.pt                    names and shapes of the parameters in their order in those, and the rest
@@ -69,8 +69,8 @@ def merge(models: Sequence[RankFile], parts: Sequence[RankFile]) -> dict[str, An
     """The nested state of a run: "module" and "optimizer" as `torch.distributed.checkpoint.state_dict` names them, and the rest
     of the first file. Tensors are `TensorEntry`; in the rest they are still a `View` of that file.
 
-    `models`: the files with the rest, by rank (of the ranks after the first only frozen parts are used); `parts`: those of the
-    optimizer. Weights are fp32, as the optimizer has them. Raises FormatError.
+    `models`: the files with the rest, by rank (of the ranks after the first only frozen parts are used); `parts`: the
+    files of the optimizer. Weights are fp32, as the optimizer has them. Raises FormatError.
     """
     try:
         run = _ZeroRun(models, parts)
@@ -83,8 +83,8 @@ def merge(models: Sequence[RankFile], parts: Sequence[RankFile]) -> dict[str, An
 
 
 def with_frozen(model: RankFile, names: Sequence[str], num_ranks: int) -> list[str]:
-    """Which of `names`, the files with the rest by rank, are needed besides the first, which is `model`: those of all ranks if
-    ZeRO 3 has cut parameters that are not trained. Raises FormatError if one of these is missing."""
+    """Which of `names`, the files with the rest by rank, are needed besides `model`, which is the first: those of all
+    ranks if ZeRO 3 has cut parameters that are not trained. Raises FormatError if one of these is missing."""
     ranks = [match[1] for match in map(MODEL_FILE.fullmatch, names) if match]
     if not isinstance(model.value, Mapping) or not model.value.get("frozen_param_fragments") or ranks[0] is None:
         return []
@@ -142,7 +142,8 @@ class _Line:
 
 
 class _Parameter(NamedTuple):
-    """A parameter: the number of its flat vector, and where in that it begins: of ZeRO 3 in that of each rank."""
+    """A parameter: the number of its flat vector, and where it begins there. With ZeRO 3 it begins there in each rank's
+    part."""
 
     group: int
     first: int

@@ -1,4 +1,5 @@
-"""Plain values as JSON, and back, without loss: what JSON has no form for is an object with one key that begins with "$".
+"""Plain values as JSON, and back, without loss. A value that JSON has no form for is an object with one key that begins
+with "$".
 
     (1, 2)   {"$tuple": [1, 2]}        b"ab"    {"$bytes": "YWI="}        inf    {"$float": "000000000000f07f"}
 

@@ -1,7 +1,9 @@
-"""The archive that `torch.save` makes of one contiguous tensor, without the tensor: what comes before its bytes and after.
+"""The archive that `torch.save` makes of one contiguous tensor, without the tensor: the bytes before it and the bytes
+after it.
 
-So a tensor is written from its memory, chunk by chunk. The archive is a zip of seven records, none of them packed; the bytes of
-each start at a multiple of 64. Checksums follow the bytes that they are of, so all before a tensor is known without it.
+So a tensor can be written from its memory, chunk by chunk. The archive is a zip of seven records, none of them
+compressed; the bytes of each start at a multiple of 64. The checksum of a record comes after its bytes, so everything
+before the tensor is known without reading the tensor.
 """
 
 from __future__ import annotations

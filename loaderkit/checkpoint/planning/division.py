@@ -1,4 +1,4 @@
-"""Divides what several ranks hold alike among them, so that all ranks write about as many bytes.
+"""Divides what several ranks hold alike, so that all ranks write about as many bytes.
 
 Most blocks stay whole: they go, the largest first, to the rank with the least to write. Only as many of the largest blocks are
 cut as it takes to level the rest. How much of those each rank gets is water-filling, group of ranks by group of ranks, repeated
@@ -36,7 +36,7 @@ class HeldBox(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Elements [first, end), in C order, of the block of that number."""
+    """Elements [first, end), in C order, of the block with the given number."""
 
     block: int
     first: int

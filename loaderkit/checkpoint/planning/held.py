@@ -18,23 +18,23 @@ from loaderkit.errors import CheckpointError
 
 @dataclass(frozen=True)
 class DescribedPlan(SavePlan):
-    """A local plan that says what its items do not: which lie in the same memory, which cannot be cut, and what is in them."""
+    """A local plan that also says which of its items lie in the same memory, which cannot be cut, and what is in them."""
 
     tied: tuple[int, ...] = ()
     """By item the number of the first one in the same memory."""
     uncut: frozenset[int] = frozenset()
     samples: tuple[bytes, ...] = ()
-    """By item some of what the tensor holds (`sample_of`), or a digest of the plain value; b"": not known."""
+    """By item some of what the tensor holds (`sample_of`), or a digest of the plain value; b"" if it is not known."""
     objects: tuple[str, ...] = ()
-    """Names of the objects whose state is that of one rank."""
+    """Names of the objects whose state is taken from one rank."""
 
 
 _Key = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype | None]
 
 
 class Held(NamedTuple):
-    """The items of a rank's local plan, with `tied`, `uncut`, `samples` and `objects` as in DescribedPlan. `left_out` are the
-    numbers of those that a lower rank holds with other values."""
+    """The items of a rank's local plan, with `tied`, `uncut`, `samples` and `objects` as in DescribedPlan. `left_out`
+    are the numbers of the items that a lower rank holds with other values."""
 
     items: list[WriteItem]
     tied: tuple[int, ...]
@@ -81,16 +81,17 @@ def check_alike(held: Sequence[Held]) -> None:
 
 
 class Unlike(NamedTuple):
-    """Names of which ranks hold other tensors, or other plain values."""
+    """Names of what ranks hold differently: tensors, and plain values."""
 
     tensors: frozenset[str] = frozenset()
     values: frozenset[str] = frozenset()
 
 
 def without_unlike(held: Sequence[Held]) -> tuple[list[Held], Unlike]:
-    """What the ranks hold, where samples differ on the lowest rank only, as one tensor is that of one rank; and the names.
+    """What the ranks hold. Where samples of a tensor differ, only the lowest rank holds it, as a tensor is saved from
+    one rank. And the names of these.
 
-    Of an object, which is one thing, all is then that of one rank.
+    If any part of an object differs, the whole object is taken from one rank.
     """
     kept, apart = _objects_of_one_rank(held)
     known: dict[_Key, set[bytes]] = {}
@@ -178,10 +179,11 @@ class ItemShare(NamedTuple):
 
 
 def divided(held: Sequence[Held], chosen: Sequence[Sequence[WriteItem]]) -> list[list[ItemShare]] | None:
-    """What each rank writes of the tensors, by rank. `chosen` are the items, each once, that a planner has dealt out.
+    """What each rank writes of the tensors, by rank. `chosen` are the items, each once, as a planner has assigned them
+    to ranks.
 
     What several ranks hold is divided among them; names of the same memory, on all ranks that hold them, stay together.
-    None: an item of `chosen` is not that of any rank, so the planner's word stands.
+    None if no rank holds an item of `chosen`: the planner's own plan is then used.
     """
     wanted = [_key(item) for items in chosen for item in items if item.tensor_data is not None]
     holders: dict[_Key, dict[int, int]] = {key: {} for key in wanted}
@@ -240,7 +242,7 @@ def part_of(item: WriteItem, box: Box) -> WriteItem:
 
 
 def is_default_planner(planner: SavePlanner) -> bool:
-    """True if each rank is to write what torch's default planner deals out, for the sake of bytes only."""
+    """True if torch's default planner assigns the items to ranks, and only balances bytes by it."""
     kind: Any = type(planner)
     return (
         isinstance(planner, DefaultSavePlanner)

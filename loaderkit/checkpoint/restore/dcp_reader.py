@@ -51,9 +51,10 @@ class StreamReader(StorageReader):
     Only the ranges that a rank needs are read, also inside the archives of `.distcp` files. With `share`, what several ranks
     need is read by one of them and sent to the others; the result is the same without. The planner is only called by the
     thread that called `dcp.load`. `memory` bounds the staging memory of all ranks of a machine together, besides at most
-    24 MiB a rank for threads' stacks and torch's kernels; `verify` is that of `loaderkit.restore`; `process_group` is the one
-    that `dcp.load` is given. `timeout_s`: how long a rank waits for another before it raises an error that names it. Nothing
-    is unpickled: plain values are read by the restricted reader, and pickled anew for the planner.
+    24 MiB a rank for threads' stacks and torch's kernels; `verify` has the meaning it has in `loaderkit.restore`;
+    `process_group` is the one that `dcp.load` is given. `timeout_s`: how long a rank waits for another before it raises
+    an error that names it. Nothing is unpickled: plain values are read by the restricted reader, and pickled anew for
+    the planner.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class StreamReader(StorageReader):
 
     @property
     def stats(self) -> dict[str, Any] | None:
-        """The engine's stats of the last load, as `loader.stats().to_dict()`; those of shared ranges are in "shared"."""
+        """The engine's stats of the last load, as `loader.stats().to_dict()`; the stats of shared ranges are in "shared"."""
         if self._stats is None:
             return None
         shared = None

@@ -1,7 +1,7 @@
-"""The part of a checkpoint that an optimizer gets: by names of parameters, as torch's `get_state_dict` gives it, or by numbers.
+"""Gives an optimizer its part of a checkpoint: by names of parameters, as torch's `get_state_dict` gives it, or by numbers.
 
-Groups and parameters are compared before anything is written, and the state keeps the types that it was saved in, where
-`load_state_dict` would cast it to those of the parameters.
+Groups and parameters are compared before anything is written. The state keeps the dtypes that it was saved in, where
+`load_state_dict` would cast it to the dtypes of the parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LIKE_PARAMETER = frozenset(
 
 
 class SavedGroups(NamedTuple):
-    """The parameter groups of a saved optimizer: by group its parameters, which are names or numbers, and its options."""
+    """The parameter groups of a saved optimizer: for each group its parameters, as names or numbers, and its options."""
 
     params: list[list[Any]]
     options: list[set[str]]
@@ -64,7 +64,8 @@ def saved_groups(source: OpenCheckpoint, paths: Iterable[Path]) -> dict[tuple[st
 
 
 class OptimizerPart(ObjectPart):
-    """The part of an optimizer; a state that it has none of yet is made like its parameters."""
+    """The part of a checkpoint for an optimizer. State that the optimizer does not have yet is created like its
+    parameters."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class OptimizerPart(ObjectPart):
         groups: SavedGroups | None,
         modules: Sequence[torch.nn.Module],
     ) -> None:
-        """`modules`: in which its parameters have their names. `groups`: None: the checkpoint has none."""
+        """`modules`: the modules in which its parameters have their names. `groups` is None if the checkpoint has none."""
         self._groups = groups
         self._params = [param for group in leaf.value.param_groups for param in group["params"]]
         self._names = parameter_names(leaf.value, modules)
@@ -100,7 +101,7 @@ class OptimizerPart(ObjectPart):
         super().add_all()
 
     def _difference(self, saved: SavedGroups) -> str | None:
-        """How the groups differ from those of the checkpoint; None: they fit."""
+        """How the groups differ from the checkpoint's groups; None if they fit."""
         here = self.object.param_groups
         if len(here) != len(saved.params):
             return f"{self.name!r} has {len(here)} parameter groups, and {len(saved.params)} in the checkpoint"
@@ -212,8 +213,8 @@ def _keep_types(state: Any, saved: Mapping[str, Any], dtype: torch.dtype) -> Non
 
 
 class NumberedNames(NamedTuple):
-    """What optimizers saved by names of parameters are by numbers: names by the names in the checkpoint, paths by the new
-    names, the lists of numbers in their groups, and the structure."""
+    """Optimizers that were saved by names of parameters, as they are by numbers: the new names by the names in the
+    checkpoint, paths by the new names, the lists of numbers in their groups, and the structure."""
 
     names: dict[str, str]
     paths: dict[str, Path]

@@ -1,4 +1,4 @@
-"""Restores from a checkpoint that a running job may remove meanwhile, as its `keep` says."""
+"""Restores from a checkpoint that a running job may delete meanwhile, as `keep` of its manager says."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ _GROUPS, _STATE, _PARAMS = ".param_groups.", ".state.", ".params"
 
 
 class Renaming:
-    """How names begin in a checkpoint, and how here. Of several beginnings that fit a name the longest counts, once.
+    """How names begin in a checkpoint, and how they begin here. If several beginnings fit a name, the longest is
+    replaced, once.
 
     A `*` stands for one part of a name, between dots, and is carried over: {"blocks.*.mlp.": "layers.*.ffn."}.
     """

@@ -1,4 +1,4 @@
-"""`ReadRequest`s for tensors, new or given. Shapes, dtypes and memory are checked before a byte of a tensor is read."""
+"""Makes `ReadRequest`s for tensors, new or given. Shapes, dtypes and memory are checked before a byte of a tensor is read."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _offsets_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _unfillable(tensor: torch.Tensor) -> str | None:
-    """Why no bytes can be written to a tensor; None: they can."""
+    """Why no bytes can be written to a tensor, or None if they can."""
     if is_dtensor(tensor):
         if any(one.is_partial() for one in tensor.placements):  # type: ignore[attr-defined]
             return "is a DTensor of partial sums, of which no rank has the value"
@@ -189,7 +189,7 @@ def _unfillable(tensor: torch.Tensor) -> str | None:
 def _difference(
     tensor: torch.Tensor, entry: TensorEntry, dtype: torch.dtype | str | None, device: torch.device | None
 ) -> str | None:
-    """How a tensor differs from that of the checkpoint; None: it fits."""
+    """How a tensor differs from the checkpoint's, or None if it fits."""
     if tensor.shape != entry.shape:
         return f"has shape {list(tensor.shape)}, and {list(entry.shape)} in the checkpoint"
     if device is not None and not _same_device(tensor.device, device):

@@ -88,7 +88,7 @@ def _load_alone(flat: dict[str, Any], reader: StreamReader) -> None:
 
 
 class _OnlySaved(NamedTuple):
-    """What a container of the state gets that only the checkpoint has: paths by name, and those of what is empty."""
+    """What a container of the state gets that only the checkpoint has: paths by name, and the paths of empty containers."""
 
     container: Any
     paths: dict[str, Path]
@@ -254,7 +254,7 @@ class _Targets:
 
 
 def _inner(container: Any, key: Any) -> Any:
-    """The table or list under a key of a path, where keys of tables are text; None: there is none."""
+    """The table or list under a key of a path, in which keys of tables are text; None if there is none."""
     if isinstance(container, Mapping):
         found = next((value for other, value in container.items() if str(other) == str(key)), None)
     else:

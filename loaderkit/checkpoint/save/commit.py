@@ -1,4 +1,5 @@
-"""Makes a save the checkpoint: once everything is durable, by one step; and clears what saves left that died before it.
+"""Commits a save: once everything is durable, one step makes it the checkpoint. It also clears what earlier saves left
+that died.
 
 A new checkpoint is written beside its place and renamed, or, where the store cannot rename, written in place, its description
 (`.metadata`, or that of another format) after all the files that it names. An existing one stays: the new files get other
@@ -149,10 +150,11 @@ def commit(
     *,
     kind: Description = DCP,
 ) -> None:
-    """Make the save the checkpoint. `files` are those of all ranks, `description` is what names them.
+    """Make the save the checkpoint. `files` are the files of all ranks, `description` is the file that names them.
 
-    Raises CheckpointError if a file is not there as it was written, ConnectorError; then the previous checkpoint stands, or
-    if the error came after the one step, the new one. What cannot be cleared after that is a warning, and the next save's.
+    Raises CheckpointError if a file is not there as it was written, ConnectorError; then the previous checkpoint is
+    still there or, if the error came after the one step, the new one. What cannot be cleared after that is a warning,
+    and the next save clears it.
     """
     objects = {file.name: _entry(file.num_bytes, file.block_bytes, file.hexadecimal()) for file in files}
     commit_objects(target, writes, placement, objects, description, kind=kind)
@@ -240,10 +242,10 @@ def _replace(
 
 
 def tidy(target: SaveTarget, writes: Writes, names: Iterable[str], kind: Description | None) -> None:
-    """Remove those of the files `names` that the checkpoint's description does not name, after the manifest is without them;
-    and write what goes with the description, if it is not there. `kind` None: there is no checkpoint.
+    """Remove the files among `names` that the checkpoint's description does not name, once the manifest no longer has
+    them; and write what goes with the description, if it is missing. `kind` is None if there is no checkpoint.
 
-    Raises FormatError if the description cannot be read, or is not that of the manifest; then nothing is removed.
+    Raises FormatError if the description cannot be read, or differs from the manifest; then nothing is removed.
     """
     described, manifest = None if kind is None else _description(target, kind), _manifest(target)
     needed: set[str] = set()

@@ -53,7 +53,7 @@ from loaderkit.errors import CheckpointError, ConnectorError
 
 @dataclass(frozen=True)
 class CopiedCheckpoint:
-    """The copy's URL and size; `was_there`: an equal one was there already, and nothing was written."""
+    """The copy's URL and size; `was_there` is True if an equal copy was there already, and nothing was written."""
 
     url: str
     num_bytes: int
@@ -108,14 +108,14 @@ def copy_checkpoint(
 
 
 def _name_of(location: CheckpointLocation) -> str:
-    """The name of a checkpoint's file or directory; one that was packed has that of its archive."""
+    """The name of a checkpoint's file or directory; a checkpoint in an archive has the archive's name."""
     parts = location.url.rstrip("/").split("/")
     name = parts[-2] if location.named else parts[-1]
     return name.removesuffix(".tar") if location.single is None else name
 
 
 class _Flow(NamedTuple):
-    """How the bytes are copied."""
+    """How bytes are copied: `progress` is told of bytes, `pace` limits the speed, `direct` passes by the page cache."""
 
     progress: Callable[[int], None]
     pace: Callable[[int], None]
@@ -345,7 +345,7 @@ def _write(
 
 
 class _Writers:
-    """The objects that are being written, each created with its first part; those not committed at the end are aborted."""
+    """The objects that are being written. Each is created with its first part; those not committed at the end are aborted."""
 
     def __init__(self, writes: Writes, key_of: Callable[[ObjectInfo], str], pace: Callable[[int], None]) -> None:
         self._writes, self._key_of, self._pace = writes, key_of, pace

@@ -50,8 +50,8 @@ _VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # of newer versions
 
 
 class Local(NamedTuple):
-    """What a rank adds to its plan: the token comes back with the coordinator's answer unless a planner sends a kept plan
-    instead."""
+    """What a rank adds to its plan. The token comes back with the coordinator's answer, unless a planner sends a kept
+    plan instead."""
 
     token: str
     held: Held
@@ -59,8 +59,8 @@ class Local(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What the coordinator answers: where this save's files go, the rank's number, and, in the place of the plan's tensors, the
-    parts of tensors that it writes (None: the plan's); or, for safetensors, its work."""
+    """What the coordinator answers: where this save's files go, the rank's number and, in place of the plan's tensors,
+    the parts of tensors that the rank writes (None if it writes the plan's); or, for safetensors, its work."""
 
     placement: Placement
     rank: int
@@ -83,8 +83,8 @@ _FILES = MetadataIndex("loaderkit:files")  # of the result that carries them
 
 @dataclass
 class _RunningSave:
-    """A save as its coordinator knows it. `is_to_clear`: no other rank writes, so that what is there of it when it ends is
-    cleared on the spot."""
+    """A save as its coordinator knows it. With `is_to_clear` no other rank writes, so what is left of it when it ends
+    is cleared at once."""
 
     placement: Placement
     heartbeat: Heartbeat
@@ -102,10 +102,10 @@ class StreamWriter(StorageWriter, AsyncStager):
     What several ranks hold is divided among them by bytes: a tensor of 16 KiB or more may be cut. Another planner than
     torch's default, one that is to save on the lowest rank, or one that keeps plans is left to its own.
 
-    `format="safetensors"`: whole tensors in files that Hugging Face's loaders read, in place of `dcp.load`. What stands under
-    the key "model" is in model.safetensors, or in model-00001-of-00002.safetensors and so on with an index, under the model's
-    own names; every other key has files of its own, and plain values are JSON. Ranks that have shards of a tensor send them
-    to the one that writes it, over connections of their own.
+    `format="safetensors"`: whole tensors in files that Hugging Face's loaders read, in place of `dcp.load`. What is
+    under the key "model" goes into model.safetensors, or in model-00001-of-00002.safetensors and so on with an index,
+    under the model's own names; every other key has files of its own, and plain values are JSON. Ranks that have shards
+    of a tensor send them to the one that writes it, over connections of their own.
 
     For `async_save` the state is copied to host memory first, which is kept for the next save with the same StreamWriter.
     """
@@ -158,8 +158,9 @@ class StreamWriter(StorageWriter, AsyncStager):
 
     @property
     def stats(self) -> dict[str, Any] | None:
-        """What the last save took, on this rank or, at the coordinator, on all: by rank and file its bytes, and the seconds of
-        its workers together for staging, hashing, waiting for one another, writing and syncing; and those of the commit."""
+        """What the last save took, on this rank or, at the coordinator, on all: by rank and file its bytes, and the
+        seconds of its workers together for staging, hashing, waiting for one another, writing and syncing; and the
+        seconds of the commit."""
         return self._stats
 
     # ------------------------------------------------------------------------------------ what dcp.save asks, in order
@@ -177,7 +178,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         return StorageMeta(checkpoint_id=self._url, save_id=self._save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises ConfigError without collectives, because then nothing tells when all ranks are done."""
+        """Raises ConfigError without collectives, because then nothing says when all ranks are done."""
         if not kwargs.get("use_collectives", True):
             raise ConfigError("StreamWriter commits a checkpoint once all ranks are done: leave use_collectives True")
         with self._alone():
@@ -459,8 +460,8 @@ def _resolved(
 
 
 def _data_of(item: WriteItem, planner: SavePlanner) -> Any:
-    """What the planner gives for an item. A plain value with tensors is pickled with copies of them: those of a staged state
-    are views of one memory, all of which would be pickled."""
+    """What the planner gives for an item. A plain value with tensors is pickled with copies of them: the tensors of a
+    staged state are views of one memory, all of which would be pickled."""
     if item.type == WriteItemType.BYTE_IO and isinstance(planner, DefaultSavePlanner):
         value = planner.lookup_object(item.index)
         if (apart := _apart(value)) is not value:

@@ -7,7 +7,7 @@
 A tensor's archive ends with the tensor's checksum, so the part with that end waits until other workers have copied the tensor's
 other parts. Parts are begun in order, and a part waits only after all its own tensors are copied: the first one never waits. No
 part waits once none is being copied: a checksum that is not whole by then is an error.
-A training loop waits for each call that takes the GIL again, so a part is put together and hashed in one.
+Each call that takes the GIL again makes the training loop wait, so a part is put together and hashed by one call.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SaveTimes:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file that was written. `hashes` are those of its blocks, 8 bytes each, little-endian."""
+    """A file that was written. `hashes` are the hashes of its blocks, 8 bytes each, little-endian."""
 
     name: str
     num_bytes: int
@@ -252,8 +252,8 @@ class _Workers:
 
 
 class _Filler:
-    """Fills memory with a part of a file, and hashes it; what is there already, as in memory that is written from where it
-    lies, is not copied."""
+    """Fills memory with a part of a file, and hashes it. Bytes that are there already, as in memory that is written
+    from where it lies, are not copied."""
 
     def __init__(self, part: _FilePart, memory: NDArray[np.uint8]) -> None:
         self._part, self._memory = part, memory

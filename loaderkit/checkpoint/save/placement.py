@@ -1,4 +1,4 @@
-"""Where the files of one save go until they are committed, and the marker beside them that tells whose they are.
+"""Where the files of one save go until they are committed, and the marker beside them that says which process writes them.
 
 <parent>/.saving-<name>.<attempt>.json     the marker: written first, removed last
 <parent>/.saving-<name>.<attempt>.new/     renaming it shows whether the store can, to

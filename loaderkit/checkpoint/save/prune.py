@@ -1,4 +1,4 @@
-"""Finds what saves that died have left behind, and removes it."""
+"""Finds and removes what saves that died have left behind."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _OWN_FILES = re.compile(rf".*\.(?:distcp|safetensors)|.*(?:{_DESCRIBING})|(?:\..
 
 @dataclass(frozen=True)
 class Debris:
-    """What is left of a save or a checkpoint, and why it is known that no one writes to it any more."""
+    """What is left of a save or a checkpoint, and how it is known that no process writes to it any more."""
 
     name: str
     num_bytes: int
     num_files: int
     reason: str
-    save: UnfinishedSave | None = field(default=None, repr=False)  # None: a directory of a step
+    save: UnfinishedSave | None = field(default=None, repr=False)  # None for a directory of a step
 
 
 def find_debris(

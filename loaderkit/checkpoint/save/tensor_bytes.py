@@ -1,4 +1,4 @@
-"""A tensor as a sequence of bytes, in C order, of which any range is copied; the tensor is not made contiguous for it."""
+"""A tensor as a sequence of bytes, in C order. Any range of it can be copied, without making the tensor contiguous."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def identity_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 def sample_of(tensor: torch.Tensor) -> bytes:
     """8 bytes: a digest of a plain CPU tensor's bytes at 512 places, or of all of them if it has no more.
 
-    That of tensors that each rank has of its own differs. One byte that was changed is most likely not seen.
+    Different tensors on different ranks have different digests. A single changed byte is most likely missed.
     """
     memory = memory_of(tensor.resolve_conj().resolve_neg().contiguous())
     if len(memory) > _NUM_SAMPLES:
@@ -46,8 +46,8 @@ def sample_of(tensor: torch.Tensor) -> bytes:
 
 
 class TensorBytes:
-    """The elements' bytes of a plain tensor on any device. `memory` are all of them, uint8 [N], if they lie in host memory in
-    C order; `fixed` are, too, if the caller changes none."""
+    """The elements' bytes of a plain tensor on any device. `memory` is all of them, uint8 [N], if they lie in host
+    memory in C order; `fixed` is, too, if the caller does not change them."""
 
     def __init__(self, tensor: torch.Tensor, *, is_fixed: bool = False) -> None:
         """`is_fixed`: the caller does not change the tensor while it is being saved."""

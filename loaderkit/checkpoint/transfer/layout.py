@@ -35,8 +35,9 @@ class ByteSpan:
 
 
 class ReadLimits(NamedTuple):
-    """`most_bytes` of one read; `coalesce_gap`: bytes that may be read without need to save a read; `least_direct`: a span with
-    fewer bytes is read together with its neighbours; `edge_bytes`: read besides a span, for the checksums of whole blocks."""
+    """`most_bytes`: the most bytes of one read. `coalesce_gap`: unneeded bytes that may be read to save a read.
+    `least_direct`: a span with fewer bytes is read together with its neighbours. `edge_bytes`: bytes that are read
+    besides a span, because checksums are of whole blocks."""
 
     most_bytes: int
     coalesce_gap: int

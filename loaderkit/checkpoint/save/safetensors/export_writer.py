@@ -16,7 +16,8 @@ from loaderkit.errors import CheckpointError, ObjectNotFoundError
 
 
 class ExportWriter(StreamWriter):
-    """A StreamWriter that writes an export: an own format of safetensors, which `restore` refuses unless it is asked for."""
+    """A StreamWriter that writes an export. An export has its own variant of safetensors, which `restore` refuses
+    unless asked for it."""
 
     def __init__(self, url: str, rule: ExportRule, **settings: Any) -> None:
         super().__init__(url, format="safetensors", **settings)

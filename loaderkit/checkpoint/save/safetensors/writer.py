@@ -80,8 +80,8 @@ def check_plain_values(values: Mapping[str, Any]) -> None:
 
 
 def model_config_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """What a state has under the manager's own key for the config.json beside model.safetensors: that of a model of
-    transformers, or of what is built like it."""
+    """What a state has, under the manager's own key, for the config.json beside model.safetensors: the config of a
+    model of transformers, or of a model built like one."""
     model = state.get("model")
     config = getattr(getattr(model, "module", model), "config", None)
     as_text = getattr(config, "to_json_string", None)

@@ -110,7 +110,7 @@ def _outcome(error: BaseException) -> tuple[int, str]:
         return 1, f"error: the standard output cannot be written: {error.strerror}"  # what we write to files names them
     if isinstance(error, (LoaderkitError, OSError)):
         return 2 if isinstance(error, ConfigError) else 1, f"error: {error}"
-    # Ours, or that of a function the pipeline names.
+    # An error in loaderkit, or in a function that the pipeline names.
     return 1, f"error: {type(error).__name__}: {error} (--debug shows where)"
 
 

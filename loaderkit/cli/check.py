@@ -116,7 +116,7 @@ def _row_groups(plan: ExecutionPlan) -> dict[str, Any]:
     groups, schedule, share = plan.source.row_groups, plan.schedule, None
     if groups is None:
         return {}
-    if plan.order.unit == "samples":  # else samples come in another order than in that of the source
+    if plan.order.unit == "samples":  # else samples come in another order than the source's
         share = decoded_share(groups, len(plan.source), plan.order.core, schedule.rank, schedule.world_size)
     return {
         "row_groups": {
@@ -150,7 +150,7 @@ def _said_of_row_groups(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _side_by_side(plan: ExecutionPlan) -> dict[str, Any] | None:
-    """What several threads at once make otherwise than one; None: they make the same, or run no user code."""
+    """What several threads at once make differently than one thread does; None if they make the same, or run no user code."""
     from loaderkit.pipeline.thread_checks import compare_side_by_side
 
     found = compare_side_by_side(plan)
@@ -171,8 +171,9 @@ def _said_of_threads(found: dict[str, Any]) -> str:
 
 
 def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
-    """{"fields": [{name, dtype, shape}], ...} of the first batch: shapes are those of one sample. `draws_unseeded`: which
-    stages drew from which of the process's generators. `changed_fields`: those that were others when it was made again."""
+    """{"fields": [{name, dtype, shape}], ...} of the first batch; a shape is one sample's. `draws_unseeded`: which
+    stages drew from which of the process's generators. `changed_fields`: fields that differed when the batch was made
+    again."""
     from loaderkit._internal.compare import differ
     from loaderkit.loader import Loader
     from loaderkit.pipeline.config.registry import STAGES

@@ -138,7 +138,7 @@ def _idle_seconds(idle: str) -> float:
 
 
 class _Counter:
-    """The bytes that were done, and of which checkpoint, for the progress of several."""
+    """Counts the bytes that are done, and of which checkpoint, for a progress bar over several."""
 
     def __init__(self, total: int) -> None:
         self.name = ""

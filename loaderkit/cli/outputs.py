@@ -1,4 +1,4 @@
-"""Where the report of `profile`, and what other commands write, goes: checked before the run, written after it."""
+"""Where the report of `profile` and the output of other commands go: checked before the run, written after it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Outputs:
     """The files to write. `baseline` holds the earlier reports to compare with."""
 
-    json: Path | None  # None: nowhere, or stdout
+    json: Path | None  # None for no file, or for stdout
     is_on_stdout: bool
     html: Path | None
     trace: Path | None
@@ -121,7 +121,7 @@ def deliver(
             found = (
                 "" if loop is None or loop.verdict.tried is None else f"{' '.join(str(loop.verdict.tried).split())}\n"
             )
-            texts[Path(f"{stem}.patch")] = f"{found}{patch}"  # `patch` passes over what stands above the diff
+            texts[Path(f"{stem}.patch")] = f"{found}{patch}"  # `patch` ignores lines above the diff
     if outputs.html is not None and loop is not None:
         from loaderkit.profile.render.html import to_html
 

@@ -35,7 +35,7 @@ _VERIFY_S = 45.0
 
 
 class Limits(NamedTuple):
-    """When the loop ends: whichever comes first."""
+    """When the loop ends: at the first of these limits."""
 
     num_steps: int | None
     seconds: float | None
@@ -43,13 +43,13 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """The additional measurements, and the samples they run on: a `Subset`."""
+    """The additional measurements that were asked for, and the samples that they run on: a `Subset`."""
 
     config: PipelineConfig
     subset: Any
     cold: bool
     what_if: bool
-    verify: bool | None  # None: the verdict's settings only
+    verify: bool | None  # None for the verdict's settings only
 
 
 def profile(
@@ -195,7 +195,7 @@ def _one(given: list[Path]) -> Path:
 
 
 def _show_again(given: list[Path], outputs: Outputs, conditions: list[Condition], *, merge: bool) -> None:
-    """What reports that are there say: one, against another one perhaps, or those of all ranks together."""
+    """Show reports that were made earlier: one alone, one against another, or those of all ranks together."""
     from loaderkit.profile.ranks import merge as merged
 
     reports = [read_report(path, "P") for path in given]

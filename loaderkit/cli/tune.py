@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Apply(StrEnum):
-    """What is written into the file."""
+    """Which settings are written into the file."""
 
     sure = "sure"
     best = "best"

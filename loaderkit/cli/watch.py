@@ -97,7 +97,7 @@ class Script:
     is_module: bool
     json: Path | None
     html: Path | None
-    pipeline: Path | None = None  # where --compare writes; None: nothing is compared
+    pipeline: Path | None = None  # where --compare writes, or None to compare nothing
     force: bool = False
 
     def run(self) -> int:

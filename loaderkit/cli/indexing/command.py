@@ -31,7 +31,8 @@ _NUM_AT_ONCE = 8  # of a store that one waits for
 
 
 class _Shard(NamedTuple):
-    """One shard: as it was named, what holds it, and what it and its index are called there."""
+    """One shard: the name by which it was given, the connector that holds it, and the keys of the shard and its index
+    there."""
 
     name: str
     connector: Connector

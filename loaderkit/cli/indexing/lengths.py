@@ -1,4 +1,5 @@
-"""`loaderkit index --lengths`: the lengths of a pipeline's samples, by which `pack`, or `batch` with `tokens`, is planned."""
+"""`loaderkit index --lengths`: measures the lengths of a pipeline's samples, from which `pack`, or `batch` with
+`tokens`, is planned."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Settings:
-    """What the command line says to `main` itself."""
+    """The options of the command line that are for `main` itself."""
 
     debug: bool = False
     then: Callable[[], int] | None = None  # run once the command line is done with, and give the exit code

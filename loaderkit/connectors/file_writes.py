@@ -237,7 +237,8 @@ class FileWriter:
 
 
 def _temporary_name(path: str) -> str:
-    """Hidden, beside the file; that of a hidden file begins with its name, so that it can be told whose it was."""
+    """Hidden, beside the file; the temporary name of a hidden file begins with the file's name, so that its owner can
+    be found."""
     directory, name = os.path.split(path)
     suffix = f".{secrets.token_hex(8)}.tmp"
     is_told = name.startswith(".") and len(os.fsencode(name + suffix)) <= _MAX_NAME
@@ -298,7 +299,7 @@ def _sync_directory(path: str) -> None:
 
 
 def _walked(path: str, *, deep: bool) -> Iterator[tuple[str, list[str], list[str]]]:
-    """`os.walk` from below; without `deep` of this directory alone."""
+    """`os.walk` from the bottom up; without `deep` only this directory."""
     return os.walk(path, topdown=False, onerror=_raise) if deep else islice(os.walk(path, onerror=_raise), 1)
 
 

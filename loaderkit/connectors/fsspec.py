@@ -1,4 +1,4 @@
-"""Stores that fsspec reaches: `gs://`, `az://`, `http(s)://`, `hf://`, `memory://` and others.
+"""Stores that are reached through fsspec: `gs://`, `az://`, `http(s)://`, `hf://`, `memory://` and others.
 
 Each scheme needs its package (gcsfs, adlfs, aiohttp, huggingface_hub), which takes credentials and other settings from the
 environment and its configuration files.

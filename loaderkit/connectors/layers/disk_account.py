@@ -1,4 +1,5 @@
-"""Accounts for a cache folder's size: how many bytes it holds, which entries are evicted, and the locks between processes."""
+"""Accounts for the size of a cache folder: how many bytes it holds and which entries are evicted; and has the locks
+between processes."""
 
 from __future__ import annotations
 

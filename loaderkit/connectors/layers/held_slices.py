@@ -1,4 +1,4 @@
-"""Slices of objects in memory, from the plan until their last needed byte is read."""
+"""Slices of objects in memory, from the time they are planned until their last needed byte is read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HeldSlice:
 
 
 class SliceDropped(Exception):  # noqa: N818 - not an error: the reader reads directly
-    """A slice will not be fetched."""
+    """Raised for a slice that will not be fetched."""
 
 
 class HeldSlices:

@@ -33,7 +33,8 @@ _LARGE_BYTES = 256 << 10
 
 
 class ReadAheadConnector(ConnectorLayer):
-    """`inner`, read ahead along `slices`, which gives the slices needed from (epoch, position) on, by first need.
+    """`inner`, read ahead along `slices`. This function gives the slices needed from (epoch, position) on, in the order
+    of first need.
 
     At most `memory_bytes` are held or being fetched; a slice of more than half of that is not read ahead. The
     `num_requests` threads start with the first read. Any number of threads may read.
@@ -94,7 +95,7 @@ class ReadAheadConnector(ConnectorLayer):
         return inner and _ForgettingWrites(inner, self._forget)
 
     def counters(self) -> dict[str, float]:
-        """The counters of `inner`, and those of reading ahead."""
+        """The counters of `inner`, and the counters of reading ahead."""
         counts = super().counters()
         with self._lock:
             self._count_waits(0)
@@ -172,8 +173,8 @@ class ReadAheadConnector(ConnectorLayer):
             return held
 
     def _wait(self, event: threading.Event) -> None:
-        """Wait for the fetching threads. The worker stays in its stage, so its clock counts the wait as that of any read;
-        `ahead_wait_s` says how much of that time it is."""
+        """Wait for the fetching threads. The worker stays in its stage, so its clock counts the wait as part of the
+        read; `ahead_wait_s` says how long such waits took."""
         with self._lock:
             self._count_waits(1)
         try:
@@ -347,7 +348,7 @@ class ReadAheadConnector(ConnectorLayer):
 
 
 class _ForgettingWrites(WritesLayer):
-    """`inner`; `forget` is called after each change with a prefix of the keys that changed."""
+    """`inner`; after each change `forget` is called with a prefix of the changed keys."""
 
     def __init__(self, inner: Writes, forget: Callable[[str], None]) -> None:
         super().__init__(inner)

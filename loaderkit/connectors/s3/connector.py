@@ -148,7 +148,7 @@ class S3Connector(BulkConnector):
             try:
                 self._read_checked(key, start, buffer, etag, begin_s)
                 break
-            except ChecksumError:  # damaged on the way or in the store; a retry tells
+            except ChecksumError:  # damaged on the way or in the store; a retry decides
                 self.num_checksum_failures += 1
                 if not attempts_left:
                     raise

@@ -3,7 +3,7 @@
     create ──> CreateMultipartUpload ──> write: UploadPart, retried ──> commit: CompleteMultipartUpload
                                                                     └─> abort: AbortMultipartUpload
 
-A part is copied before it is sent, as a request that hangs is abandoned and goes on to read its memory.
+A part is copied before it is sent, because a request that hangs is abandoned and still reads its memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""From the verdicts on each of a loop's waits to one: the longest at the head, the others behind it, settings for all of those
-that the loop waited for nearly as long.
+"""Combines the verdicts on each of a loop's waits into one. The longest wait is the headline and the others follow it,
+with settings for all waits that are nearly as long.
 
-Settings never contradict one another: of two values for a key the longer wait's counts; and what is done side by side in one
-pool, by workers, processes and executors, is one decision.
+Settings never contradict one another. Of two values for a key, the one for the longer wait is taken. What runs side by
+side in one pool (workers, processes, executors) is one decision.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from loaderkit.diagnosis.interval import Interval
 from loaderkit.diagnosis.verdict import Cause, Setting, Verdict, named_together
 
 Conflicts = Callable[[Verdict, Verdict, Setting], bool]
-"""Whether a setting of the second verdict may not stand beside the first one."""
+"""Whether a setting of the second verdict contradicts the first verdict."""
 
 OF_ALL_POOLS = frozenset({"prefetch.executor", "prefetch.processes", "prefetch.concurrency"})
 """Settings of how much is done side by side, but for a pool's own workers."""
@@ -37,8 +37,8 @@ def verdict_of(
     *,
     is_inline: bool = False,
 ) -> Verdict:
-    """The verdict on an interval from those on its waits, which are `names`, the longest first. `is_inline`: the loop makes its
-    batches itself, so that all that could be changed is one decision."""
+    """The verdict on an interval from the verdicts on its waits; `names` are the waits, the longest first. `is_inline`:
+    the loop makes its batches itself, so that all that could be changed is one decision."""
     found = [conclude(name) for name in names]
     causes = tuple(cause for one in found for cause in one.causes or (cause_of(one),))
     named = [one.stage for one in named_together(causes)]

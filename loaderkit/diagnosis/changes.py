@@ -1,4 +1,5 @@
-"""What to change: settings of the running loader, and the words made of them. Nothing that would not help, or has no memory."""
+"""What to change: settings of the running loader, and the words for them. A change that would not help, or has no
+memory, is left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""From what a rule has found to its verdict: the share of the time, how sure it is, and the evidence that all verdicts have."""
+"""Makes a verdict of what a rule has found: the share of the time, how sure it is, and the evidence that all verdicts
+have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evidence in words: what the loop waited for, and what the machine withholds."""
+"""The evidence in words: what the loop waited for, and what the machine could not give."""
 
 from __future__ import annotations
 

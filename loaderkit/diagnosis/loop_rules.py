@@ -1,8 +1,9 @@
-"""The rules where the loop waited longest for something other than a stage: each a function of the interval, beside its words.
+"""The rules for a loop that waited longest for something other than a stage. Each rule is a function of the interval,
+and its words are beside it.
 
-Of the network: a full way always has a batch on it, and a batch takes as long as its bytes do, many times what a small message
-takes. On a way that is not full, batches come one at a time, or their time is that of messages: more batches ahead would fill
-it.
+On the network: a full link always has a batch on it, and a batch takes as long as its bytes do, many times as long as a
+small message. On a link that is not full, batches come one at a time, or take no longer than messages: more batches
+ahead would fill it.
 """
 
 from __future__ import annotations

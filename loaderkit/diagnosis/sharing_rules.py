@@ -1,5 +1,5 @@
-"""The rules where workers share what only a few can use at a time: CPUs, the GIL, a lock, a turn, a link. Each is a function of
-the facts, beside its words, that gives a verdict, or None where it does not apply.
+"""The rules for workers that share what only a few can use at a time: CPUs, the GIL, a lock, a turn, a link. Each is a
+function of the facts, beside its words, that gives a verdict, or None where it does not apply.
 """
 
 from __future__ import annotations

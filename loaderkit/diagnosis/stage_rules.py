@@ -1,5 +1,5 @@
-"""The rules on a stage and what lies before it: its items, the store behind it, the batches ahead. Each is a function of the
-facts, beside its words, that gives a verdict, or None where it does not apply.
+"""The rules on a stage and what comes before it: its items, the store it reads from, the batches ahead. Each is a
+function of the facts, beside its words, that gives a verdict, or None where it does not apply.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def no_cpu_free(facts: Facts) -> Verdict | None:
 
 
 def read_ahead(facts: Facts) -> Verdict | None:
-    """Its workers wait for bytes that are read ahead, so the requests for those are the limit, not the workers.
+    """Its workers wait for bytes that are read ahead, so the limit is the requests for these bytes, and not the workers.
 
     The sample that waits for a block looks like a straggler, and one worker alone gets what was fetched meanwhile.
     """
@@ -96,8 +96,8 @@ def stragglers(facts: Facts) -> Verdict | None:
 
 
 def _stragglers(facts: Facts, least_s: float, withheld_s: float) -> Verdict | None:
-    """The same of items that take `least_s` or more; for `withheld_s` of their time items could not go on as others had the GIL
-    or the CPUs, and those that were slow for that are no stragglers."""
+    """The same for items that take `least_s` or more. For `withheld_s` of their time items could not run because others
+    had the GIL or the CPUs; items that were slow for that reason are no stragglers."""
     interval, awaited = facts.interval, facts.awaited
     stage, services = awaited.stage, awaited.stage.services
     usual_s = services.percentile(0.5)

@@ -1,4 +1,5 @@
-"""Which lines of a script make its batches, as samples of them tell, and what can be done about the one that costs most."""
+"""Finds which lines of a script make its batches, from samples of them, and what can be done about the line that costs
+most."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class LineTimes(Part):
         return "the workers' time" if self.is_of_workers else "the time to make batches"
 
     def costliest(self, wanted: Callable[[CostlyLine], bool] = lambda line: True) -> CostlyLine | None:
-        """The longest one of those wanted; None where no line stands out, or there are too few samples to tell."""
+        """The longest of the wanted lines; None where no line stands out, or there are too few samples."""
         line = next(filter(wanted, self.lines), None)
         return (
             line if line is not None and line.percent >= _WORTH_TELLING and self.num_samples >= _LEAST_SAMPLES else None

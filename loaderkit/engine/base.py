@@ -1,6 +1,7 @@
 """The engine: takes chunks through the stages, hands work items over in order, and measures what it does.
 
-A chunk runs through all stages of a pool without a hand-off. In which thread is decided in `threaded.py` and `inline.py`.
+A chunk runs through all stages of a pool without a hand-off. Which thread runs it is decided in `threaded.py` and
+`inline.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class WorkerPool:
         *,
         tries_one_worker: bool = True,
     ) -> None:
-        """`stages`: those of all pools."""
+        """`stages`: the stages of all pools."""
         self.number = number
         self.plan = plan
         self.sample_stages = [(number, _run_of(stages[number]), stages[number].part) for number in plan.sample_stages]
@@ -121,7 +122,7 @@ class Engine(ABC):
 
     @abstractmethod
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        """Set how many batches are read ahead, and in how many bytes; None: unchanged. From any thread."""
+        """Set how many batches are read ahead, and in how many bytes; None leaves a value unchanged. From any thread."""
 
     def set_processes(self, num: int, refused: Callable[[str], None]) -> None:
         """This engine is in one process, the trainer's or a worker's. Raises ConfigError."""

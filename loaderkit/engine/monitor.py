@@ -59,7 +59,7 @@ class Series:
 
 
 class Monitor:
-    """The thread. `read` gives a snapshot; `act` passes it to the tuner."""
+    """The monitor's thread. `read` gives a snapshot; `act` passes it to the tuner."""
 
     def __init__(self, read: Callable[[], Snapshot], series: Series, act: Callable[[Snapshot], None]) -> None:
         self._read = read

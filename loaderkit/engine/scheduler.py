@@ -371,7 +371,8 @@ class Scheduler:
             self.budget.changed.notify_all()
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        """Set how far to read ahead; None: unchanged. Raises ConfigError if the memory holds not even one batch."""
+        """Set how far to read ahead; None leaves a value unchanged. Raises ConfigError if the memory holds not even one
+        batch."""
         with self.lock:
             self._plan.set_depth(num_batches, memory_bytes)
             self.budget.changed.notify_all()

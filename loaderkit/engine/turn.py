@@ -1,4 +1,4 @@
-"""The turn of a stage that one worker at a time runs."""
+"""Turns for a stage that only one worker at a time runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import threading
 
 
 class Turn:
-    """Taken by one worker at a time, in the order of the chunks' numbers: one that overtook others would read their items, too,
-    and they would wait for its own."""
+    """The turn is taken by one worker at a time, in the order of the chunks' numbers. A worker that overtook another
+    would read the other's items, and the other would wait for items that have been read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -26,7 +26,7 @@ class HangReport(NamedTuple):
 
 
 class Patience:
-    """One wait, for a batch or a sample: how long to wait at a time, and when to warn or raise.
+    """One wait, for a batch or a sample: how long to wait until the next look, and when to warn or raise.
 
     A quarter of the limit passes until the first warning, the limit until the second, which is the error if `raises`; then
     a warning comes whenever the limit has passed again.

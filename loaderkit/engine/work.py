@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 
 
 class SourceCounts(NamedTuple):
-    """What a work item holds of each mixed source, in their order; () stands for zeros."""
+    """How much of each mixed source a work item holds, in the order of the sources; () stands for zeros."""
 
     samples: tuple[int, ...] = ()  # that the loop gets; with `pack` documents
     tokens: tuple[int, ...] = ()  # of those, if they are known
@@ -164,7 +164,8 @@ class Chunk:
         self.marks: list[tuple[float, int]] = []
         self.scratch: dict[str, Any] = {}
         self.slowest: tuple[float, int] | None = None
-        # For hang reports: the row of the item a stage works on, or the list of its results so far; None: all at once.
+        # For hang reports: the row of the item a stage works on, or the list of its results so far; None if all at
+        # once.
         self.current: int | list[Any] | None = None
 
     def __len__(self) -> int:
@@ -208,7 +209,7 @@ class Stage:
     kind: str
     scope: Literal["sample", "batch"]
     run: Callable[..., Any]
-    workers: int | None = None  # None: shares the automatic pool
+    workers: int | None = None  # None if it shares the automatic pool
     close: Callable[[], None] | None = None  # frees its resources; it may run again after that
     interrupt: Callable[[], None] | None = None  # ends its waits, before its workers are joined
     waits_for: Callable[[int], str | None] = lambda thread_id: None

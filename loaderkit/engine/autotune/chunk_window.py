@@ -1,4 +1,4 @@
-"""What is measured of a pool's chunks: the time of each, the sums of a window, and how long workers overlapped."""
+"""Measures a pool's chunks: the time of each, the sums of a window, and how long workers overlapped."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ class ChunkWindow:
 class Overlap:
     """How long two workers or more have been inside a chunk at once, and what they got done in that time.
 
-    This is not the sum of what each does at its own speed: where they share a lock, one may take it many times while another
-    waits.
+    This is not the sum of what each worker does at its own speed: where workers share a lock, one may take it many
+    times while another waits.
     """
 
     num_inside: int = 0

@@ -1,4 +1,4 @@
-"""What the consumer of an executor has waited for and was given."""
+"""Counts what the consumer of an executor has waited for, and what it was given."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ConsumerAccount:
         return given
 
     def begin(self, now: float | None) -> None:
-        """A wait begins; None: there is none, or one ended that does not count."""
+        """A wait begins; with None there is no wait, or one ended that does not count."""
         self._waits = (self._waits[0], now)
 
     def end(self, causes: Mapping[str, float]) -> None:

@@ -50,7 +50,7 @@ class StageStats:
     source: str = ""  # the mixed source that it is for alone
     in_turn: bool = False  # one worker at a time runs it, in each process
     alone: bool = (
-        False  # in each process one thread at a time runs it, or other rows that are `alone`: undeclared user code
+        False  # in each process one thread at a time runs any of the rows that are `alone`: undeclared user code
     )
 
     @classmethod
@@ -129,9 +129,9 @@ class Snapshot:
     num_dropped: int = 0  # samples of those batches that `filter` left out; not in num_samples
     lateness: Histogram = field(default_factory=Histogram)  # of a thread that wakes up and needs the GIL and a CPU
     trials: dict[str, ContentionResult] = field(default_factory=dict)
-    """By the first stage of a pool: how one worker alone compares with all."""
+    """How one worker alone compares with all, by the first stage of a pool."""
     slowest: dict[str, tuple[Slow, ...]] = field(default_factory=dict)
-    """By stage: the samples that took longest in the whole run; with `since`, those of them within the interval."""
+    """The samples that took longest in the whole run, by stage; after `since`, those within the interval."""
     store: dict[str, float] = field(default_factory=dict)  # the connectors' counters; those not in _LEVELS only grow
     copies: dict[str, float] = field(default_factory=dict)  # to a GPU: see `transfer` in docs/reference.md
     by_source: SourceCounts = field(default_factory=SourceCounts)  # what those batches hold of each mixed source
@@ -349,8 +349,8 @@ def _shares(store: dict[str, float]) -> dict[str, float]:
 
 
 def merged(snapshots: Sequence[AnySnapshot]) -> AnySnapshot:
-    """The counters of engines that run the same stages in parallel, as those of one engine: sums where a sum makes sense,
-    otherwise the first engine's value."""
+    """The counters of engines that run the same stages in parallel, as the counters of one engine: sums where a sum
+    makes sense, otherwise the first engine's value."""
     first = snapshots[0]
     if len(snapshots) == 1:
         return first
@@ -392,7 +392,8 @@ def merged(snapshots: Sequence[AnySnapshot]) -> AnySnapshot:
 
 
 def as_past(snapshot: AnySnapshot) -> AnySnapshot:
-    """The counters of a process that has ended, to be merged into those of the process in its place: without its state."""
+    """The counters of a process that has ended, to be merged into the counters of the process in its place: without its
+    state."""
     memory = {name: value if name in ("slab_bytes", "batch_bytes") else 0 for name, value in snapshot.memory.items()}
     return replace(
         snapshot,

@@ -1,4 +1,4 @@
-"""Which batches in shared memory the trainer's process still references."""
+"""Knows which batches in shared memory the trainer's process still references."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Lease:
 
 
 class LeaseTable:
-    """Lends the arena's memory, batch by batch, and notes when a batch is no longer referenced.
+    """Gives out the arena's memory, batch by batch, and notes when a batch is no longer referenced.
 
     A batch may outlive the process that made it and the loader: after `close` its memory is given back to the system as soon
     as it ends.
@@ -84,7 +84,7 @@ class LeaseTable:
         return ended
 
     def close(self) -> None:
-        """Free all memory but that of batches that are still referenced; the other process has ended."""
+        """Free all memory except the memory of batches that are still referenced; the other process has ended."""
         for number, lease_ref in list(self._leases.items()):
             if (lease := lease_ref()) is not None:
                 lease.__del__ = partial(self._end, number)  # the queue has no reader any more

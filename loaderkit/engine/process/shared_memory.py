@@ -133,7 +133,7 @@ class SharedArena:
                 return
 
     def discard_all_but(self, kept: list[Block]) -> None:
-        """Give all pages back to the system but those of these blocks."""
+        """Give all pages back to the system, except the pages of these blocks."""
         end = 0
         for block in sorted(kept):
             self.discard(end, block.start)
@@ -197,7 +197,7 @@ class Allocator:
         return self.take(size)
 
     def spare(self, block: Block) -> None:
-        """Give a borrowed block back. The last few keep their pages: fresh pages cost more than the copy into them."""
+        """Give a block back. The last few blocks keep their pages: fresh pages cost more than the copy into them."""
         self._spare.append(block)
         if len(self._spare) > _MAX_SPARE:
             self.free(self._spare.popleft())

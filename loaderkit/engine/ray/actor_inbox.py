@@ -1,4 +1,4 @@
-"""The batches of an actor, in order: calls that are outstanding, and a thread that fetches what they return.
+"""Receives the batches of an actor, in order: it keeps calls for batches outstanding, and a thread fetches what they return.
 
     taken() ──next──> actor ──batch──> object store ──fetch──> queue ──> take()
 
@@ -43,7 +43,7 @@ _Arrived = ReceivedBatch | BaseException
 
 
 class ActorInbox:
-    """An `Inbox`. All methods belong to the consumer's thread, or to that which takes batches for it, but for `close`."""
+    """An `Inbox`. All methods but `close` belong to the consumer's thread, or to the thread that takes batches for it."""
 
     def __init__(
         self,
@@ -101,8 +101,9 @@ class ActorInbox:
                 self._num_untold = 0
 
     def tell(self, name: str, *arguments: Any) -> None:
-        """Send a command; from any thread. A call for a batch never overtakes it: one that says what was taken makes room for a
-        batch, and that must not be one behind a border of which the actor does not know yet."""
+        """Send a command; from any thread. A call for a batch never overtakes it. A call that reports a taken batch
+        makes room for another one, and before the actor knows of `redeal`, that could be a batch that is no longer its
+        own."""
         with self._asking:
             self._connection.do(self._actor.tell.remote, name, *arguments)
             self._num_told += 1

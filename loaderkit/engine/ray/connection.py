@@ -1,7 +1,8 @@
-"""A loader's calls of Ray, which end with the connection that they belong to.
+"""A loader's calls of Ray, none of which outlives the connection to the cluster.
 
-Where there is no connection most of Ray's functions begin one, or a whole cluster, by themselves: after `ray.shutdown()`, and
-while the program ends, any thread that still asks for something would. So all calls for a loader go through its `Connection`.
+Without a connection most of Ray's functions start one, or a whole cluster, by themselves. After `ray.shutdown()`, and
+while the program ends, any thread that still asks for something would do that. So all calls for a loader go through its
+`Connection`.
 """
 
 from __future__ import annotations

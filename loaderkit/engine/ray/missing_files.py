@@ -1,4 +1,4 @@
-"""Errors of files that one node lacks: they say which node it was."""
+"""Errors of files that are missing on one node only: they name the node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sizes that all processes of an engine have together, and what each is told of them."""
+"""The sizes that all processes of an engine have together, and the part of them that each process is told."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SharedSizes:
     def __init__(self, spec: WorkerSpec, num_processes: int) -> None:
         self._spec = spec
         self.lock = threading.RLock()
-        self.num_sharing = num_processes  # with a border ahead, those on the side where there are more
+        self.num_sharing = num_processes  # with a border ahead, the larger of the numbers before and behind it
         self._workers = {row.name: num_processes * row.workers for row in spec.rows}
         self._depth = (spec.num_batches, spec.memory_bytes)
         self._deepest = spec.num_batches  # since the last seek
@@ -91,7 +91,7 @@ class SharedSizes:
                 logger.warning("%s reads no more than a batch ahead: %s", process.name, refused)
 
     def order_for(self, process: RemoteProcess) -> tuple[Any, ...]:
-        """What a process has to be told of the present sizes."""
+        """The command that tells a process its part of the present sizes."""
         num_batches = self.num_sharing if process.num_cautious else self._depth[0]
         workers = {pool[0]: self._workers[pool[0]] for pool in self._spec.pools}
         return ("share", Shard(process.number, self.num_sharing), num_batches, self._depth[1], workers)

@@ -1,4 +1,4 @@
-"""What the loop waited for, when a batch of another process has come."""
+"""Finds what the loop waited for, when a batch of another process has come."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def start_as_restart(causes: Mapping[str, float]) -> dict[str, float]:
 
 
 def wakeup_as_network(causes: Mapping[str, float]) -> dict[str, float]:
-    """The causes of a wait for a batch that may be finished on another node, as that node tells them."""
+    """The causes that another node gives for a wait: its `wakeup` is `network` here, as the batch may be finished there."""
     return _renamed(causes, stalls.WAKEUP, stalls.NETWORK)
 
 

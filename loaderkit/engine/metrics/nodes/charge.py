@@ -1,4 +1,4 @@
-"""Charges waits for batches that are complete to the workers, where it is those that limit."""
+"""Charges waits for complete batches to the workers, if the workers are the limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BUSY = {NETWORK: 0.75, WAKEUP: 0.9}  # share of their time; workers that are bu
 
 
 class PoolTime(Protocol):
-    """Of one stage, in s of its pool's workers."""
+    """The times of one stage, in s of its pool's workers."""
 
     name: str
     busy_s: float

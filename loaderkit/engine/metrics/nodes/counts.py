@@ -1,4 +1,4 @@
-"""The counters of nodes, and of the way from them to the trainer's node."""
+"""The counters of nodes, and of the network from them to the trainer's node."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class NodeStats:
     name: str
     is_trainers: bool  # the training loop runs on it: its batches pass no network
     num_workers: int  # worker processes at this moment
-    cpus: float | None = None  # that it has for workers; None: not known
+    cpus: float | None = None  # that it has for workers; None if not known
     cpu_s: float = 0.0  # CPU time of its worker processes
     num_batches: int = 0  # that arrived from there
     num_bytes: int = 0  # of those
     way_s: float = 0.0  # from finished there to arrived at the trainer, summed over batches
     carrying_s: float = 0.0  # of the time, that in which at least one of its batches was on the way
-    latency_s: float | None = None  # the least round trip of a small message to it; None: none was timed
+    latency_s: float | None = None  # the least round trip of a small message to it; None if none was timed
     num_restarts: int = 0  # of worker processes that had died there
 
     def minus(self, earlier: NodeStats) -> NodeStats:
@@ -39,8 +39,8 @@ _COUNTERS = ("cpu_s", "num_batches", "num_bytes", "way_s", "carrying_s", "num_re
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes that workers are or were on, and the way from the others to the trainer's. Empty for executors that have one
-    node only."""
+    """The nodes that workers are or were on, and the network from the others to the trainer's node. Empty for executors
+    that have one node only."""
 
     rows: tuple[NodeStats, ...] = ()
     carrying_s: float = 0.0  # of the time, that in which at least one batch from any other node was on the way

@@ -1,11 +1,12 @@
-"""Kinds of sources and stages, and connectors, of other packages and of a program: what they are made of, and `register`.
+"""For other packages and programs: what kinds of sources and stages, and connectors, are made of, and `register`, which
+adds one.
 
 A package declares entry points, in the groups `loaderkit.sources`, `loaderkit.stages` and `loaderkit.connectors`:
 
     [project.entry-points."loaderkit.stages"]
     solarize = "photo_tools.solarize:SOLARIZE"
 
-A script, or a notebook, calls `register("solarize", SOLARIZE)`. Ours are made of nothing else.
+A script, or a notebook, calls `register("solarize", SOLARIZE)`. loaderkit's own kinds are made of the same parts.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class BatchesDataset(IterableDataset[Any]):
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of `epoch`."""
+        """Make the next iteration epoch `epoch`."""
         self._loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The addresses at which this process shows metrics, and the loaders that each shows.
+"""The addresses at which this process serves metrics, and the loaders that each address shows.
 
 Loader ──> export ──> Endpoint of its address ──> MetricsServer, while a loader is open
                         └── ExportedLoader ...      ──scrape──> prometheus.written ──> points of all of them
 
-Several loaders share an address. A loader that is closed keeps its counters there, and one of the same name goes on with them.
+Several loaders may share an address. A closed loader's counters stay there, and a later loader with the same name
+continues them.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class Export:
     """A loader's place at an endpoint: `loader` is what is shown of it there."""
 
     def __init__(self, prometheus: int | str, *, name: str, rank: int, action: str, first: Stats) -> None:
-        """Listens at `prometheus`, a port or "HOST:PORT", which is that of a machine's first rank; others have the next ones.
-        `first`: the statistics before anything has run. Raises ConfigError, MissingExtraError."""
+        """Listens at `prometheus`, a port or "HOST:PORT", which the first rank of a machine has; others have the next
+        ports. `first`: the statistics before anything has run. Raises ConfigError, MissingExtraError."""
         try:
             import prometheus_client  # noqa: F401 - an extra
         except ImportError as error:

@@ -1,7 +1,7 @@
 """The metrics of a loader: their names, labels and meanings, and their values in a snapshot.
 
-Names are those of OpenMetrics without `_total`, which counters get when they are written out. Every one has the labels
-`pipeline` and `rank`, and those that stand here.
+Names are those of OpenMetrics without `_total`, which counters get when they are written out. Every metric has the
+labels `pipeline` and `rank`, and the labels given here.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ CHECKPOINT_FAMILIES = {
     "checkpoint_last_step": Family("Step of the last checkpoint that was committed", "gauge"),
     "checkpoint_last_time_seconds": Family("When it was committed, in seconds since 1970", "gauge"),
 }
-"""Those of the process, without `pipeline` and `rank`, once there was a save."""
+"""The metrics of the process, without `pipeline` and `rank`, shown once there was a save."""
 
 
 def family_of(name: str) -> Family:

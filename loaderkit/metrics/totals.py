@@ -58,7 +58,7 @@ class Totals:
                 self._now[key] = max(self._now.get(key, 0.0), value)
 
     def _end_run(self, going_on: Iterable[_Key]) -> None:
-        """Put the counters of a run that is over aside, but for some that go on."""
+        """Add the counters of a run that is over to the ended runs, except for those that continue in the next run."""
         kept = {key: self._now[key] for key in going_on}
         for key, value in self._now.items():
             if key not in kept:

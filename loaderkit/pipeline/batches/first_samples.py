@@ -1,5 +1,5 @@
-"""What a batch holds: from the first sample that can be read, and of untyped data from some others as well; of a mixture from
-those of every source, which must agree."""
+"""Finds out what a batch holds: from the first sample that can be read, and for untyped data from some others as well;
+for a mixture from samples of every source, which must agree."""
 
 from __future__ import annotations
 

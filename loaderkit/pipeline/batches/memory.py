@@ -1,4 +1,5 @@
-"""The memory of the batches that are read ahead: the number that fits, their slabs, and large samples outside of them."""
+"""The memory of the batches that are read ahead: how many fit, their slabs, and memory for large samples outside of the
+slabs."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class BatchMemory:
         self._num_tokens = num_tokens
         self._slabs: SlabPool | None = None
         self._samples: SampleMemory | None = None
-        self.take_bytes: TakeBytes | None = None  # memory of a large sample; None: all samples are of one shape
+        self.take_bytes: TakeBytes | None = None  # memory of a large sample; None if all have one shape
         self._batch_bytes = 0  # of the largest batch yet; at first by the first sample's size
 
     def prepare(self, specs: Mapping[str, FieldSpec]) -> None:
@@ -89,8 +90,8 @@ class BatchMemory:
         self._shard = shard
 
     def set_depth(self, num_batches: int | None, num_bytes: int | None) -> None:
-        """Set how far to read ahead; None: unchanged. Raises ConfigError if that memory holds not even one batch, or if the
-        machine has less."""
+        """Set how far to read ahead; None leaves a value unchanged. Raises ConfigError if that memory holds not even
+        one batch, or if the machine has less."""
         if num_bytes is not None:
             self._check_bound(num_bytes)
         num_batches, num_bytes = num_batches or self._num_batches, num_bytes or self.num_bytes

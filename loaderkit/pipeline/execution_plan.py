@@ -40,7 +40,7 @@ logger = logging.getLogger("loaderkit")
 
 @dataclass(frozen=True)
 class ExecutionPlan(OpenedPipeline):
-    """A pipeline to run: one that is opened, with its stages.
+    """A pipeline to run: an opened one, with its stages.
 
     It is plain data: a worker process makes its engine from the pickle, without listing the source again.
     """
@@ -106,7 +106,8 @@ def compile_pipeline(
     slowdown: Slowdown | None = None,
 ) -> ExecutionPlan:
     """Open and list the source, and compile the stages; no thread is started. `slowdown` slows one stage down. Without
-    `rank` and `world_size`, or a `place`, the plan is for those of now, as a guess. Raises LoaderkitError."""
+    `rank` and `world_size`, or a `place`, the plan is for the present rank and world size, as a guess. Raises
+    LoaderkitError."""
     kind = config.kind
     if not kind.has_samples:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where `executor: auto` begins: in threads, or where functions are seeded in worker processes."""
+"""Decides where `executor: auto` begins: in threads, or in worker processes if functions are seeded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a config and its listed source to the order of an epoch: shuffled samples, mixed, and packed or cut by tokens."""
+"""Makes the order of an epoch from a config and its listed source: samples shuffled, mixed, and packed or cut by tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Runs samples through stages outside an engine: the first ones, those that are measured, bad ones again, and those that are
-written as shards.
+"""Runs samples through stages outside an engine: the first samples, samples that are measured, bad samples that are
+tried again, and samples that are written as shards.
 
     chunks ──run_samples──> the same chunks, in their order, with samples and failures
 """
@@ -26,7 +26,8 @@ _JOIN_S = 1.0  # s, as long as a closed engine waits for what nothing can end
 
 
 class StageRuns:
-    """Stages as functions of a chunk, (name, run) each, and where they are; in any number of threads, or `in_turn` in one."""
+    """Stages as functions of a chunk, (name, run) each, and a record of where they are. They run in any number of
+    threads, or `in_turn` in one."""
 
     def __init__(self, runs: Sequence[tuple[str, Callable[[SampleChunk], object]]], *, in_turn: bool = False) -> None:
         self._runs, self.in_turn = runs, in_turn
@@ -47,7 +48,8 @@ class StageRuns:
 
 
 def chunk_of(indices: NDArray[np.int64], positions: NDArray[np.int64] | None = None, epoch: int = 0) -> SampleChunk:
-    """The work on samples, int64 [n], which stand at `positions` of an epoch; None: at their own numbers."""
+    """The work on samples, int64 [n], at `positions` of an epoch, or, if that is None, at positions equal to their
+    numbers."""
     places = indices if positions is None else positions
     return SampleChunk(BatchWork(epoch=epoch, step=0, positions=places, indices=indices), 0, len(indices), indices)
 

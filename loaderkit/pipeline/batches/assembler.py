@@ -121,7 +121,7 @@ class BatchAssembler:
         """The slots to deliver, neither dropped nor bad; None for all, since bad samples were replaced. Raises
         `StageError`."""
         failures, num_slots, policy = work_item.failures, len(work_item), self._shape.policy
-        failures.sort(key=lambda failure: (failure.slot, failure.position))  # the failures of one slot stay in their order
+        failures.sort(key=lambda failure: (failure.slot, failure.position))  # of one slot, in their order
         if failures and policy == "raise":
             raise failures[0].error
         bad = {failure.slot for failure in failures if failure.slot >= 0} if policy == "skip" else set()

@@ -1,4 +1,4 @@
-"""A pipeline described in Python, one method a stage; every method returns a new description.
+"""Describes a pipeline in Python, one method for each stage; every method returns a new description.
 
 Pipeline.files("data/train", label="parent").shuffle(seed=0).read().decode().resize(224).batch(64)
 """
@@ -49,8 +49,8 @@ class Pipeline(KindMethods):
         repeat: Sequence[str] = (),
         changes: Sequence[tuple[int, Mapping[str, float]]] = (),
     ) -> Pipeline:
-        """Several sources as one, by name: what `Pipeline.files(...)` and the like begin, with their stages, which are then for
-        that source alone, and without `read`.
+        """Several sources as one, by name. Each is a pipeline begun by `Pipeline.files(...)` or the like, without
+        `read`; its stages are for that source alone.
 
         `weights` are the shares of samples or of tokens, equal by default, and `changes` other ones from positions of the epoch
         on, counted in samples. An epoch `stop`s when the first source is used up, or all are, or never. A source is used up
@@ -127,7 +127,7 @@ class Pipeline(KindMethods):
         return self._with_section("order", shuffle=mode, seed=seed, **({"block": cut} if cut else {}), **drawn)
 
     def epochs(self, num_epochs: int | None) -> Pipeline:
-        """Stop after `num_epochs` epochs; None: never."""
+        """Stop after `num_epochs` epochs; None means never."""
         return self._with_section("order", epochs=num_epochs)
 
     def output(self, *fields: str | Sequence[str] | None) -> Pipeline:

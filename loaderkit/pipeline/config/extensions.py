@@ -1,4 +1,4 @@
-"""What a pipeline uses that loaderkit does not bring, for `check`, `explain` and worker processes."""
+"""The kinds that a pipeline uses and loaderkit does not bring, for `check`, `explain` and worker processes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def used_extensions(config: PipelineConfig, *, all_claims: bool = False) -> list
 
 
 def kinds_for_workers(config: PipelineConfig) -> Kinds | None:
-    """What worker processes have to know; None: what the pipeline uses is all of loaderkit."""
+    """What worker processes have to know; None if the pipeline uses only kinds of loaderkit."""
     used = [extension for extension in used_extensions(config) if extension.what != CONNECTORS.noun]
     if not used:
         return None

@@ -1,4 +1,4 @@
-"""The sources of a config: `source`, or `sources` and `mix`; and a section as its model."""
+"""Parses the sources of a config, `source`, or `sources` and `mix`; and a section as its model."""
 
 from __future__ import annotations
 

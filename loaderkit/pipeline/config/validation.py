@@ -130,7 +130,8 @@ def _check_order(order: OrderArgs, source_kind: SourceKind, problems: Problems) 
 
 
 def _check_of_stream(number: int, stage: StageConfig, add_error: AddError) -> None:
-    """Of an iterable its length and those of its items show only when it is read."""
+    """Check stages that need to know lengths: an iterable's length, and its items' lengths, are known only when it is
+    read."""
     if STAGES[stage.kind].packs:
         add_error(
             number,

@@ -1,4 +1,5 @@
-"""The iterator over an epoch, and its batches by their numbers, as other libraries ask a DataLoader for its parts."""
+"""The iterator over an epoch, and its batches by number, in the form in which other libraries expect the parts of a
+DataLoader."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class BatchesByNumber:
 
 
 class BatchNumbers:
-    """`loader.batch_sampler`: the numbers of an epoch's batches, and where other loops tell the loader its epoch."""
+    """`loader.batch_sampler`: the numbers of an epoch's batches; through it other loops tell the loader its epoch."""
 
     def __init__(self, num_batches: Callable[[], int], set_epoch: Callable[[int], None]) -> None:
         """`num_batches` raises TypeError if their number is not known before the end."""
@@ -57,7 +58,7 @@ class BatchNumbers:
 
 
 class NextCall:
-    """Whether `next` of a loader runs: two threads in it at once would get some batches twice."""
+    """Knows whether `next` of a loader is running: with two threads in it at once, some batches would come twice."""
 
     is_running = False
 
@@ -77,7 +78,7 @@ class EpochIterator(Iterator[Any]):
         self._next_of = next_of
         self._num_to_come = num_to_come
         self._check_length = check_length
-        self._num_left: int | None = None  # None: it has not begun
+        self._num_left: int | None = None  # None if it has not begun
 
     def __len__(self) -> int:
         """The number of batches left, also of a resumed epoch."""
@@ -103,10 +104,10 @@ class EpochIterator(Iterator[Any]):
 
 
 class DataLoaderParts(ABC):
-    """What other loops ask a DataLoader for, as a loader has it. `sampler` and `prefetch_factor` are None."""
+    """What other loops ask a DataLoader for, as far as a loader has it. `sampler` and `prefetch_factor` are None."""
 
     sampler: None = None  # there is none to replace: the loader has its order and its ranks
-    prefetch_factor: None = None  # that of a DataLoader without processes, as the one over `dataset` is
+    prefetch_factor: None = None  # as a DataLoader without processes has it, such as the one over `dataset`
 
     @property
     @abstractmethod

@@ -1,4 +1,5 @@
-"""Where each of several sources is, for `loader.stats()`: what its weights come to, its passes, its bad samples."""
+"""How far each of several sources is, for `loader.stats()`: the shares that its weights have given it, its passes, its
+bad samples."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from loaderkit.pipeline.execution_plan import ExecutionPlan
 
 @dataclass(slots=True)
 class _DeliveredRange:
-    """The positions [begin, end) of an epoch that were delivered last, and what the weights of those before come to. Its
-    `end` alone changes."""
+    """The positions [begin, end) of an epoch that were delivered last, and the sums of the weights before them. Only
+    `end` changes."""
 
     run: int
     epoch: int

@@ -265,7 +265,7 @@ def is_tuned(config: PipelineConfig, pool: PoolTuning) -> bool:
 
 
 def _most_processes(prefetch: PrefetchArgs) -> Callable[[int], int]:
-    """How many processes there may be at a moment, where there are so many."""
+    """A function that says, given the present number of processes, how many there may be now."""
     if prefetch.executor != "ray":
         most = prefetch.max_processes or num_cpus_of_rank()
         return lambda num: most

@@ -3,8 +3,9 @@
     threads, one item of that code at a time ──lost as much time as a start takes──> processes start beside them
                                                                     ──all are awake──> they go on where the loop is
 
-A batch is what its position says, so it does not show in them who has made it. What was read ahead is dropped. What the loop
-changes in its objects between two epochs is seen, as by the workers of a DataLoader: other processes start then.
+A batch depends only on its position, so it is the same whichever process has made it. What was read ahead is dropped.
+If the loop changes its objects between two epochs, the change is seen, as by the workers of a DataLoader: new processes
+start then.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ logger = logging.getLogger("loaderkit")
 
 
 class Moved(NamedTuple):
-    """What takes the place of a loader's plan, settings and executor."""
+    """The plan, settings and executor that a loader has after the move, in place of its own."""
 
     plan: ExecutionPlan
     settings: LiveSettings
@@ -54,7 +55,7 @@ class Moved(NamedTuple):
 
 
 class SentObjects:
-    """What the user's objects were when processes got them, for an epoch."""
+    """The state of the user's objects when processes got them, for an epoch."""
 
     def __init__(self, config: PipelineConfig, epoch: int) -> None:
         """Raises the errors of pickle."""
@@ -72,7 +73,7 @@ class SentObjects:
         if epoch == self._epoch:
             return False
         before, self._epoch = self._packed, epoch
-        with suppress(Exception):  # they cannot be sent any more: those that were go on
+        with suppress(Exception):  # they cannot be sent any more: processes keep what they have
             self._packed = sent_objects(self._config, _MOST_BYTES)
         return self._packed != before
 
@@ -97,7 +98,7 @@ class ProcessMove:
         self.is_over = False  # nothing will move
 
     def look(self, settings: LiveSettings, read: Callable[[], Snapshot], position: tuple[int, int]) -> Moved | None:
-        """What is to go on at `position`, once it is ready. `read` gives the counters of the threads, with `settings`."""
+        """What is to continue at `position`, once it is ready. `read` gives the counters of the threads, with `settings`."""
         if self.started is not None:
             return self._when_awake(self.started, position)
         now_s = time.perf_counter()

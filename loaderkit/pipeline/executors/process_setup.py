@@ -1,4 +1,4 @@
-"""`executor: process` and `ray`: the spec that other processes get, and the check that it can be pickled."""
+"""Makes the spec that other processes get, for `executor: process` and `ray`, and checks that it can be pickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which objects of a pipeline go to worker processes, and whether they can."""
+"""Finds which objects of a pipeline go to worker processes, and whether they can be sent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_sendable(config: PipelineConfig, connectors: Sequence[Connector | None
 
 
 def sent_objects(config: PipelineConfig, most: int) -> Packed | None:
-    """What the user's objects come to now when they are sent; None: more than `most` bytes. Raises the errors of pickle."""
+    """The user's objects as they would be sent now; None if they have more than `most` bytes. Raises the errors of pickle."""
     return measured([_objects(config), named_in_main(config)], most)
 
 

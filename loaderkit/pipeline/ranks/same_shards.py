@@ -1,4 +1,4 @@
-"""Ranks that leave out other shards than one another would go by other orders."""
+"""Checks that all ranks leave out the same damaged shards, because otherwise their orders of the samples would differ."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _OF_DATA = frozenset({"data", "sources", "bad_shards", "classes"})
 
 
 def check_same_shards(plan: OpenedPipeline) -> None:
-    """Raise SourceError if another rank's loader of this pipeline has other samples, where damaged shards are left out: a copy
-    on one node may be damaged, and whole on others. Nothing is compared without a process group.
+    """Raise SourceError if another rank's loader of this pipeline has other samples, where damaged shards are left out:
+    the copy of a shard on one node may be damaged, while others are whole. Nothing is compared without a process group.
 
-    No rank waits: the first one leaves a word in the store of torch.distributed, with which all others compare theirs.
+    No rank waits: the first one writes its fingerprint to the store of torch.distributed, and all others compare theirs
+    with it.
     """
     if plan.config.errors.on_bad_shard == "raise" or not (dist.is_available() and dist.is_initialized()):
         return
@@ -38,5 +39,5 @@ def check_same_shards(plan: OpenedPipeline) -> None:
 
 
 def _parts(fingerprint: dict[str, str]) -> list[tuple[str, str]]:
-    """Those that tell which samples there are."""
+    """The parts of the fingerprint that say which samples there are."""
     return sorted((name, value) for name, value in fingerprint.items() if name in _OF_DATA)

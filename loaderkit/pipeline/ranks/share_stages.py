@@ -1,4 +1,4 @@
-"""What the thread that passes batches on does, as stages of the stats: passing on, and the stages behind it."""
+"""The work of the thread that passes batches on, as stages in the stats: passing on, and the stages behind it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ Pair = tuple[Variant, Variant]
 
 
 class TuneTrial(Part):
-    """A change that was tried against the best so far, in interleaved windows."""
+    """A change that was compared with the best settings so far, in interleaved windows."""
 
     settings: dict[str, Any]
     speedup: float | None = Field(description="null: it could not run")
@@ -170,7 +170,8 @@ class _Search:
         return looks[-1]
 
     def next_change(self, processes: int) -> Overrides | None:
-        """The next change of the best settings so far; None: all were tried. `processes`: how many may load."""
+        """The next change of the best settings so far, or None if all were tried. `processes`: how many processes may
+        load."""
         for change in self._changes(processes):
             new = {key: value for key, value in change.items() if self._value(key) != value}
             if new and new not in self._tried and not self._is_in_vain(new):

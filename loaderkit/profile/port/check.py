@@ -1,4 +1,4 @@
-"""Compares a pipeline's samples with those of the script's data set: what was read from attributes is then known to be so."""
+"""Compares a pipeline's samples with the samples of the script's data set, which confirms what was read from attributes."""
 
 from __future__ import annotations
 

@@ -28,17 +28,17 @@ _SIDE = 96  # of matrices whose product takes 50 us: as long as an operation of 
 
 
 class ScriptStep(NamedTuple):
-    """A step of the script: how long it takes, and of how many CPUs meanwhile."""
+    """A step of the script: how long it takes, and how many CPUs it uses meanwhile."""
 
     seconds: float
     cpus: float
 
 
 def step_of(report: Report, cpu_s: float, delayed_share: float) -> ScriptStep | None:
-    """The mean step of a watched loop; None: there was none between two batches.
+    """The mean step of a watched loop; None if there was no step between two batches.
 
-    `cpu_s`: CPU time of the process in all steps. `delayed_share`: of the steps' time, that in which their thread was ready to
-    run and the workers had the CPUs.
+    `cpu_s`: CPU time of the process in all steps. `delayed_share`: the share of the steps' time in which their thread
+    was ready to run while the workers had the CPUs.
     """
     steps = [step.compute_s for step in report.steps.steps]
     most_s = _OUTLIER * (report.steps.compute_p50_s or math.inf)
@@ -52,8 +52,8 @@ def step_of(report: Report, cpu_s: float, delayed_share: float) -> ScriptStep | 
 
 
 def run_with_step(ported: PortedPipeline, step: ScriptStep | None, build: Build) -> tuple[Rate, float]:
-    """The pipeline's speed in a loop with that step (None: alone), and how much of the time it waits, in percent. Raises
-    LoaderkitError."""
+    """The pipeline's speed in a loop with that step (None for the pipeline alone), and how much of the time it waits,
+    in percent. Raises LoaderkitError."""
     imitation, close = _imitation(step or ScriptStep(0.0, 0.0))
     try:
         with build(ported.here(), overrides={"order.epochs": None}) as loader:

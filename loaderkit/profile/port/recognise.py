@@ -1,4 +1,5 @@
-"""What an object is and where it was written, by its class's module and name: nothing is imported, no text is run as code."""
+"""Recognises an object, and where it was written, by its class's module and name: nothing is imported, and no text is
+run as code."""
 
 from __future__ import annotations
 

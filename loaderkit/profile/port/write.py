@@ -1,4 +1,4 @@
-"""Writes a ported pipeline: its YAML, and beside it the tensors that are in no file."""
+"""Writes a ported pipeline: its YAML and, beside it, the tensors that are in no file yet."""
 
 from __future__ import annotations
 

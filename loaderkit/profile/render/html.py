@@ -1,4 +1,4 @@
-"""The report as one HTML file, which asks no network for anything: its charts' JavaScript (Vega-Lite) is inside of it.
+"""The report as one HTML file that loads nothing over the network: the JavaScript for its charts (Vega-Lite) is inside it.
 
 report ──charts──> Vega-Lite descriptions ─┐
    └──────────────> report.html.j2 ────────┴──> one page; names of samples are data in it, and never markup

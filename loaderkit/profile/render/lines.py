@@ -1,4 +1,4 @@
-"""Which lines of a watched script make its batches, in a terminal."""
+"""Shows in a terminal which lines of a watched script make its batches."""
 
 from __future__ import annotations
 

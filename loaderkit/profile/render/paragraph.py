@@ -1,4 +1,5 @@
-"""The paragraph that a report could be forwarded with: what was waited for, how sure that is, what was tried, what it costs."""
+"""Summarises a report in one paragraph, to be forwarded: what was waited for, how sure that is, what was tried, what it
+costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a batch holds, whatever made it."""
+"""Measures how much a batch holds, whatever made the batch."""
 
 from __future__ import annotations
 

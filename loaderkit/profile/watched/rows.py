@@ -1,4 +1,4 @@
-"""The rows of stages: what can be told apart from outside of the work that makes batches."""
+"""The rows of stages: the parts of the work on batches that can be told apart from outside."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _inline_rows(accounts: Accounts, counters: WatchedCounters, waits_s: dict[st
     collate_cpu_s = min(accounts.collate_cpu_s, counters.own_cpu_s, collate_s)
     if collate_s:
         waits_s[DATASET], waits_s[COLLATE] = whole_s - collate_s, collate_s
-    # What was not on a CPU was late in the same proportion.
+    # Time that was not on a CPU was late in the same proportion.
     late = counters.own_delayed_s / max(whole_s - counters.own_cpu_s, 1e-9)
     dataset_cpu_s = counters.own_cpu_s - collate_cpu_s
     return [

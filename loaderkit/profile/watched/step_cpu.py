@@ -1,4 +1,5 @@
-"""What CPUs the steps of a watched loop use: to imitate them beside another loader. Takes 1 us a step, and 20 us each 5 ms."""
+"""Measures how many CPUs the steps of a watched loop use, so that they can be imitated beside another loader. Takes 1
+us a step, and 20 us each 5 ms."""
 
 from __future__ import annotations
 

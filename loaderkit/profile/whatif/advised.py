@@ -1,4 +1,4 @@
-"""What the simulation says of given changes, and of the settings that a verdict asks for."""
+"""Simulates given changes, and the settings that a verdict asks for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KnownRun(NamedTuple):
     model: PipelineModel
     measured: float  # samples/s
     simulated: float
-    varied: float | None  # how its speed varied, as a share; None: too few steps to tell
+    varied: float | None  # how its speed varied, as a share; None with too few steps
 
     @classmethod
     def of(cls, report: Report) -> KnownRun | None:
@@ -134,7 +134,8 @@ def _with_processes(model: PipelineModel, processes: int, report: Report) -> Pip
 
 
 def _varied(report: Report) -> float | None:
-    """How the run's own speed varied: half the width of the 95 % interval of its steps' mean, as a share. None: too few."""
+    """How the run's own speed varied: half the width of the 95 % interval of its steps' mean, as a share. None with too
+    few steps."""
     times = [step.compute_s + step.stall_s for step in steady(report.steps.steps)]
     means = [[fmean(one) for one in windows(times, number)] for number in NUM_WINDOWS]
     if len(means[-1]) < 2:

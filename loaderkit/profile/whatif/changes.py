@@ -1,4 +1,4 @@
-"""The changes that a what-if table shows: what each does to the model, and how it is set, if it is a setting."""
+"""The changes that a what-if table shows: what each changes in the model, and the setting for it, if there is one."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _iterable(model: PipelineModel, report: Report) -> Iterator[Change]:
 
 
 def _cheaper(model: PipelineModel, report: Report) -> Iterator[Change]:
-    """The stage that is blamed, where what it costs is its own and not a store's."""
+    """The stage that the verdict names, if its cost is its own and not a store's."""
     blamed = next((row for row in report.stages if row.name == report.verdict.stage), None)
     if blamed is None or blamed.in_turn or blamed.num_bytes or blamed.kind in ("transfer", "share", "decode"):
         return

@@ -1,4 +1,4 @@
-"""What a model's pipeline gives: simulated, and in proportion to what was measured of the pipeline as it is."""
+"""Predicts what a model's pipeline gives: by simulation, in proportion to what was measured of the pipeline as it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOTICED = 0.05
 
 
 class Prediction(NamedTuple):
-    """samples/s, what limits, and how much of the time the loop waits, in percent."""
+    """The prediction: samples/s, what limits, and how much of the time the loop waits, in percent."""
 
     samples_per_s: float
     limit: str

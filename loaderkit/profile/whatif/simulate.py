@@ -1,4 +1,4 @@
-"""A pipeline simulated with the times that were measured, not with their means: where they vary, batches ahead pay.
+"""Simulates a pipeline with the times that were measured, not with their means: where times vary, batches ahead pay.
 
 The engine's own scheduler deals out chunks, keeps order and budget, and sets the length of chunks; only time is simulated.
 CPUs and the GIL are shared evenly by those that want them (processor sharing), waits overlap, and what one worker uses at a
@@ -28,7 +28,7 @@ _WARM = 8  # the first eighth of the batches does not count
 
 
 def most_ahead(batch: float) -> int:
-    """More batches ahead cannot be told apart in a run."""
+    """The most batches ahead to simulate: more of them make no difference in a run."""
     return max(_NUM_BATCHES, int(_NUM_SAMPLES / max(batch, 1.0)))
 
 
@@ -77,7 +77,8 @@ class _Task:
 
 
 class _Processors:
-    """CPUs shared evenly by the threads that can run, ours and those of other programs; of each GIL's threads one can."""
+    """CPUs shared evenly by the threads that can run, ours and other programs'. Of the threads under one GIL only one
+    can run."""
 
     def __init__(self, cpus: float, others: float, num_gils: int) -> None:
         self._cpus, self._others = cpus, others
@@ -114,7 +115,8 @@ class _Processors:
 
 
 class Simulation:
-    """One run of a model. Of `num_batches` the `num_counted` first ones count, which leave others to begin."""
+    """One run of a model. Of `num_batches` only the first `num_counted` count, so that later batches are already begun
+    when these end."""
 
     def __init__(self, model: PipelineModel, seed: int = 0) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""How a stage's times vary: those that are usual, and the slow ones, which come alone, in runs or all at once in a pause."""
+"""How a stage's times vary: the usual times, and the slow ones, which come alone, in runs, or all at once in a pause."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _least_slow_s(row: StageRow) -> float:
 
 
 def _relative(gaps: list[float]) -> tuple[float, ...]:
-    """Gaps in their mean; where few were seen, those of chance."""
+    """Gaps, in units of their mean; if few were seen, gaps drawn by chance."""
     gaps = [gap for gap in gaps if gap > 0]
     if len(gaps) < 3:
         return tuple(-math.log(1 - (n + 0.5) / 32) for n in range(32))
@@ -119,8 +119,9 @@ USUAL = Times()
 
 
 class Draws:
-    """What a stage takes for each sample of a simulated run, and when it stands still. Deterministic by `rng`, also where a
-    run has more samples: the first ones are the same. `means_s`: what the `num_counted` first ones take on a CPU, and wait."""
+    """The times of a stage for each sample of a simulated run, and when it stands still. Deterministic by `rng`; a
+    longer run begins with the same samples. `means_s`: the means of the first `num_counted` ones, on a CPU and
+    waiting."""
 
     def __init__(
         self,

@@ -13,8 +13,8 @@ from loaderkit.pipeline.execution_plan import ExecutionPlan
 
 @dataclass(slots=True)
 class _DeliveredRange:
-    """The positions [begin, end) of an epoch that were delivered last, and the sums of the weights before them. Only
-    `end` changes."""
+    """The positions [begin, end) of an epoch that were delivered last. `due` is how many samples of each source the
+    weights give before them. Only `end` changes."""
 
     run: int
     epoch: int

@@ -31,9 +31,9 @@ _FAILED, _LEFT = "failed", "left"
 
 
 class Board:
-    """The messages in `store`, which all ranks share. This is number `rank` of them; `global_ranks` are theirs in
-    torch.distributed. `server` is kept as long as the board: rank 0's store may be the one that serves all others. `address`
-    is where other processes of this rank find the board, if they can."""
+    """The messages in `store`, which all ranks share. This rank has number `rank` among them; `global_ranks` are their
+    ranks in torch.distributed. `server` is kept as long as the board, because rank 0's store may be the one that serves
+    all others. `address` is where other processes of this rank find the board, if they can."""
 
     def __init__(
         self,
@@ -112,13 +112,13 @@ class Board:
                 thread.join()
 
     def fail(self, key: str, error: BaseException) -> None:
-        """Tell those who wait for messages about `key` that this rank failed."""
+        """Tell the ranks that wait for messages about `key` that this rank failed."""
         with suppress(RuntimeError):
             self._store.compare_set(f"{key}/{_FAILED}", "", f"{self.rank}\n{_reason(error)}")
 
     def leave(self, what: str, error: BaseException) -> None:
-        """Tell all ranks that this one has left `what`, and posts nothing any more: who waits for it, now or later, waits no
-        longer."""
+        """Tell all ranks that this one has left `what`, and posts nothing any more: ranks that wait for it, now or
+        later, stop waiting."""
         with suppress(RuntimeError):
             self.post(f"{_LEFT}/{self.rank}", f"has left {what} by {_reason(error)}".encode(errors="replace"))
             self.post(_LEFT)

@@ -112,7 +112,7 @@ class RankGroup:
     # ------------------------------------------------------------------------------------------------------ failures
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks of an error of this one, and close the connections."""
+        """Tell the other ranks of an error of this rank, and close the connections."""
         if not isinstance(error, PeerError):
             with suppress(RuntimeError):
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -141,7 +141,7 @@ class RankGroup:
     def watch(self, done: threading.Event, tick: Callable[[], None]) -> PeerError | None:
         """Answer liveness checks until `done`. Returns a failure of another rank that the transferring thread has not noticed.
 
-        Called by the thread that waits for the transferring one; None: there was no such failure.
+        Called by the thread that waits for the transferring one. Returns None if there was no such failure.
         """
         while not done.wait(_POLL_S):
             tick()

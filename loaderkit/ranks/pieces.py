@@ -1,8 +1,9 @@
-"""Ranks get pieces of one another's tensors over connections of their own, without a collective.
+"""Lets ranks get pieces of one another's tensors over connections of their own, without a collective.
 
-Each rank that others need something of listens, and gives bytes on request from where they lie. The rank that writes a file
-asks for them part by part, so no rank holds more than a part. No rank needs to be in step with another. A rank that fails
-says why and closes its connections, and the machine closes those of one that died: the others notice at once.
+Each rank that has something others need listens, and gives bytes on request from where they lie. The rank that writes a
+file asks for them part by part, so no rank holds more than a part. Ranks need not be in step with one another. A rank
+that fails says why and closes its connections, and the machine closes those of a rank that died: the others notice at
+once.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Address(NamedTuple):
 
 
 class Piece(Protocol):
-    """A source of bytes, which any thread may ask."""
+    """A source of a piece's bytes, which any thread may ask for."""
 
     num_bytes: int
 

@@ -1,4 +1,4 @@
-"""The rank and the world size of a loader: given, those of a mesh's data dimensions, or those of the process."""
+"""The rank and the world size of a loader: as given, from a mesh's data dimensions, or from the process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def given_place(
     mesh: DeviceMesh | None = None,
     data_dims: str | Sequence[str] | None = None,
 ) -> Place | None:
-    """The place that the arguments of `build` give; None: they give none. Raises ConfigError."""
+    """The place that the arguments of `build` give, or None if they give none. Raises ConfigError."""
     if mesh is not None:
         if rank is not None or world_size is not None:
             raise ConfigError("give either mesh, or rank and world_size: a mesh has the rank and the world size in it")

@@ -1,4 +1,4 @@
-"""The store of torch.distributed, in which the ranks of a job leave one another words."""
+"""The store of torch.distributed, through which the ranks of a job leave messages for one another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The formats of pictures, told by their first bytes."""
+"""Recognises the formats of pictures by their first bytes."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def picture_extension(data: memoryview) -> str | None:
 
 
 def looks_like(data: memoryview) -> str | None:
-    """What a file with these first bytes is; None: not known."""
+    """What a file with these first bytes is, or None if that is not known."""
     head = bytes(data[:32])
     return next((name for name, pattern in _BEGINNINGS.items() if pattern.match(head)), None)

@@ -56,8 +56,8 @@ class Clip(NamedTuple):
 
 
 class InPlace(NamedTuple):
-    """A field of `num_bytes` that `read` has written already, into its slot, or as `tensor` into memory that is lent to the
-    batch. For the first sample, of which only the layout matters, nothing is written."""
+    """A field of `num_bytes` that `read` has written already, into its slot, or as `tensor` into memory leased to the
+    batch. For the first sample, which only shows the layout, nothing is written."""
 
     num_bytes: int
     tensor: torch.Tensor | None = None

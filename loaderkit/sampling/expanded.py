@@ -1,4 +1,4 @@
-"""The order of samples of which several are made of one.
+"""The order of an epoch in which several samples are made of one.
 
     positions   0 1 2 3 | 4 5 6 7 | ...       with `num` 4
     samples     a a a a | b b b b | ...       those at the inner positions 0, 1, ...

@@ -1,4 +1,5 @@
-"""Packing samples of unequal length into sequences of one length: which samples, or pieces of them, are in every sequence.
+"""Packs samples of unequal length into sequences of one length: decides which samples, or pieces of them, are in every
+sequence.
 
     positions of an epoch ──windows──> samples ──lengths──> pieces ──best fit, decreasing──> bins ──by cost──> sequences
 
@@ -30,8 +31,9 @@ _MOST_WINDOWS = 64  # of a span
 
 
 class Pieces(NamedTuple):
-    """What some sequences hold: `samples`, from number `firsts` on `lengths` of each, at the place `places` of the sequences
-    laid end to end: int64 [pieces]. Those of sequence i are from bounds[i] to bounds[i + 1]: int64 [sequences + 1]."""
+    """What some sequences hold, int64 [pieces]: of each of `samples`, `lengths` tokens from number `firsts` on, at
+    `places` in the sequences laid end to end. The pieces of sequence i are those from bounds[i] to bounds[i + 1]: int64
+    [sequences + 1]."""
 
     samples: Int64
     firsts: Int64
@@ -53,7 +55,8 @@ of every window): puts the sizes of windows into bins. int64: [n], [windows + 1]
 
 
 class PackedOrder(WrappedOrder):
-    """The sequences of every epoch. From any thread; in memory the lengths, 8 bytes a span and epoch, and some spans."""
+    """The order of packed sequences. From any thread. In memory it has the lengths, 8 bytes for each span and epoch,
+    and some spans."""
 
     unit = "sequences"
     length: int
@@ -70,9 +73,9 @@ class PackedOrder(WrappedOrder):
         keeps_order: bool = False,
         fill: Fill = native.best_fit,
     ) -> None:
-        """`lengths`: of every sample of `order`, by its index (in a mixture modulo their number). `is_even`: neighbouring
-        sequences cost about the same in attention, so that ranks take as long; else their order is random, or with
-        `keeps_order` that of the bins. `fill` puts pieces into bins."""
+        """`lengths`: of every sample of `order`, by its index (in a mixture modulo their number). `is_even`:
+        neighbouring sequences cost about the same in attention, so that ranks take equally long. Otherwise their order
+        is random, or, with `keeps_order`, the order of the bins. `fill` puts pieces into bins."""
         super().__init__(order.for_thread())  # which is called under the lock
         self.length = length
         self._lengths = lengths
@@ -123,7 +126,7 @@ class PackedOrder(WrappedOrder):
     def pieces(self, epoch: int, sequences: Int64) -> Pieces:
         """What sequences of an epoch hold: int64 [n], each in [0, num_samples(epoch))."""
         key = epoch, sequences.tobytes()
-        pieces = self._taken.get(key)  # those of a batch are asked for twice, for its tokens and for its keys
+        pieces = self._taken.get(key)  # a batch's are asked for twice: for its tokens and for its keys
         if pieces is None:
             pieces = self._pieces(epoch, sequences)
             with self._lock:
@@ -150,7 +153,8 @@ class PackedOrder(WrappedOrder):
         return Pieces(samples, firsts, lengths, places, np.concatenate(([0], np.cumsum(counts))))
 
     def num_before(self, epoch: int, position: int) -> tuple[int, int]:
-        # All sequences of the spans before come before this one; those of its own span have samples from anywhere in it.
+        # All sequences of earlier spans come before this one; sequences of its own span have samples from anywhere in
+        # the span.
         starts = self._starts_of(epoch)
         number = int(np.searchsorted(starts, position, side="right")) - 1
         begin = min(number * self._span, num_positions := self.num_packed(epoch))
@@ -178,7 +182,7 @@ class PackedOrder(WrappedOrder):
             return starts
 
     def num_packed(self, epoch: int) -> int:
-        """The samples of an epoch that are packed, with those of length 0, which are in no sequence."""
+        """The number of samples of an epoch that are packed, including samples of length 0, which are in no sequence."""
         return self._inner.num_positions(epoch)
 
     def _count(self, epoch: int) -> Int64:
@@ -255,7 +259,7 @@ def _numbers_in_runs(counts: Int64) -> Int64:
 
 
 def _stable_order(numbers: Int64, below: int) -> Int64:
-    """The places of numbers in [0, below) in ascending order; those of equal ones stay in order."""
+    """The places of numbers in [0, below) in ascending order; equal numbers stay in order."""
     # NumPy sorts 16 bits by radix, in a tenth of the time.
     return np.argsort(numbers.astype(np.uint16) if below <= 1 << 16 else numbers, kind="stable")
 

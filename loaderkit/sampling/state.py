@@ -25,7 +25,7 @@ class State:
     position: int
     seed: int
     fingerprint: dict[str, str]
-    source: tuple[Any, ...] | None = None  # the source's own state there, if it has one; None: a source that never has
+    source: tuple[Any, ...] | None = None  # the source's own state there, if any; None for a source that never has one
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of JSON values, if the source's own state is one. The fingerprint is a list, as torch.distributed.checkpoint
@@ -86,7 +86,7 @@ class State:
         parts = {
             part: _apart(part, self.fingerprint.get(part, "nothing"), fingerprint.get(part, "nothing"))
             for part in sorted({*self.fingerprint, *fingerprint})
-            if (part != "classes" or part in self.fingerprint)  # once states had them in the digest of `data` alone
+            if (part != "classes" or part in self.fingerprint)  # earlier states had them in the digest of `data` alone
             if not (part == "bad_shards" and is_same_data)  # another way to leave out the same
         }
         differences = {part: pair for part, pair in parts.items() if pair[0] != pair[1]}

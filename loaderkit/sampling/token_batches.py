@@ -1,4 +1,5 @@
-"""Batches of about as many tokens each: how windows of samples are cut into them, and which samples a rank's batches have.
+"""Makes batches of about equally many tokens: cuts windows of samples into batches, and decides which samples a rank's
+batches have.
 
     positions of an epoch ──windows──> samples ──by length──> batches ──by cost──> steps of as many batches as there are ranks
 
@@ -101,7 +102,7 @@ def _least_area(sizes: list[int], capacity: int) -> int:
 
 
 class TokenBatches(WrappedOrder):
-    """The batches of every epoch, which are the sequences of a `PackedOrder`."""
+    """The order of batches cut by tokens. The batches of an epoch are the sequences of a `PackedOrder`."""
 
     unit = "batches"
 
@@ -148,9 +149,10 @@ class TokenBatches(WrappedOrder):
 
 
 def _share_of(bounds: Int64, rank: int, world_size: int) -> tuple[Int64, bool]:
-    """The rows of one of `world_size` ranks, at least as many as there are batches, and whether another rank has them, too.
+    """One rank's share of the rows of batches, where there are fewer batches than ranks; and whether another rank has
+    them, too.
 
-    A batch is dealt out to one rank or more, so that no share takes more than a batch may."""
+    Each batch goes to one rank or more, so that no share takes more than a batch may."""
     sizes = np.diff(bounds)
     num_ranks = np.ones(len(sizes), np.int64)  # of every batch
     for _ in range(world_size - len(sizes)):

@@ -1,4 +1,4 @@
-"""From the values of a sample to the bytes of its members, and to the records of an array."""
+"""Turns the values of a sample into the bytes of its members, or into records of an array."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class EncodedField(NamedTuple):
-    """One field of a sample: what its bytes hold ("jpg", "cls", "npy", ...), and True if they are those of the source."""
+    """One field of a sample: the format of its bytes ("jpg", "cls", "npy", ...), and True if the bytes are the source's."""
 
     content: str
     data: bytes

@@ -21,8 +21,8 @@ _META = re.compile(r"__[^/]*__($|/)")  # WebDataset's metadata, at the top of an
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """What all samples have in common, as the sample `example` has it: field -> True if it is written as the bytes that it is
-    in the source; of an array also the type and shape of its one field."""
+    """What all samples have in common, taken from the sample `example`: for each field, True if its bytes are written
+    as they are in the source; for an array also the dtype and shape of its one field."""
 
     fields: Mapping[str, bool]
     example: str
@@ -69,8 +69,8 @@ _STATES = {True: "still encoded", False: "decoded"}
 
 
 class Extensions:
-    """The extension of every field's members, by what they hold: "jpg", "cls", or with the field's name, "mask.png", unless
-    `kind: tar` takes the one alone for that field."""
+    """The extensions of every field's members, by what they hold: "jpg", "cls", or with the field's name, "mask.png",
+    if `kind: tar` would not take the extension alone for that field."""
 
     def __init__(self, fields: Iterable[str]) -> None:
         self._names: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Plans shards before any is written: what runs, what a sample looks like, and which samples are in which shard.
+"""Plans shards before any is written: which stages run, what a sample looks like, and which samples are in which shard.
 
 A few samples, evenly spread over the order, are made as a trial. If samples are copied as they are, their sizes are those in
 the source; else each counts as much as the mean of the trial.
@@ -41,7 +41,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Options:
-    """What the command says besides the pipeline: the destination, the format, the bytes of a shard, the quality of JPEGs."""
+    """The command's options besides the pipeline: the destination, the format, the bytes of a shard, the quality of JPEGs."""
 
     out: str
     format: Format = "tar"
@@ -51,7 +51,7 @@ class Options:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The job, how the stages were split, the bytes it is expected to write, and what makes it this job and no other."""
+    """The job, how the stages were split, the bytes it is expected to write, and a fingerprint that no other job has."""
 
     config: PipelineConfig
     job: ShardJob
@@ -59,7 +59,7 @@ class ShardPlan:
     num_samples: int
     expected_bytes: int
     extensions: dict[str, list[str]]  # by field, of all samples
-    is_copy: bool  # else `extensions` are those of the samples that were tried
+    is_copy: bool  # else `extensions` come from the samples that were tried
     fingerprint: dict[str, str]
 
 
@@ -125,7 +125,7 @@ def _running(config: PipelineConfig, split: Split) -> PipelineConfig:
 
 
 def _destination(config: PipelineConfig, options: Options) -> Destination:
-    """Where shards go: a bucket is reached as that of the source is."""
+    """Where shards go: a bucket is reached with the settings of the source's bucket."""
     out = options.out
     url, args = absolute_url(out, Path.cwd()), StoreArgs()
     if not out:

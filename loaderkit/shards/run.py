@@ -33,7 +33,7 @@ _WORTH_PROCESSES = 32 * 10**6  # bytes to write: starting processes takes 3 s
 
 @dataclass(frozen=True)
 class PackProgress:
-    """How far it is: bytes written of those expected, samples of all, shards of all."""
+    """How far the run is: bytes written of those expected, and how many of all samples and of all shards."""
 
     num_bytes: int
     total_bytes: int
@@ -44,8 +44,8 @@ class PackProgress:
 
 @dataclass(frozen=True)
 class Workers:
-    """Who makes the shards: `processes` of this machine (None: one a CPU, if there is much to do); or with `ray` tasks on a
-    cluster, that many at once (None: one a CPU of it)."""
+    """What makes the shards: `processes` of this machine (None means one a CPU, if there is much to do); or, with
+    `ray`, tasks on a cluster, that many at once (None means one for each CPU of the cluster)."""
 
     processes: int | None = None
     ray: bool = False
@@ -54,8 +54,8 @@ class Workers:
 
 @dataclass(frozen=True)
 class PackResult:
-    """What is there now. `was_whole`: it was before, and nothing was written; `num_found`: shards that an earlier run
-    had made."""
+    """What is there now. `was_whole`: everything was there before, and nothing was written; `num_found`: shards that an
+    earlier run had made."""
 
     manifest: Mapping[str, Any]
     pipeline: PipelineConfig
@@ -76,7 +76,7 @@ def found_so_far(plan: ShardPlan) -> tuple[int, bool]:
 
 
 def pack_shards(plan: ShardPlan, workers: Workers, on_progress: Callable[[PackProgress], None]) -> PackResult:
-    """Write what is missing. Raises LoaderkitError; what is done then stays, and the next call goes on."""
+    """Write what is missing. Raises LoaderkitError; what is done then stays, and the next call continues."""
     check_left(plan.config, plan.split, plan.job.layout)
     begin_s = time.perf_counter()
     with closing(plan.job.destination.open()) as connector:

@@ -34,7 +34,7 @@ _CONTENT = re.compile(r"[a-z0-9_+-]+")
 
 
 class MadeChunk(NamedTuple):
-    """Consecutive samples: of each its members by field, or the record of its field; None for those that were bad or
+    """Consecutive samples: for each its members by field, or the record of its field; None for a sample that was bad or
     dropped."""
 
     samples: list[dict[str, Any] | None]

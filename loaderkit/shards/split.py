@@ -1,4 +1,4 @@
-"""Which stages run once, when shards are written, and which are left for training."""
+"""Decides which stages run once, when shards are written, and which are left for training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loaderkit.stages.call import CallArgs, load, needs_rng
 
 @dataclass(frozen=True)
 class Split:
-    """The sample stages behind `read`: those that run, those that are left, and why the first of these is."""
+    """The sample stages behind `read`: those that run, those that are left, and why the first of the latter is left."""
 
     run: tuple[StageConfig, ...]
     left: tuple[StageConfig, ...]

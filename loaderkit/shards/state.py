@@ -1,4 +1,5 @@
-"""What is there already: the plan of shards that were begun, the records of those that are done, the manifest of all.
+"""What is there already at the destination: the plan of shards that were begun, the records of finished shards, the
+manifest of all.
 
 .loaderkit-shards/plan.json   first, with a token of the run that writes; while it is there, `kind: tar` refuses to read the
                               shards, since some may be missing
@@ -29,7 +30,7 @@ assert UNFINISHED.startswith(FOLDER)
 
 
 def check_fingerprint(found: Mapping[str, Any], fingerprint: Mapping[str, str], where: str, what: str) -> None:
-    """Raise ConfigError unless shards that are there are those of this job."""
+    """Raise ConfigError unless the shards that are there belong to this job."""
     before: Mapping[str, str] = found.get("fingerprint", {})
     names = [name for name in {**before, **fingerprint} if before.get(name) != fingerprint.get(name)]
     if names:

@@ -1,4 +1,4 @@
-"""The pipeline that trains from shards: their source in the place of the first, and the stages that are left."""
+"""Makes the pipeline that trains from shards: their source instead of the original one, and the stages that are left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loaderkit.stages.image.decode import DecodeArgs
 
 
 def training_pipeline(plan: ShardPlan, extensions: Mapping[str, Sequence[str]]) -> PipelineConfig:
-    """The pipeline that reads the shards. `extensions` are those of every field's members in a tar."""
+    """The pipeline that reads the shards. `extensions` are the extensions of every field's members in a tar."""
     config, split, job = plan.config, plan.split, plan.job
     args = job.destination.args
     if job.format == "tar":

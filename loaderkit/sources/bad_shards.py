@@ -1,6 +1,6 @@
-"""Shards that are damaged or missing: an error, or left out, as `errors.on_bad_shard` says.
+"""Shards that are damaged or missing: they are an error, or are left out, as `errors.on_bad_shard` says.
 
-A source finds out while it is listed and indexed, so the samples of a shard that is left out are in no order, on any rank.
+A source finds them while it is listed and indexed, so samples of a shard that is left out are in no order, on any rank.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ OPTION = "to go on without damaged shards: `errors: {on_bad_shard: skip}`"
 
 
 class BadShard(NamedTuple):
-    """A shard that is left out: its key in the source, how the store calls it, and what is wrong. `num_kept`: its samples
-    before the damage, which stay. `source`: the name of the mixed source that it is of."""
+    """A shard that is left out: its key in the source, the store's name for it, and what is wrong. `num_kept`: its
+    samples before the damage, which stay. `source`: the name of its mixed source."""
 
     key: str
     origin: str
@@ -39,7 +39,7 @@ class BadShard(NamedTuple):
 
 
 class BadShards:
-    """The bad shards of one source, found while it is opened. From one thread, but for what `tried` makes."""
+    """The bad shards of one source, found while it is opened. For one thread, except for the function that `tried` makes."""
 
     def __init__(self, action: OnBadShard = "raise") -> None:
         self.skips = action == "skip"

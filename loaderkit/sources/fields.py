@@ -1,4 +1,4 @@
-"""Settings that choose files, and the mapping from extensions to fields."""
+"""Settings that choose files, and that map extensions to fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Compact tables of strings and of listed objects, the objects that patterns mean, and the cutting of samples into blocks."""
+"""Compact tables of strings and of listed objects, the objects that patterns match, and the cutting of samples into
+blocks."""
 
 from __future__ import annotations
 
@@ -154,7 +155,7 @@ def list_matching(
 
 
 def extension_of(key: str) -> str:
-    """That of a file, as it is written; "" without one."""
+    """The extension of a file, as it is written; "" without one."""
     base = key[key.rfind("/") + 1 :]
     return base[base.rfind(".") + 1 :] if "." in base else ""
 

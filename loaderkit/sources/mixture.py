@@ -1,4 +1,4 @@
-"""Several sources as one index space, source by source; which of them comes when is the order's (`sampling/mixture.py`).
+"""Several sources as one index space, source by source. The order (`sampling/mixture.py`) decides which sample comes when.
 
 A `SourcePart` is one of them under the indices of the whole, so that a sample has one index, and with it one set of random
 numbers, in all stages. An index also says in which pass over the samples it comes: it is the sample's number plus the number of
@@ -28,7 +28,7 @@ Member = tuple[str, SourceKind, SourceArgs]
 
 
 class SourcePart(Source):
-    """One source of a mixture, under the mixture's indices. Its own order and blocks are those of `inner`."""
+    """One source of a mixture, under the mixture's indices. Its own order and blocks are the order and blocks of `inner`."""
 
     def __init__(
         self, name: str, inner: Source, first: int, total: int, reopen: Callable[[], Source] | None = None
@@ -101,7 +101,7 @@ class SourcePart(Source):
 class MixtureSource(Source):
     """All parts together. `read` takes each sample from its own part.
 
-    `classes` are those of all, if they agree.
+    `classes` are the classes of all sources, if they agree.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ Names = Annotated[dict[str, str], Field(min_length=1), AfterValidator(checked_na
 
 
 class FieldOrigin(NamedTuple):
-    """A field, the key that it is made of, and its type; None: that of the data."""
+    """A field, the key that it is made of, and its type, or None for the data's own type."""
 
     field: str
     key: str

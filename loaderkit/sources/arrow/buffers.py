@@ -1,6 +1,6 @@
-"""What lies in the buffers of Arrow's arrays, as NumPy arrays over the same memory.
+"""The contents of the buffers of Arrow's arrays, as NumPy arrays over the same memory.
 
-The arrays of a file's record batches say themselves where their items begin, so that is compared with what there is.
+In a file, the arrays of record batches say themselves where their items begin, so this is compared with the actual sizes.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _checked(bounds: NDArray[np.int64], num: int) -> NDArray[np.int64]:
 
 
 def there(array: Any) -> NDArray[np.bool_] | None:
-    """True for what is not null; None: all is there."""
+    """True for items that are not null; None if no item is null."""
     return _bits(array.buffers()[0], array.offset, len(array)) if array.null_count else None
 
 

@@ -20,14 +20,14 @@ NULL = "is null"
 
 
 class Node(Protocol):
-    """Numbers or lists of them, one after another."""
+    """A node of the tree: numbers, or lists of nodes, one after another."""
 
     def array(self, low: int, high: int) -> NDArray[Any]:
         """Those from `low` to `high` as one array [high - low, ...]. Raises ValueError for a null among them, and for lists
         of different lengths."""
 
     def valid(self) -> _Valid:
-        """True for those that are not null and have no null in them: bool [n]; None: all."""
+        """True for items that are not null and have no null in them: bool [n]; None if that is all of them."""
 
     @property
     def num_bytes(self) -> int:

@@ -1,5 +1,5 @@
-"""The messages of an Arrow file (IPC: streams, as `datasets.save_to_disk` writes them, and files), of which only the metadata
-is read.
+"""Reads the messages of an Arrow file (IPC: streams, as `datasets.save_to_disk` writes them, and files); of the file
+only the messages' metadata is read.
 
 Arrow finds the buffers itself: it is given memory as large as the file, of which only the metadata of the messages is filled
 in. It copies no buffer, so the address of one says where in the file it lies; the pages in between are never touched.

@@ -1,4 +1,4 @@
-"""Columns of lists of texts, pictures or structs, and of structs: values of Python.
+"""Columns of structs, and of lists of texts, pictures or structs, as values of Python.
 
 A struct is a dict, a list a list, a picture its bytes; numbers and texts are Python's, and a null inside is None. So a chat is
 a list of {role: ..., content: ...}.

@@ -1,4 +1,4 @@
-"""Which field a column of Arrow's becomes, by its type."""
+"""Decides which field a column of Arrow's becomes, by its type."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ColumnType(NamedTuple):
     """What a column holds, and which of the file's leaves it is made of.
 
     `content`: number, text, bytes, file, nested, or inside one null; "" with `reason` if it can be no field. Numbers have
-    NumPy's `dtype` and a `shape`, where None stands for any length; of times and decimals `stored` says what they are numbers
-    of, of what is nested its whole type.
+    NumPy's `dtype` and a `shape`, where None means any length. `stored` says what the numbers of times and decimals
+    count, and gives the whole type of nested columns.
     """
 
     content: str

@@ -66,16 +66,17 @@ class LabelTableArgs(Model):
 
 
 class Labels(NamedTuple):
-    """Of the files that have one: `rows` are their places among the keys that were given, in order: int64 [n]."""
+    """The labels of the files that have one: `rows` are these files' places among the given keys, in order: int64 [n]."""
 
     rows: NDArray[np.int64]
     values: NDArray[Any]  # int64 or float64 [n]
-    classes: list[str] | None  # the texts that the values number; None: they are numbers in the table
+    classes: list[str] | None  # the texts that the values number; None if the table has numbers
     left_out: tuple[str, ...]  # a sentence each
 
 
 class LabelTable:
-    """The rows of a table: file -> label. Raises SourceError that names the table, and the row, for what it cannot be."""
+    """The rows of a table: file -> label. Raises SourceError, with the name of the table and the row, for a table that
+    cannot be used."""
 
     def __init__(self, connector: Connector, args: LabelTableArgs) -> None:
         self._args, self._where = args, connector.describe(args.file)

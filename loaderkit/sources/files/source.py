@@ -140,7 +140,7 @@ class FilesArgs(StoreArgs):
 
     @property
     def patterns(self) -> str | tuple[str, ...] | None:
-        """Which files below `root`; None: the usual ones."""
+        """Which files below `root`, or None for the usual ones."""
         return self.include or self.glob
 
     @property
@@ -154,11 +154,11 @@ class FilesSource(RangeSource):
     """The files of `connector` that match, in the order of the UTF-8 bytes of their keys.
 
     A key is the path relative to `url` with its extension. With `label: parent`, `classes` are the sorted names of all
-    folders that hold a matching file, also of those beyond `limit`, so that a class keeps its number; or those given, by
-    number (folders of one number joined by "/"). With patterns in `fields` all this is of the first field's files, and the
-    others are their partners. `left_out` counts, by extension, the images that `include` does not match; without `include`
-    the files beside the images. Raises `SourceError` if nothing matches, a file fits no field, has no partner or its folder is
-    no class, and what listing raises.
+    folders that hold a matching file, also of files beyond `limit`, so that a class keeps its number; or the given
+    classes, by number (folders with the same number are joined by "/"). With patterns in `fields` all this is about the
+    first field's files, and the others are their partners. `left_out` counts, by extension, the images that `include`
+    does not match; without `include` the files beside the images. Raises `SourceError` if nothing matches, a file fits
+    no field, has no partner or its folder is no class, and what listing raises.
     """
 
     def __init__(self, connector: Connector, args: FilesArgs) -> None:
@@ -167,7 +167,7 @@ class FilesSource(RangeSource):
         self._patterns = Patterns(args.patterns or "**/*")
         self._limit = None if args.labels is not None else args.limit  # while listing: later of the files with a label
         self._odd_labels: tuple[str, ...] = ()
-        self._first: str | None = None  # the field of the keys' files; None: their extensions tell
+        self._first: str | None = None  # the field of the keys' files, or None if extensions decide
         self._partners: dict[str, Listing] = {}  # of the other fields, one file a sample
         self._missing: dict[str, str] = {}  # optional field -> the extension that a missing file would have
         if args.fields is not None and are_patterns(args.fields):
@@ -214,7 +214,7 @@ class FilesSource(RangeSource):
 
     @staticmethod
     def _names_of(numbers: Mapping[str, int]) -> list[str]:
-        """The names of classes by their numbers; those of one number joined by "/"."""
+        """The names of classes by their numbers; names with the same number are joined by "/"."""
         names = [""] * (1 + max(numbers.values()))
         for name, number in sorted(numbers.items()):
             names[number] = f"{names[number]}/{name}" if names[number] else name
@@ -319,7 +319,8 @@ class FilesSource(RangeSource):
         return digest.hexdigest()
 
     def _chosen(self, files: Iterable[ObjectInfo], folder_ids: array[int]) -> Iterator[ObjectInfo]:
-        """The files that are samples; records the folder of every matching file, and those of samples in `folder_ids`."""
+        """The files that are samples. Records the folder of every matching file, and the folders of samples in
+        `folder_ids`."""
         num_chosen = 0
         table = None if self._args.labels is None else self._args.labels.file
         for info in files:
@@ -348,7 +349,7 @@ class FilesSource(RangeSource):
                 yield info
 
     def _extensions_of(self, field: str, partners: Listing) -> dict[tuple[str, str], None]:
-        """The extensions of a field's files; that of missing ones is noted."""
+        """The extensions of a field's files; the extension that missing files would have is noted."""
         pairs = zip(partners.keys, self._listing.keys, strict=True)
         extensions = dict.fromkeys(self._field_of(key)[1] for key, first in pairs if key != first)
         if field in self._args.optional:

@@ -32,7 +32,8 @@ Int64 = NDArray[np.int64]
 
 
 class BatchTable(NamedTuple):
-    """The message with the schema, and of every record batch its first byte, its bytes and its rows: int64 [batches]."""
+    """The message with the schema, and for every record batch its first byte, its number of bytes and of rows: int64
+    [batches]."""
 
     schema: bytes
     starts: Int64
@@ -133,7 +134,7 @@ def _refused(pa: Any, kind: Any) -> str:
 
 
 class RecordBatches(Protocol):
-    """What is asked of the source."""
+    """What the reader asks of its source."""
 
     @property
     def fields(self) -> Mapping[str, str]:

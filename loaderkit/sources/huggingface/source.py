@@ -153,7 +153,7 @@ class HuggingfaceSource(Source):
         return self._num
 
     def _rows(self, indices: Int64) -> Int64:
-        """The rows that samples are, among those of all files."""
+        """The numbers of the samples' rows, among the rows of all files."""
         return indices if self._indices is None else self._indices[indices]
 
     def locate(self, indices: Int64) -> tuple[Int64, Int64]:

@@ -3,7 +3,7 @@
     iterable ──next, in order, one thread at a time──> Pass ──items of this rank and process──> `read`
 
 How many items there are shows when it ends, unless `length` says so. Every rank and every loading process iterates over all of
-it and keeps its share: item i is that of position i in the order, as with any other source.
+it and keeps its share: item i is at position i in the order, as with any other source.
 
 Each pass iterates over an object of its own, a copy or one that a function has made, so no pass sees what another has read.
 """
@@ -223,7 +223,7 @@ def _reference(made: Any) -> Callable[[], Any]:
 
 
 class Pass:
-    """One reading of the iterable, from a position of an epoch on. All methods may be called by any thread."""
+    """One pass over the iterable, from a position of an epoch on. All methods may be called by any thread."""
 
     def __init__(
         self,
@@ -290,9 +290,9 @@ class Pass:
             self._let_go()
 
     def num_left(self, indices: list[int], begin: int, end: int) -> int:
-        """How many samples a batch of `indices` has that stands for positions [begin, end) of all ranks.
+        """The number of samples in a batch of `indices` that covers positions [begin, end) of all ranks.
 
-        A last one that not every rank has a sample for is left out, so that all ranks have as many batches.
+        A last batch for which some rank has no sample is left out, so that all ranks have equally many batches.
         """
         if self.num_items is None or end <= self.num_items:
             return len(indices)
@@ -395,7 +395,7 @@ class Pass:
         return rest == 0 and (step - 1 - self._first_step) % self._num_shards == 0
 
     def _start(self) -> Iterator[Any]:
-        """An iterator whose next item is that of `position`."""
+        """An iterator whose next item is the item at `position`."""
         saved, num = self._source.saved, 0
         self._iterable = iterable = self._source.new_iterable(self)
         if hasattr(iterable, "set_epoch"):
@@ -423,7 +423,7 @@ class Pass:
 
 
 class Preview:
-    """What `read` takes items from to show what a batch holds, before the first one is opened."""
+    """Gives items to `read` that show what a batch holds, before the first batch is opened."""
 
     def __init__(self, of: Pass) -> None:
         self._pass = of
@@ -435,7 +435,7 @@ class Preview:
 
 
 class _NextItems(ItemReader):
-    """Takes the next items of the pass that a batch is of."""
+    """Takes the next items of the pass that a batch belongs to."""
 
     in_turn = True
 

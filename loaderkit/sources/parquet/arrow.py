@@ -1,4 +1,4 @@
-"""What pyarrow does for `kind: parquet`: it reads footers, and decodes the column chunks of a row group.
+"""The parts of `kind: parquet` that use pyarrow: it reads footers, and decodes the column chunks of a row group.
 
 It never opens a file: a footer and the bytes of column chunks come through the connector, by ranges, and pyarrow gets them as
 if from a file that has nothing else. It runs in the thread that calls, and starts none.
@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 40  # of a column chunk: sums of what damage makes of it are 
 ReadRange = Callable[[int, int], memoryview]
 """(start, length) -> bytes of the file."""
 _MAGIC = b"PAR1"
-_INT96_UNIT = "us"  # of Spark's times: pyarrow's nanoseconds overflow beyond the years 1677 to 2262, without a word
+_INT96_UNIT = "us"  # of Spark's times: pyarrow's nanoseconds overflow silently beyond the years 1677 to 2262
 
 
 class Footer(NamedTuple):
@@ -36,8 +36,8 @@ class Footer(NamedTuple):
 
 
 class ChunkTable(NamedTuple):
-    """The rows of each row group, and of some leaves [row groups, leaves] the first byte of the column chunk, its bytes in the
-    file, and about how many it has when it is decoded; int64."""
+    """The number of rows of each row group, and for some leaves the first byte of the column chunk, its bytes in the
+    file, and about how many bytes it has when decoded: int64 [row groups, leaves]."""
 
     num_rows: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -134,7 +134,8 @@ def _class_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
 
 
 class _ChunkFile:
-    """The file as pyarrow sees it: the bytes of the column chunks that were read; what else it asks for is read then."""
+    """The file as pyarrow sees it: the bytes of the column chunks that were read. Other bytes are read when it asks for
+    them."""
 
     closed = False
 

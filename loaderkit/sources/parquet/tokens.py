@@ -72,7 +72,7 @@ class ParquetDocuments(ParquetSource):
 
     @property
     def _length(self) -> int:
-        """That of all lists, if it is the same."""
+        """The length of all lists, if it is the same for all."""
         return self._types[self._column].shape[0] or 0
 
 

@@ -83,7 +83,7 @@ class ArraySource(RecordSource):
     """The records of one object of `connector`, or the windows of them.
 
     Raises `FormatError` if the file is not what it should be, `ConfigError` if `args` do not fit it, `SourceError` if it is
-    empty, and what the connector raises. With `found_bad` a file that is cut is told to that, and its whole records stay.
+    empty, and what the connector raises. With `found_bad`, a file that is cut is reported to it, and its whole records stay.
     """
 
     def __init__(self, connector: Connector, args: ArrayArgs, found_bad: BadShards | None = None) -> None:

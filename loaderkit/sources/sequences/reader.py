@@ -1,4 +1,5 @@
-"""Sources of sequences of numbers in objects, and how these are read: whole, or as the pieces that `pack` puts together."""
+"""Sources of sequences of numbers in objects, and their readers: of whole sequences, or of the pieces that `pack` puts
+together."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Sequences(NamedTuple):
 
 
 class SequenceSource(RangeSource):
-    """A source whose samples are `Sequences` in some objects: each one range, and as long as it is."""
+    """A source whose samples are `Sequences` in some objects. Each sample is one range, and they differ in length."""
 
     sequences: Sequences
     files: tuple[ObjectInfo, ...]  # the objects that hold them, as they were when the source was opened
@@ -79,7 +80,7 @@ class SequenceSource(RangeSource):
 
 
 class PieceReader(Reader):
-    """Reads the pieces of packed sequences to where they belong in their slots, by one call if the connector can."""
+    """Reads the pieces of packed sequences to their places in the slots, by one call if the connector can."""
 
     def __init__(self, source: SequenceSource, context: ReadContext, length: int) -> None:
         self._source, self._failed, self._length = source, context.failed, length

@@ -112,7 +112,7 @@ class TokensArgs(StoreArgs):
 
     @property
     def written(self) -> tuple[str, ...] | None:
-        """The patterns of files below `root`; None: those that are usual."""
+        """The patterns of files below `root`, or None for the usual ones."""
         if self.names_files:
             begin = len(_common_folder(self._urls))
             return tuple(url[begin:] for url in self._urls)
@@ -120,7 +120,7 @@ class TokensArgs(StoreArgs):
 
     @property
     def extension(self) -> str | None:
-        """The one that all files have by what is written; None: only the listing tells."""
+        """The extension that all files have by the patterns; None if only the listing can tell."""
         return None if self.written is None else _one_extension(self.written)
 
 
@@ -173,9 +173,9 @@ def check_form(args: TokensArgs, extension: str) -> str:
 class TokensSource(SequenceSource):
     """The documents of objects of `connector`, file by file. In memory 16 bytes a document.
 
-    A key is the number of the document, of several files behind the file's: "shard-003.bin/17". Raises `FormatError` if a file
-    or its index is not what it should be, or files differ in type, `ConfigError` if `args` do not fit, `SourceError` if there
-    are no tokens, and what the connector raises.
+    A key is the number of the document; with several files the file's key comes before it: "shard-003.bin/17". Raises
+    `FormatError` if a file or its index is not what it should be, or files differ in type, `ConfigError` if `args` do
+    not fit, `SourceError` if there are no tokens, and what the connector raises.
     """
 
     def __init__(self, connector: Connector, args: TokensArgs, infos: list[ObjectInfo], form: Form) -> None:

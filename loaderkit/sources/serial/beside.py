@@ -21,7 +21,7 @@ def key_beside(key: str) -> str:
 
 
 def is_beside(key: str, keys: Container[str]) -> bool:
-    """True if `key` is that of the index of one of the files `keys`."""
+    """True if `key` is the index of one of the files `keys`."""
     return key.endswith(".offsets") and key.removesuffix(".offsets") in keys
 
 

@@ -1,5 +1,5 @@
-"""Where the records of a TFRecord file begin, by the .idx of DALI's `tfrecord2idx` beside it or by their lengths, and what is
-checked of one.
+"""Finds where the records of a TFRecord file begin, by the .idx of DALI's `tfrecord2idx` beside it or by their lengths,
+and checks a record.
 
 The .idx is text: a line for each record, its first byte and its bytes, length and checksums included.
 """

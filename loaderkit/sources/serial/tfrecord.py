@@ -61,7 +61,7 @@ class TfrecordArgs(SerialArgs):
 
 
 class _Picked(NamedTuple):
-    """A field: the feature that it is, and whether that is always a list."""
+    """A field: the feature it is made of, and whether its value is always a list."""
 
     origin: FieldOrigin
     is_list: bool

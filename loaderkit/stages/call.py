@@ -1,10 +1,11 @@
-"""`call`: a user's function, applied to samples before `batch` or to batches after it; `filter`: one that drops samples.
+"""`call`: a user's function, applied to samples before `batch` or to batches after it. `filter`: a user's function that
+drops samples.
 
 The function gets a dict (images as torch uint8 [C, H, W], and `__key__`), the arguments of `args`, and, if its signature
 has a parameter `rng`, a `numpy.random.Generator` that depends on (seed, epoch, sample, stage name) alone. It changes the
 dict in place, or returns a dict with the fields that it sets; the others stay. `del sample["field"]` drops one. With
-`seeded` the global generators are seeded for each call by the same generator. Of a class with `__call__` each process makes one
-object, with the arguments of `args`, and that is called.
+`seeded` the global generators are seeded for each call by the same generator. If it is a class with `__call__`, each
+process makes one object of it, with the arguments of `args`, and calls that.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _LEVELS = (torch.uint8, torch.uint16)
 class CallArgs(StageArgs):
     """Call a user's function with the sample, or behind `batch` with the batch: a dict, field -> value.
 
-    It changes the dict in place, or returns a dict that is merged into it: fields it names are set, the others stay as they
-    are. `del sample["field"]` drops a field; not to return it does not.
+    It changes the dict in place, or returns a dict that is merged into it: fields it names are set, the others stay as
+    they are. `del sample["field"]` drops a field; leaving it out of the returned dict does not.
     """
 
     function: str | Callable[..., Any] = Field(
@@ -96,8 +97,8 @@ class FilterArgs(CallArgs):
     """Drop the samples for which a user's function returns False.
 
     It gets a sample as `call` does, and returns True to keep it, or False. It must change no value in place, such as the pixels
-    of an image, since it is given the values themselves: `call` is for that. Batches are shorter by what is dropped. A dropped
-    sample is no bad one; a sample for which the function fails is.
+    of an image, since it is given the values themselves: `call` is for that. A batch is shorter by the samples that are
+    dropped. A dropped sample does not count as bad; a sample for which the function fails does.
     """
 
     on_empty_batch: Literal["raise", "skip"] = Field(

@@ -78,8 +78,8 @@ class StageKind:
     runs_in_dali: bool = True  # if it has `ops`
     needs_images: bool = False
     is_single: bool = False  # at most one in a pipeline
-    packs: bool = False  # samples before it are those of its sequences
-    expands: bool = False  # samples behind it are several of each before
+    packs: bool = False  # samples before it are put into its sequences
+    expands: bool = False  # it makes several samples of each
     decodes: bool = False  # fields after it are no longer encoded bytes
     takes_16_bits: bool = False  # images may be uint16
     shrinks: bool = False  # images are cropped or resized, so seldom large after it
@@ -88,12 +88,12 @@ class StageKind:
     is_contained: bool = False  # it makes no fields but by its arguments, and keeps no memory of what it is given
     runs_user_code: bool = False  # one thread at a time runs it, and nothing is known of what it calls
     takes_tensors: bool = False  # it also acts on the tensors of a checkpoint
-    args_of_speed: frozenset[str] = frozenset()  # besides `workers`: with them it is faster, or elsewhere, and the same
+    args_of_speed: frozenset[str] = frozenset()  # besides `workers`: they change its speed or place, not its result
     args_of_refusal: frozenset[str] = frozenset()  # they say what is refused, and change nothing of what is delivered
     stream: Callable[[Any], Stream | None] | None = None  # its stream, if it copies batches to a GPU
     keeps_values: Callable[[Any], bool] = _no  # it commutes with `normalize`
     slot_dtype: Callable[[Any], str | None] = _none
-    """The dtype of the images that it can write into their slots directly after `batch`; None: it cannot."""
+    """The dtype of the images that it can write into their slots directly after `batch`; None if it cannot."""
     objects: Callable[[Any], Mapping[str, Any]] = _nothing
     """Key -> object that the user gave for it and that is pickled to loading processes."""
     paths: frozenset[str] = (
@@ -120,10 +120,10 @@ class CompileContext:
     on_bad_sample: Literal["raise", "skip", "replace"]
     stages: tuple[StageConfig, ...]
     kinds: Mapping[str, StageKind]
-    stream: Stream | None  # None: batches stay on the CPU
+    stream: Stream | None  # None if batches stay on the CPU
     early_stream: Stream | None  # the same, for stages before `transfer` that have tensors on a GPU
     in_slots: StageConfig | None  # the stage after `batch` that writes slots chunk by chunk
-    output: tuple[str, ...] | None = None  # the fields that the loop gets; None: all
+    output: tuple[str, ...] | None = None  # the fields that the loop gets, or None for all
     sample_runs: list[Callable[[SampleChunk], Any]] = field(default_factory=list)  # the stages before `batch`, compiled
     mixed: str | None = None  # the name of the source, if it is one of several: stages get its rows of chunks
     is_seeded: bool = False  # a stage, also one of another source, seeds the global generators
@@ -228,8 +228,8 @@ def _for_masks(args: StageArgs) -> StageArgs:
 
 
 def _not_contained(function: Callable[..., Any]) -> Callable[..., None]:
-    """The function, given encoded fields in memory of their own, as that of those that were read serves other samples later;
-    it returns no jobs, which only ours have."""
+    """The function, which gets encoded fields in memory of their own, because the memory they were read to is used
+    again for later samples. It returns no jobs, which only our own stages do."""
 
     def run(sample: Sample, draws: NDArray[np.float64], memory: dict[str, Any] | None) -> None:
         for name, value in sample.items():

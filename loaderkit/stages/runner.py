@@ -1,4 +1,4 @@
-"""Runs a stage's function over a chunk: draws are computed for the whole chunk, failures are caught per sample."""
+"""Runs a stage's function over a chunk. Draws are made for the whole chunk; failures are caught for each sample."""
 
 from __future__ import annotations
 
@@ -191,11 +191,11 @@ def replace_failed(
     *,
     by_position: bool = False,
 ) -> list[SampleFailure]:
-    """Fill every failed slot of a chunk with another sample, one of `others`; returns all failures, those of replacements
-    included.
+    """Fill every failed slot of a chunk with another sample, one of `others`; returns all failures, including failures
+    of replacements.
 
     Attempt j for sample i of epoch e is a function of (seed, e, i, j) alone, so batches do not depend on the concurrency; with
-    `by_position`, where a sample comes several times, of the position in the place of i. The
+    `by_position`, where a sample comes several times, of the position instead of i. The
     replacement goes through all stages under its own index; if `filter` drops it, the slot is dropped.
     """
     failures = []

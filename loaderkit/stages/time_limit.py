@@ -28,7 +28,7 @@ class NotCalledError(TimeoutError):
 
 
 class TimeLimit:
-    """Calls functions of one stage, for `limit_s` seconds at most. Any number of threads at once."""
+    """Calls the functions of one stage, for `limit_s` seconds at most. Any number of threads at once."""
 
     def __init__(self, stage: str, limit_s: float, *, is_alone: bool = False) -> None:
         """`is_alone`: one call runs at a time, so the next one waits for one that was abandoned, as long as for its own."""

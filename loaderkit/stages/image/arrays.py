@@ -1,4 +1,4 @@
-"""Pictures, masks and instance masks that are arrays: of `.npy` and `.npz` files, or of a data set."""
+"""Pictures, masks and instance masks that are given as arrays: in `.npy` and `.npz` files, or by a data set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes, keypoints and masks of instances: fields that follow their image through each stage that moves its pixels.
+"""Boxes, keypoints and masks of instances. These fields follow their image through each stage that moves its pixels.
 
 `decode` names them. The pixel in column x and row y covers [x, x + 1) x [y, y + 1) of the image's plane, in which boxes lie; a
 keypoint names a pixel, whose middle is half a pixel further.
@@ -43,8 +43,8 @@ BoxFields = Annotated[Mapping[str, BoxFormat], BeforeValidator(_with_formats)]
 
 @dataclass(frozen=True)
 class Annotations:
-    """The fields of samples that are boxes, each with its format, those that are keypoints, and those that are masks of
-    instances."""
+    """The fields of samples that are boxes, each with its format, the fields that are keypoints, and the fields that
+    are masks of instances."""
 
     boxes: Mapping[str, BoxFormat]
     keypoints: tuple[str, ...]
@@ -208,7 +208,7 @@ def following(
     annotations: Annotations,
     run_on_masks: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """A stage's function of one sample, which also moves what is annotated as it moves the images' pixels. `run_on_masks` is
+    """A stage's function of one sample, which also moves annotations as it moves the images' pixels. `run_on_masks` is
     the same function for a sample that has the field `ALONE`."""
 
     def follow(sample: Sample, draws: NDArray[np.float64], scratch: dict[str, Any] | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""`decode`: turn encoded bytes into images, numbers, text and arrays, by extension.
+"""`decode`: turns encoded bytes into images, numbers, text and arrays, by extension.
 
 JPEG is decoded by libjpeg-turbo, with Pillow's DCT and upsampling: before a crop only the crop's pixels (by `native/_jpeg`, if
 it was built), else all of them (by simplejpeg). What these refuse (CMYK, unusual markers), and every other format, goes
@@ -168,7 +168,7 @@ class DecodeArgs(StageArgs):
 
     @property
     def takes_arrays(self) -> bool:
-        """True if arrays may be images, as these are not those of a JPEG: three channels of 8 bits."""
+        """True if arrays may be images, because images need not be like a JPEG's, with three channels of 8 bits."""
         return self.channels != 3 or self.depth == 16
 
 
@@ -204,9 +204,9 @@ class Decoder:
     """Decodes samples. With `scratch`, JPEGs are decoded into its memory, which the next sample with that scratch overwrites,
     and arrays are views of the bytes read; without, all values own their memory.
 
-    `needs(height, width, draws)` is the part that the next stage needs, from that stage's draws, of the fields `needed` (None:
-    all). The parts of a whole chunk are decoded together in `finish`: Python code between two decodes finds the CPU's caches
-    cold and takes twice as long.
+    `needs(height, width, draws)` is the part that the next stage needs, from that stage's draws, of the fields `needed`
+    (None means all). The parts of a whole chunk are decoded together in `finish`: Python code between two decodes finds
+    the CPU's caches cold and takes twice as long.
     """
 
     def __init__(self, args: DecodeArgs, needs: Needs | None = None, needed: tuple[str, ...] | None = None) -> None:
@@ -264,7 +264,7 @@ class Decoder:
         jobs: list[tuple[int, PartialImage]],
         failed: Callable[[SampleChunk, int, BaseException], None],
     ) -> None:
-        """Decode the partial images of a chunk: (row, image) of each, those of one sample consecutive."""
+        """Decode the partial images of a chunk: (row, image) of each, with the images of one sample next to each other."""
         longest_s, slowest = chunk.slowest or (0.0, 0)
         decoded = native.decode_pieces([partial for _, partial in jobs])
         before, seconds = -1, 0.0

@@ -315,7 +315,7 @@ def random_vertical_flip_steps(args: RandomVerticalFlipArgs) -> ImageOps:
 
 
 def random_rotation(args: RandomRotationArgs) -> SampleFunction:
-    """One draw: the angle. The pixels are Pillow's, as those of torchvision are for Pillow's images."""
+    """One draw: the angle. The pixels are the same as Pillow's, which torchvision uses for Pillow's images."""
 
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
         angle = _angle(args, draws)

@@ -1,4 +1,4 @@
-"""The pixels of Pillow's pictures as RGB or as class numbers, of 8 bits or of 16.
+"""Turns the pixels of Pillow's pictures into RGB or class numbers, of 8 bits or of 16.
 
 Numbers of 16 bits become 8 by v >> 8, whatever the picture, and 8 bits become 16 by v * 257, so that 255 is 65,535. Class
 numbers stay as they are stored: Pillow spreads those of 2 and 4 bits over 0 to 255, which is undone.
@@ -25,8 +25,8 @@ _SPREAD = {"2": 85, "4": 17}  # bits -> by how much Pillow multiplies
 
 
 class PixelFormat(NamedTuple):
-    """How a file has a picture that Pillow has not loaded yet: Pillow's raw mode ("L;2", "RGB;16B"; "" if it was made in
-    memory), and the largest level that a PPM names, else 0."""
+    """How a file stores a picture that Pillow has not loaded yet: Pillow's raw mode ("L;2", "RGB;16B"; "" if it was
+    made in memory), and the largest level that a PPM names, else 0."""
 
     raw: str = ""
     most: int = 0

@@ -1,6 +1,6 @@
-"""Windows of sounds: float32 [channels, samples], of which only the window and what it depends on is decoded.
+"""Reads windows of sounds: float32 [channels, samples]. Only the window and what it depends on is decoded.
 
-A window is laid on the grid of the samples that are delivered, and begins where resampling all of the file would have them:
+A window lies on the grid of the samples that are delivered, and begins where resampling the whole file would have them:
 the resampler starts at a multiple of the two rates' period.
 """
 
@@ -57,7 +57,8 @@ class AudioArgs(Model):
 
 
 class Sound(NamedTuple):
-    """A window: float32 [channels, samples], and how many of these are the file's; the rest is padding."""
+    """A window of a sound: float32 [channels, samples], and how many of these samples come from the file; the rest is
+    padding."""
 
     samples: Samples
     num_real: int
@@ -65,17 +66,17 @@ class Sound(NamedTuple):
 
 def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float | None = None) -> Sound:
     """A window of a sound, or of the sound of a video. `draw` from [0, 1) chooses a random start; with `begin_s` it starts at
-    that time of the file: zeros stand for what is before the first sample.
+    that time of the file: the time before the first sample is filled with zeros.
 
-    Without resampling and mixing the samples are those of soundfile: whole numbers by 2^(bits - 1). Raises FormatError for what
-    is damaged, cut or begins behind its end, and MissingExtraError.
+    Without resampling and mixing the samples are the same as soundfile's: whole numbers divided by 2^(bits - 1). Raises
+    FormatError for what is damaged, cut or begins behind its end, and MissingExtraError.
     """
     name = container_of(data)
     with opened(data) as container:
         stream = stream_of(container, "audio")
         is_adpcm = stream.codec_context.codec.name.startswith("adpcm_")
         # MP3 and ADPCM have no times, only guesses; behind a seek, those in Ogg are of other packets; Matroska has no lengths
-        # of streams: all packets are counted. So are those of FLAC files in which FFmpeg finds no place.
+        # of streams: all packets are counted. So are the packets of FLAC files in which FFmpeg finds no place.
         is_counted = name in _COUNTED or is_adpcm or (name == "flac" and not _is_sought(data))
         listed = list(_packets(container, stream)) if is_counted else None
         blocks = _blocks(stream, _packets(container, stream) if listed is None else listed)
@@ -172,13 +173,13 @@ def _frames(context: Any, packets: Iterable[Any], *, passes_over: bool) -> Itera
 
 
 def _in_time(frames: Iterator[Any]) -> Iterator[Any]:
-    """From the first frame on that ends where the next one begins. FFmpeg has too late a time for the first packet of a page of
-    Vorbis, if it is a long block behind a short one."""
+    """The frames, from the first one on that ends where the next one begins. FFmpeg gives too late a time to the first
+    packet of a page of Vorbis, if it is a long block behind a short one."""
     held: Any = None
     for frame in frames:
         if held is not None and held.pts is not None and frame.pts is not None:
             off = (frame.pts - held.pts) * frame.time_base - Fraction(held.samples, max(1, held.sample_rate))
-            if abs(off) > 2 * frame.time_base:  # that of Matroska is rounded
+            if abs(off) > 2 * frame.time_base:  # Matroska's time base is rounded
                 held = frame
                 continue
         if held is not None:
@@ -208,8 +209,8 @@ def _floats(array: NDArray[Any]) -> Samples:
 
 
 def _num_samples(stream: Any, listed: list[Any] | None, first: _Block, *, is_told: bool) -> int | None:
-    """The samples of a sound; None: not known. `is_told`: its duration is from its header, and no guess. Raises FormatError for
-    a file that has less."""
+    """The number of samples of a sound, or None if it is not known. `is_told`: its duration comes from its header, and
+    is no guess. Raises FormatError for a file that has less."""
     unit, rate = stream.time_base, first.rate
     told = None if stream.duration is None or not is_told else stream.duration * unit
     if listed is None:
@@ -263,8 +264,9 @@ def _cut(held_s: float, told_s: float) -> FormatError:
 
 
 class _Window(NamedTuple):
-    """The samples [begin, begin + num) of the decoded file, begin a multiple of `down`; `rate` in, and `wanted` out of the
-    resampled ones from `skipped` on, behind so much `silence`. None: to the end."""
+    """The samples [begin, begin + num) of the decoded file, to its end if `num` is None. `begin` is a multiple of
+    `down`. `rate` is the file's; of the resampled samples, `wanted` are taken from number `skipped` on, behind
+    `silence` zeros."""
 
     rate: int
     begin: int

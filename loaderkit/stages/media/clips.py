@@ -1,5 +1,4 @@
-"""Image stages on clips: a stage does to every frame what it does to an image, with the same draws, so one crop, flip or colour
-a clip."""
+"""Image stages on clips: every frame gets the same draws, so there is one crop, flip or colour for the whole clip."""
 
 from __future__ import annotations
 

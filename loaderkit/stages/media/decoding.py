@@ -1,4 +1,4 @@
-"""What `decode` makes of the bytes of a video or a sound."""
+"""The part of `decode` that reads videos and sounds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SOUNDS = frozenset({"wav", "flac", "ogg", "mp3"})
 
 
 class MediaDecoder:
-    """Reads clips, windows of sounds, or both of a video. All of a sample begin at the same draw, so a sound beside its video,
-    in a file of its own and as long, begins where the clip does."""
+    """Reads clips, windows of sounds, or both of a video. All of a sample begin at the same draw. So if a sound is in a
+    file of its own beside a video of the same length, it begins where the clip does."""
 
     def __init__(self, video: VideoArgs | None, audio: AudioArgs | None) -> None:
         self._video = video

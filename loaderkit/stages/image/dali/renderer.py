@@ -56,12 +56,13 @@ class _Job(NamedTuple):
 
 
 class Renderer:
-    """Runs a graph over chunks, for the images of `fields` (None: all) of at most `max_pixels`, as the stage `name`; without
-    `takes_jpegs` all images go to `decode`, which refuses them.
+    """Runs a graph over chunks, for the images of `fields` (None means all) of at most `max_pixels`, as the stage
+    `name`; without `takes_jpegs` all images go to `decode`, which refuses them.
 
     `draws(name, chunk)` returns a stage's uniform numbers, float64 [n, num_draws]. On the CPU `decode(chunk)` decodes the other
     images, `plain(chunk)` runs the stages between `decode` and `batch`, and `finish` those after it, on [n, C, H, W]; the
-    result of `finish` is new memory. `on_gpu_error`: where DALI fails whatever the images are, raise, or stay on the CPU.
+    result of `finish` is new memory. `on_gpu_error`: what to do if DALI fails whatever the images are: raise, or stay
+    on the CPU.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-"""Whether a GPU's decoder survives the regions of JPEGs: nvImageCodec 0.9 fails on them on some GPUs, and on an H100 it ends
-the process (its issue 55; 0.8 does not). So they are tried in another process, once a GPU and version.
+"""Tests whether a GPU's decoder survives decoding regions of JPEGs. nvImageCodec 0.9 fails on them on some GPUs, and on
+an H100 it ends the process (its issue 55; 0.8 does not). So they are tried in another process, once for each GPU and
+version.
 """
 
 from __future__ import annotations

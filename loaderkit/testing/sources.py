@@ -1,4 +1,4 @@
-"""What every source promises, whatever its samples are made of."""
+"""The promises of every source, whatever its samples are made of."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Registry(Mapping[str, T]):
         self._claimed(name)
 
     def _claimed(self, name: str) -> Entry[T]:
-        """The one entry of this name, after a look at all who may have it."""
+        """The one entry of this name, after a look at all entries that may have it."""
         known = self._entries.get(name)
         found = {_package(point): point for point in self._found() if point.name == name}
         if known is None and not found:
@@ -157,7 +157,7 @@ class Registry(Mapping[str, T]):
         return {name: entry for name, entry in self._entries.items() if entry.origin != OURS}
 
     def adopt(self, entries: Mapping[str, Entry[T]]) -> None:
-        """Know what the process that sent this has registered."""
+        """Take over what the process that sent this has registered."""
         self._entries |= entries
         self._resolved |= entries
 

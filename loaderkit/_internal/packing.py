@@ -51,13 +51,14 @@ def _open_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.d
 
 
 def _open_untyped(memory: torch.Tensor) -> torch.TypedStorage:
-    """What torch's own functions take for the storage of a tensor whose dtype has no typed one."""
+    """The storage that torch's own functions take for a tensor whose dtype has no typed storage."""
     storage = memory.untyped_storage()
     return torch.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)  # type: ignore[no-untyped-call]
 
 
 _MAIN = ("__main__", "__mp_main__")
-"""The names of the module that another process does not run again; the second is its name in a child of multiprocessing."""
+"""The names of the main module, which another process does not run again; the second is its name in a child of
+multiprocessing."""
 
 
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -71,7 +72,7 @@ class _Tensors:
         self.generators: set[str] = set()  # the types of those that were met
 
     def reduce(self, value: Any) -> Any:
-        """NotImplemented for what is pickled as it is elsewhere."""
+        """NotImplemented for an object that is pickled in the usual way."""
         if isinstance(value, _GENERATORS):
             self.generators.add(f"{type(value).__module__}.{type(value).__qualname__}")
         if type(value) is torch.UntypedStorage and value.device.type == "cpu":

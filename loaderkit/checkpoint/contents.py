@@ -75,7 +75,7 @@ class Checkpoint:
 
     @property
     def tells_containers(self) -> bool:
-        """True if it says by itself which containers it has, tuples included."""
+        """True if the checkpoint itself records which containers it has, tuples included."""
         return self.format in ("torch", "deepspeed")
 
     def describe(self, key: str) -> str:

@@ -101,7 +101,7 @@ def flatten(
 
 
 def too_deep() -> CheckpointError:
-    """The error for what is nested too deeply, or holds itself."""
+    """The error for a value that is nested too deeply, or contains itself."""
     return CheckpointError(f"it is nested more than {MAX_DEPTH} levels deep: that is no checkpoint")
 
 

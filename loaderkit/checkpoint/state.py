@@ -195,7 +195,7 @@ class _Replacer:
 
 
 def _by_name(state: Any, names: list[str]) -> dict[str, Any] | None:
-    """An optimizer's state with names in the place of its parameters' numbers; None for one of another form."""
+    """An optimizer's state with names in the place of its parameters' numbers; None if the state has another form."""
     try:
         groups = [group["params"] for group in state["param_groups"]]
         if [number for group in groups for number in group] != [*range(len(names))] or state.keys() - {
@@ -252,7 +252,8 @@ def _check_values(leaves: Mapping[str, Leaf]) -> None:
 
 
 def _unreadable_kind(tensor: torch.Tensor) -> str:
-    """What a tensor is that could be saved and not restored; "" for an ordinary one, or one of which this rank has a part."""
+    """The kind of a tensor that could be saved but not restored; "" for an ordinary tensor, or one of which this rank
+    has a part."""
     if type(tensor).__name__ == "DTensor":
         tensor = cast(Any, tensor).to_local()
     if tensor.is_meta:

@@ -18,7 +18,7 @@ from loaderkit.checkpoint.names import MAX_DEPTH, Index, Path, texts
 from loaderkit.errors import CheckpointError
 
 OWN_KEY = "loaderkit"
-"""The key in a saved state for what is not the user's."""
+"""The key in a saved state for what loaderkit adds to the user's state."""
 STRUCTURE, OBJECTS = f"{OWN_KEY}.structure.", f"{OWN_KEY}.objects."
 _NUMBER_TABLES, _EMPTY_TABLES = f"{OWN_KEY}.number_tables.", f"{OWN_KEY}.empty_tables."  # of checkpoints of before
 _KINDS = ("", "tuple", "OrderedDict", "Counter")
@@ -126,7 +126,7 @@ def is_inner(name: str) -> bool:
 
 
 def parsed_structure(values: Mapping[str, Any]) -> Structure:
-    """The structure that plain values say. Raises CheckpointError for what no writer writes."""
+    """The structure that the plain values describe. Raises CheckpointError for values that no writer writes."""
     containers: Containers = {}
     numbered: set[str] = set()
     try:
@@ -159,7 +159,7 @@ def _parsed(described: Any) -> Container:
 
 
 def _add(containers: Containers, path: Path, container: Container) -> None:
-    """Of ranks with parts of a model, each says the versions of its own."""
+    """Where ranks have parts of a model, each gives the versions of its own part."""
     known = containers.get(path, container)
     if known.versions and container.versions:
         container = container._replace(versions={**container.versions, **known.versions})
@@ -281,8 +281,9 @@ def number_of(key: Any) -> Any:
 
 
 def _with_numbers_of_optimizer(table: dict[Any, Any]) -> dict[Any, Any]:
-    """What has an optimizer's groups has its state by the numbers of its parameters, which torch.distributed.checkpoint makes
-    text: `load_state_dict` would take that, and leave all of it out."""
+    """A table with an optimizer's groups gets its state by the numbers of its parameters again.
+    torch.distributed.checkpoint has made these numbers text, which `load_state_dict` would accept, and leave the whole
+    state out."""
     state, groups = table.get("state"), table.get("param_groups")
     if not isinstance(state, dict) or not isinstance(groups, list):
         return table

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _outcome(error: BaseException) -> tuple[int, str]:
-    """The exit code for what ended a command, and the line that is to be said about it."""
+    """The exit code for the exception that ended a command, and the line to print about it."""
     if isinstance(error, _USAGE_ERROR):
         message = getattr(error, "format_message", error.__str__)()
         context = getattr(error, "ctx", None)

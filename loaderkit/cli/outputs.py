@@ -35,7 +35,7 @@ class Outputs:
 def open_outputs(
     json_path: str | None, html: Path | None, trace: Path | None, folder: Path | None, baseline: list[Path]
 ) -> Outputs:
-    """Raises BadParameter for what cannot be written or read."""
+    """Raises BadParameter for a file that cannot be written or read."""
 
     path = None if json_path in (None, "-") else Path(str(json_path))
     for one, option in ((path, "--json"), (html, "--html"), (trace, "--trace")):
@@ -58,7 +58,7 @@ def open_outputs(
 
 
 def check_free(path: Path, option: str, *, force: bool) -> None:
-    """Raises BadParameter for a file that is there, unless with `force`, or cannot be written."""
+    """Raises BadParameter for a file that exists, except with `force`, or that cannot be written."""
     if path.exists() and not force:
         raise typer.BadParameter(
             f"{path} is there already: name another file, or --force overwrites it", param_hint=option
@@ -159,7 +159,7 @@ def _write(texts: dict[Path, str]) -> None:
 
 
 def _stem(folder: Path, pipeline: str, rank: str = "") -> Path:
-    """A path in the folder without its ending, of which no report exists yet."""
+    """A path in the folder, without its suffix, at which no report exists yet."""
     name = f"{_file_name(pipeline)}-{datetime.now(UTC):%Y%m%d-%H%M%S}{rank}"
     names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
     return next(folder / one for one in names if not (folder / f"{one}.json").exists())

@@ -214,7 +214,7 @@ def _show_again(given: list[Path], outputs: Outputs, conditions: list[Condition]
 def _record(
     loader: Loader, step: Step | None, limits: Limits, import_s: float | None, *, trace: bool
 ) -> tuple[Profile, BaseException | None]:
-    """A recording of a loop of our own, and what ended it before its time: Ctrl-C, or an error."""
+    """A recording of a loop of our own, and what ended it early, if anything did: Ctrl-C, or an error."""
 
     recording = loader.profile(import_s=import_s, trace=trace)
     ended_by: BaseException | None = None

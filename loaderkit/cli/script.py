@@ -80,7 +80,7 @@ def exit_code(ended_by: BaseException | None) -> int:
 
 
 def _of_script(error: BaseException) -> TracebackType | None:
-    """The traceback from the script's own frames on; of a script that does not compile none, as of Python."""
+    """The traceback from the script's own frames on. There is none for a script that does not compile, as in Python."""
     whole = trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename not in _BEFORE:

@@ -216,8 +216,8 @@ class Writes(Protocol):
 
     def clear(self, prefix: str, *, deep: bool = True) -> None:
         """Remove, durably, what is no object below the directory `prefix`: empty directories, itself included, and what
-        dead writers have left, such as unfinished uploads. A writer at work there cannot commit then, unless its store
-        takes objects at once. Without `deep` the directories in it are left alone."""
+        dead writers have left, such as unfinished uploads. A writer that is still at work there can then not commit,
+        unless its store takes objects as a whole. Without `deep` the directories in it are left alone."""
 
 
 class BulkConnector(Connector):
@@ -263,7 +263,7 @@ def traits_of(connector: Connector) -> ConnectorTraits:
 
 
 def bulk_of(connector: Connector) -> BulkReads:
-    """The faster reads of a connector; none for one that declares none."""
+    """The faster reads of a connector; empty for a connector that declares none."""
     return connector.bulk() if isinstance(connector, BulkConnector) else BulkReads()
 
 

@@ -216,7 +216,7 @@ class CallPool:
                 raise
 
     def run_if_short(self, call: Call[Any]) -> None:
-        """Make a call that is queued in this thread, if there may be none of the pool for it."""
+        """Make a queued call in this thread, if the pool may have no thread for it."""
         with self._lock:
             if not self._is_short or call not in self._waiting:
                 return
@@ -286,7 +286,7 @@ class CallPool:
                 self._threads.pop(me, None)
 
     def _next(self, me: threading.Thread, was_cancelled: bool) -> Call[Any] | None:
-        """The next call; None if the thread is to end: the pool is closed, or the thread was replaced."""
+        """The next call; None if the thread is to end, because the pool is closed or the thread was replaced."""
         with self._lock:
             self._threads[me] = None
             while not self._waiting:

@@ -24,8 +24,8 @@ _NUM_FILE_ATTEMPTS = 5  # within 3 s: the kernel has waited already, and a broke
 
 
 def open_connector(url: str, given: Mapping[str, Connector], args: StoreArgs | None = None) -> Connector:
-    """The connector of a URL or path: one of `given` by its scheme, else one of ours, else one of a package or of the program.
-    Raises ConfigError, MissingExtraError."""
+    """The connector of a URL or path: from `given` by its scheme, else one of ours, else one of a package or of the
+    program. Raises ConfigError, MissingExtraError."""
     args = args or StoreArgs()
     scheme = scheme_of(url)
     if scheme in given:

@@ -90,7 +90,7 @@ class Parts:
 
 
 def put_in_parts(writes: Writes, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
-    """`Writes.put`, but for `sync`, through `create`."""
+    """`Writes.put` by `create`, without `sync`."""
     view = memoryview(data).cast("B")
     part_bytes = writes.part_bytes_of(len(view))
     writer = writes.create(key, len(view))
@@ -109,7 +109,7 @@ class WholeWriter:
     in TMPDIR."""
 
     def __init__(self, where: str, parts: Parts, upload: Callable[[BinaryIO], ObjectInfo], counts: WriteCounts) -> None:
-        """`where` names the object for messages; `upload` makes it of the bytes of a file."""
+        """`where` names the object for messages; `upload` creates it from the bytes of a file."""
         self._where, self._parts, self._upload, self._counts = where, parts, upload, counts
         try:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - until `abort` or the commit

@@ -16,7 +16,7 @@ Conflicts = Callable[[Verdict, Verdict, Setting], bool]
 """Whether a setting of the second verdict contradicts the first verdict."""
 
 OF_ALL_POOLS = frozenset({"prefetch.executor", "prefetch.processes", "prefetch.concurrency"})
-"""Settings of how much is done side by side, but for a pool's own workers."""
+"""Settings of how much runs side by side, except a pool's own workers."""
 
 _LEAST = 0.01  # share of the time; shorter waits are no cause
 _MOST = 5  # causes
@@ -24,7 +24,7 @@ _IN_TWO_MINDS = 0.6  # times the confidence, where another kind fits about as we
 
 
 def ranked(interval: Interval) -> list[str]:
-    """What the loop waited for, the longest first, without what is too short to matter."""
+    """What the loop waited for, the longest first, without waits that are too short to matter."""
     stall_s = interval.stall_s
     names = sorted(stall_s, key=stall_s.__getitem__, reverse=True)
     return [name for name in names if stall_s[name] > _LEAST * interval.stats.wall_s or name == names[0]][:_MOST]
@@ -50,8 +50,8 @@ def verdict_of(
 
 
 def undecided(first: Verdict, other: Verdict) -> Verdict:
-    """The verdict where two kinds fit the figures of one wait about equally well: both named, and no setting that only one of
-    them would ask for."""
+    """The verdict if two kinds fit the figures of one wait about equally well: it names both, and has no setting that
+    only one of them would ask for."""
     asked = [(one.key, one.value) for one in other.settings]
     settings = tuple(one for one in first.settings if (one.key, one.value) in asked)
     change = first.change
@@ -79,12 +79,12 @@ def cause_of(verdict: Verdict) -> Cause:
 
 
 def is_parallelism(setting: Setting) -> bool:
-    """True if it says how much is done side by side."""
+    """True if the setting says how much runs side by side."""
     return setting.key in OF_ALL_POOLS or setting.key.endswith(".workers")
 
 
 def _with_other(verdict: Verdict, other: Verdict, conflicts: Conflicts, *, is_inline: bool) -> Verdict:
-    """The verdict with another wait that was nearly as long, and with its settings as far as they go together."""
+    """The verdict with another wait that was nearly as long, and with its settings as far as they do not conflict."""
     kind = other.kind if other.or_kind is None else f"{other.kind} or {other.or_kind}"
     evidence = f"{verdict.evidence}; nearly as long for {other.stage}: {other.percent:.1f} %, {kind}"
     keys = {one.key for one in verdict.settings}

@@ -66,7 +66,7 @@ class Interval:
         return cls(stats, stall_s, sum(stall_s.values()), wall_s, _pools_of(stats))
 
     def with_stats(self, stats: Snapshot) -> Interval:
-        """The same waits with other figures of what the workers did."""
+        """The same waits, with other figures for the workers."""
         return replace(self, stats=stats, pools=_pools_of(stats))
 
     @property
@@ -108,7 +108,7 @@ class Interval:
 
     @property
     def memory_wanted(self) -> int:
-        """The budget for the batches to read ahead; twice as much as there is where that should be enough, and is not."""
+        """The budget for the batches to read ahead; twice the present budget if that should be enough, and is not."""
         budget_bytes = self.stats.memory["budget_bytes"]
         wanted = self.memory_for(self.num_wanted)
         return wanted if wanted > budget_bytes else -(-2 * budget_bytes // _MIB) * _MIB
@@ -159,7 +159,7 @@ class Interval:
 
     @property
     def counted_s(self) -> float:
-        """What the counters of CPUs are of: also the pauses of the loop."""
+        """The time that the counters of CPUs cover, which includes the pauses of the loop."""
         return self.stats.wall_s + self.stats.paused_s
 
     @property
@@ -228,8 +228,8 @@ class Interval:
         return round(max(0.05, confidence), 2)
 
     def suggested_workers(self, workers: int, *, computing: bool = False) -> int:
-        """The number that would be enough if throughput grew with the workers; at most four times as many as there are, and
-        where they compute no more than there are CPUs for."""
+        """The number of workers that would be enough if throughput grew with them; at most four times as many as there
+        are, and, if they compute, no more than there are CPUs for."""
         share = self.share_after_start
         enough = ceil(workers / max(1e-9, 1 - share)) if share < 1 else 2 * workers
         if computing and self.cpus is not None and workers * self.cpus < enough * self.cpus_used:

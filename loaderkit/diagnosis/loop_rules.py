@@ -78,7 +78,7 @@ def wakeup(interval: Interval) -> Verdict:
 
 
 def restart(interval: Interval) -> Verdict:
-    """Worker processes died, and the loop waited for those in their place."""
+    """Worker processes died, and the loop waited for their replacements."""
     num = interval.stats.num_restarts
     times = f"{num} worker process{'es' if num != 1 else ''} died and {'were' if num != 1 else 'was'} started again"
     change = (
@@ -129,7 +129,7 @@ def network(interval: Interval) -> Verdict:
 
 
 def _slow_node(others: tuple[NodeStats, ...]) -> NodeStats | None:
-    """The node from which a batch takes several times as long as from all others, if there is such a one."""
+    """The node from which a batch takes several times as long as from all others, if there is one."""
     each = {row.name: row.way_s / row.num_batches for row in others if row.num_batches}
     if len(each) < 2:
         return None

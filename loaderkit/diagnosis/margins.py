@@ -55,7 +55,7 @@ def _with_rows(snapshot: Snapshot, change: Callable[[StageStats], StageStats]) -
 
 
 def _with_trials(snapshot: Snapshot, change: Callable[[ContentionResult], ContentionResult]) -> Snapshot | None:
-    """None where that changes nothing, as nothing was tried."""
+    """None if that changes nothing, because nothing was tried."""
     trials = {stage: change(trial) for stage, trial in snapshot.trials.items()}
     return None if trials == snapshot.trials else replace(snapshot, trials=trials)
 
@@ -116,7 +116,7 @@ def _waited(snapshot: Snapshot, sign: int) -> Snapshot | None:
 
 
 def _in_turn(snapshot: Snapshot, sign: int) -> Snapshot | None:
-    """Of what one worker at a time runs: how much of the time one did."""
+    """For stages that one worker at a time runs: how much of the time one did."""
 
     def moved(row: StageStats) -> StageStats:
         return replace(row, busy_s=row.busy_s * _BUSY**sign) if row.in_turn or row.alone else row

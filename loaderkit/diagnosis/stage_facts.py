@@ -86,8 +86,8 @@ More = Literal["executor", "workers", "processes"]
 
 
 def more_of(interval: Interval, facts: StageFacts, *, computing: bool = False) -> More | None:
-    """What lets more of a stage's items be done at a time: an executor with workers, more workers, or more processes. None:
-    nothing that can be set would help. Both the words of a verdict and its settings are made from this."""
+    """What allows more of a stage's items at a time: an executor with workers, more workers, or more processes. None if
+    no setting would help. Both the words of a verdict and its settings are made from this."""
     if interval.stats.full_turn is not None:
         return None
     if interval.is_inline:  # what computes and is so small would take longer with workers
@@ -185,8 +185,8 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
 
 
 def _tuned(interval: Interval, stage: StageStats) -> TunedWorkers | None:
-    """The last time that the tuner gave the stage more workers. As many times as fast as there are more of them is what they
-    bring at their own pace, as far as the loop waits and CPUs are free."""
+    """The last time that the tuner gave the stage more workers. Workers at their own pace bring a speed-up equal to the
+    increase in workers, as far as the loop waits and CPUs are free."""
     tried = [
         one
         for one in interval.stats.tuning.decisions
@@ -204,8 +204,8 @@ def _tuned(interval: Interval, stage: StageStats) -> TunedWorkers | None:
 
 
 def _loop_holds_gil(interval: Interval, stage: StageStats, trial: ContentionResult) -> bool:
-    """Workers that hardly compute find the GIL taken, while the loop computes; its usual items wait for nothing, and no item
-    waits for longer than the GIL is given away in."""
+    """Workers that hardly compute find the GIL taken, while the loop computes; its usual items wait for nothing, and no
+    item waits for longer than it takes until the GIL is given away."""
     if not trial.holds_gil or interval.cpus_used > LITTLE_CPU or interval.loop_share < _LOOP_COMPUTES:
         return False
     usual_s, slow_s = stage.services.percentile(0.5), stage.services.percentile(0.99)

@@ -122,8 +122,9 @@ def _stragglers(facts: Facts, least_s: float, withheld_s: float) -> Verdict | No
 def _may_be_a_lock(facts: Facts, usual_s: float) -> bool:
     """True if slow items may be those that waited for usual ones.
 
-    An unfair lock, or a server of a few at a time, keeps some workers waiting while others get it again and again: one alone
-    gets its share or all done, and usual items fill the time. It gets plainly more done by chance: slow ones fell to all.
+    An unfair lock, or a server of a few at a time, keeps some workers waiting while others get it again and again: one
+    worker alone then does its share or all of the work, and usual items fill the time. If it does plainly more, that is
+    chance: the slow items came while all worked.
     """
     interval, awaited = facts.interval, facts.awaited
     alone = awaited.alone_share or 0.0
@@ -152,7 +153,7 @@ def depth(facts: Facts) -> Verdict | None:
 
 
 def one_batch(facts: Facts) -> Verdict | None:
-    """Nothing is ahead of the batch in work, so that workers are idle at its end, whatever they do before."""
+    """No batch is ahead of the one in work, so workers are idle at its end, whatever they do before."""
     interval, first_pool = facts.interval, facts.interval.pools[0]
     if interval.num_wanted > 1 or interval.is_inline or not interval.stats.num_batches or interval.is_short_of_memory:
         return None
@@ -200,7 +201,7 @@ def computing(facts: Facts, *, always: bool = False) -> Verdict | None:
 
 
 def waiting(facts: Facts) -> Verdict:
-    """Its workers wait for something other than a CPU or one another, or nothing tells what for: no other rule applies."""
+    """Its workers wait for something other than a CPU or one another, or it is not known for what: no other rule applies."""
     interval, awaited = facts.interval, facts.awaited
     stage, usual_s = awaited.stage, awaited.stage.services.percentile(0.5)
     evidence = f"{100 * (1 - awaited.needs_cpu):.0f} % of that waiting for something other than a CPU"

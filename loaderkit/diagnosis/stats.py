@@ -94,7 +94,7 @@ class Stats(Snapshot):
         return rows
 
     def _times_of(self, source: str) -> dict[str, Any]:
-        """What was read of a source, and the time of the stages that are its own."""
+        """What was read from a source, and the time of its own stages."""
         own, wall_s = [row for row in self.stages if row.source == source], max(self.wall_s, 1e-12)
         read = [row for row in own if row.kind == "read"]
         read_s, busy_s = sum(row.busy_s for row in read), sum(row.busy_s for row in own)

@@ -64,7 +64,7 @@ class WorkerPool:
 
 
 def _run_of(stage: Stage) -> Callable[..., Any] | None:
-    """What runs a stage; None if one worker at a time does."""
+    """The function that runs a stage; None if one worker at a time runs it."""
     return None if stage.in_turn or stage.lock is not None else stage.run
 
 
@@ -114,7 +114,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _land(self, chunk: Chunk) -> WorkItem | None:
-        """Count a chunk as landed; its work item, if that was the last one and it is not cancelled."""
+        """Count a chunk as landed; returns its work item, if that was the last chunk and the item is not cancelled."""
 
     @abstractmethod
     def resize(self, stage: str, num_workers: int) -> None:

@@ -61,7 +61,7 @@ class Plan(Protocol):
         shard."""
 
     def begins_at(self, epoch: int, position: int, shard: Shard | None = None) -> tuple[int, int] | None:
-        """The `next_position` after such a `seek`; None if open work items are not those that it would open."""
+        """The `next_position` after such a `seek`; None if the open work items differ from those that it would open."""
 
     def redeal(self, border: tuple[int, int], shard: Shard | None) -> None:
         """Open the work items of another shard from (epoch, position) `border` on, or no more of them if `shard` is
@@ -102,7 +102,7 @@ class Executor(Protocol):
         """Set how many batches are read ahead, and in how many bytes; None leaves a value unchanged. Raises ConfigError."""
 
     def set_processes(self, num: int, refused: Callable[[str], None]) -> None:
-        """Let another number of processes make the batches, as soon as those that are to come are ready; nothing is dropped.
+        """Let another number of processes make the batches, as soon as the new ones are ready; nothing is dropped.
         `refused` is called with the reason if that turns out to be impossible later. Raises ConfigError, WorkerDiedError."""
 
     def stats(self, tuning: Tuning, run: int) -> Snapshot:

@@ -54,8 +54,8 @@ class DeviceStreams:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make them the current streams of this thread. What it starts on them has ended when the block ends, also by an error:
-        memory that was copied from may be written to then."""
+        """Make them the current streams of this thread. All that the thread starts on them has ended when the block
+        ends, also by an error, so memory that was copied from may be written to then."""
         with ExitStack() as entered:
             for device, stream in self._streams.items():
                 # With another device current, leaving the stream would begin a context there: on GPU 0 in every rank.

@@ -46,7 +46,7 @@ def num_cpus_of_rank() -> int:
 
 
 def cpu_quota() -> float | None:
-    """CPUs that the quotas of this process's cgroups leave it; None without one."""
+    """The CPUs that the quotas of this process's cgroups leave it; None without a quota."""
     quotas = [_quota_of(folder) for folder in cgroup_folders("cpu")]
     return min((quota / period for quota, period in quotas if quota > 0 and period > 0), default=None)
 

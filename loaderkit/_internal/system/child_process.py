@@ -69,8 +69,8 @@ def _keep(
 
 
 def _inherited(descriptor: int) -> int | None:
-    """Popen's argument for stdout or stderr: DEVNULL where the descriptor is closed, or the process would open another file
-    under its number."""
+    """Popen's argument for stdout or stderr: DEVNULL if the descriptor is closed, as otherwise the process would open
+    another file under its number."""
     try:
         return None if os.get_inheritable(descriptor) else subprocess.DEVNULL
     except OSError:
@@ -122,7 +122,7 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Its own, or minus the number of the signal; None if it has not ended, or the code is lost."""
+        """The exit code, or minus the number of the signal; None if the process has not ended, or the code is lost."""
         return self._life.exit_code
 
     def wait(self, timeout_s: float) -> bool:

@@ -40,7 +40,7 @@ _COUNTERS = tuple(field.name for field in fields(ProcessCounters))
 
 
 def process_counters(pid: int) -> ProcessCounters | None:
-    """The counters of a process of this user; None if there is none with that number, or one that has ended. Takes 0.1 ms."""
+    """The counters of a process of this user; None if no process has that number, or if it has ended. Takes 0.1 ms."""
     row = _stat(pid)
     if row is None or row.state in "ZX":
         return None
@@ -76,7 +76,7 @@ def thread_delayed_s() -> float:
 
 
 def process_started_s(pid: int) -> float | None:
-    """When a process was started, by CLOCK_BOOTTIME; None if there is none with that number."""
+    """When a process was started, by CLOCK_BOOTTIME; None if no process has that number."""
     row = _stat(pid)
     return None if row is None else row.started_s
 
@@ -97,8 +97,8 @@ def programs() -> dict[int, Program]:
 
 
 def busiest(before: Mapping[int, Program], now: Mapping[int, Program], own: int) -> list[tuple[str, float]]:
-    """What other programs used in between, as (name with number, CPU seconds), the busiest first: neither the process `own` nor
-    those that it has started."""
+    """What other programs used in between, as (name with number, CPU seconds), the busiest first. The process `own` and
+    those that it has started are left out."""
     used = []
     for pid, program in now.items():
         if own in (pid, program.parent):

@@ -20,7 +20,7 @@ class ProgramEndsError(RuntimeError):
 
 
 def program_ends() -> bool:
-    """True once the main thread has returned. Threads that are no daemons may run on."""
+    """True once the main thread has returned. Threads that are no daemons may still run."""
     return _ending.is_set() or not threading.main_thread().is_alive()
 
 

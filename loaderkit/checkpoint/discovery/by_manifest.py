@@ -15,8 +15,9 @@ _MOST_BYTES = 1 << 20  # of a manifest that is read here
 
 
 def objects_by_manifest(infos: Mapping[str, ObjectInfo], fetch: Fetch) -> tuple[Description, list[ObjectInfo]] | None:
-    """The kind of description and the objects of a checkpoint whose directory has `infos`, by name: where its files have the
-    sizes of its manifest, and the description, in safetensors also the beginning of each file, has the checksums. Else None."""
+    """The kind of description and the objects of a checkpoint whose directory has `infos`, by name: if its files have
+    the sizes in its manifest, and its description has the checksums (in safetensors also the beginning of each file).
+    Else None."""
     descriptions = [known for known in DESCRIPTIONS if known.key in infos]
     checksums = _checksums_in(infos.get(NAME), fetch)
     if len(descriptions) != 1 or checksums is None or descriptions[0].key not in checksums:

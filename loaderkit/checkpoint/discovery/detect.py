@@ -142,7 +142,8 @@ def _folders_in(below: Iterable[str]) -> list[str]:
 
 def _parts(infos: Iterable[str], below: Iterable[str], folders: Sequence[str]) -> CheckpointFiles | None:
     """The descriptions in folders below, as accelerate and transformers save by FSDP: one of a model, one of its optimizer.
-    None if there are weights here, parts of several models, or a schedule, which is saved behind the optimizer, without one."""
+    None if there are weights here, or parts of several models, or a schedule but no optimizer, as the schedule is saved
+    after the optimizer."""
     if any(name.endswith(SUFFIXES) and not is_beside(name) for name in infos):
         return None
     found = [match for match in map(_PART.fullmatch, below) if match]
@@ -290,7 +291,7 @@ def _usual_files(infos: dict[str, ObjectInfo]) -> list[str]:
 
 
 def _kind_of(location: CheckpointLocation, info: ObjectInfo, head: bytes) -> Kind | None:
-    """As `kind_of`. Raises CheckpointError for what is no checkpoint although its name says so."""
+    """As `kind_of`. Raises CheckpointError for a file that is no checkpoint although its name says so."""
     kind = kind_of(head, info.size)
     if kind is not None and kind != "tar":
         return kind

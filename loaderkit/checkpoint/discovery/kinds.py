@@ -11,13 +11,14 @@ from loaderkit.checkpoint.formats.state_file import STATE
 METADATA = ".metadata"
 INDEX = ".index.json"
 DESCRIBING = (METADATA, INDEX, STATE)
-"""Ends the names of the files that readers take for the sign of a whole checkpoint."""
+"""Ends the names of the files whose presence tells readers that a checkpoint is whole."""
 USUAL_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (*USUAL_SUFFIXES, ".tar")
 SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(\..*)", re.DOTALL)
 """The name of one of several files: (stem, number, how many, suffix)."""
 INDEX_NAME = re.compile(r".+(\.\w+)\.index(?:\.[\w-]+)?\.json")
-"""The name of an index of shards, as of model.safetensors.index.json: (their suffix). Before ".json" may stand a variant."""
+"""The name of an index of shards, as of model.safetensors.index.json: (their suffix). There may be a variant before
+".json"."""
 HEAD_BYTES = 512
 """The bytes of a file that `kind_of` looks at."""
 # What frameworks write beside the weights: transformers, accelerate, Lightning, DeepSpeed, Megatron.

@@ -117,11 +117,11 @@ def url_below(prefix: str | os.PathLike[str], name: str) -> str:
 def list_checkpoints(
     url: str | os.PathLike[str], connectors: Mapping[str, Connector] | None = None
 ) -> list[CheckpointSummary]:
-    """The checkpoints directly below `url`, the newest last, as `latest` tells it; or the one that `url` itself is.
+    """The checkpoints directly below `url`, the newest last, in the order of `latest`; or the one that `url` itself is.
 
-    A directory holds checkpoints if a name in it has a step ("step-100", "checkpoint-100.pt"), or if it is none itself. What is
-    being written, or was left half-written, is listed with its problem; other files are left out. Raises CheckpointError if
-    nothing is there, and ConnectorError if the store cannot be reached.
+    A directory holds checkpoints if a name in it has a step ("step-100", "checkpoint-100.pt"), or if it is no
+    checkpoint itself. What is being written, or was left half-written, is listed with its problem; other files are left
+    out. Raises CheckpointError if nothing is there, and ConnectorError if the store cannot be reached.
     """
     given, root = connectors or {}, os.fspath(url)
     location = locate(url, given)
@@ -164,7 +164,7 @@ def _present(summaries: Iterable[CheckpointSummary | None]) -> list[CheckpointSu
 def _by_manifest(
     location: CheckpointLocation, root: str, name: str, infos: list[ObjectInfo]
 ) -> CheckpointSummary | None:
-    """The summary of a checkpoint whose manifest tells it; None where its description has to be read."""
+    """The summary of a checkpoint from its manifest; None where its description has to be read."""
     prefix = f"{location.prefix}{name}/"
     found = objects_by_manifest({info.key.removeprefix(prefix): info for info in infos}, fetch_of(location.connector))
     if found is None:
@@ -183,7 +183,7 @@ def _by_manifest(
 
 
 def _summary(url: str, given: Mapping[str, Connector]) -> CheckpointSummary | None:
-    """None for what is no checkpoint. Raises CheckpointError if nothing is there."""
+    """The summary of a checkpoint, or None for what is no checkpoint. Raises CheckpointError if nothing is there."""
     location = locate(url, given)
     try:
         fetch = fetch_of(location.connector)
@@ -214,7 +214,7 @@ def _summary(url: str, given: Mapping[str, Connector]) -> CheckpointSummary | No
 
 
 def _broken(connector: Connector, url: str, infos: list[ObjectInfo], problem: str) -> CheckpointSummary:
-    """The summary of what is not whole; all of its files count."""
+    """The summary of a checkpoint that is not whole; all of its files count."""
     return CheckpointSummary(
         name=_name_in(url),
         url=url,

@@ -45,7 +45,7 @@ class CheckpointLocation(NamedTuple):
             self.connector.close()
 
     def of(self, checkpoint: Checkpoint) -> CheckpointLocation:
-        """Where a checkpoint is that was opened here: a file may have named a folder below."""
+        """The location of a checkpoint that was opened here, since a file may have named a folder below."""
         return self._replace(url=checkpoint.name, prefix=checkpoint.prefix)
 
     def objects(self) -> Iterator[ObjectInfo]:
@@ -109,7 +109,7 @@ def _find(url: str, connector: Connector, key: str, owned: bool) -> CheckpointLo
 
 
 def _of_file(url: str, connector: Connector, info: ObjectInfo, owned: bool) -> CheckpointLocation:
-    """The location of a file; of one that says what belongs to a checkpoint its directory."""
+    """The location of a file, or its directory if the file says what belongs to a checkpoint."""
     folder, slash, name = info.key.rpartition("/")
     if is_description(name):
         return CheckpointLocation(url, connector, folder + slash, None, owned, name)

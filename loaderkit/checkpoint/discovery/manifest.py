@@ -72,9 +72,9 @@ def write_manifest(
     connectors: Mapping[str, Connector] | None = None,
     block_bytes: int = MAX_BLOCK_BYTES,
 ) -> dict[str, Any]:
-    """Read a checkpoint once and write the checksums of its blocks beside it; the manifest that was written.
+    """Read a checkpoint once and write the checksums of its blocks beside it; returns the manifest.
 
-    Raises CheckpointError for one that is not whole, or that lies where nothing can be written; ConfigError.
+    Raises CheckpointError for a checkpoint that is not whole, or that is where nothing can be written; ConfigError.
     """
     if not 4096 <= block_bytes <= MAX_BLOCK_BYTES:
         raise ConfigError(f"block_bytes is {block_bytes}: expected 4096 to {MAX_BLOCK_BYTES}")
@@ -102,7 +102,7 @@ def write_manifest(
 def read_manifest(
     location: CheckpointLocation, checkpoint: Checkpoint, verify: Verify, fetch: Fetch
 ) -> dict[str, Checksums]:
-    """The checksums of a checkpoint's objects by key; their sizes are compared at once. Empty without a manifest, and with
+    """The checksums of a checkpoint's objects by key; their sizes are compared at once. Empty without a manifest; with
     "auto" also if the store does not say whether there is one.
 
     Raises CheckpointError if `verify` is True and there is none, or if an object differs from the manifest in size.

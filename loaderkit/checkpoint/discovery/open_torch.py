@@ -83,8 +83,8 @@ def open_deepspeed(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch
 
 
 def open_common(checkpoint: Checkpoint, info: ObjectInfo, fetch: Fetch) -> None:
-    """Add what Megatron saves beside a checkpoint of torch.distributed.checkpoint. What only its code could make, such as the
-    program's arguments, lies beside. Raises CheckpointError, FormatError."""
+    """Add what Megatron saves beside a checkpoint of torch.distributed.checkpoint. What only its code could make, such
+    as the program's arguments, is named in `beside` and left out. Raises CheckpointError, FormatError."""
     (head,) = heads_of([info], fetch).values()
     name = info.key[len(checkpoint.prefix) :]
     try:

@@ -34,7 +34,8 @@ def verify_checkpoint(
 ) -> Verification:
     """Read all files of a checkpoint once and compare every block with the manifest; a block that differs is read once more.
 
-    `progress` is called with the bytes of every part. Raises CheckpointError for one that has no manifest or is not whole.
+    `progress` is called with the bytes of every part. Raises CheckpointError for a checkpoint that has no manifest or
+    is not whole.
     """
     location = locate(url, connectors or {})
     try:

@@ -42,7 +42,8 @@ def dequantized(codes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of an export with `quantize: int8`, by name, as float32; those that are not quantised are as they were."""
+    """The tensors of an export with `quantize: int8`, by name, as float32; tensors that are not quantised stay as they
+    are."""
     scales = {name for name in tensors if name.endswith(ABSMAX) and name.removesuffix(ABSMAX) in tensors}
     return {
         name: dequantized(tensor, tensors[name + ABSMAX]) if name + ABSMAX in scales else tensor

@@ -27,7 +27,7 @@ from loaderkit.errors import FormatError
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 """The name of a rank's part of the optimizer: (rank among those that share the data, rank among those that share the model)."""
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-"""The name of a file with the rest; of ZeRO 3 each rank has one."""
+"""The name of a file with the rest; in a run of ZeRO 3 each rank has one."""
 _EXPERTS = re.compile(r"(?:expp_rank_|expert_|layer_\d+_expert_).*\.pt")
 _HANDLED = ("module", "optimizer", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes",
             "frozen_param_fragments", "universal_checkpoint_info")  # fmt: skip
@@ -327,8 +327,8 @@ class _ZeroRun:
         return {"state": state, "param_groups": self._groups(bases[0])}
 
     def _is_flat(self, group: int, found: Sequence[Any]) -> bool:
-        """True if a state has as many elements as the weights, but for those that fill the last rank's part. Raises FormatError
-        if it has on some ranks only."""
+        """True if a state has as many elements as the weights, apart from the padding of the last rank's part. Raises
+        FormatError if that is so on some ranks only."""
         are_flat = {
             isinstance(view, View) and len(view.shape) == 1 and view.shape[0] >= weights.shape[0]
             for view, weights in zip(found, self._weights[group], strict=True)
@@ -368,8 +368,8 @@ def _entry(line: _Line, shape: Shape, pieces: Iterable[_Piece]) -> TensorEntry:
 
 
 def _difference(one: Any, other: Any, depth: int = 0) -> str | None:
-    """Where two states have different numbers or texts, such as the step; None where both have the same. Tensors, and what
-    only one has, do not count."""
+    """Where two states have different numbers or texts, such as the step; None if they are the same. Tensors, and
+    entries that only one state has, do not count."""
     if depth > _MAX_COMPARED:
         return None
     inside: Iterable[tuple[str, Any, Any]]

@@ -95,7 +95,7 @@ def _check(state: StateFile) -> None:
 
 def companions_of(state: StateFile) -> dict[str, bytes]:
     """The files beside it that Hugging Face's loaders look for, by name: an index for a part of several files, and the
-    model's config.json. They follow from it, so that they are written again after a crash."""
+    model's config.json. They can be made from this file alone, so they are written again after a crash."""
     companions: dict[str, bytes] = {}
     weights: dict[str, dict[str, str]] = {}
     sizes: dict[str, int] = {}

@@ -21,7 +21,7 @@ class DescribedPlan(SavePlan):
     """A local plan that also says which of its items lie in the same memory, which cannot be cut, and what is in them."""
 
     tied: tuple[int, ...] = ()
-    """By item the number of the first one in the same memory."""
+    """For each item the number of the first item in the same memory."""
     uncut: frozenset[int] = frozenset()
     samples: tuple[bytes, ...] = ()
     """By item some of what the tensor holds (`sample_of`), or a digest of the plain value; b"" if it is not known."""
@@ -45,7 +45,7 @@ class Held(NamedTuple):
 
     @classmethod
     def of(cls, plan: SavePlan) -> Held:
-        """What a local plan says; nothing is taken for tied unless it is a DescribedPlan."""
+        """What a local plan says; items count as tied only if it is a DescribedPlan."""
         if isinstance(plan, DescribedPlan):
             return cls(plan.items, plan.tied, plan.uncut, plan.samples, plan.objects)
         return cls(plan.items, tuple(range(len(plan.items))), frozenset(), ())
@@ -109,7 +109,8 @@ def without_unlike(held: Sequence[Held]) -> tuple[list[Held], Unlike]:
 
 
 def _objects_of_one_rank(held: Sequence[Held]) -> tuple[list[Held], set[str]]:
-    """What the ranks hold, of each object that differs by rank only what the lowest rank has of it; and names that differ."""
+    """What the ranks hold, where an object that differs between ranks is kept only on the lowest rank that has it; and
+    the names that differ."""
     objects = {name for one in held for name in one.objects}
     inside = [[(number, owner) for number, owner in enumerate(_owners(one, objects)) if owner] for one in held]
     looks: dict[str, set[Any]] = {}
@@ -136,7 +137,7 @@ def _objects_of_one_rank(held: Sequence[Held]) -> tuple[list[Held], set[str]]:
 
 
 def _owners(held: Held, objects: set[str]) -> Iterator[str]:
-    """By item the object that it is of; "" for none."""
+    """For each item the object that it belongs to, or "" for none."""
     for item in held.items:
         parts = item.index.fqn.split(".") if objects else []
         names = (".".join(parts[:size]) for size in range(1, len(parts) + 1))

@@ -85,7 +85,7 @@ class ObjectPart:
             self.flat[full] = tensor
 
     def made(self, path: Path, entry: TensorEntry) -> torch.Tensor:
-        """A tensor for what the object does not have, or has otherwise."""
+        """A new tensor for an entry that the object does not have, or has in another form."""
         return torch.empty(entry.shape, dtype=entry.dtype)
 
     def load(self, flat: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ _LIKE_PARAMETER = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum",
      "ax", "prev", "step_size")
 )  # fmt: skip
-"""What torch's own optimizers have of a parameter in its shape."""
+"""The entries that torch's own optimizers keep for a parameter in the parameter's shape."""
 
 
 class SavedGroups(NamedTuple):
@@ -40,7 +40,7 @@ class SavedGroups(NamedTuple):
 
 
 def saved_groups(source: OpenCheckpoint, paths: Iterable[Path]) -> dict[tuple[str, ...], SavedGroups]:
-    """The groups of the optimizers at these paths, by path; none of one that the checkpoint does not have."""
+    """The groups of the optimizers at these paths, by path; optimizers that the checkpoint does not have are left out."""
     contents = source.contents
     wanted = {texts(path) for path in paths}
     names: dict[tuple[str, ...], dict[int, str]] = {}
@@ -125,7 +125,7 @@ class OptimizerPart(ObjectPart):
         return None
 
     def _check_shapes(self) -> None:
-        """Note the first parameter of another shape than it had."""
+        """Note the first parameter whose shape has changed."""
         container = self.structure.at(())
         shapes = (None if container is None else container.shapes) or []
         saved = zip(self._groups.order if self._groups is not None else (), shapes, strict=False)
@@ -153,7 +153,7 @@ class OptimizerPart(ObjectPart):
                 return
 
     def _param_of(self, path: Path) -> torch.Tensor | None:
-        """The parameter that a tensor of the state is of."""
+        """The parameter to which a tensor of the state belongs."""
         is_state = len(path) == 3 and path[0] == "state" and type(path[1]) is int and path[1] < len(self._params)
         return self._params[path[1]] if is_state else None
 
@@ -199,7 +199,7 @@ def _is_amount(value: Any) -> bool:
 
 
 def _keep_types(state: Any, saved: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Take back the cast of a state to `dtype`, its parameter's."""
+    """Undo the cast of a state to `dtype`, the dtype of its parameter."""
     for key, value in saved.items():
         loaded = state.get(key)
         if isinstance(value, Mapping) and isinstance(loaded, dict):
@@ -223,7 +223,8 @@ class NumberedNames(NamedTuple):
 
 
 def numbered_names(source: OpenCheckpoint, structure: Structure) -> NumberedNames:
-    """For the optimizers that a CheckpointManager has saved by names; what a user saved by names stays as it is."""
+    """The numbers for optimizers that a CheckpointManager has saved by names. An optimizer that a user saved by names
+    stays as it is."""
     contents = source.contents
     containers = dict(structure.containers)
     found = NumberedNames({}, {}, {}, replace(structure, containers=containers))

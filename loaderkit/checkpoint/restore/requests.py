@@ -210,7 +210,7 @@ def _same_device(one: torch.device, other: torch.device) -> bool:
 
 
 def _distinct(checkpoint: Checkpoint, targets: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names to read: of names for the same memory (tied weights) the last, as with load_state_dict.
+    """The names to read: if several are the same memory (tied weights), the last, as with load_state_dict.
 
     Raises CheckpointError for two tensors that share a part of their memory, or all of it where they are known to be two.
     """
@@ -249,7 +249,7 @@ def _distinct(checkpoint: Checkpoint, targets: Mapping[str, torch.Tensor]) -> li
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same view of the same memory, and for no others."""
+    """A key that is equal for tensors that are the same view of the same memory, and for no others."""
     tensor = local_of(tensor)
     if not tensor.numel() or tensor.is_meta or tensor.layout != torch.strided:
         return (id(tensor),)
@@ -257,7 +257,7 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def stores_memory_once(checkpoint: Checkpoint) -> bool:
-    """True if two tensors in it were not the same memory: a CheckpointManager has saved it."""
+    """True if a CheckpointManager has saved the checkpoint, so that no two of its tensors were the same memory."""
     return any(f"{OWN_KEY}.step" in names for names in (checkpoint.values, checkpoint.pickled))
 
 

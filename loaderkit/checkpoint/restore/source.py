@@ -71,7 +71,8 @@ class OpenCheckpoint:
         export: bool = False,
         rename: Mapping[str, str] | None = None,
     ) -> OpenCheckpoint:
-        """Find the checkpoint, or with `export` the export, and read its description. Raises as `loaderkit.restore`."""
+        """Find the checkpoint, or with `export` the export, and read its description. Raises the same errors as
+        `loaderkit.restore`."""
         renaming = Renaming(rename) if rename else None
         try:
             memory_bytes = parse_bytes(memory)
@@ -89,7 +90,7 @@ class OpenCheckpoint:
             raise
 
     def renamed(self, renaming: Renaming) -> OpenCheckpoint:
-        """The same with its names as they are here. Raises CheckpointError."""
+        """The same checkpoint under the names that its parts have here. Raises CheckpointError."""
         structure = renaming.structure(self.structure())
         self.contents = renaming.renamed(self.contents)
         self._structure, self._renaming = structure, renaming

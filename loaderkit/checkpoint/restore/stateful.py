@@ -50,9 +50,9 @@ def restore_state(
     """Restore `state` in place from a checkpoint, saved by any number of ranks.
 
     Tensors are filled where they are, plain values replaced, objects get their part by `load_state_dict`. All names, shapes and
-    dtypes are compared before the first byte is written. What only the checkpoint has is left out if its first key is not in
-    the state, an error in a module, and else made: the state's table or empty list gets it.
-    Raises CheckpointError, PeerError, FormatError, ConnectorError.
+    dtypes are compared before the first byte is written. An entry that only the checkpoint has is left out if its first
+    key is not in the state, is an error in a module, and else is added to the state's table or empty list. Raises
+    CheckpointError, PeerError, FormatError, ConnectorError.
     """
     with OpenCheckpoint.open(url, connectors, "2GiB", "auto") as source:
         structure = source.structure()
@@ -78,7 +78,7 @@ def _enters(contents: Checkpoint) -> Callable[[str, Any], bool]:
 
 
 def _load_alone(flat: dict[str, Any], reader: StreamReader) -> None:
-    """What `load` does in a job of one process, without its warning that it is one."""
+    """The result of `load` in a job of one process, without its warning about that."""
     planner, metadata = DefaultLoadPlanner(), reader.read_metadata()
     planner.set_up_planner(flat, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -194,8 +194,8 @@ class _Targets:
             self._given[name] = leaf
 
     def part_shared(self) -> None:
-        """Part tensors that are the same memory here, and were not when they were saved: an average of weights that is the
-        weights themselves until its first update. The model keeps the memory."""
+        """Separate tensors that share memory here and did not when they were saved, such as an average of weights that
+        is the weights themselves until its first update. The model keeps the memory."""
         modules = {full: part for part in self._objects if part.keeps_memory for full in part.flat}
         others = {full: part for part in self._objects if not part.keeps_memory for full in part.flat}
         owners: dict[str, ObjectPart | None] = {**modules, **dict.fromkeys(self._given), **others}

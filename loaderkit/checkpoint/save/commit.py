@@ -74,7 +74,8 @@ def begin(target: SaveTarget, writes: Writes, kind: Description = DCP, first_gen
 
 
 def clear_dead(target: SaveTarget, writes: Writes) -> list[Placement]:
-    """Clear what dead saves left in the directory that a checkpoint is in; where those write that save the same one now."""
+    """Clear what dead saves left in the directory that a checkpoint is in; returns where saves of the same checkpoint
+    write now."""
     found = unfinished_saves(target)
     running = [save for save in found if save.is_running]
     for save in found:
@@ -91,7 +92,7 @@ def clear_dead(target: SaveTarget, writes: Writes) -> list[Placement]:
 
 
 def _of(name: str, running: Iterable[UnfinishedSave]) -> list[Placement]:
-    """Where the files of that checkpoint go that are being written now."""
+    """Where running saves of that checkpoint put their files."""
     return [save.placement for save in running if save.name == name and save.placement is not None]
 
 
@@ -128,7 +129,7 @@ def clear(target: SaveTarget, writes: Writes, save: UnfinishedSave, others: Sequ
 
 
 def _complete(final: SaveTarget, writes: Writes, save: UnfinishedSave, kind: Description) -> None:
-    """Give a checkpoint the manifest that a save, which died after the one step, has left beside it."""
+    """Give a checkpoint the manifest that a save has left beside it which died after the one step."""
     with suppress(ObjectNotFoundError):
         saved = read_object(final.connector, save.folders[0] + NAME)
         described = read_object(final.connector, final.prefix + kind.key)
@@ -217,7 +218,7 @@ def _replace(
     description: bytes,
     manifest: bytes,
 ) -> set[str]:
-    """Commit where the files lie already; the names of the files that are needed no more."""
+    """Commit files that are in their final place already; returns the names of the files that are no longer needed."""
     old = _description(target, kind)
     old_names = _names_in(old, kind)
     old_manifest = _manifest(target)
@@ -277,7 +278,8 @@ def _put_missing(target: SaveTarget, writes: Writes, companions: Mapping[str, by
 
 
 def _objects_of(manifest: Mapping[str, Any], description: bytes, kind: Description) -> dict[str, Any] | None:
-    """What a manifest has of the files that a description names, and of it; None if the manifest is of another description.
+    """The manifest's entries for the description and the files that it names; None if the manifest is for another
+    description.
 
     Raises FormatError if that cannot be read.
     """
@@ -307,7 +309,7 @@ def _names_in(description: bytes | None, kind: Description) -> set[str]:
 
 
 def _manifest(target: SaveTarget) -> dict[str, Any] | None:
-    """The manifest that is there; None without one, or if it is none."""
+    """The manifest that is there; None if there is none, or if the file is no manifest."""
     key = target.prefix + NAME
     try:
         data = read_object(target.connector, key)

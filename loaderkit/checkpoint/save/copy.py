@@ -175,7 +175,7 @@ class _Source:
 
 
 def _commits(info: ObjectInfo) -> bool:
-    """True for a file that readers take for the sign of a whole checkpoint."""
+    """True for a file whose presence tells readers that a checkpoint is whole."""
     return info.key.endswith(DESCRIBING)
 
 
@@ -258,7 +258,7 @@ def _copy(source: _Source, target: SaveTarget, flow: _Flow) -> None:
 
 
 def _remove_cut_off(source: _Source, target: SaveTarget, present: list[ObjectInfo]) -> None:
-    """Remove what is there of a copy that was cut off. Raises CheckpointError for files that are none of its."""
+    """Remove what is there of a copy that was cut off. Raises CheckpointError for files that do not belong to it."""
     wanted = {target.prefix + source.name_of(info) for info in source.files}
     if others := [info.key for info in present if info.key not in wanted and not info.key.endswith(".tmp")]:
         raise _another(target, min(others))
@@ -299,7 +299,7 @@ def _make(source: _Source, target: SaveTarget, writes: Writes, placement: Placem
 
 
 def _discard(target: SaveTarget, writes: Writes, folder: str) -> None:
-    """Remove what was written and is no checkpoint, as far as the store allows; the rest is found by `find_debris`."""
+    """Remove what was written and is no checkpoint yet, as far as the store allows; `find_debris` finds the rest."""
     with suppress(ConnectorError):
         for info in listed(target.connector, folder):
             with suppress(ConnectorError):

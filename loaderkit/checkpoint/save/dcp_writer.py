@@ -120,10 +120,11 @@ class StreamWriter(StorageWriter, AsyncStager):
         connectors: Mapping[str, Connector] | None = None,
         copies: HostCopies | None = None,
     ) -> None:
-        """`unique_names`: files have names by the time, which no earlier save of the same checkpoint has given, so that a copy
-        of it can be replaced by one step, too. `copies` makes the copies for `async_save`; default in memory of this process.
+        """`unique_names`: the time is part of files' names, so that no earlier save of the same checkpoint has given
+        them, and a copy of it can be replaced by one step, too. `copies` makes the copies for `async_save`; default in
+        memory of this process.
 
-        Raises ConfigError for `workers` that are no number from 1 on, and another format.
+        Raises ConfigError if `workers` is no number from 1 on, and for an unknown format.
         """
         super().__init__()
         if format not in ("dcp", "safetensors"):
@@ -185,7 +186,8 @@ class StreamWriter(StorageWriter, AsyncStager):
             self._end()
 
     def prepare_local_plan(self, plan: SavePlan, *, is_alone: bool | None = None) -> SavePlan:
-        """The plan with this save's token and what this rank holds. `is_alone`: no other does; default as torch.distributed."""
+        """The plan with this save's token and what this rank holds. `is_alone`: no other rank holds anything; the
+        default is as torch.distributed says."""
         self._token, self._held = uuid.uuid4().hex, Held.of(plan)
         if self._kind == SAFETENSORS:
             self._whole = self._new_save(plan, is_alone)
@@ -270,7 +272,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         """Nothing to wait for."""
 
     def close(self) -> None:
-        """Give up the memory that is kept. Another save may follow."""
+        """Free the memory that is kept. Another save may follow."""
         self._copies.close()
         self._buffers = PartBuffers()
 
@@ -294,7 +296,8 @@ class StreamWriter(StorageWriter, AsyncStager):
         return self._target
 
     def _end(self) -> None:
-        """This save is over. What it has written and not committed is cleared: by the next where others may still write."""
+        """This save is over. What it has written and not committed is cleared; if other ranks may still write, the next
+        save does that."""
         running, self._running = self._running, None
         if running is not None:
             running.heartbeat.stop()
@@ -328,7 +331,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         return results
 
     def _work(self, plan: SavePlan, share: Share, planner: SavePlanner) -> list[tuple[WriteItem, Box | None]]:
-        """The items to write, each with the box of it, or all of it."""
+        """The items to write, each with the box to be written, or None for all of it."""
         if share.parts is None or not is_default_planner(planner):
             return [(item, None) for item in plan.items]
         values = [(item, None) for item in plan.items if item.tensor_data is None]
@@ -421,8 +424,8 @@ class StreamWriter(StorageWriter, AsyncStager):
 
 
 def _clear_failed(target: SaveTarget) -> None:
-    """Clear what a save that has failed left on a disk, which may be full. In a store far away, which may not answer, the next
-    save does."""
+    """Clear what a failed save left on a disk, which may be full. In a remote store, which may not answer, the next
+    save does it."""
     if not traits_of(target.connector).is_remote:
         with suppress(ConnectorError):  # the error of the save says more
             clear_dead(target, writes_of(target.connector))

@@ -264,7 +264,7 @@ class _Filler:
         self.times = SaveTimes()
 
     def fill(self) -> None:
-        """Copy all but the ends of archives, and hash the blocks that have none."""
+        """Copy everything but the ends of archives, and hash the blocks that have no such ends in them."""
         begin_s, done = time.perf_counter(), 0
         for piece in self._part.file.plan.pieces(self._part.begin, self._part.end):
             self._rows.append((done, piece.at, native.ZEROS, native.NO_CRC))
@@ -280,7 +280,7 @@ class _Filler:
         self.times.staging_s += time.perf_counter() - begin_s - hashing_s
 
     def can_finish(self) -> bool:
-        """True if the checksums are there that are still to be written."""
+        """True if all checksums that are still to be written are known."""
         return all(piece.item.crc.is_whole for piece in self._tails if isinstance(piece.item, TensorItem))
 
     def finish(self) -> None:
@@ -302,7 +302,8 @@ class _Filler:
         self.times.staging_s += time.perf_counter() - begin_s - hashing_s
 
     def _add(self, piece: ItemSlice) -> None:
-        """Note from where the bytes of a piece of an item are to be copied; those that do not lie in memory are now."""
+        """Note from where the bytes of a piece of an item are to be copied; bytes that do not lie in memory are copied
+        now."""
         item, lo, hi, at = piece
         if isinstance(item, BytesItem):
             self._add_bytes(np.frombuffer(item.data, np.uint8), lo, hi, at)

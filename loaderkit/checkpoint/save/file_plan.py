@@ -85,8 +85,8 @@ Item = TensorItem | BytesItem | ElementsItem
 
 
 def _start_of(item: Item, end: int) -> int:
-    """Where an item begins, the one before ends at `end`: a large tensor that can be written from where it lies as it lies in
-    a page."""
+    """Where an item begins if the one before it ends at `end`: a large tensor that can be written from where it lies
+    begins at the same place in a page as in memory."""
     if isinstance(item, ElementsItem):
         return end
     start = -(-end // ALIGNMENT) * ALIGNMENT

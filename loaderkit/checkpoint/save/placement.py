@@ -185,7 +185,8 @@ def listed(connector: Connector, prefix: str) -> Iterator[ObjectInfo]:
 
 
 def own_keys(connector: Connector, prefix: str, keys: Iterable[str]) -> list[str]:
-    """What to delete of these objects below the directory `prefix`: in the place of those behind symbolic links the links."""
+    """What to delete of these objects below the directory `prefix`: objects behind symbolic links are replaced by the
+    links."""
     links = links_of(connector, prefix)
     behind = tuple(f"{link}/" for link in links)
     return [*links, *(key for key in keys if not key.startswith(behind))]

@@ -69,7 +69,7 @@ class HostCopies:
         self._pins = HostPins()
 
     def copy(self, state: Any) -> Any:
-        """A deep copy of the state whose tensors are contiguous and on the CPU; one that is there twice is copied once.
+        """A deep copy of the state whose tensors are contiguous and on the CPU; a tensor that is in it twice is copied once.
 
         Tensors are found in tables, lists and tuples. All is copied when this returns.
         """
@@ -114,7 +114,7 @@ class HostCopies:
         return self._areas[-1]
 
     def close(self) -> None:
-        """Give up the memory that is kept, but for what copies lie in that are still in use. Other copies may follow."""
+        """Free the memory that is kept, except memory of copies that are still in use. Other copies may follow."""
         self._areas.clear()
 
 

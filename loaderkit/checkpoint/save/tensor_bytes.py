@@ -17,7 +17,7 @@ _SAME_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def plain_tensor(value: Any) -> torch.Tensor | None:
-    """The tensor itself if it is an ordinary dense one, whose elements are all there is to it; else None."""
+    """The tensor itself if it is an ordinary dense one, which consists of its elements alone; else None."""
     wait = getattr(value, "trigger_wait", None)  # what a collective will have filled
     if isinstance(value, torch.Tensor) and callable(wait):
         value = wait()
@@ -29,7 +29,7 @@ def plain_tensor(value: Any) -> torch.Tensor | None:
 
 
 def identity_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that have the same elements because these are the same memory."""
+    """A key that is equal for tensors whose elements are the same memory."""
     layout = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
     return tensor.data_ptr(), tensor.device, *layout
 
@@ -80,7 +80,7 @@ class TensorBytes:
 
 
 def memory_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """The bytes of a contiguous tensor on the CPU, not copied; of any type, those without a twin in NumPy included."""
+    """The bytes of a contiguous tensor on the CPU, not copied; of any dtype, also one that NumPy lacks."""
     data = torch.empty(0, dtype=torch.uint8)
     offset = tensor.storage_offset() * tensor.itemsize
     data.set_(tensor.untyped_storage(), offset, (tensor.numel() * tensor.itemsize,), (1,))

@@ -170,7 +170,7 @@ class RankExchange:
     # -------------------------------------------------------------------------------------------- memory for the bytes
 
     def _direct(self, number: int) -> ByteSpan | None:
-        """The span whose own memory takes a whole range, if there is one."""
+        """The span whose own memory can hold a whole range, if there is one."""
         owned, spans = self._ranges[number], self._spans[number]
         if len(spans) == 1 and spans[0].target is not None:
             span = spans[0]

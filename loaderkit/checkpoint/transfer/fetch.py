@@ -70,8 +70,9 @@ class Access(NamedTuple):
 def num_workers_of(
     connector: Connector, concurrency: int | Literal["auto"], requests: Sequence[ReadRequest] | None = None
 ) -> int:
-    """Threads that read: one a CPU for files, and one in all where `requests` are small on average, because Python then takes
-    longer than reading. Most for a store with latency, fewer where the connector splits long `requests` itself.
+    """The number of threads that read: one a CPU for files, but only one if `requests` are small on average, because
+    Python then takes longer than reading. Most for a store with latency, fewer if the connector splits long `requests`
+    itself.
 
     Raises ConfigError for a `concurrency` that is no such number.
     """
@@ -113,7 +114,7 @@ def _mean_bytes(requests: Sequence[ReadRequest] | None) -> float | None:
 
 
 def _has_other_processes() -> bool:
-    """True if other processes may read the same: they should find it in the page cache."""
+    """True if other processes may read the same bytes, and should find them in the page cache."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return True

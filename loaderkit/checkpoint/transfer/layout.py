@@ -90,8 +90,9 @@ def part_spans(
 
 
 def _cuts(start: int, num_bytes: int, item: int, most_bytes: int) -> list[tuple[int, int]]:
-    """[lo, hi) of the reads of `num_bytes` from `start` of an object on. Long ones are cut at multiples of `most_bytes` in the
-    object, where blocks with checksums end, too, or as near to that as whole elements of `item` bytes allow."""
+    """The reads [lo, hi) of the `num_bytes` of an object from `start` on. Long ones are cut at multiples of
+    `most_bytes` in the object, where blocks with checksums end, too, or as near to that as whole elements of `item`
+    bytes allow."""
     if num_bytes <= most_bytes:
         return [(0, num_bytes)] if num_bytes else []
     step = max(item, most_bytes // item * item)

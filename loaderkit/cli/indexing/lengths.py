@@ -13,8 +13,8 @@ from loaderkit.errors import ConfigError, ConnectorError
 
 
 def index_lengths(path: Path, as_json: bool) -> None:
-    """Take all samples through the stages before the one that is planned by their lengths, once, and keep those in the user's
-    cache directory. Raises LoaderkitError."""
+    """Take all samples, once, through the stages before the one that is planned by their lengths, and keep the lengths
+    in the user's cache directory. Raises LoaderkitError."""
     import numpy as np
 
     from loaderkit.pipeline.config.mixture import MixtureArgs, mixture_args

@@ -34,7 +34,7 @@ def has_records(key: str) -> bool:
 
 
 def index_key(key: str) -> str | None:
-    """What the index of a file is called; None if it is neither of lines nor of records."""
+    """The key of a file's index; None if the file holds neither lines nor records."""
     from loaderkit.sources.serial.beside import key_beside
     from loaderkit.sources.serial.records import keys_beside
 

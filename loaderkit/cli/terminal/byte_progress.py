@@ -23,7 +23,7 @@ class ByteProgress(NamedTuple):
 
 @contextmanager
 def byte_progress(now: Callable[[], ByteProgress]) -> Iterator[Callable[[], None]]:
-    """A bar on stderr if that is a terminal, else a line every few seconds; call what it gives now and then."""
+    """A bar on stderr if that is a terminal, else a line every few seconds; it gives a function to be called now and then."""
     screen = console.stderr()
     if not screen.is_terminal:
         yield _lines(now)

@@ -68,7 +68,7 @@ def described(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConf
 
 
 def open_plan(pipeline: Path, assignments: Sequence[str] | None, *, on_this_thread: bool = False) -> ExecutionPlan:
-    """What the pipeline is to run, its source listed; nothing runs yet. Raises LoaderkitError."""
+    """The plan of the pipeline, with its source listed; nothing runs yet. Raises LoaderkitError."""
     from loaderkit.pipeline.execution_plan import compile_pipeline
     from loaderkit.ranks.place import ranks_now
 

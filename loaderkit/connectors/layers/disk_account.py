@@ -116,7 +116,7 @@ class DiskAccount:
                         yield _Entry(status.st_atime_ns, status.st_size, file.path)
 
     def _clear_temporary(self) -> int:
-        """Remove the files of dead writers; returns the bytes of those that living writers have open."""
+        """Remove the files of dead writers; returns the bytes of files that living writers have open."""
         total = 0
         for file in _scan(f"{self._folder}/temporary"):
             with suppress(OSError), opened(file.path, OPEN) as fd:

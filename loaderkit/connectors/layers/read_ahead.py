@@ -90,7 +90,7 @@ class ReadAheadConnector(ConnectorLayer):
             self.inner.read_into(key, start, buffer, etag=etag)
 
     def writes(self) -> Writes | None:
-        """The writing side of `inner`; what was read ahead of an object is forgotten when it is written."""
+        """The writing side of `inner`; bytes of an object that were read ahead are forgotten when the object is written."""
         inner = super().writes()
         return inner and _ForgettingWrites(inner, self._forget)
 
@@ -118,7 +118,7 @@ class ReadAheadConnector(ConnectorLayer):
             self._changed.notify_all()
 
     def resize(self, *, memory_bytes: int, num_requests: int) -> None:
-        """Set how much is held and how many requests are under way at once; what is held or under way stays."""
+        """Set how many bytes are held and how many requests run at once; bytes that are held and requests that run stay."""
         with self._lock:
             self._most_bytes = memory_bytes // 2
             self._held.resize(memory_bytes)
@@ -184,7 +184,7 @@ class ReadAheadConnector(ConnectorLayer):
                 self._count_waits(-1)
 
     def _count_waits(self, num_more: int) -> None:
-        """Count the waits up to now, those that have not ended as well. `num_more` readers begin to wait. Under the lock."""
+        """Count the waits up to now, also waits that have not ended. `num_more` readers begin to wait. Under the lock."""
         now = time.perf_counter()
         self._wait_s += self._num_waiting * (now - self._counted_s)
         self._num_waiting, self._counted_s = self._num_waiting + num_more, now

@@ -49,7 +49,7 @@ class WatchedFacts:
 
     @property
     def use_in_waits(self) -> float:
-        """The share of the workers that worked while the loop waited."""
+        """The share of the workers that were working while the loop waited."""
         watched = self.watched
         return watched.wait_busy_s / watched.wait_slot_s if watched.wait_slot_s else 1.0
 

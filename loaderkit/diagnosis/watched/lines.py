@@ -68,7 +68,7 @@ class LineTimes(Part):
 
 
 def cheaper(line: CostlyLine, *, is_waiting: bool = False) -> str:
-    """What to do about a line, and what that would bring at most. `is_waiting`: no CPU is what it needs."""
+    """What to do about a line, and what that would bring at most. `is_waiting`: it waits for something other than a CPU."""
     share = min(0.99, line.percent / 100)
     times = f"{1 / (1 - share):.1f}" if share < 0.9 else "ten or more"
     how = "find out what it waits for" if is_waiting and line.group == OTHER else _CHEAPER[line.group]

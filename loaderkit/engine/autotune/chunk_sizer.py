@@ -76,7 +76,7 @@ class ChunkSizer:
         return -(-batch_size // -(-batch_size // wanted))  # all alike: a short one is left over otherwise
 
     def next_chunk_size(self, batch_size: int, num_workers: int, num_open: int) -> int:
-        """The same for the batch that is opened now: it may be one on trial."""
+        """The same for the batch that is opened now, whose size may be a trial."""
         size = self.chunk_size(batch_size, num_workers, num_open)
         if not self._num_landed or self._took_s >= _MOST_TRIED_S:
             return size
@@ -86,7 +86,8 @@ class ChunkSizer:
 
 
 def trim(scratch: dict[str, Any], chunk_size: int) -> None:
-    """Free what longer chunks needed of a scratch, a sample; a chunk of `chunk_size` has used it."""
+    """Free the part of a scratch, in entries a sample, that only longer chunks needed; a chunk of `chunk_size` has used
+    it."""
     for pieces in scratch.values():
         if isinstance(pieces, list):
             del pieces[2 * chunk_size :]  # the next chunk may be one on trial

@@ -111,7 +111,7 @@ class ChunkWindow:
         return self.num_samples / self.undelayed_s if by_sums else median(self.undelayed_speeds)
 
     def cpu_share(self, by_sums: bool) -> float:
-        """The share of the time in which a worker could have had a CPU that it spent on one."""
+        """Of the time in which a worker could have had a CPU, the share that it spent on one."""
         return self.cpu_s / self.undelayed_s if by_sums else median(self.cpu_shares)
 
     def sample_stages_s(self) -> list[float]:

@@ -65,8 +65,8 @@ class SoloGate:
         self._is_closed = False
 
     def wait(self, worker_clock: WorkerClock, idle: int, pass_on: Callable[[], None] = lambda: None) -> None:
-        """Return when this worker may take a chunk; its time until then counts as `idle`. `pass_on` wakes another worker that
-        waits for work, since this one may have been woken in its place."""
+        """Return when this worker may take a chunk; its time until then counts as `idle`. `pass_on` wakes another
+        worker that waits for work, because this one may have been woken instead."""
         if not self.is_solo:
             return
         with self._change:
@@ -118,7 +118,7 @@ class ContentionProbe:
         delay_clock: Clock = native.delayed,
         is_gil_taken: Callable[[], bool] = gil_is_taken,
     ) -> None:
-        """`stages`: the names of all there are, as the worker clocks number them."""
+        """`stages`: the names of all stages, as the worker clocks number them."""
         self._stages = stages
         self._gate = gate
         self._clock = clock

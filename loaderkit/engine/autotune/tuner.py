@@ -259,7 +259,7 @@ class Tuner:
         return None
 
     def _bound(self, processes: TunedSetting, now: Snapshot) -> None:
-        """Set how many processes there may be: as many as there is room for, and memory and batches to share out."""
+        """Set how many processes there may be: as many as there is room for, with enough memory and batches to divide."""
         most = self.most_processes(processes.value)
         if batch_bytes := now.memory.get("batch_bytes", 0):
             most = min(most, now.memory["budget_bytes"] // (BATCHES_EACH * batch_bytes))
@@ -328,13 +328,13 @@ class Tuner:
     def _add_process(
         self, processes: TunedSetting | None, window: TunerWindow, now: Snapshot, waits: str
     ) -> Move | None:
-        """One more, as there are other locks than the GIL."""
+        """Add one process only, as there are other locks than the GIL."""
         if processes is None:
             return None
         return self._try(processes, processes.rung(1), window, now, f"{waits}; more workers did not help")
 
     def _take_workers(self, window: TunerWindow, now: Snapshot, waits: str) -> Move | None:
-        """Fewer; but where every worker has a CPU and computes, fewer compute less."""
+        """Take workers away; but not where every worker has a CPU and computes, as fewer would compute less."""
         setting = self._awaited(window)
         if setting is None or not self._may(setting, up=False):
             return None
@@ -354,7 +354,7 @@ class Tuner:
         return None
 
     def _give_processes_back(self, window: TunerWindow, now: Snapshot) -> Move | None:
-        """Fewer processes, where the CPUs that they use do not need as many."""
+        """Use fewer processes, if the CPUs that they use do not need as many."""
         processes = self._processes
         if processes is None or not self._may(processes, up=False):
             return None

@@ -144,8 +144,9 @@ class Snapshot:
 
     @property
     def stall_s(self) -> dict[str, float]:
-        """Seconds that the loop waited, by what it waited for: `waits_s`, with waits for the GIL or a CPU charged to the stages
-        that had them, and waits for batches that are complete to the stages of workers that are always busy."""
+        """Seconds that the loop waited, by what it waited for: `waits_s`, with waits for the GIL or a CPU charged to
+        the stages that held these, and waits for complete batches charged to the stages of workers that are always
+        busy."""
         if self.tuning.executor == "inline":  # one thread: no other holds the GIL or a CPU
             return dict(self.waits_s)
         rows = {row.name: row for row in self.stages}
@@ -179,7 +180,7 @@ class Snapshot:
 
     @property
     def full_turn(self) -> str | None:
-        """A stage that one worker at a time runs, and one does all the time: no more could be done of any stage's items."""
+        """A stage that one worker at a time runs, and in which one is all the time, so that no stage could do more items."""
         return next((row.name for row in self.stages if self.turn_share(row.name) >= ALWAYS), None)
 
     @classmethod
@@ -331,7 +332,7 @@ class Snapshot:
 
 
 def _rise(earlier: Mapping[str, float], later: Mapping[str, float]) -> dict[str, float]:
-    """The rise of every cause's stall: none below 0, and they sum to the rise of the total.
+    """The rise of every cause's stall: no rise is below 0, and they sum to the rise of the total.
 
     An open wait is charged to the cause that holds it now. When it ends, another chunk may have come last, and its seconds
     move to another cause. The cause that shrank counts as 0, and the others are scaled to the total.

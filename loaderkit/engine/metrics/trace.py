@@ -23,7 +23,7 @@ Item = tuple[int, int, int, int]
 """(epoch, global position behind its batch, first slot, slot behind the last one): a chunk, or with WHOLE a batch."""
 
 Entry = tuple[float, int, "Item | None"]
-"""(start in s, state of the worker, the item in work)."""
+"""(start in s, state of the worker, the item it works on)."""
 
 
 class Handoff(NamedTuple):

@@ -26,8 +26,9 @@ class Lease:
     __slots__ = ("__array_interface__", "__del__", "__weakref__")
 
     def __init__(self, token: Any, returned: SimpleQueue[Any], interface: dict[str, Any]) -> None:
-        """The lease puts `token` into `returned` when it ends; one of the two keeps the memory. `interface` is the
-        `__array_interface__` of the slab, made once, since NumPy takes longer for it than a lease does; it may be replaced."""
+        """The lease puts `token` into `returned` when it ends; one of these two objects keeps the memory alive.
+        `interface` is the `__array_interface__` of the slab, made once, since NumPy takes longer for it than a lease
+        does; it may be replaced."""
         # SimpleQueue.put is reentrant: this may run inside any allocation of any thread, even inside another put.
         self.__del__ = partial(returned.put, token)
         self.__array_interface__ = interface

@@ -110,8 +110,8 @@ class SharedArena:
         return self.memory[block.start : block.end]
 
     def commit(self, start: int, end: int, limit: int | None = None) -> None:
-        """Give [start, end), which must end before `limit`, memory; its lack would show as SIGBUS at the first access. Raises
-        OSError."""
+        """Give [start, end), which must end before `limit`, memory; without memory the first access would end in
+        SIGBUS. Raises OSError."""
         try:
             if end > (len(self.memory) if limit is None else limit):
                 raise MemoryError
@@ -210,7 +210,7 @@ class Allocator:
 
     @property
     def sample_arena(self) -> SharedArena | None:
-        """The arena, for samples behind its middle; None if pages are pinned, which they are by the block."""
+        """The arena, for samples behind its middle; None if pages are pinned, because pages are pinned by the block."""
         return None if self._keep_pages else self._arena
 
     @property

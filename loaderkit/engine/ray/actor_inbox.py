@@ -57,8 +57,8 @@ class ActorInbox:
         why_not_placed: Callable[[], str],
         relay_logs: Callable[[], None],
     ) -> None:
-        """`num_batches` is the actor's share of those read ahead. `why_not_placed` explains why it has no node yet;
-        `relay_logs` logs what it has logged, if that is anything."""
+        """`num_batches` is the actor's share of the batches read ahead. `why_not_placed` explains why it has no node
+        yet; `relay_logs` logs what it has logged, if that is anything."""
         self._connection = connection
         self._actor = actor
         self._memory = memory
@@ -109,7 +109,7 @@ class ActorInbox:
             self._num_told += 1
 
     def seek(self, generation: int) -> None:
-        """Ask for batches of after a seek. What the actor still makes of earlier ones is dropped."""
+        """Ask for batches from after a seek. Batches from before it that the actor still makes are dropped."""
         with self._asking:
             self._generation = generation
             self._num_outstanding = self._num_untold = 0
@@ -228,8 +228,9 @@ class ActorInbox:
             self.offset_s, self.hello = ahead_s, hello
 
     def _begin(self, begun: Any) -> ConfigError | None:
-        """Let the engine run; the error, if the actor could not read what it was sent. Nothing is made before it is known here
-        that there is an engine: an actor that dies of its first batch would be taken for one that could not begin."""
+        """Let the engine run; the error, if the actor could not read what it was sent. No batch is made before it is
+        known here that there is an engine: else an actor that dies of its first batch would be taken for one that could
+        not begin."""
         try:
             self._get(begun)
         except RayTaskError as error:

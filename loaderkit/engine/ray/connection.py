@@ -33,7 +33,7 @@ class Connection:
 
     def open(self) -> None:
         """Connect this process, unless it is connected. Raises ConfigError if there is no cluster, and ClosedError if the
-        connection has ended since the first call: batches and actors belong to that one."""
+        connection has ended since the first call: batches and actors belong to that connection."""
         with self._opening:
             if self._opened is None:
                 connect(self._address)

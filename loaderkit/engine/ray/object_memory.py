@@ -55,7 +55,8 @@ class ObjectMemory:
         return view
 
     def _is_writable(self, start: int, end: int) -> bool:
-        """True if the process may write to [start, end): the object store maps its memory so, which is looked up once."""
+        """True if the process may write to [start, end): whether the object store maps its memory writable is looked up
+        once."""
         if not self._covers(start, end):
             self._writable = _writable_ranges()
         return self._covers(start, end)

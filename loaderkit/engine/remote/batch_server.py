@@ -66,7 +66,7 @@ class BatchServer:
                     return self._generation, work_item
 
     def delivered(self, work_item: WorkItem) -> Delivered:
-        """What the trainer gets of a batch; it is not needed any more but for its result."""
+        """What the trainer gets of a batch, of which only the result is needed from then on."""
         assert work_item.last_chunk is not None
         path = stalls.ChunkPath(work_item.opened_s, work_item.last_chunk.marks, work_item.done_s)
         # The trainer's wait for this batch began after the previous one at the earliest.

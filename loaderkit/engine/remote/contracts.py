@@ -111,7 +111,7 @@ class RunningProcess(Protocol):
         """Wait for its end, and end it by force after `join_s`; delivered batches stay valid."""
 
     def release(self) -> None:
-        """Free what it leaves but for batches that are referenced; it is closed, and so is its inbox."""
+        """Free what it leaves, except batches that are referenced; it is closed, and so is its inbox."""
 
 
 MakeProcess = Callable[[WorkerSpec, Shard], RunningProcess]

@@ -169,13 +169,13 @@ class RemoteEngine:
         return causes_of(batch, begin_s, end_s, self._restarting, is_after_restart=is_after_restart)
 
     def has_begun(self) -> bool:
-        """True once all processes answer, where the consumer asks for nothing yet: what they have made is dropped, and a seek
-        has to follow. Raises EOFError if one has ended, and the error that ended it."""
+        """True once all processes answer, for a consumer that asks for nothing yet: batches that they have made are
+        dropped, and a seek has to follow. Raises EOFError if one has ended, and the error that ended it."""
         have_begun = [process.begins(self._generation + 1) for process in self.processes]  # each is asked
         return all(have_begun)
 
     def try_next(self) -> Delivered:
-        """The next batch, which counts nowhere; a seek has to follow."""
+        """The next batch, which is not counted anywhere; a seek has to follow."""
         batch = self._take(self.processes[self._dealing.turn])
         self._dealing.delivered(batch.epoch, batch.end)
         return batch
@@ -228,8 +228,8 @@ class RemoteEngine:
                 self._replace(process)
 
     def _replace(self, process: RemoteProcess) -> None:
-        """Start another process in the place of one that has died, if that may be; else note why not as its failure. Nothing
-        happens while what it has finished still goes through the trainer's stages."""
+        """Start another process in place of one that has died, if that is allowed; else note why not as its failure.
+        Nothing happens while its finished batches still go through the trainer's stages."""
         begin = time.perf_counter()
         with self._closing, self._sizes.lock:
             self.lifetime.check_awaited()
@@ -271,7 +271,7 @@ class RemoteEngine:
     # ------------------------------------------------------------------------------------- another number of processes
 
     def set_processes(self, num: int, refused: Callable[[str], None] = lambda reason: None) -> None:
-        """See `Executor`; those that are to come start now, and the consumer gives them turns. From any thread."""
+        """See `Executor`. New processes start now, and the consumer lets them make batches. From any thread."""
         self.lifetime.check_usable()
         with self._closing, self._sizes.lock:
             self.lifetime.check_usable()
@@ -403,7 +403,7 @@ class RemoteEngine:
             process.record()
 
     def recorded(self) -> Trace:
-        """The trace since `record`; ends it. What a process did that has died is missing."""
+        """The trace since `record`; ends it. It lacks processes that have died."""
         self._is_recorded = False
         return Trace(self._table.lanes() if self._may_ask else [], self.account.recorded())
 

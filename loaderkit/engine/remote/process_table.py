@@ -138,7 +138,7 @@ class ProcessTable:
     def stats(
         self, awaited: RemoteProcess | None, waiting_since_s: float | None, at_s: float, *, may_ask: bool
     ) -> Snapshot:
-        """The counters of all of them up to `at_s`. If the consumer waits, it does for `awaited`."""
+        """The counters of all of them up to `at_s`. If the consumer waits, it waits for `awaited`."""
         seated, past = self._account
         parts = [
             process.stats(waiting_since_s if process is awaited else None, at_s, may_ask=may_ask) for process in seated

@@ -198,8 +198,8 @@ class RemoteProcess:
         return is_awake
 
     def begins(self, generation: int) -> bool:
-        """True once it answers; batches of before `generation` are dropped. Raises EOFError if it has ended, and the error that
-        ended it."""
+        """True once it answers; batches from before `generation` are dropped. Raises EOFError if it has ended, and the
+        error that ended it."""
         if self.running is None or not self.running.is_awake:
             return False
         self._skimmed = self._take(generation, 0.0)
@@ -207,12 +207,12 @@ class RemoteProcess:
 
     @property
     def num_finished(self) -> int:
-        """The batches of one that has died which are not taken yet."""
+        """The number of batches that a dead process has finished, and that are not taken yet."""
         return len(self._finished)
 
     def drain(self, generation: int) -> int | None:
-        """Receive what a process that has ended had finished, and return how many batches that are; None if it still goes
-        through the trainer's stages."""
+        """Receive the batches that a process had finished before it ended, and return their number; None if some still
+        go through the trainer's stages."""
         try:
             while (finished := self._take(generation, 0.0)) is not None:
                 self._finished.append(finished)
@@ -223,7 +223,8 @@ class RemoteProcess:
         return None
 
     def release(self) -> None:
-        """Free what a process that has ended leaves, but for batches that are referenced. Commands are queued until `start`."""
+        """Free what a process that has ended leaves, except batches that are referenced. Commands are queued until
+        `start`."""
         with self._telling:
             self._has_told_early = False
         if self._spec.ledger is not None and self.node is not None:

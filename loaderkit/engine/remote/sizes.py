@@ -57,7 +57,7 @@ class SharedSizes:
                 raise refused
 
     def _sizes_of(self, process: RemoteProcess, name: str, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The same, but no more than one batch for a process that is cautious."""
+        """The same sizes, but only one batch for a process that is cautious."""
         if name != "set_depth" or not process.num_cautious or sizes[0] is None:
             return sizes
         return (self.num_sharing, *sizes[1:])
@@ -75,12 +75,12 @@ class SharedSizes:
         return Shard(num_processes - 1, num_processes).num_batches(self._depth[0])
 
     def be_cautious(self, process: RemoteProcess, num_finished: int) -> None:
-        """Let a process that takes a dead one's place make one batch at a time, until those are taken that may have been in
-        work when that one died."""
+        """Let a process that replaces a dead one make one batch at a time, until all batches are taken that may have
+        been in work when that one died."""
         process.num_cautious = num_finished + Shard(process.number, self.num_sharing).num_batches(self._depth[0])
 
     def count_taken(self, process: RemoteProcess) -> None:
-        """Let a process read ahead once it has made all that may have ended the one before it."""
+        """Let a process read ahead once it has made all batches that may have ended the process before it."""
         if not process.num_cautious:
             return
         process.num_cautious -= 1
@@ -97,7 +97,7 @@ class SharedSizes:
         return ("share", Shard(process.number, self.num_sharing), num_batches, self._depth[1], workers)
 
     def share_out(self, processes: Sequence[RemoteProcess], num_sharing: int) -> None:
-        """Share the sizes out to another number of processes."""
+        """Divide the sizes among another number of processes."""
         with self.lock:
             if num_sharing != self.num_sharing:
                 for name in self._spec.scaled_stages:

@@ -11,8 +11,8 @@ from loaderkit.engine.remote.delivery import Delivered
 def causes_of(
     batch: Delivered, begin: float, end: float, restarting: Sequence[tuple[float, float]], *, is_after_restart: bool
 ) -> dict[str, float]:
-    """Seconds by cause of the wait [begin, end) for `batch`, which was made by a process that has just taken another one's
-    place, or not. `restarting`: the parts of the wait in which processes were replaced."""
+    """Seconds by cause of the wait [begin, end) for `batch`, which may have been made by a process that has just
+    replaced another one. `restarting`: the parts of the wait in which processes were replaced."""
     first_s = batch.segments[0].since_s if batch.segments else batch.done_s
     segments = [
         stalls.WaitSegment(begin, first_s, stalls.START),

@@ -28,9 +28,9 @@ from loaderkit.errors import CheckpointError, ConfigError
 from loaderkit.ranks.pieces import Address
 
 MAX_FILE_BYTES = 5 * 10**9
-"""Of tensors in one file, as Hugging Face's writers do; one tensor may have more."""
+"""Bytes of tensors in one file, as Hugging Face's writers limit them; a single tensor may have more."""
 MIN_FILE_BYTES = 64 * 2**20
-"""A part of the state with less for each rank has fewer files than there are ranks."""
+"""Bytes a rank: a part of the state with less for each rank has fewer files than there are ranks."""
 _BALANCE = 1.1  # most bytes of a file over their mean, for the sake of tensors that need not be sent
 _MAX_STEM = 80
 Shape = tuple[int, ...]
@@ -243,7 +243,8 @@ def _converted(tensors: Sequence[LaidTensor], rule: ExportRule) -> list[LaidTens
 
 
 def _given_by_holders(file: LaidFile, given: list[list[tuple[str, Shape]]]) -> LaidFile:
-    """The same file; what its writer has itself comes from there, and is added to the chunks it gives."""
+    """The same file, in which chunks that its writer has itself come from the writer; they are added to the chunks it
+    gives."""
     tensors = []
     for tensor in file.tensors:
         if file.writer in tensor.holders and tensor.chunks[0].rank != file.writer:

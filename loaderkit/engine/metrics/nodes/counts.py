@@ -68,7 +68,7 @@ class Nodes:
 
     @property
     def way_s(self) -> float:
-        """Seconds that such a batch took in the mean from finished there to arrived here; 0 if none came."""
+        """Seconds from the end of such a batch there to its arrival here, in the mean; 0 if none came."""
         return sum(row.way_s for row in self.others) / max(1, self.num_carried)
 
     @property
@@ -80,16 +80,16 @@ class Nodes:
 
     @property
     def bytes_per_s(self) -> float:
-        """What the way carried while batches were on it: at least what it can carry. 0 if none came."""
+        """What the network carried while batches were on it, which is at least what it can carry. 0 if none came."""
         return self.carried_bytes / self.carrying_s if self.carrying_s > 0 else 0.0
 
     @property
     def is_of_bytes(self) -> bool:
-        """True if a batch takes longer on its way than messages do: its bytes are what takes time."""
+        """True if a batch takes longer on its way than messages do, so that its bytes take the time."""
         return self.num_carried > 0 and self.way_s > _ROUND_TRIPS * self.latency_s
 
     def is_full(self, seconds: float) -> bool:
-        """True if the way carried batches for nearly all of `seconds`, and their bytes are what took time on it."""
+        """True if the network carried batches for nearly all of `seconds`, and their bytes took the time."""
         return self.is_of_bytes and self.carrying_s >= _FULL * seconds
 
     def to_dicts(self, wall_s: float) -> list[Mapping[str, Any]]:

@@ -73,7 +73,7 @@ class NodeLedger:
             self._of(node)
 
     def is_away(self, node: str | None) -> bool:
-        """True if what comes from `node` passes a network."""
+        """True if batches from `node` pass a network."""
         return node is not None and node != self._here
 
     def placed(self, node: str, cpus: float | None = None) -> None:

@@ -39,7 +39,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
-"""What a user's function may raise that is a failure of its sample. KeyboardInterrupt is not: it ends the loop."""
+"""The errors of a user's function that count as a failure of its sample. KeyboardInterrupt is none of them: it ends the
+loop."""
 
 
 class LoaderkitError(Exception):

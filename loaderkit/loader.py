@@ -105,7 +105,7 @@ class Loader(DataLoaderParts):
     def __iter__(self) -> EpochIterator:
         """One epoch: the rest of a resumed one, else the next one; its `len` is what is left. Ends an earlier iteration.
 
-        The first `next()` takes the epoch: an iterator that is not used uses up none.
+        The first `next()` takes the epoch: an iterator that is never used takes none.
         """
         self._executors.lifetime.check_open()
         self._take_ranks()
@@ -117,9 +117,9 @@ class Loader(DataLoaderParts):
         return EpochIterator(self._next_call, next_of, self._num_to_come, self._empty_batches.check_length)
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch on this rank, also in a resumed one; planned by lengths, of the current one.
-        Raises TypeError where it is not known before the end: of an iterable without `length`, and with `filter:
-        {on_empty_batch: skip}`."""
+        """The number of batches of a whole epoch on this rank, also in a resumed one; if batches are planned by
+        lengths, of the current epoch. Raises TypeError where it is not known before the end: for an iterable without
+        `length`, and with `filter: {on_empty_batch: skip}`."""
         self._take_ranks()
         self._empty_batches.check_length()
         return self._plan.schedule.of_epoch(self._epoch_to_come()).num_batches()
@@ -197,7 +197,7 @@ class Loader(DataLoaderParts):
         return batch, num_left
 
     def _next_that_has_samples(self, num_left: int) -> tuple[Any, int]:
-        """The next of the epoch's `num_left` batches of which something is left, and how many are left then. Raises
+        """The next of the epoch's `num_left` batches that is not empty, and how many are left then. Raises
         StopIteration if the epoch has no other."""
         (epoch, begin), num_empty = self._here, 0
         while num_empty < num_left:
@@ -212,7 +212,7 @@ class Loader(DataLoaderParts):
         raise StopIteration
 
     def _deliver(self) -> tuple[Delivery, Any]:
-        """What the executor gives next, and its batch as the loop gets it, if anything is left of it. An error stops the
+        """The executor's next delivery, and its batch as the loop gets it, if it is not empty. An error stops the
         executor."""
         executors, (epoch, position) = self._executors, self._here
         executor, stream = executors.at(self._here), self._stream
@@ -270,7 +270,8 @@ class Loader(DataLoaderParts):
 
     @property
     def num_samples(self) -> int:
-        """The samples of an epoch, over all ranks, with `pack` sequences. With it, or mixed by tokens, of the current epoch."""
+        """The number of samples of an epoch, over all ranks; with `pack`, of sequences. With `pack`, or mixed by
+        tokens, it is the current epoch's."""
         return self._plan.num_samples(self._epoch_to_come())
 
     def _epoch_to_come(self) -> int:

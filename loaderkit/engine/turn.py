@@ -17,7 +17,8 @@ class Turn:
         self.is_closed = False  # True: the worker that gets the turn is to do nothing with it
 
     def take(self, number: int) -> threading.Lock | None:
-        """Take the turn for that chunk; else what to wait for, by acquiring it: then it is taken."""
+        """Take the turn for that chunk. If it is not there yet, returns a lock: to acquire it is to wait for the turn
+        and take it."""
         with self._lock:
             if number == self._next or self.is_closed:
                 return None
@@ -26,7 +27,7 @@ class Turn:
             return own
 
     def pass_on(self, number: int) -> None:
-        """That chunk, of which it may not be the turn, needs none any more."""
+        """That chunk needs no turn any more; it may not be its turn now."""
         with self._lock:
             self._done.add(number)
             while self._next in self._done:
@@ -37,7 +38,7 @@ class Turn:
                 waiting.release()
 
     def close(self) -> None:
-        """Let nobody wait any longer: the one that has the turn may never pass it on."""
+        """End all waits: the worker that has the turn may never pass it on."""
         with self._lock:
             self.is_closed = True
             for waiting in self._waiting.values():

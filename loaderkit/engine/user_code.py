@@ -58,8 +58,8 @@ class FairLock:
         return place is not None and place.thread == threading.get_ident() and place.inside.locked()
 
     def run(self, function: Callable[[], R], look: Callable[[], None] | None = None) -> R:
-        """What the function returns, which runs with the lock held. `look` is called where it must be waited for, and several
-        times a second except in the main thread; what it raises ends the wait."""
+        """Run the function with the lock held, and return its result. If there is a wait for the lock, `look` is called
+        at its start, and several times a second except in the main thread; an error of `look` ends the wait."""
         if self.is_held():
             return function()
         place = _QueuePlace()
@@ -96,7 +96,7 @@ class _ObjectLock(FairLock):
 
 
 _of_objects: WeakValueDictionary[int, _ObjectLock] = WeakValueDictionary()
-"""By the ids of the objects: loaders of this process that were given the same object have to find the same lock."""
+"""The locks by the ids of the objects: loaders of this process that were given the same object have to find the same lock."""
 _finding = threading.Lock()
 
 

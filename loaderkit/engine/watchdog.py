@@ -93,7 +93,7 @@ def describe_wait(
 
 
 def keys_of(chunk: Chunk, key_of: Callable[[int], str]) -> list[str]:
-    """The key of the sample a stage works on; of the first and the last if it takes all at once."""
+    """The key of the sample a stage works on; or the keys of the first and the last if it takes all at once."""
     current = chunk.current  # a worker may write it meanwhile
     if isinstance(current, list):
         current = min(len(current), len(chunk) - 1)

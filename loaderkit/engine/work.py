@@ -119,7 +119,7 @@ class Delivery(Protocol):
 
     @property
     def num_skipped(self) -> int:
-        """Of its items, those that are left out since they failed."""
+        """The number of its items that are left out because they failed."""
 
     @property
     def by_source(self) -> SourceCounts | None:
@@ -218,10 +218,12 @@ class Stage:
     finishes: bool = False  # `Plan.finish` completes its work, and counts as its time
     source: str = ""  # the mixed source that it is for alone
     in_turn: bool = False
-    """Of the first stage: one worker at a time runs it, in the order of the chunks; waiting for that is not its time."""
+    """For the first stage: one worker at a time runs it, in the order of the chunks; waiting for the turn is not its time."""
     owner: Any = None  # the user's object that it runs code of, if one thread at a time may
     lock: UserLock | None = None
-    """Held while it runs, which it takes itself: what waits for it is to take it before, so that waiting is not its time."""
+    """The lock that it takes and holds while it runs. A caller that has to wait for the lock takes it beforehand, so
+    that waiting is not the stage's time."""
     part: Callable[[Any], Chunk | None] | None = None
-    """Of a chunk, the items that it acts on, as a chunk, or None for none. Without it: all."""
+    """A function that gives the items of a chunk on which it acts, as a chunk, or None if there are none. Without it
+    the stage acts on all."""
     pool: str = ""  # neighbours with the same name share a pool, also with `workers`

@@ -35,7 +35,7 @@ class BatchesDataset(IterableDataset[Any]):
         self._loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's, which torchdata's StatefulDataLoader saves."""
+        """The loader's state, which torchdata's StatefulDataLoader saves."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -35,7 +35,8 @@ class RayRows:
     """
 
     def __init__(self, dataset: Any) -> None:
-        """A Dataset, a DataIterator, or a function that makes one of the number of an epoch. Raises ConfigError."""
+        """`dataset` is a Dataset, a DataIterator, or a function that makes one from the number of an epoch. Raises
+        ConfigError."""
         if not hasattr(dataset, "iter_batches") and not callable(dataset):
             raise ConfigError(
                 f"RayRows: a ray.data.Dataset, a shard of one, or a function of the epoch, not {type(dataset).__name__}"

@@ -91,7 +91,7 @@ FAMILIES = {
     "node_workers": Family("Processes that load on a node", "gauge", ("node",)),
     "store_held_bytes": Family("Bytes fetched ahead of `read` that are in memory", "gauge"),
 }
-"""What there is besides `store_*`, which connectors count."""
+"""All other metrics of a loader but `store_*`, which connectors count."""
 
 CHECKPOINT_FAMILIES = {
     "checkpoint_saves": Family("Saves of CheckpointManager that are over, by how they ended", labels=("outcome",)),
@@ -177,7 +177,7 @@ def outlives_runs(name: str, stats: Stats) -> bool:
 
 
 def causes(stats: Stats) -> list[str]:
-    """What a loop may always wait for; more are possible."""
+    """The causes for which a loop may always wait; more are possible."""
     return [*(row.name for row in stats.stages), START, MEMORY, WAKEUP]
 
 

@@ -28,7 +28,7 @@ _PATHS = ("/metrics", "/")
 logger = logging.getLogger("loaderkit")
 
 Write = Callable[[str], tuple[bytes, str]]
-"""From the header Accept to a body and its content type."""
+"""A function from the header Accept to a body and its content type."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self.handle_request()
 
     def _end_late_ones(self) -> float | None:
-        """End the requests whose deadline has come; the seconds until the next one's, None if there is none."""
+        """End the requests whose deadline has come; returns the seconds until the next deadline, or None if there is none."""
         now_s = time.monotonic()
         for request in self._open():
             if request.deadline_s <= now_s:

@@ -116,7 +116,7 @@ SPARE_COLUMNS: int = getattr(_jpeg, "BESIDE", 0)
 ZEROS = 0
 """The address in a row of `fill_part` that means zeros."""
 NO_CRC = -1
-"""The checksum in a row of `fill_part` that is not wanted."""
+"""The checksum in a row of `fill_part` that means that none is wanted."""
 
 
 def fill_part(
@@ -131,7 +131,7 @@ def fill_part(
     Each row of `rows`, int64 [R, 4], is a piece: its begin and end in memory, the address from which it is copied, and
     the CRC-32 of what comes before it, which is replaced by the CRC-32 of both. Pieces are in order; bytes in none of
     them stay as they are. For each block of `block` bytes that is True in `is_hashed`, bool [B], the XXH3 is put into
-    `hashes`, uint64 [B]. The caller answers for the addresses. Raises ValueError.
+    `hashes`, uint64 [B]. The caller is responsible for valid addresses. Raises ValueError.
     """
     address = address_of_hash()
     if address is not None:

@@ -187,7 +187,7 @@ def _seek_all(reading: Sequence[_ReadAhead], epoch: int, position: int, shard: S
 def _compile_parts(
     plan: OpenedPipeline, connectors: Sequence[Connector | None], context: CompileContext, read: StageConfig
 ) -> list[Stage]:
-    """`read` of a mixture: for each source one that reads it, with the stages that it has of its own behind."""
+    """The `read` of a mixture: for each source a stage that reads it, followed by the source's own stages."""
     assert isinstance(plan.source, MixtureSource)
     stages = []
     for number, member in enumerate(plan.config.members):
@@ -320,5 +320,5 @@ def _ahead_of(
 
 
 def _choice(plan: OpenedPipeline, part: SourcePart) -> Chosen:
-    """What a forecast of one source reads of the mixture."""
+    """The part of the mixture that a forecast of one source covers."""
     return Chosen(partial(plan.order.spans, part.name), part.is_own, part.own_of)

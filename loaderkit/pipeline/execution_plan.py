@@ -51,7 +51,7 @@ class ExecutionPlan(OpenedPipeline):
     @property
     def may_move(self) -> bool:
         """True if worker processes may take over from threads, for user code that is not declared; see
-        `executors/process_move.py`. Of an iterable each process would take all."""
+        `executors/process_move.py`. An iterable may not move, as each process would take all of it."""
         is_auto = self.config.prefetch.executor == "auto" and self.executor == "thread"
         may = is_auto and not self.is_shared and not self.config.kind.is_stream
         return may and any(stage.lock is not None for stage in self.compiled.stages)
@@ -86,7 +86,7 @@ class ExecutionPlan(OpenedPipeline):
 
     @property
     def trainer_stages(self) -> list[Stage]:
-        """The stages that stay in the trainer's process with `executor: process`: those from a `transfer` to CUDA on."""
+        """The stages that stay in the trainer's process with `executor: process`: the stages from a `transfer` to CUDA on."""
         stages = self.compiled.stages
         return [] if self.compiled.device is None else stages[[stage.kind for stage in stages].index("transfer") :]
 

@@ -119,7 +119,7 @@ def _of_sources(config: PipelineConfig, source: Source) -> dict[str, str]:
 
 
 def _of_member(args: MixtureArgs, member: MixedSourceConfig, part: Source) -> str:
-    """Short: a state with 20 sources is to stay below 1 KiB."""
+    """The fingerprint of one source of a mixture. It is short, as a state with 20 sources should stay below 1 KiB."""
     named = member.args.model_dump(mode="python", include={"fields", "label"}, exclude_none=True)
     values = (
         member.kind,

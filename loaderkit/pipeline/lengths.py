@@ -151,9 +151,9 @@ def _described(stage: StageConfig) -> list[Any]:
 def measure_lengths(
     source: Source, stages: Sequence[Stage], wanted: StageConfig, prefetch: PrefetchArgs, *, raises: bool
 ) -> Generator[tuple[NDArray[np.int64], int], None, None]:
-    """Run all samples through the stages, which are those before `wanted` and `batch`, and yield their lengths in canonical
-    order, some at a time, and how many of those are bad: 0 is the length of these, which are warned about, and of those that
-    are dropped. Raises StageError, with `raises` also for a bad sample, and StallTimeout as `run_samples` does. Closes the
+    """Run all samples through the stages before `wanted` and `batch`. Yields their lengths in canonical order, some at
+    a time, and how many of them are bad. The length of a bad sample, which is warned about, and of a dropped one is 0.
+    Raises StageError, with `raises` also for a bad sample, and StallTimeout as `run_samples` does. Closes the
     stages."""
     size = len(source)
     chunks = (chunk_of(np.arange(begin, min(begin + _CHUNK, size))) for begin in range(0, size, _CHUNK))

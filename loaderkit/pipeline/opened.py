@@ -66,12 +66,13 @@ class OpenedPipeline:
 
     @property
     def noted_errors(self) -> ErrorsArgs:
-        """What to do with bad samples here: of several ranks that share a reader, only that one writes the quarantine file."""
+        """What to do with bad samples on this rank: if several ranks share a reader, only the reader writes the
+        quarantine file."""
         errors = self.config.errors
         return errors.model_copy(update={"quarantine": None}) if self.is_shared and self.place.number else errors
 
     def num_samples(self, epoch: int = 0) -> int:
-        """The samples of an epoch, with `pack` its sequences. Raises TypeError if that is not known."""
+        """The number of samples of an epoch; with `pack`, of its sequences. Raises TypeError if that is not known."""
         self.schedule.check_length()
         return self.order.num_samples(epoch)
 

@@ -43,7 +43,7 @@ class StageRuns:
             self._places.pop(thread, None)
 
     def place(self) -> tuple[str, SampleChunk] | None:
-        """The stage that they are in, and the chunk; of several, the one that began first. From any thread."""
+        """The stage and the chunk at work; of several, the chunk that began first. From any thread."""
         return next(iter(self._places.copy().values()), None)
 
 
@@ -62,13 +62,13 @@ def run_samples(
     prefetch: PrefetchArgs | None = None,
     key: Callable[[int], str] = str,
 ) -> Generator[SampleChunk, None, None]:
-    """Run chunks, and yield them in their order; their samples and failures are theirs. Raises what a stage raises for all
-    samples, in place of the chunk.
+    """Run chunks, and yield them in their order; a chunk then holds its samples and failures. Raises what a stage
+    raises for all samples, in place of the chunk.
 
     Without `num_threads` they run in the caller's thread, when they are asked for, as `executor: inline` does it. Else
     as many threads, one if `run` is in turn, run twice as many ahead, and a wait for longer than `prefetch.timeout` is reported
-    as an engine's is, with the stage, the `key` of the sample and stacks; raises StallTimeout if `on_timeout` says so. Close it
-    where it is not run to its end (`contextlib.closing`): its threads end then.
+    as an engine's is, with the stage, the `key` of the sample and stacks; raises StallTimeout if `on_timeout` says so.
+    If it is not run to its end, close it (`contextlib.closing`), which ends its threads.
     """
     if not num_threads:
         for chunk in chunks:

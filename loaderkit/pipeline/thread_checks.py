@@ -37,8 +37,8 @@ class SideBySide(NamedTuple):
 
 def compare_side_by_side(plan: ExecutionPlan) -> SideBySide | None:
     """The first samples, made alone, twice, then in several threads at once. None if there is no user code before
-    `batch`, or if it belongs to an iterable or is seeded, as such code never runs so. What already differs alone says
-    nothing."""
+    `batch`, or if it belongs to an iterable or is seeded, as such code never runs so. Fields that already differ alone
+    are ignored."""
     context = plan.compiled.context
     core = plan.order.core
     if core.sources or plan.order.unit == "sequences" or plan.config.kind.is_stream or context.is_seeded:
@@ -91,7 +91,7 @@ def _is_declared(stage: StageConfig) -> bool:
 
 
 def _made(plan: ExecutionPlan, numbers: Iterable[int], num_threads: int = 0) -> Iterator[Mapping[str, Any] | Exception]:
-    """Samples as `batch` gets them, empty if they were dropped, or why they failed."""
+    """Samples as `batch` gets them, empty for dropped samples, or the error for failed ones."""
     stages = plan.compiled.stages[: len(plan.compiled.context.before_batch)]
     run = StageRuns([(one.name, one.run) for one in stages], in_turn=any(one.in_turn for one in stages))
     chunks = (chunk_of(np.array([number], np.int64)) for number in numbers)
@@ -102,7 +102,7 @@ def _made(plan: ExecutionPlan, numbers: Iterable[int], num_threads: int = 0) -> 
 
 
 def _without_locks(plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan, all of whose user code may run in several threads."""
+    """The same plan, but with all user code allowed to run in several threads."""
     source = copy(plan.source)
     source.owner = None
     stages = tuple(

@@ -98,7 +98,7 @@ def pipeline_subject(plan: ExecutionPlan, config_now: PipelineConfig) -> ReportS
 
 
 def _with_samples(verdict: VerdictPart, passed: Stats, source: Source) -> VerdictPart:
-    """The verdict, and if it is on stragglers, which samples those are."""
+    """The verdict, and, if it is on stragglers, which samples these are."""
     named = say_stragglers(passed, verdict.stage, source) if "stragglers" in (verdict.kind, verdict.or_kind) else ""
     return verdict.model_copy(update={"evidence": f"{verdict.evidence}; {named}"}) if named else verdict
 
@@ -230,7 +230,7 @@ def _gpu_properties(device: torch.device | None) -> Any:
 
 
 def _gpu_address(device: torch.device | None) -> str | None:
-    """On the PCI bus, as the kernel writes it; None without a GPU, or if torch does not say."""
+    """The GPU's address on the PCI bus, as the kernel writes it; None without a GPU, or if torch does not say."""
     gpu = _gpu_properties(device)
     if not hasattr(gpu, "pci_bus_id"):
         return None

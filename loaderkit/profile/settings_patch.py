@@ -46,7 +46,7 @@ def settings_for(verdict: Verdict | Cause, stats: Stats, config: PipelineConfig)
 
 
 def _in_file(given: Setting, config: PipelineConfig, tuning: dict[str, Any]) -> list[Setting]:
-    """A setting of the running loader as the file has it."""
+    """A setting of the running loader in the form of the file."""
     section, _, rest = given.key.partition(".")
     if section == "stages":
         name, _, _ = rest.rpartition(".")

@@ -22,7 +22,7 @@ from loaderkit.pipeline.config.stage_parsing import stage_names
 
 
 def edited(text: str, settings: Sequence[Setting]) -> str:
-    """The text of a pipeline's file with these values in it. Raises ConfigError where the file is not shaped for them."""
+    """The text of a pipeline's file with these values in it. Raises ConfigError if the file's form does not allow that."""
     for setting in settings:
         text = _set(text, setting.key, setting.value)
     return text

@@ -92,7 +92,7 @@ class Board:
 
     @contextmanager
     def alive(self, key: str) -> Iterator[None]:
-        """While the block runs, those who wait for this rank's messages `key` wait on, however long that takes."""
+        """While the block runs, ranks that wait for this rank's messages `key` keep waiting, however long that takes."""
         done = threading.Event()
 
         def beat() -> None:
@@ -126,8 +126,9 @@ class Board:
     def collect(self, key: str, *, about: str = "", doing: str, timeout_s: float | None = None) -> list[bytes]:
         """The messages `{key}/{rank}` of all ranks; waits for them, at most `timeout_s` instead of the board's.
 
-        Failures and signs of life are looked for below `about`, default `key`. Raises PeerError that names the ranks that
-        failed or left, or that did not come within the timeout and gave no sign of life; `doing` says what for.
+        Failures and signs of life are looked up below `about`, by default `key`. Raises PeerError that names the ranks
+        that failed or left, or that sent nothing within the timeout and gave no sign of life; `doing` says what the
+        messages are for.
         """
         return self._wait({rank: f"{key}/{rank}" for rank in range(len(self))}, about or key, doing, timeout_s)
 
@@ -221,7 +222,7 @@ class BoardAddress(NamedTuple):
 def board_with_address(board: Board) -> Board:
     """Another board of the same ranks, which has an address. Every rank calls it.
 
-    Raises ConfigError if the store of torch.distributed is none to connect to, and PeerError.
+    Raises ConfigError if the store of torch.distributed is of a kind that cannot be connected to, and PeerError.
     """
     server = kept = default_store()
     while isinstance(server, c10d.PrefixStore):

@@ -48,7 +48,8 @@ class PeerChannel:
     """
 
     def __init__(self, peers: Sequence[int], number: int, name: str, *, timeout_s: float, raises: bool) -> None:
-        """`name` is the same on all of them. `raises`: a rank is given up after `timeout_s`; else later."""
+        """`name` is the same on all of them. `raises`: a rank that does not answer is given up after `timeout_s`;
+        without it later."""
         self.peers = tuple(peers)
         self.number = number
         self.parent = (number - 1) // _NUM_CHILDREN
@@ -84,7 +85,7 @@ class PeerChannel:
         self._watcher = watcher
 
     def connect(self, about: Mapping[str, str]) -> None:
-        """Connect with the others; `about` is what has to be the same on all. Raises ConfigError that names a difference,
+        """Connect with the others; `about` has to be the same on all ranks. Raises ConfigError that names a difference,
         PeerError that names the ranks that did not come, and ClosedError after `leave`."""
         self._store.set(f"joined/{self.number}", "\n".join(f"{key}\t{value!r}" for key, value in about.items()))
         self._await_all("joined", may_leave=True)
@@ -162,7 +163,7 @@ class PeerChannel:
             self._wait(child, work)
 
     def receive(self, parts: Sequence[torch.Tensor], first_tag: int = 0) -> None:
-        """Fill tensors with those that the parent sends from number `first_tag` on. Raises PeerError."""
+        """Fill tensors with the tensors that the parent sends, from number `first_tag` on. Raises PeerError."""
         try:
             works = [self._connected().recv([part], self.parent, tag) for tag, part in enumerate(parts, first_tag)]
         except RuntimeError as error:
@@ -186,7 +187,7 @@ class PeerChannel:
     # ---------------------------------------------------------------------------------------------------- failures
 
     def fail(self, reason: str) -> PeerError:
-        """End the connections of all ranks for a fault of this one; the error."""
+        """End the connections of all ranks because of a fault of this one; returns the error."""
         try:
             return self._failed(self._note(self.number, reason))
         except RuntimeError:  # the store is gone
@@ -248,7 +249,7 @@ class PeerChannel:
         return None
 
     def _explained(self, peer: int, error: RuntimeError) -> Exception:
-        """What a transfer with `peer` ended with, in words."""
+        """The error for a transfer with `peer` that failed, with the reason in words."""
         if isinstance(error, (PeerError, ClosedError)):
             return error
         if self._has_left.is_set():
@@ -266,12 +267,13 @@ class PeerChannel:
             )
 
     def _gone(self, peer: int) -> PeerError:
-        """The error for a rank that has left. No note of it: others may be about to take what was sent to them, and end."""
+        """The error for a rank that has left. It is not written to the store: others may still be about to receive
+        their last batches, and end."""
         number, _, reason = self._store.get(f"left/{peer}").decode().partition("\n")
         return self._blame(int(number), reason)
 
     def _failed(self, failure: PeerError) -> PeerError:
-        """Close the connections, so that the others notice, who then find the note."""
+        """Close the connections, so that the others notice, and find the failure in the store."""
         self.failure = failure
         self._cut()
         return failure
@@ -284,7 +286,7 @@ class PeerChannel:
         return self._blame(int(number), reason)
 
     def _note(self, peer: int, reason: str) -> PeerError:
-        """Write a failure down, unless another one is; the one that is."""
+        """Write a failure to the store, unless there is one already; returns the one that is there."""
         self._store.compare_set("failed", "", f"{peer}\n{reason}")
         return self._noted() or self._blame(peer, reason)
 

@@ -132,7 +132,7 @@ class RankGroup:
         self._gloo = None
 
     def _wait_for_all(self, what: str) -> None:
-        """Until all ranks are counted there, for 2 s at most."""
+        """Wait until all ranks are counted there, for 2 s at most."""
         deadline_s = time.monotonic() + _FAREWELL_S
         with suppress(RuntimeError):
             while self._store.add(what, 0) < len(self) and time.monotonic() < deadline_s:
@@ -175,7 +175,7 @@ class RankGroup:
         return self._blame([int(rank)], reason) if rank else None
 
     def _check_liveness(self, error: RuntimeError, owner: int | None) -> PeerError:
-        """Ask all ranks for an answer; the error that names those at fault."""
+        """Ask all ranks for an answer; returns the error that names the ranks at fault."""
         self._store.set("alarm", "1")
         self._answer()
         deadline_s = time.monotonic() + min(_ANSWER_S, self._timeout_s)

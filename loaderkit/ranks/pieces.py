@@ -112,7 +112,7 @@ class PieceServer:
                 raise PeerError(f"rank {failed[0]} {self._left[failed[0]]}", ranks=(failed[0],))
 
     def close(self, reason: str = "") -> None:
-        """Close all connections; those who still ask hear the `reason`. Idempotent."""
+        """Close all connections; ranks that still ask get the `reason`. Idempotent."""
         with self._changed:
             self._closed = True
             connections, main = [*self._connections, self._listener], [*self._main.values()]
@@ -173,7 +173,7 @@ class PieceServer:
             connection.close()
 
     def _give(self, connection: socket.socket) -> str:
-        """Answer until the other closes; "" if it said that it has all, else why it has not."""
+        """Answer until the other rank closes. Returns "" if it has said that it has everything, else why it has not."""
         with self._changed:
             self._changed.wait_for(lambda: self._pieces is not None or self._closed)
         while data := connection.recv(_REQUEST.size, socket.MSG_WAITALL):
@@ -239,7 +239,7 @@ class PieceClient:
         return PeerError(f"rank {rank} {said}", ranks=(rank,))
 
     def close(self, reason: str = "") -> None:
-        """Close all connections; with a `reason`, ranks that still wait for this one hear it. Idempotent."""
+        """Close all connections; with a `reason`, ranks that still wait for this one get it. Idempotent."""
         for rank in self._addresses.keys() - self._main.keys():
             with suppress(PeerError):
                 self._main[rank] = self._connected(rank, is_main=True, timeout_s=_FAREWELL_S)

@@ -20,7 +20,7 @@ class ItemStream(Protocol):
     """Where the items of a batch come from, if they come in their own order only."""
 
     def take(self, indices: list[int], up_to: int) -> tuple[list[Any], Any]:
-        """The items with these numbers, fewer at the end, and the state of what they come from behind item `up_to`."""
+        """The items with these numbers, fewer at the end, and the source's state behind item `up_to`."""
 
 
 class Starts(NamedTuple):
@@ -164,7 +164,8 @@ class SampleChunk(Chunk):
         return int(self.work_item.positions[self.slot_of(row)])
 
     def index_of(self, row: int) -> int:
-        """The index in the source of the sample at `row`; `indices` are also of what is made of it, for random numbers."""
+        """The index in the source of the sample at `row`; `indices` may instead be the indices of what is made of it,
+        for random numbers."""
         return int(self.indices[row])
 
     def slot_of(self, row: int) -> int:
@@ -182,7 +183,7 @@ class SampleChunk(Chunk):
         return slice(self.lo, self.hi)
 
     def in_slots(self, values: list[Any]) -> tuple[int, list[Any]]:
-        """Of values by row: the first slot, and the values of the slots from it on; None where a slot is another chunk's."""
+        """From values by row: the first slot, and the values of the slots from it on, None for a slot of another chunk."""
         return self.lo, values
 
     def let_go(self) -> None:

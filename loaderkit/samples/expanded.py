@@ -43,7 +43,8 @@ class Handover:
         self._is_there.set()
 
     def take(self, work_item: BatchWork) -> MadeSample:
-        """Wait for it, for a batch. Its maker is at work, in another thread, or was. Raises what has stopped its maker."""
+        """Wait for it, for a batch. The batch that makes it is at work in another thread, or was. Raises the error that
+        has stopped that batch."""
         while not self._is_there.wait(_LOOK_S):
             maker = self._maker
             if maker is not None and maker.error is not None:
@@ -124,7 +125,8 @@ class ExpandedChunk(SampleChunk):
         return MadeSample(self.samples[row], self.failures.get(row))
 
     def unfold(self) -> list[Sample | None]:
-        """From now on the rows are the slots. The sample that each is to be made of; None for one that is bad or dropped."""
+        """From now on the rows are the slots. Returns for each slot the sample it is made of, or None for one that is
+        bad or dropped."""
         made = [self.made(row) for row in range(len(self.samples))]
         if self.borrowed is not None:
             made.insert(0, self.taken)
@@ -165,7 +167,7 @@ class ExpandedChunks:
         return ExpandedChunk(work_item, lo, hi, expanded, self._num, borrowed=borrowed, lent=lent)
 
     def single(self, work_item: BatchWork, lo: int, hi: int, samples: NDArray[np.int64]) -> ExpandedChunk:
-        """The work on single samples: of each the part that its position in the epoch says."""
+        """The work on single samples: for each the part that its position in the epoch determines."""
         numbers = work_item.positions[lo:hi] % self._num
         return ExpandedChunk(work_item, lo, hi, samples * self._num + numbers, self._num)
 

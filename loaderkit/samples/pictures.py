@@ -38,7 +38,8 @@ _EXTENSIONS = {name: name for name in FORMATS} | {"jpeg": "jpg", "tiff": "tif", 
 
 
 def picture_extension(data: memoryview) -> str | None:
-    """The usual extension for a picture that begins like this; None for what is none, or in no format that is opened."""
+    """The usual extension for a picture that begins like this; None if it is no picture, or in a format that is not
+    opened."""
     return _EXTENSIONS.get(looks_like(data) or "")
 
 

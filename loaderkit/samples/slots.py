@@ -62,7 +62,7 @@ class Slots:
 
 
 TakeBytes = Callable[[int], Bytes]
-"""Lends memory of a size, uninitialised, as long as anything over it lives."""
+"""Gives uninitialised memory of a size, which is kept as long as anything over it lives."""
 
 LEAST_LENT = 512 * 1024
 

@@ -83,8 +83,8 @@ class FieldGroup(NamedTuple):
 
 
 def as_array(values: list[Any]) -> Any:
-    """A list of numbers, or of such lists of one length, as an array: int64, float64 (also where some are whole) or bool; any
-    other list, and one without items, as it is. Raises FormatError for whole numbers beyond int64."""
+    """A list of numbers, or of such lists of one length, as an array: int64, float64 (also where some are whole) or
+    bool; any other list, and an empty one, as it is. Raises FormatError for whole numbers beyond int64."""
     kind = type_of_all(values)
     if kind is None and {*map(type, values)} == {int, float}:
         kind = float

@@ -87,5 +87,5 @@ class ExpandedOrder(SampleOrder):
 
 
 def _times(number: int, num: int) -> int:
-    """The positions that `number` samples take; of a number that is not known, that."""
+    """The number of positions for `number` samples; an unknown number stays unknown."""
     return number if number >= UNKNOWN else number * num

@@ -131,7 +131,7 @@ class Interleaving:
         return _Turns(sources.astype(np.uint16), places.astype(np.int32), np.array(before, np.int64))
 
     def _lags_at(self, position: int) -> Int64:
-        """By source: position x weight - turns before x total; what it has too few, times the total."""
+        """For each source: position x weight - turns before x total, which is how many turns it lacks, times the total."""
         start = max(0, position - self._memory)
         lags = [start * weight % self._total for weight in self._weights.tolist()]
         # Any of the sources may be ahead, in the right number.

@@ -74,7 +74,7 @@ class MixRules:
         self, position: int, used_up: Collection[int], most_total: int = MOST_TOTAL
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(numbers, whole weights with a sum of at most `most_total`) of the sources that take turns from a position on. Raises
-        ConfigError if there is none, if the share of one is below `LEAST_SHARE`, or if no end of the epoch would come."""
+        ConfigError if there is none, if the share of one is below `LEAST_SHARE`, or if the epoch would never end."""
         weights, later = self._weights_at(position)
         numbers = [number for number, weight in enumerate(weights) if weight > 0 and number not in used_up]
         if not numbers:

@@ -88,11 +88,12 @@ class SampleOrder(ABC):
         return self.num_positions(epoch)
 
     def samples_of(self, indices: Int64) -> Int64:
-        """The samples of the source that the slots of batches are made of, where each is made of one: int64 [n] both."""
+        """The samples of the source that the slots of batches are made of, if each slot is made of one sample: int64
+        [n] both."""
         return indices
 
     def keys(self, epoch: int, indices: Int64, keys_of: Callable[[Int64], list[str]]) -> list[str]:
-        """The names of what is in the slots of a batch, from `keys_of` samples."""
+        """The names of what is in the slots of a batch; `keys_of` gives the keys of samples."""
         return keys_of(indices)
 
     def lengths_of(self, samples: Int64) -> Int64:
@@ -132,7 +133,7 @@ class SampleOrder(ABC):
         return np.zeros(0, np.bool_)
 
     def positions_before(self, epoch: int, position: int) -> int:
-        """The first position of `core` that nothing before `position` depends on."""
+        """The first position of `core` on which nothing before `position` depends."""
         return position
 
     def num_before(self, epoch: int, position: int) -> tuple[int, int]:

@@ -42,7 +42,7 @@ class Pieces(NamedTuple):
     bounds: Int64
 
     def take(self, sequences: Int64, length: int) -> Pieces:
-        """The pieces of some of the sequences, which are of `length`."""
+        """The pieces of some of the sequences, which have `length` tokens each."""
         numbers = np.frombuffer(native.take_pieces(*self, sequences, length), np.int64)
         num = (len(numbers) - len(sequences) - 1) // 4
         columns = numbers[: 4 * num].reshape(4, num)
@@ -106,7 +106,7 @@ class PackedOrder(WrappedOrder):
         return min(num_spans * self._span, self.num_packed(epoch))
 
     def keys(self, epoch: int, indices: Int64, keys_of: Callable[[Int64], list[str]]) -> list[str]:
-        """Of every sequence the keys of its documents; of a piece also which of its tokens: "4 17[8192:9000] 5"."""
+        """For every sequence the keys of its documents, and for a piece also its tokens: "4 17[8192:9000] 5"."""
         pieces = self.pieces(epoch, indices)
         samples, firsts, lengths = pieces.samples, pieces.firsts, pieces.lengths
         keys = keys_of(samples)
@@ -197,8 +197,8 @@ class PackedOrder(WrappedOrder):
         return np.concatenate(([0], np.cumsum(np.concatenate(counts)))).astype(np.int64)
 
     def _packed(self, lengths: Int64) -> tuple[Int64, Int64, Int64, Int64]:
-        """Of windows of samples of these lengths: how many whole sequences each sample fills before the rest, the length of the
-        rest, its bin in the window, or -1; and the number of those bins of every window."""
+        """For windows of samples of these lengths: how many whole sequences each sample fills, the length of the rest,
+        the bin of the rest in its window, or -1; and the number of these bins in every window."""
         whole = np.maximum(lengths - 1, 0) // self.length  # of a multiple the last piece is a rest like any
         rest = lengths - whole * self.length
         bounds = np.append(np.arange(0, len(lengths), self._window, dtype=np.int64), len(lengths))
@@ -290,8 +290,9 @@ def _even_order(bins: Int64, lengths: Int64, key: int) -> Int64:
     """Bins by cost, the sum of squares, in sweeps of about 2,048: one from the cheapest to the dearest, the next back, and so
     on.
 
-    Neighbours cost about the same, at the turns and from one span to the next as well, so however many ranks take them in
-    turns, they take as long. Each sweep has bins of all costs, drawn by `key` from those that cost about the same.
+    Neighbours cost about the same, also where a sweep turns and from one span to the next. So ranks that take them in
+    turns take equally long, however many they are. Each sweep has bins of all costs, drawn by `key` from bins that cost
+    about the same.
     """
     costs = np.bincount(bins, weights=lengths.astype(np.float64) ** 2)
     num = len(costs)

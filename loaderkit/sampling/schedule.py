@@ -20,7 +20,7 @@ from loaderkit.sampling.order import Int64, SampleOrder
 from loaderkit.sampling.random import Bijection, key_of, uniforms
 
 UNKNOWN = 1 << 60
-"""The number of samples of what ends when it ends."""
+"""The number of samples of a source whose end is known only when it is reached."""
 
 
 class SequentialOrder(SampleOrder):

@@ -87,7 +87,8 @@ def _cut(sizes: list[int], area: int) -> list[int]:
 
 
 def _least_area(sizes: list[int], capacity: int) -> int:
-    """The least area with which the bins are as few as with `capacity`: else the last one has what the others leave."""
+    """The least area that gives no more bins than `capacity`, so that bins are even: else the last one would only have
+    what the others leave."""
     if not sizes:
         return capacity
     num_bins = len(_cut(sizes, capacity))
@@ -121,8 +122,8 @@ class TokenBatches(WrappedOrder):
     def in_batches(self, epoch: int, positions: Int64, batch_size: int, start: int, world_size: int) -> BatchSamples:
         """See `SampleOrder`, with batches of one position, n > 0 of them.
 
-        If there is no batch left for some ranks in the last step, all ranks share those that there are. So nothing comes twice,
-        unless they have fewer samples than there are ranks.
+        If no batch is left for some ranks in the last step, all ranks share the batches that are left. So no sample
+        comes twice, unless they have fewer samples than there are ranks.
         """
         num_batches, last, wrapped = self.num_positions(epoch), int(positions[-1]), None
         rank = (last - start) % world_size

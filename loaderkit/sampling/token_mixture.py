@@ -64,7 +64,7 @@ class _Walk:
         return _Stand(self.position, self.places.copy(), self.tokens.copy(), self._lags.copy(), self._segment)
 
     def turns(self, num: int) -> Int64:
-        """The indices of the next `num` samples, or of those that are left of the epoch."""
+        """The indices of the next `num` samples, or of as many as are left in the epoch."""
         parts: list[Int64] = []
         end = self.position + num
         while self.position < end and not self.is_over:
@@ -151,7 +151,7 @@ class _WalkedEpoch:
         return {**self.__dict__, "_walk": None}
 
     def next_block(self, mixture: TokenMixture) -> Int64:
-        """The samples of the block from the last stand on, of an epoch whose end is not known."""
+        """The samples of the block that follows the walked part of an epoch whose end is not known."""
         walk = self._walk or _Walk(mixture, self.begin, self.stands[-1])
         indices = walk.turns(_BLOCK)
         self.segments += walk.ended

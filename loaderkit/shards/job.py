@@ -138,7 +138,7 @@ class ShardJob:
 
 def pack_job(job: ShardJob) -> bytes:
     """The job for other processes and machines. A data set given by name is opened again there, as it may hold open files.
-    Raises ConfigError if something of it cannot be sent."""
+    Raises ConfigError if a part of it cannot be sent."""
     config, plan = job.plan.config, job.plan
     reopen = config.kind.reopen(config.source, len(plan.source))
     if reopen is not None:
@@ -286,7 +286,8 @@ def _described(error: StageError, position: int, index: int) -> dict[str, Any]:
 
 
 def _threads_for(plan: ExecutionPlan) -> int:
-    """As many as requests are made ahead in training, where reads wait for a store; 0: none but the caller's."""
+    """The number of threads: as many as training makes requests ahead, where reads wait for a store; 0 means only the
+    caller's thread."""
     args, connector = plan.config.source, plan.connector
     if connector is None or not traits_of(connector).is_remote or not isinstance(args, StoreArgs):
         return 0
@@ -329,8 +330,8 @@ def write_parts(
     """Write an object of `size` bytes, whose parts `part_at(start, length)` gives, from several threads if the store is remote;
     whole, or leave nothing of it. Raises ConnectorError, LoaderkitError if another run has begun, and what `part_at` raises.
 
-    The plan is looked at when all bytes are written, and another run that has written its own plan removes what is not
-    committed by then: so nothing of this run appears among that one's shards.
+    The plan is checked when all bytes are written. Another run that has written its own plan removes what is not
+    committed by then, so nothing of this run appears among the other's shards.
     """
     writes = writes_of(connector)
     part_bytes = writes.part_bytes_of(size)

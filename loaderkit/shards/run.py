@@ -126,7 +126,7 @@ def _mend(
     workers: Workers,
     on_progress: Callable[[PackProgress], None],
 ) -> None:
-    """Make the shards again that were lost since all were there. Raises SourceError if they are not as they were."""
+    """Make shards again that were lost after the run had finished. Raises SourceError if they are not the same as before."""
     job = state.own(connector, plan.job, plan.fingerprint)
     numbers = [number for number in range(job.num_shards) if job.name(number) in lost]
     records: dict[int, ShardRecord] = {}
@@ -145,7 +145,7 @@ def _mend(
 
 
 def _whole(connector: Connector, plan: ShardPlan) -> dict[str, Any] | None:
-    """The manifest of what is there; None without one. Raises ConfigError if it is of other shards."""
+    """The manifest that is there, or None. Raises ConfigError if it belongs to other shards."""
     manifest = read_json(connector, MANIFEST)
     if manifest is not None:
         state.check_fingerprint(
@@ -252,7 +252,7 @@ def _note(bad: BadSamples, record: ShardRecord) -> None:
 
 
 def _manifest(plan: ShardPlan, records: list[ShardRecord]) -> dict[str, Any]:
-    """What is the same however the shards were made."""
+    """The manifest. It is the same however the shards were made."""
     job, config = plan.job, plan.config
     there = [record for record in records if record.num_samples]
     classes = job.plan.source.classes

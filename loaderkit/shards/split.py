@@ -26,9 +26,9 @@ class Split:
 
 
 def split_stages(config: PipelineConfig, *, keeps_encoded: bool) -> Split:
-    """The stages up to the first one that is random or plans the order. With `keeps_encoded` a `decode` that would be the last
-    of them is left, too, if fields are bytes until then: these are written as they are. Raises ConfigError for a source that
-    cannot be packed."""
+    """The stages up to the first one that is random or plans the order. With `keeps_encoded`, a `decode` that would be
+    the last of them is left for training, too, if fields are bytes until then: the bytes are written as they are.
+    Raises ConfigError for a source that cannot be packed."""
     _check_source(config)
     before = config.stages[1 : config.stages.index(config.stage("batch"))]
     num, reason = len(before), ""

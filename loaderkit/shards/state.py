@@ -42,7 +42,7 @@ def check_fingerprint(found: Mapping[str, Any], fingerprint: Mapping[str, str], 
 
 
 def planned(connector: Connector, job: ShardJob, fingerprint: Mapping[str, str]) -> ShardJob | None:
-    """The job as it was planned when it was begun; None if it was not. Raises ConfigError if another one was."""
+    """The job as it was planned when it was begun, or None if it was not begun. Raises ConfigError if another job was."""
     found = read_json(connector, UNFINISHED)
     if found is None:
         return None
@@ -67,8 +67,9 @@ def begin(connector: Connector, job: ShardJob, fingerprint: Mapping[str, str]) -
 
 
 def own(connector: Connector, job: ShardJob, fingerprint: Mapping[str, str]) -> ShardJob:
-    """Write the plan in the name of this run, then remove what is not committed, by runs that died or by one that is at work:
-    that one stops, and nothing that it still writes appears. Raises LoaderkitError if another one has begun just now."""
+    """Write the plan in the name of this run, then remove what is not committed, by runs that died or by a run that is
+    at work: that run stops, and nothing that it still writes appears. Raises LoaderkitError if another one has begun
+    just now."""
     plan = _described(job, fingerprint)
     job = replace(job, digest=_digest(plan), run=secrets.token_hex(8))
     writes_of(connector).put(UNFINISHED, json.dumps({"version": VERSION, "run": job.run, **plan}).encode())
@@ -126,7 +127,8 @@ def done(connector: Connector, job: ShardJob) -> dict[int, ShardRecord]:
 
 
 def lost(connector: Connector, manifest: Mapping[str, Any]) -> list[str]:
-    """The names of shards, or of the array, that the manifest has and that are not there in their size, with their index."""
+    """The names of shards, or of the array, that the manifest has and that are missing, of another size, or without
+    their index."""
     sizes = {info.key: info.size for info in connector.list("")}
     if manifest["format"] == "array":
         return [] if sizes.get(manifest["array"]) == manifest["num_bytes"] else [manifest["array"]]
@@ -138,8 +140,8 @@ def lost(connector: Connector, manifest: Mapping[str, Any]) -> list[str]:
 
 
 def finish(connector: Connector, manifest: Mapping[str, Any], job: ShardJob) -> None:
-    """Write the manifest, then remove what is needed no more. Raises LoaderkitError if not all is there as it was written, or
-    another run has begun."""
+    """Write the manifest, then remove what is no longer needed. Raises LoaderkitError if not all is there as it was
+    written, or another run has begun."""
     if job.format == "tar":
         names = {shard["name"] for shard in manifest["shards"]}
         there = [info.key for info in connector.list("") if info.key.endswith(".tar") and "/" not in info.key]
@@ -181,7 +183,7 @@ def _clear_uncommitted(connector: Connector) -> None:
 
 
 def merged_extensions(records: Iterable[ShardRecord]) -> dict[str, list[str]]:
-    """Of all shards, the extensions of every field's members."""
+    """The extensions of every field's members in all shards."""
     merged: dict[str, set[str]] = {}
     for record in records:
         for field, extensions in record.extensions.items():

@@ -64,7 +64,7 @@ def check_left(config: PipelineConfig, split: Split, layout: SampleLayout) -> No
 
 
 def _with_decode(config: PipelineConfig, plan: ShardPlan, left: Sequence[StageConfig]) -> tuple[StageConfig, ...]:
-    """The sample stages that are left, with a `decode` that makes of the shards' bytes what was written."""
+    """The sample stages that are left, with a `decode` that turns the shards' bytes into the values that were written."""
     split, layout = plan.split, plan.job.layout
     for number, stage in enumerate(left):
         if isinstance(stage.args, DecodeArgs):

@@ -30,9 +30,9 @@ from loaderkit.sources.formats.npy import NpyHeader, parse_npy_header, read_npy_
 from loaderkit.sources.formats.npz import NpzMember, read_npz_members
 
 LEAST_BYTES = 512 * 1024
-"""Smaller arrays are read through memory, since the second read costs more than the copy it saves. From the page cache, direct
-and through memory, in us: .npy of 64 KiB 22 and 12, 256 KiB 30 and 23, 1 MiB 112 and 146, 4 MiB 369 and 634; .npz of 256 KiB
-111 and 74, 1 MiB 223 and 222, 4 MiB 492 and 712."""
+"""Smaller arrays are read through memory, since a second read costs more than the copy it saves. From the page cache,
+direct and through memory, in us: .npy of 64 KiB 22 and 12, 256 KiB 30 and 23, 1 MiB 112 and 146, 4 MiB 369 and 634;
+.npz of 256 KiB 111 and 74, 1 MiB 223 and 222, 4 MiB 492 and 712."""
 
 
 @dataclass(frozen=True)

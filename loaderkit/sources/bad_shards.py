@@ -52,8 +52,8 @@ class BadShards:
 
     @staticmethod
     def tried(load: Callable[[_Argument], _Result]) -> Callable[[_Argument], _Result | LoaderkitError]:
-        """`load` of a shard, that returns the error of one which is damaged or missing. Others, of a store that may work again,
-        are raised: another rank, or a later start, would have that shard."""
+        """A version of `load` that returns the error of a shard that is damaged or missing. Other errors, of a store
+        that may work again, are raised: another rank, or a later start, would have that shard."""
 
         def call(shard: _Argument) -> _Result | LoaderkitError:
             try:
@@ -90,7 +90,8 @@ def said(shards: Sequence[BadShard]) -> str:
 
 
 def names_of(shards: Sequence[BadShard]) -> str:
-    """All of them for a saved state: by name, with how many samples stay; of many the first, and a digest of all."""
+    """All bad shards for a saved state, by name, with the number of samples that stay; if they are many, the first ones
+    and a digest of all."""
     texts = [f"{one.name} from sample {one.num_kept} on" if one.num_kept else one.name for one in shards]
     if len(texts) <= _MOST_IN_STATES:
         return ", ".join(texts)

@@ -110,7 +110,7 @@ class Reader(ABC):
         """Read the samples with the numbers `chunk.source_indices` into `chunk.samples`, row by row; returns the bytes read.
 
         A sample that cannot be read is marked by `ReadContext.failed`. `chunk.current` is the row at work, or None, for reports
-        of what hangs. Raises nothing but what concerns all samples.
+        of what hangs. Raises only errors that concern all samples.
         """
 
     def close(self) -> None:  # noqa: B027 - a hook, as the two below
@@ -251,7 +251,8 @@ class Source(ABC):
         return (draws * len(self)).astype(np.int64)
 
     def number(self, index: int) -> int:
-        """The sample's place in the canonical order: `index`, unless that also says in which pass over the samples it comes."""
+        """The sample's place in the canonical order: `index`, unless the index also says in which pass over the samples
+        it comes."""
         return index
 
     def source_name(self, index: int) -> str | None:
@@ -333,6 +334,6 @@ class SourceKind:
         return source, OwnedConnector(connector, is_owned)
 
     def is_elsewhere(self, args: SourceArgs) -> bool:
-        """True if the samples lie in another place than the file system."""
+        """True if the samples lie elsewhere than in the file system."""
         scheme, separator, _ = ("" if self.root is None else self.root(args)).partition("://")
         return bool(separator) and scheme != "file"

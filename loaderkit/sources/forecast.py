@@ -181,7 +181,7 @@ class Forecast:
         return mine
 
     def _of_reads(self, epoch: int, reads: Reads, number: int) -> list[RangeSlice]:
-        """The slices of what is read for slots from `number` on, in the rank's order."""
+        """The slices that are read for the slots from `number` on, in the rank's order."""
         if reads.pieces is not None:
             return self._of_pieces(reads, *reads.pieces, number)
         indices, slices = reads.samples, list[RangeSlice]()
@@ -201,7 +201,7 @@ class Forecast:
     def _of_pieces(
         self, reads: Reads, firsts: NDArray[np.int64], lengths: NDArray[np.int64], number: int
     ) -> list[RangeSlice]:
-        """The slices of pieces of samples that can be read in pieces, and of all that is read of others."""
+        """The slices of pieces, for samples that can be read in pieces, and of whole samples for others."""
         owners, ranges = reads.slots + number, None
         if self._chosen is None:
             ranges = self._source.piece_ranges(reads.samples, firsts, lengths)
@@ -213,8 +213,8 @@ class Forecast:
         return sorted(slices, key=lambda range_slice: range_slice.first)
 
     def _slices(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> list[RangeSlice]:
-        """The slices of samples with these indices and `numbers` in the rank's order. Of row groups they are those that are not
-        held when a sample first needs them."""
+        """The slices of samples with these indices and `numbers` in the rank's order. For row groups they are the
+        groups that are not held when a sample first needs them."""
         if self._chosen is not None:
             indices = self._chosen.own_of(indices)
         groups = self._source.row_groups

@@ -33,8 +33,8 @@ class SourcePart(Source):
     def __init__(
         self, name: str, inner: Source, first: int, total: int, reopen: Callable[[], Source] | None = None
     ) -> None:
-        """Its samples have the numbers from `first` on, of `total`. `reopen` opens `inner` in another process, which does not
-        get it then."""
+        """Its samples have the numbers from `first` on, of `total`. `reopen` opens `inner` in another process, to which
+        it is then not sent."""
         self.name = name
         self.first = first
         self.total = total
@@ -107,8 +107,8 @@ class MixtureSource(Source):
     def __init__(
         self, parts: Sequence[SourcePart], describe: Sequence[Callable[[str], str]], *, share_labels: bool
     ) -> None:
-        """`describe` give the names of objects in the stores of the parts. `share_labels`: no stage of a part's own can change
-        its labels, so that parts with other classes cannot be mixed. Raises ConfigError if they are."""
+        """`describe` give the names of objects in the stores of the parts. `share_labels`: no own stage of a part can
+        change its labels, so that parts with different classes cannot be mixed. Raises ConfigError in that case."""
         self.parts = tuple(parts)
         self._describe = tuple(describe)
         self._total = sum(map(len, parts))
@@ -153,7 +153,7 @@ class MixtureSource(Source):
         return f"{part.name}: {self._describe[self.parts.index(part)](part.origin(index))}"
 
     def reader(self, context: ReadContext) -> Reader:
-        """Each part has one of its own: `read` is a stage for each."""
+        """Each part has a reader of its own, because `read` is a stage for each part."""
         raise TypeError("a mixture is read part by part")
 
     def others(self, index: int, draws: NDArray[np.float64]) -> Int64:

@@ -73,7 +73,7 @@ def _range(body: str) -> list[str] | None:
 
 
 _OF_SYSTEMS = ("@eaDir", "#recycle", "#snapshot", "__MACOSX")
-"""Folders that a NAS or an operating system leaves behind: thumbnails, what was deleted."""
+"""Folders that a NAS or an operating system leaves behind: thumbnails, deleted files."""
 _HIDDEN = re.compile(rf"(?:^|/)(?:\.|(?:{'|'.join(_OF_SYSTEMS)})/)")
 
 
@@ -83,7 +83,8 @@ def is_hidden(key: str) -> bool:
 
 
 def said_of_form(name: str, others: Iterable[str]) -> str:
-    """For messages: that one of `others` is the same name in another Unicode form, as macOS and Linux write it; else ""."""
+    """A sentence for messages if one of `others` is the same name in another Unicode form, as macOS and Linux write it;
+    else ""."""
     composed = normalize("NFC", name)
     for other in others:
         if other != name and normalize("NFC", other) == composed:

@@ -57,9 +57,9 @@ class RangeReader(Reader):
         fetch: Callable[[SampleChunk, int, FieldRange], Any] | None = None,
         reuse: bool = True,
     ) -> None:
-        """`value_of` makes a field's value of its bytes and its extension. `as_bytes`: no stage decodes them, so samples get
-        copies. `fetch` reads one field of the sample at a row of a chunk by itself; None if it must be read with the others.
-        With `reuse` the buffer is the same from chunk to chunk."""
+        """`value_of` makes a field's value of its bytes and its extension. `as_bytes`: no stage decodes the bytes, so
+        samples get copies. `fetch` reads one field of the sample at a row of a chunk by itself; None if it must be read
+        with the others. With `reuse` the buffer is the same from chunk to chunk."""
         self._source, self._failed, self._fetch = source, context.failed, fetch
         self._value_of, self._as_bytes, self._reuse = value_of, as_bytes, reuse
         self._read_many, self._read_into = bulk_calls(context.store)

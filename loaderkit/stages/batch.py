@@ -107,7 +107,7 @@ class BatchArgs(StageArgs):
 
     @property
     def forms(self) -> Mapping[str, Literal["list", "pad"]]:
-        """Of the fields whose tensors differ in shape, how they are delivered."""
+        """How the fields whose tensors differ in shape are delivered."""
         named = self.pad_value if isinstance(self.pad_value, Mapping) else {}
         return {**self.ragged, **dict.fromkeys(named, "pad")}
 

@@ -147,7 +147,8 @@ def makes_functions(function: Callable[..., Any]) -> bool:
 
 
 def _made(name: str, function: Callable[..., Any], args: CallArgs) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """What is called, and the arguments of each call: of a class an object, made with them. Raises ConfigError."""
+    """What is called, and the arguments of each call. For a class an object is made with the arguments, and called.
+    Raises ConfigError."""
     if not makes_functions(function):
         return function, args.args
     try:
@@ -179,8 +180,9 @@ def call_on_sample(function: Callable[..., Any], sample: Sample, key: str, rng: 
 
 
 def taken_of(sample: Sample, copies: Mapping[str, Any], result: Sample) -> Sample:
-    """What a function left of a sample, as other stages know it: what it did not touch of `copies`, which it was given in the
-    place of encoded bytes, is these again, and tensors that were images are images."""
+    """What a function left of a sample, in the form for other stages. The function was given `copies` in place of
+    encoded bytes: those that it did not touch are replaced by the encoded bytes again, and tensors that were images
+    become images."""
     result.pop(_KEY, None)
     for name, data in copies.items():
         if result.get(name) is data:
@@ -197,7 +199,7 @@ def taken_of(sample: Sample, copies: Mapping[str, Any], result: Sample) -> Sampl
 
 
 def _as_before(value: torch.Tensor, image: Image) -> Image | None:
-    """What became of an image, uint8 or uint16 [C, H, W], as an image; None if it is none."""
+    """What a function left of an image, uint8 or uint16 [C, H, W], as an image; None if it is no image any more."""
     is_here = value.device.type == "cpu" and value.layout is torch.strided
     if is_here and value.shape[0] == image.pixels.shape[2]:
         return Image(value.permute(1, 2, 0).numpy())
@@ -209,7 +211,7 @@ def _as_before(value: torch.Tensor, image: Image) -> Image | None:
 def filter_sample(
     function: Callable[..., Any], sample: Sample, key: str, rng: np.random.Generator | None
 ) -> Sample | None:
-    """The sample, if the function keeps it, which is given its values themselves."""
+    """The sample, if the function keeps it. The function is given the values themselves, not copies."""
     kept = function(given_of(sample, key), rng)
     if isinstance(kept, (np.generic, np.ndarray, torch.Tensor)):
         kept = kept.item()
@@ -241,7 +243,7 @@ def call_on_batch(
 
 
 def merged(given: dict[str, Any], returned: Any) -> dict[str, Any]:
-    """The fields given, as the function left them, and over them those that it returned."""
+    """The given fields as the function left them, updated with the fields that it returned."""
     if returned is None or returned is given:
         return given
     if not isinstance(returned, Mapping):  # such as a tokenizer's BatchEncoding, too

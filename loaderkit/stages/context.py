@@ -149,7 +149,7 @@ class CompileContext:
 
     @property
     def may_reuse(self) -> bool:
-        """False if samples before `batch` go through what may keep the memory that it is given."""
+        """False if samples before `batch` go through code that may keep the memory it is given."""
         return all(self.kind_of(stage).is_contained for stage in self.before_batch)
 
     @property
@@ -215,7 +215,7 @@ class CompileContext:
 
 
 def annotations_of(stages: Iterable[StageConfig], kinds: Mapping[str, StageKind]) -> Annotations:
-    """Those that the `decode` among the stages names."""
+    """The annotations that the `decode` among the stages names."""
     decoding = (stage.args for stage in stages if kinds[stage.kind].decodes)
     found: Annotations = getattr(next(decoding, None), "annotations", Annotations({}, ()))
     return found

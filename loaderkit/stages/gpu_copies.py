@@ -82,8 +82,8 @@ class BatchCopies:
         return target
 
     def start(self, stream: Any, *, timed: bool) -> None:
-        """Ask for the copies of what was added; the tensors must live until `wait` returns. `timed`: nobody else asks for
-        anything on the stream meanwhile."""
+        """Start the copies of the added tensors, which must live until `wait` returns. `timed`: nothing else is queued
+        on the stream meanwhile."""
         self._pairs.sort(key=lambda pair: -pair[1].nbytes)
         halves = _halves(*self._pairs[0]) if timed and self._pairs else None
         if halves is not None:
@@ -100,8 +100,8 @@ class BatchCopies:
             self._half_bytes = second[1].nbytes
 
     def wait(self) -> TimedCopy | None:
-        """Return when all is there: how long that took, without the tensors that torch copies in its own way (sparse and nested
-        ones, those that could not be pinned). None if it was not timed."""
+        """Wait until all copies are there; returns how long that took, without tensors that torch copies in its own way
+        (sparse and nested ones, and tensors that could not be pinned). None if it was not timed."""
         self._done.synchronize()
         ended_s = perf_counter()
         if not self._half_bytes:

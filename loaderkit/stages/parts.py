@@ -61,7 +61,7 @@ class ChunkPart(SampleChunk):
 
     @property
     def current(self) -> Any:
-        """The row at work; the whole chunk is told which of its own that is."""
+        """The row at work; setting it sets the corresponding row of the whole chunk."""
         return self.own_current
 
     @current.setter

@@ -56,7 +56,7 @@ def _named(context: CompileContext) -> str:
 
 
 def _one_at_a_time(reader: Reader) -> Callable[[SampleChunk], int]:
-    """`read` under a lock: an engine gives turns, and what runs the stages outside one does not."""
+    """`read` under a lock: an engine gives turns, but code that runs the stages outside an engine does not."""
     lock = threading.Lock()
 
     def read(chunk: SampleChunk) -> int:
@@ -88,7 +88,7 @@ def _read_context(stage: StageConfig, context: CompileContext) -> ReadContext:
 
 
 def _windows(context: CompileContext, following: StageConfig) -> Windows | None:
-    """What the stage behind cuts, with the draws that it makes itself for each chunk."""
+    """The windows that the next stage cuts, with the draws that it makes itself for each chunk."""
     kind = context.kind_of(following)
     if kind.window is None:
         return None

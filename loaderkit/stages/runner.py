@@ -52,7 +52,7 @@ class StageKeys(dict[int, int]):
     """Epoch -> the key of a stage's random numbers in it, from (seed, epoch, stage name)."""
 
     def __init__(self, seed: int, stage: str, *, by_position: bool = False) -> None:
-        """`by_position`: of samples that come several times in an epoch, each has numbers of its own every time."""
+        """`by_position`: a sample that comes several times in an epoch gets other numbers each time."""
         super().__init__()
         self._by_position = by_position
         self._seed = seed
@@ -70,7 +70,7 @@ class StageKeys(dict[int, int]):
         return numbers
 
     def numbers(self, chunk: SampleChunk) -> NDArray[np.int64]:
-        """What the random numbers of each row are of: int64 [samples of the chunk]."""
+        """The index to which the random numbers of each row belong: int64 [samples of the chunk]."""
         if not self._by_position:
             return chunk.indices
         return np.array([chunk.position_of(row) for row in range(len(chunk.samples))], np.int64)

@@ -65,7 +65,7 @@ class ConnectorContract:
     letters: str = _LETTERS
     """Of which the tests make keys."""
     unusual_keys: Collection[str] = _UNUSUAL
-    """Without those that the store cannot call an object."""
+    """Keys, without those that the store cannot use as names of objects."""
 
     @pytest.fixture
     def make_store(self) -> MakeStore:
@@ -73,7 +73,7 @@ class ConnectorContract:
         raise NotImplementedError(f"{type(self).__name__} gives the fixture make_store: see ConnectorContract")
 
     def num_examples(self, most: int) -> int:
-        """How many cases are drawn where `most` would be thorough."""
+        """The number of cases to draw, where `most` would be thorough."""
         return most
 
     # ------------------------------------------------------------------------------------------------- listing

@@ -79,7 +79,7 @@ class StageContract:
                 assert_same([one], [alone[key]], f"sample {key}")
 
     def test_the_same_behind_decode(self, pipeline: dict[str, Any]) -> None:
-        """Of pictures that `decode` made, whose memory serves others later, if the stage `is_contained`."""
+        """For pictures that `decode` made, whose memory is used again for later ones, if the stage `is_contained`."""
         source = pipeline["source"]
         if STAGES[self.name].scope != "sample" or not any(_is_picture(value) for value in source["object"][0].values()):
             pytest.skip("it acts on batches, or on no pictures")

@@ -57,7 +57,7 @@ class BatchCursor:
 
     @property
     def first_step(self) -> int:
-        """The step of the next batch, if it is of the epoch that the last `seek` was to."""
+        """The step of the next batch, if that is in the epoch of the last `seek`."""
         return self._step
 
     def begins_at(self, epoch: int, position: int, shard: Shard | None = None) -> tuple[int, int] | None:

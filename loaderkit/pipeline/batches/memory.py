@@ -71,12 +71,13 @@ class BatchMemory:
         return self._room_for(self._num_batches, self.num_bytes)
 
     def note_batch(self, loose_bytes: int) -> None:
-        """Note the bytes of a batch outside its slab: if none was as large, fewer may be open. From any thread."""
+        """Note the bytes of a batch outside its slab: if none was as large before, fewer batches may be open. From any
+        thread."""
         assert self._slabs is not None
         self._batch_bytes = max(self._batch_bytes, self._slabs.layout.num_bytes + loose_bytes)
 
     def close(self) -> None:
-        """Free what is not in use, and the rest when it is used no longer."""
+        """Free the memory that is not in use, and the rest when it is no longer used."""
         if self._samples is not None:
             self._samples.close()
 
@@ -86,7 +87,7 @@ class BatchMemory:
         return self._slabs.take()
 
     def share(self, shard: Shard) -> None:
-        """Note how many processes there are from now on: of the machine's memory each may take that part."""
+        """Note how many processes there are from now on: each may take an equal part of the machine's memory."""
         self._shard = shard
 
     def set_depth(self, num_batches: int | None, num_bytes: int | None) -> None:

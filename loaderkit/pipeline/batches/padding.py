@@ -48,8 +48,8 @@ class Padding:
         return padded, sizes[:, 0] if first.ndim == 1 else sizes
 
     def masks_of(self, batch: Mapping[str, torch.Tensor], padded: Sequence[str]) -> dict[str, torch.Tensor]:
-        """The masks of a batch with these `padded` fields: int64 [B, largest]. Raises StageError if one is to be of fields that
-        differ in length, or have none."""
+        """The masks of a batch with these `padded` fields: int64 [B, largest]. Raises StageError if the fields of a
+        mask differ in length, or have no length."""
         made = {}
         for mask, field_name in self.masks.items():
             names = padded if field_name is None else [field_name]

@@ -194,7 +194,7 @@ class BatchPlan:
 
 
 def _cut_to_end(work_item: BatchWork, stream: Pass) -> bool:
-    """Cut a batch to what there is before the end of the source; False if that is no batch."""
+    """Cut a batch to the samples before the end of the source; False if these make no batch."""
     num_left = stream.num_left(work_item.indices.tolist(), work_item.begin, work_item.end)
     if num_left == 0:
         work_item.is_empty = work_item.is_end = True

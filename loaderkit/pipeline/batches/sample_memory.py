@@ -139,7 +139,8 @@ class SampleMemory:
             self._free.add(begin, end)
 
     def _give_back(self) -> None:
-        """Give back to the system what is free beyond need, the last addresses first: the first ones are used most."""
+        """Give memory that is not needed back to the system, the last addresses first, because the first ones are used
+        most."""
         live = self._size - self._free.length
         self._most_live = max(live, _FORGET * self._most_live)
         surplus = self._size - self._bare.length - int(_MOST_SPARE * self._most_live)
@@ -154,7 +155,8 @@ class SampleMemory:
                 return
 
     def close(self) -> None:
-        """Leave no memory but what is still seen, and that until it is not. Shared memory is left to the other process."""
+        """Free all memory that is not in use, and the rest once it is no longer in use. Shared memory is left to the
+        other process."""
         if self._is_shared:
             return
         with self._lock:

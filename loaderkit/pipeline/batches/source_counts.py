@@ -14,8 +14,8 @@ from loaderkit.sources.mixture import MixtureSource
 
 Int64 = NDArray[np.int64]
 CountBySource = Callable[[BatchWork, Int64 | None], Int64 | None]
-"""Notes the counts of a batch, whose slots of the second argument the loop gets, None for all; returns the source of each of
-these, if each has one."""
+"""Notes the counts of a batch. The second argument gives the slots that the loop gets, or None for all; returns the
+source of each of these slots, if each has one."""
 
 
 class SourceCounter:
@@ -100,5 +100,5 @@ class DocumentCounter:
 
 
 def _sums(numbers: Int64, num_sources: int, weights: Int64 | None = None) -> tuple[int, ...]:
-    """By source how often it occurs, or the sum of the `weights` where it does."""
+    """For each source, how often it occurs, or the sum of its `weights`."""
     return tuple(np.bincount(numbers, weights, num_sources).astype(np.int64).tolist())

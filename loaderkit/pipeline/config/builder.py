@@ -119,7 +119,8 @@ class Pipeline(KindMethods):
     ) -> Pipeline:
         """The order: global (or True), block (with `block`, `window`, `lanes`), or none (or False), as for validation.
 
-        `weights`: by class, or class -> weight: samples are drawn with replacement, every class as often as its weight says.
+        `weights`: by class, or class -> weight: samples are drawn with replacement, and every class as often as its
+        weight says.
         """
         given = {"block": block, "window": window, "lanes": lanes}
         cut = {name: value for name, value in given.items() if value is not None}
@@ -136,7 +137,7 @@ class Pipeline(KindMethods):
         return self._with(**plain({"output": names}))
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Pipeline:
-        """The same with single values replaced by dotted key ("stages.batch.size")."""
+        """The same pipeline with single values replaced by dotted key ("stages.batch.size")."""
         return Pipeline.of(parse(self._raw(), overrides=overrides, expand=False))
 
     def _raw(self) -> dict[str, Any]:
@@ -155,7 +156,7 @@ class Pipeline(KindMethods):
 def to_config(
     pipeline: str | Path | Mapping[str, Any] | Pipeline, overrides: Mapping[str, Any] | None = None
 ) -> PipelineConfig:
-    """The frozen, validated description of any of the ways to describe a pipeline. Raises ConfigError."""
+    """The frozen, validated description of a pipeline that is given in any of the possible ways. Raises ConfigError."""
     if isinstance(pipeline, Pipeline):
         return pipeline.with_overrides(overrides).config if overrides else pipeline.config
     if isinstance(pipeline, Mapping):

@@ -268,7 +268,7 @@ class PipelineConfig:
 
     @property
     def executor_with_workers(self) -> Literal["thread", "process"]:
-        """What may take the place of `executor: inline` or auto: a function with `seeded` cannot run in threads."""
+        """The executor that may replace `executor: inline` or auto: a function with `seeded` cannot run in threads."""
         return "process" if any(getattr(stage.args, "seeded", False) for stage in self.all_stages) else "thread"
 
     @property

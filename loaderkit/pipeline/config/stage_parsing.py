@@ -77,7 +77,7 @@ def parse_stages(raw: Any, where: KeyPath, problems: Problems, base: Path) -> tu
 
 
 def _paths_in(args: StageArgs, names: Iterable[str], base: Path) -> dict[str, str]:
-    """The arguments that name a file or folder which is there, as absolute paths; others may be names of something else."""
+    """The arguments that name an existing file or folder, as absolute paths; others may be names of something else."""
     given = {name: getattr(args, name) for name in names}
     absolute = {
         name: os.path.normpath(base.absolute() / os.path.expanduser(value))

@@ -27,7 +27,8 @@ class BatchesByNumber:
         return self._num_samples()
 
     def __getitems__(self, number: int) -> Any:
-        """The batch with this number. Numbers in a row are of one iteration; any other one begins the next epoch there."""
+        """The batch with this number. Consecutive numbers belong to one iteration; any other number begins the next
+        epoch at that batch."""
         if number != self._number:
             self._rest, self._number = self._rest_from(number), number
         self._number += 1
@@ -44,7 +45,7 @@ class BatchNumbers:
 
     @property
     def sampler(self) -> BatchNumbers:
-        """This one: Lightning looks there for `set_epoch`."""
+        """This object itself: Lightning looks there for `set_epoch`."""
         return self
 
     def __len__(self) -> int:
@@ -138,7 +139,7 @@ class DataLoaderParts(ABC):
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples of a whole batch on this rank; with `batch: {tokens: N}` None, as of a `batch_sampler`."""
+        """The number of samples of a whole batch on this rank; None with `batch: {tokens: N}`, as for a `batch_sampler`."""
         return self.config.batch_size
 
     @property
@@ -154,7 +155,8 @@ class DataLoaderParts(ABC):
 
     @property
     def drop_last(self) -> NoReturn:
-        """There is none, so that `accelerate.data_loader.prepare_data_loader`, which would shard the batches again, ends."""
+        """Raises AttributeError on purpose, so that `accelerate.data_loader.prepare_data_loader`, which would shard the
+        batches again, ends."""
         raise AttributeError(
             "a Loader has no drop_last, which prepare_data_loader asks for: its batches are this rank's already, and would be "
             "sharded twice. Iterate over the loader itself (`Accelerator.prepare` returns it as it is), and let "

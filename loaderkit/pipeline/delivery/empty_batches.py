@@ -59,7 +59,7 @@ class EmptyBatches:
         return f"{most}{schedule.num_batches()} " if schedule.knows_length else ""
 
     def note_state(self, caller: FrameType) -> None:
-        """Log, once, if a state within an epoch is asked for by who has a batch that it has not trained yet."""
+        """Log, once, if a state within an epoch is asked for by a loop that has a batch on which it has not trained yet."""
         is_ahead = self._are_skipped or not self._schedule.knows_length
         if is_ahead and not self._has_noted and caller.f_globals.get("__name__", "").startswith(_READS_AHEAD):
             self._has_noted = True

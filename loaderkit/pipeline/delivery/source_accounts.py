@@ -76,7 +76,7 @@ class SourceAccounts:
         )
 
     def _due(self, course: _DeliveredRange) -> tuple[float, ...]:
-        """What the weights come to over all positions that were delivered."""
+        """How many samples of each source the weights give over all positions that were delivered."""
         due = list(course.due)
         begin, end = (self._order.num_before(course.epoch, position)[1] for position in (course.begin, course.end))
         for segment in self._mixed.course(course.epoch, end):

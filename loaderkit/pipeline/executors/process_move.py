@@ -69,7 +69,7 @@ class SentObjects:
         return [] if self._packed is None else sorted(self._packed.generators)
 
     def have_changed(self, epoch: int) -> bool:
-        """True if they are others now, in another epoch; what they are in it is noted."""
+        """True if the objects have changed, in another epoch; their present state is noted."""
         if epoch == self._epoch:
             return False
         before, self._epoch = self._packed, epoch
@@ -128,7 +128,7 @@ class ProcessMove:
         return self._lost_s >= _PRICE_S
 
     def _are_the_limit(self, passed: Snapshot) -> bool:
-        """True if one thread was in user code nearly all the time, and what several processes could do is plainly more."""
+        """True if one thread was in user code nearly all the time, and several processes could do plainly more."""
         mine = [row for row in passed.stages if row.name in self._names]
         busy_s = sum(row.busy_s for row in mine)
         # Of other stages what they compute: where user code holds the GIL they are busy waiting for it.
@@ -151,7 +151,7 @@ class ProcessMove:
         )
 
     def _start(self, position: tuple[int, int]) -> None:
-        """Start the processes, or say why that code stays here."""
+        """Start the processes, or log why that code stays here."""
         names, num = ", ".join(self._names), self._num_processes
         what = (
             f"{names}: user code that is not declared `thread_safe` runs one item at a time, and the loop waits for it"
@@ -252,8 +252,9 @@ class ProcessMove:
             )
 
     def _found_otherwise(self, engine: RemoteEngine, position: tuple[int, int]) -> str:
-        """What the processes make otherwise than the threads did, although they make the same twice: what this process has
-        changed in its modules is not there. What draws at random is made otherwise each time."""
+        """What the processes make differently from the threads, though they make it the same twice: they lack what this
+        process has changed in its modules. Code that draws at random makes something else each time, and does not
+        count."""
         made = []
         for _ in range(2):
             engine.seek(*position)

@@ -38,7 +38,7 @@ def sent_objects(config: PipelineConfig, most: int) -> Packed | None:
 
 
 def _objects(config: PipelineConfig) -> dict[str, Any]:
-    """What the user gave as objects, or by name, by the place in the config."""
+    """The user's objects, given directly or by name, by their place in the config."""
     named = {f"sources.{one.name}": (SOURCES[one.kind], one.args) for one in config.members}
     named = named or {"source": (config.kind, config.source)}
     found = {

@@ -40,7 +40,7 @@ class Passed(NamedTuple):
 
 
 def send(channel: PeerChannel, passed: Passed) -> Passed:
-    """Pass a batch on to the other ranks; it, or an error in its place, where it cannot be. Raises PeerError."""
+    """Pass a batch on to the other ranks. Returns it, or, if it cannot be sent, an error in its place. Raises PeerError."""
     try:
         parts = _packed(passed)
     except Exception as error:

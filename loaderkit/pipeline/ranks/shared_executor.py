@@ -65,7 +65,8 @@ class SharedExecutor:
         pinned_for: torch.device | None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """What `about` gives has to be the same on all ranks. `pinned_for`: the CUDA device to which what arrives is copied."""
+        """The result of `about` has to be the same on all ranks. `pinned_for`: the CUDA device to which arriving
+        batches are copied."""
         self._inner = inner
         self._channel = channel
         self._stages = stages
@@ -218,7 +219,7 @@ class SharedExecutor:
     def _pass_one(
         self, generation: int, here: tuple[int, int] | None, wanted: int, begin: tuple[int, int]
     ) -> tuple[int, tuple[int, int] | None]:
-        """Pass one batch on; returns (generation, position behind it), or None for that where nothing follows."""
+        """Pass one batch on; returns (generation, position behind it), with None as the position if nothing follows."""
         if wanted > generation:
             generation, here = wanted, begin
             if self._inner is not None:

@@ -40,7 +40,7 @@ class PairedGains(NamedTuple):
         return cls(speed, [other.stalled - one.stalled for one, other in pairs])
 
     def outcome(self, most_wrong: float = MOST_WRONG) -> Outcome:
-        """`sure` of a variant that is no better in at most the share `most_wrong` of all experiments."""
+        """The outcome. A variant that is no better is called `sure` in at most the share `most_wrong` of all experiments."""
         likely = [median(one) >= GAIN and num_won(one) >= _LIKELY * len(one) for one in self]
         if not likely[0]:
             return "no better"

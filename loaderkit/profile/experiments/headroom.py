@@ -96,9 +96,10 @@ def _passes(
 
 
 def _pass(loader: ExperimentLoader, subset: Subset, most_s: float, *, num_kept: int = 0) -> _Pass:
-    """Read the subset from its beginning. What has landed from the first batch on is counted, not what was handed over; and not
-    its end, where other samples are read as well. A subset that is read ahead as a whole may have landed with its first batch:
-    there all of it is counted, from the time it was asked for."""
+    """Read the subset from its beginning. It counts samples that have landed since the first batch, not samples that
+    were handed over. The end of the subset is not counted, as other samples are read then, too. If the subset is read
+    ahead as a whole, it may have landed with its first batch: then all of it is counted, from the time it was asked
+    for."""
     loader.set_epoch(1)
     loader.set_epoch(0)
     batches = endless(loader)  # an epoch may have a batch or two only

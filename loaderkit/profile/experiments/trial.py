@@ -83,7 +83,7 @@ def _kinds(verdict: VerdictPart) -> set[str | None]:
 
 
 def _of_a_rival(verdict: VerdictPart) -> list[Setting]:
-    """Where two kinds fit the figures: the settings of the one that has some."""
+    """If two kinds fit the figures: the settings of the one that has some."""
     if verdict.or_kind is None:
         return []
     return next(([*one.settings] for one in verdict.causes[:2] if one.stage == verdict.stage and one.settings), [])
@@ -109,8 +109,8 @@ def tried(
 ) -> Report:
     """The report after a trial of what its verdict says to set, or with the reason for which none was made.
 
-    It takes about `seconds` at most, and where batches are slow three rounds of windows, if these take no longer than twice
-    that. `at_any_length`: also if they do.
+    It takes about `seconds` at most, and, where batches are slow, three rounds of windows, if these take at most twice
+    that; with `at_any_length` also if they take longer.
     """
     planned = plan_trial(report, config)
     if planned is None:
@@ -236,12 +236,12 @@ def outcome_of(gains: PairedGains) -> TrialOutcome:
 
 
 def _is_clear(gains: PairedGains, planned: PlannedTrial) -> bool:
-    """True if more pairs would hardly change what is made of them."""
+    """True if more pairs would hardly change the conclusion."""
     return gains.is_clear() or (_is_short(gains, planned))
 
 
 def _is_short(gains: PairedGains, planned: PlannedTrial) -> bool:
-    """True if workers, for sure, bring less than half of what they would at their own pace."""
+    """True if, for sure, more workers bring less than half of what workers at their own pace would bring."""
     return planned.apart is not None and gains.falls_short_of(planned.apart)
 
 

@@ -97,7 +97,7 @@ class ScriptComparison:
 
 
 def _before(report: Report) -> dict[str, float]:
-    """The script's own speed, without its start, and how much of the time it waits; of one batch nothing is known."""
+    """The script's own speed, without its start, and how much of the time it waits; from a single batch nothing is known."""
     if report.num_batches < 2:
         return {}
     start_s = report.stall.by_stage.get(START, 0.0)

@@ -59,7 +59,7 @@ class _Failures:
 
     @contextmanager
     def noted(self, part: str, subject: Any) -> Iterator[None]:
-        """Note what is raised for `part`, which is of `subject`."""
+        """Note the errors raised for `part` of `subject`."""
         try:
             yield
         except ExceptionGroup as group:

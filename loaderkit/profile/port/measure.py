@@ -89,8 +89,8 @@ def _window(batches: Iterator[Any], step: Step) -> RateWindow:
 
 
 def _imitation(step: ScriptStep) -> tuple[Step, Callable[[], object]]:
-    """A step that uses as many CPUs for as long: by products of small matrices, which hold the GIL as little as a model's
-    operations do. And what ends its threads."""
+    """A step that uses the same number of CPUs for the same time, by products of small matrices, which hold the GIL as
+    little as a model's operations do; and a function that ends its threads."""
     if step.cpus < _IDLE:
         return lambda batch: time.sleep(step.seconds), lambda: None
     num_threads = max(1, math.ceil(step.cpus - 0.25))

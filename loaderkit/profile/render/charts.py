@@ -54,7 +54,7 @@ def charts(report: Report) -> dict[str, Spec]:
 
 
 def legend(spec: Spec) -> list[tuple[str, str]]:
-    """(what, colour) of a chart's colours: for the page, which can break it into lines where a chart cannot."""
+    """(meaning, colour) of a chart's colours, for the page, which can break the legend into lines where a chart cannot."""
     scale = spec.get("encoding", {}).get("color", {}).get("scale", {"domain": [], "range": []})
     return list(zip(scale["domain"], scale["range"], strict=True))
 

@@ -30,8 +30,8 @@ def why_no_html() -> str | None:
 
 
 def to_html(report: Report, ranks: Merged | None = None) -> str:
-    """The page; with `ranks` of the whole job, of which `report` is one. Raises ConfigError where `loaderkit[profile]` is not
-    installed."""
+    """The page. With `ranks` it is on the whole job; `report` is one of its ranks. Raises ConfigError where
+    `loaderkit[profile]` is not installed."""
     jinja2, _ = _libraries()
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("loaderkit.profile", ""), autoescape=True, undefined=jinja2.StrictUndefined,

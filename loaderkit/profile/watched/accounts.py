@@ -144,8 +144,8 @@ class Accounts:
         self.waits_s[cause] = self.waits_s.get(cause, 0.0) + seconds
 
     def _delayed(self, seconds: float, delayed_s: float | None) -> float:
-        """Of `seconds` in which the loop's thread was not on a CPU, those for which it was ready to run: as they were read, or
-        in proportion to those that were."""
+        """Of `seconds` in which the loop's thread was not on a CPU, the part in which it was ready to run: as it was
+        read, or in proportion to what was read."""
         if delayed_s is None:
             return seconds * self._read_delayed_s / self._read_s if self._read_s else 0.0
         delayed_s = min(seconds, delayed_s)

@@ -114,8 +114,9 @@ class Sampler:
         """Called every now and then by the thread that samples."""
 
     def sample(self) -> None:
-        """Charge the time since the last sample to where the main thread is. What it did meanwhile may be something else: that
-        evens out, as it cannot know when a sample comes. A call that holds the GIL delays the sample, and so gets its time."""
+        """Charge the time since the last sample to where the main thread is. It may have done something else meanwhile,
+        but that evens out, because the time of a sample is independent of the work. A call that holds the GIL delays
+        the sample, and so gets its time."""
         now_s, rows = self._clock(), self.rows
         place = place_of(sys._current_frames().get(self._main))
         if place is not None and (place in rows or len(rows) < _MOST_LINES):
@@ -182,7 +183,7 @@ def place_of(frame: FrameType | None) -> CodePlace | None:
 
 
 def _line_of(frame: FrameType) -> int:
-    """Its line; of an instruction that has none (f_lineno is None then) the function's first."""
+    """The line of a frame; for an instruction without one (f_lineno is None then), the function's first line."""
     return frame.f_lineno or frame.f_code.co_firstlineno
 
 

@@ -84,8 +84,8 @@ class _Identity:
         return self._id == id(value) and self._kind == _kind_of(value)  # else its place in memory is another one's now
 
     def may_be_gone(self, value: Any) -> bool:
-        """True if it is gone, so that `value` may be it, made anew. Of a list or the like that cannot be known: then one of the
-        same length may be."""
+        """True if the object is gone, so that `value` may be the same one made again. For a list or the like that
+        cannot be known, so it is assumed of a list of the same length."""
         return self._kind == _kind_of(value) if self._ref is None else self._ref() is None
 
 

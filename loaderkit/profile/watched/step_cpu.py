@@ -23,7 +23,7 @@ class StepCpu:
 
     @property
     def delayed_share(self) -> float:
-        """Of the steps' time, that in which their thread was ready to run and had no CPU."""
+        """The share of the steps' time in which their thread was ready to run and had no CPU."""
         return self._delayed_s / self._read_s if self._read_s else 0.0
 
     def begin(self) -> None:

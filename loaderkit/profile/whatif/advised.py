@@ -111,7 +111,7 @@ def _with_workers(model: PipelineModel, stage: str, more: int) -> PipelineModel 
 
 
 def _with_processes(model: PipelineModel, processes: int, report: Report) -> PipelineModel:
-    """With another number of processes. What one worker of each process does at a time is done in each of them."""
+    """With another number of processes. Work that one worker of each process does at a time is then done in every process."""
     changed = replace(model, processes=processes)
     is_locked = report.verdict.kind == "lock" and model.serial_stage == report.verdict.stage
     if not is_locked:
@@ -145,8 +145,8 @@ def _varied(report: Report) -> float | None:
 
 
 def _off(predicted: float, simulated: float, measured: float, compute_s: float) -> float:
-    """What is not known of a prediction because the model is off for the pipeline as it is, as a share. The prediction takes it
-    to be off by a factor of the speed. This compares it with a factor of the waiting."""
+    """The uncertainty of a prediction, as a share, because the model is off for the pipeline as it is. The prediction
+    assumes that it is off by a factor of the speed; this compares that with a factor of the waiting."""
 
     def wait_s(rate: float) -> float:
         return max(1.0 / rate - compute_s, _LEAST_WAIT / measured)

@@ -125,7 +125,7 @@ def _executors(model: PipelineModel, config: PipelineConfig, batch_bytes: int) -
 
 
 def _machine(model: PipelineModel) -> Iterator[Change]:
-    """More CPUs, where it is these that more workers would lack: a call that sleeps needs the workers only."""
+    """More CPUs, if more workers would lack them: a call that sleeps needs only the workers."""
     pools = tuple(replace(pool, workers=2 * pool.workers) for pool in model.pools)
     more_workers = replace(model, pools=pools)
     more_cpus = replace(more_workers, cpus=2 * model.cpus)
@@ -134,7 +134,8 @@ def _machine(model: PipelineModel) -> Iterator[Change]:
 
 
 def _nodes(model: PipelineModel, report: Report) -> Iterator[Change]:
-    """More nodes with as many workers as those there are, until the loop, taking its batches or the network is the limit."""
+    """More nodes with as many workers as the present nodes have, until the loop, the taking of batches or the network
+    is the limit."""
     if report.tuning.get("executor") != "ray":
         return
     rows = [row for row in report.nodes if row.num_workers]

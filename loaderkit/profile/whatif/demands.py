@@ -85,7 +85,7 @@ class PipelineModel:
 
     @property
     def samples_ahead(self) -> float:
-        """In work at most: what is wanted ahead, or what memory holds."""
+        """The samples that are in work at most: as many as are wanted ahead, or as memory holds."""
         return self.batch * min(self.batches_ahead, self.batches_in_memory)
 
     @property
@@ -151,8 +151,8 @@ def model_of(report: Report) -> PipelineModel | None:
 
 
 def _network_s(report: Report) -> float:
-    """The time in which the way from other nodes was in use, by all samples: taken as if it could carry no more meanwhile. So
-    a bound from below of what it can carry."""
+    """The time in which the network from other nodes was in use, divided by all samples. It is taken as if the network
+    could carry no more in that time, which gives a lower bound of what it can carry."""
     others = [row for row in report.nodes if not row.is_trainers]
     known = [field.name for field in fields(NodeStats)]
     nodes = Nodes(tuple(NodeStats(**{name: getattr(row, name) for name in known}) for row in others))

@@ -172,7 +172,8 @@ class Simulation:
         self.taken_s: list[float] = []
 
     def _chunk(self, room: int) -> int:
-        """As long as they were, but for other workers and batches ahead; 0: by the scheduler, from the beginning."""
+        """The length of chunks: as they were, adapted to other numbers of workers and batches ahead; 0 lets the
+        scheduler decide from the beginning."""
         chunk = self._model.chunk
         return chunk_length(chunk, self._batch, sum(self._workers), room) if chunk else 0
 
@@ -277,7 +278,8 @@ class Simulation:
         self._deal_out(process, pool)
 
     def _deal_out(self, process: int, at_hand: int = -1) -> None:
-        """Give work to workers that are free, until there is none of either. One of pool `at_hand` need not be woken up."""
+        """Give work to free workers, until there is no work or no free worker. A worker of pool `at_hand` need not be
+        woken up."""
         free, buffers, scheduler = self._free[process], self._buffers[process], self._schedulers[process]
         for pool in range(len(free) - 1, 0, -1):
             buffer, held = buffers[pool], self._held[process][pool]

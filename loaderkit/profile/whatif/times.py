@@ -37,7 +37,8 @@ class Times:
 
 
 def times_of(row: StageRow, wait_each_s: float, wall_s: float, stride: int) -> Times:
-    """From the accounts of a stage that waits `wait_each_s` a sample; every `stride`th position of an epoch is its own."""
+    """The times of a stage that waits `wait_each_s` a sample, from its accounts; it has every `stride`th position of an
+    epoch."""
     counts = sum(count for _, count in row.services)
     if not counts or not row.busy_s:
         return Times()
@@ -74,7 +75,7 @@ def times_of(row: StageRow, wait_each_s: float, wall_s: float, stride: int) -> T
 
 
 def _least_slow_s(row: StageRow) -> float:
-    """What is longer is slow: more than twice the median, and not just by the little that a busy machine adds."""
+    """The time above which a sample is slow: more than twice the median, and by more than a busy machine adds."""
     usual_s = row.p50_s or 0.0
     over = [(seconds - usual_s, count) for seconds, count in row.services if seconds > _SLOW * usual_s]
     if not over:
@@ -92,7 +93,7 @@ def _relative(gaps: list[float]) -> tuple[float, ...]:
 
 
 def _runs(slow: Sequence[SlowTime], row: StageRow, stride: int) -> list[list[SlowTime]]:
-    """The slow chunks in their order, those together that are closer than what is in work at a time."""
+    """The slow chunks in their order; chunks that are closer together than the samples in work at a time make one run."""
     window = 2 * row.workers * median(one.chunk for one in slow) * stride
     ordered = sorted(slow, key=lambda one: (one.epoch, one.position))
     runs = [[ordered[0]]]

@@ -32,7 +32,7 @@ def plain(pa: Any, array: Any) -> Any:
 
 
 def node_of(pa: Any, array: Any) -> Node:
-    """Numbers, or lists of them. Raises ValueError for offsets that are none."""
+    """Numbers, or lists of them. Raises ValueError for invalid offsets."""
     array, types = plain(pa, array), pa.types
     if types.is_fixed_size_list(array.type):
         size = array.type.list_size
@@ -71,7 +71,7 @@ def _decimals(array: Any, kind: ColumnType) -> NumberNode:
 
 
 def bytes_of(pa: Any, array: Any) -> BytesColumn:
-    """Bytes or encoded texts, of a `plain` array. Raises ValueError for offsets that are none."""
+    """Bytes or encoded texts, of a `plain` array. Raises ValueError for invalid offsets."""
     _, *parts = array.buffers()
     begin, end = array.offset, array.offset + len(array)
     data = memoryview(parts[-1] if parts[-1] is not None else b"").cast("B")

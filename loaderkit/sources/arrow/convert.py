@@ -21,7 +21,7 @@ def joined(pa: Any, chunks: Any) -> Any:
 
 
 def column_of(pa: Any, column: ColumnType, array: Any) -> Column:
-    """The column of that type. Raises ValueError for an array whose offsets are none."""
+    """The column of that type. Raises ValueError for an array with invalid offsets."""
     if column.content == "nested":
         return NestedColumn(pa, array)
     array = plain(pa, array)

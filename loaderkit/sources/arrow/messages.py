@@ -74,7 +74,7 @@ class ArrowMessages:
         return self.pa.ipc.read_message(reader), reader.tell()
 
     def holds(self, array: Any) -> bool:
-        """True if all buffers of an array lie in the file, as those that are compressed do not."""
+        """True if all buffers of an array lie in the file, which compressed ones do not."""
         first, end = self._buffer.address, self._buffer.address + self._info.size
         return all(
             first <= buffer.address and buffer.address + buffer.size <= end for buffer in array.buffers() if buffer

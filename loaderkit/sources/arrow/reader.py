@@ -40,7 +40,8 @@ class Rows(RowGroups, Protocol):
     def __len__(self) -> int: ...
 
     def group_reader(self, connector: Connector) -> Callable[[int], RowGroup]:
-        """What reads and decodes a row group; from any thread. It raises FormatError, and what the connector raises."""
+        """A function that reads and decodes a row group; from any thread. It raises FormatError, and what the connector
+        raises."""
 
 
 class RowReader(Reader):

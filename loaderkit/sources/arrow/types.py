@@ -64,7 +64,7 @@ def import_pyarrow(kind: str) -> Any:
 
 
 def arrow_errors() -> tuple[type[Exception], ...]:
-    """What damaged bytes make pyarrow raise, or the code around it."""
+    """The errors that damaged bytes make pyarrow raise, or the code around it."""
     import pyarrow as pa
 
     return (pa.ArrowException, OSError, ValueError, TypeError, KeyError, IndexError, OverflowError, MemoryError)

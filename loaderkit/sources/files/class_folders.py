@@ -57,7 +57,7 @@ class ClassFolders:
 
 
 def oddities(root: str, classes: Sequence[str]) -> Iterator[str]:
-    """What may surprise of the classes that were found below `root`, in sentences."""
+    """What looks odd in the classes that were found below `root`, in sentences."""
     if all(name.isdecimal() for name in classes) and sorted(classes, key=int) != list(classes):
         by_number = ", ".join(f"{name!r} is class {number}" for number, name in enumerate(classes[:3]))
         yield f"the folders are numbers that are sorted as text ({by_number}): `classes` says another order"

@@ -99,7 +99,8 @@ class LabelTable:
             raise SourceError(f"{self._where} has no rows")
 
     def match(self, keys: StringTable, classes: Mapping[str, int] | None, describe: Callable[[str], str]) -> Labels:
-        """The labels of files. `classes`: the numbers of texts, else all of the table, sorted, are numbered from 0."""
+        """The labels of files. `classes` gives the numbers of texts; without it all texts of the table, sorted, are
+        numbered from 0."""
         form, numbers = self._numbers(keys, describe)
         alone = self._unmatched(keys, numbers, form)
         if alone and (self._args.unmatched == "raise" or not numbers):
@@ -238,7 +239,7 @@ class LabelTable:
         return found
 
     def _values(self, classes: Mapping[str, int] | None) -> tuple[dict[str, Any], list[str] | None]:
-        """Of every row, also of one without a file, so that a class keeps its number whatever files there are."""
+        """The values of all rows, also of rows without a file, so that a class keeps its number whatever files there are."""
         values = self._labels.values()
         if classes is not None:
             unknown = next((value for value in values if str(value) not in classes), None)

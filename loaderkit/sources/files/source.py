@@ -121,7 +121,7 @@ class FilesArgs(StoreArgs):
 
     @property
     def _cut(self) -> int:
-        """Where in `url` its glob begins; its length if it has none, or is the name of a folder."""
+        """Where the glob in `url` begins; the length of `url` if it has no glob, or is the name of a folder."""
         is_local = "://" not in self.url
         found = (_GLOB if is_local else _GLOB_OF_STORES).search(self.url)
         if found is None or (is_local and os.path.isdir(self.url)):
@@ -234,7 +234,7 @@ class FilesSource(RangeSource):
         self.labels = labels.astype(np.int32)
 
     def oddities(self) -> list[str]:
-        """What may surprise of the classes, and what has no label, for `loaderkit check`."""
+        """What looks odd in the classes, and which files have no label, for `loaderkit check`."""
         if self.classes is None or self._args.classes is not None or self._args.labels is not None:
             return list(self._odd_labels)
         return list(oddities(self._args.root, self.classes))

@@ -51,7 +51,7 @@ def is_unseeded(iterable: Any) -> bool:
 
 
 def _generators(part: Any) -> Iterator[np.random.Generator]:
-    """Those by which the parts of a streaming data set of `datasets` shuffle, or choose among others."""
+    """The generators by which the parts of a streaming data set of `datasets` shuffle, or choose among others."""
     if part is None:
         return
     if isinstance(generator := getattr(part, "generator", None), np.random.Generator):

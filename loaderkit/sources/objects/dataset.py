@@ -119,7 +119,7 @@ class DatasetSource(ItemSource):
         return {self._single: items} if is_single and self._single is not None else None
 
     def _stands_for_tuple(self, item: Any) -> bool:
-        """True for a list whose items are fields, not one value."""
+        """True for a list whose items are fields, and which is not one value."""
         if not isinstance(item, list):
             return False
         return (self._fields is not None and len(self._fields) > 1) or any(

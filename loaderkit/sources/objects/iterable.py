@@ -108,7 +108,7 @@ class IterableSource(DatasetSource):
         self._last_made: Callable[[], Any] = lambda: None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What a function makes is made anew in each process, as it may hold open files."""
+        """An iterable that a function makes is made again in each process, as it may hold open files."""
         return IterableSource, (self._args, self.saved)
 
     @property
@@ -191,7 +191,7 @@ class IterableSource(DatasetSource):
 
 
 def _made(args: IterableArgs) -> Any:
-    """What the function makes, or a copy of the object given: it may remember where it is, and share parts that do."""
+    """What the function makes, or a copy of the given object, which may remember where it is, or share parts that do."""
     made = open_object(args, ("__iter__",))
     if made is not (import_named(args.object) if isinstance(args.object, str) else args.object):
         return made
@@ -215,7 +215,7 @@ def _copy_of(made: Any) -> Any:
 
 
 def _reference(made: Any) -> Callable[[], Any]:
-    """A reference that does not keep alive what may hold threads, files or processes."""
+    """A reference that does not keep the object alive, as it may hold threads, files or processes."""
     try:
         return weakref.ref(made)
     except TypeError:  # built in, such as a list
@@ -235,8 +235,8 @@ class Pass:
         schedule: BatchSampler,
         shard: Shard,
     ) -> None:
-        """It keeps what the batches of one rank and process hold: of those from `position` on number `first_step`, and every
-        one that comes `shard.of` after it."""
+        """It keeps the items of one rank's and process's batches: of the batches from `position` on number
+        `first_step`, and every `shard.of`th one after it."""
         self.begin = (epoch, position, first_step)
         self._source = source
         self._epoch = epoch
@@ -314,7 +314,7 @@ class Pass:
                 self._lock.release()
 
     def _read(self, up_to: int) -> Any:
-        """Read up to there, and return the last item. What was read before an error can be taken."""
+        """Read up to there, and return the last item. Items that were read before an error can still be taken."""
         item = None
         if self._error is None:
             self.reader = threading.get_ident()
@@ -361,8 +361,8 @@ class Pass:
             )
 
     def _compare_length(self) -> None:
-        """Behind the last batch: is `length` the number of items that there are? Raises SourceError if there are fewer; more
-        are said once, and not looked for where `limit` says that they are to be left out."""
+        """Behind the last batch: is `length` the number of items that there are? Raises SourceError if there are fewer.
+        If there are more, that is logged once; it is not checked where `limit` leaves them out."""
         source = self._source
         if source.length is None or source.max_items < source.length:
             return

@@ -179,8 +179,8 @@ class _NoFile(_ChunkFile):
 
 
 def _refuse_bad_chunks(metadata: Any, leaves: Sequence[int]) -> None:
-    """Let pyarrow look at all column chunks where it catches what its own code throws. In `row_group.column` it does not (26),
-    and a damaged footer would end the process. All are looked at before the first is read."""
+    """Let pyarrow check all column chunks by a call that catches its C++ exceptions. `row_group.column` does not (26),
+    so a damaged footer would end the process. All are checked before the first is read."""
     pa, pq = _import()
     if not metadata.num_row_groups or not leaves:
         return
@@ -209,8 +209,8 @@ def decode_group(
     size: int,
     read: ReadRange,
 ) -> list[Column]:
-    """Some columns of a row group of a file of `size` bytes. `held` is what was read of the file, in order: (start, bytes).
-    Raises FormatError naming the file as `where`, and what `read` raises."""
+    """Some columns of a row group of a file of `size` bytes. `held` are the parts of the file that were read, in order:
+    (start, bytes). Raises FormatError naming the file as `where`, and what `read` raises."""
     pa, pq = _import()
     metadata = footer.metadata
     leaves = sorted({leaf for column in columns for leaf in column.leaves})

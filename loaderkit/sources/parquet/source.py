@@ -188,7 +188,7 @@ class ParquetSource(Source):
         return GroupReader(self, connector).read
 
     def group_ranges(self, group: int) -> list[ByteRange]:
-        """The column chunks of the fields, those that are adjacent as one."""
+        """The column chunks of the fields; adjacent ones are joined."""
         info, _ = self.file_of(group)
         chunks = sorted(zip(self._groups.starts[group].tolist(), self._groups.lengths[group].tolist(), strict=True))
         ranges: list[ByteRange] = []

@@ -72,7 +72,8 @@ class SequenceSource(RangeSource):
         return Ranges(keys, starts.tolist(), lengths.tolist(), [*etags])
 
     def reader(self, context: ReadContext) -> Reader:
-        """A reader of pieces where `pack` follows; else a sample is {field: tensor}, or an array where only `batch` does."""
+        """A reader of pieces if `pack` follows. Otherwise a sample is {field: tensor}, or {field: array} if only
+        `batch` follows."""
         if context.packed_length is not None:
             return PieceReader(self, context, context.packed_length)
         value_of = partial(_numbers, self.sequences, as_arrays=context.is_last)

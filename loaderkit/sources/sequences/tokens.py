@@ -129,7 +129,8 @@ def _is_pattern(name: str) -> bool:
 
 
 def _common_folder(urls: tuple[str, ...]) -> str:
-    """The longest folder, with a slash at its end, that all URLs begin with; nothing before a sign of a pattern is none."""
+    """The longest folder, with a slash at its end, that all URLs begin with; only the part before a sign of a pattern
+    counts."""
     folders = [re.split(r"[*?\[{]", url, maxsplit=1)[0].rpartition("/")[0].split("/") for url in urls]
     common = [parts[0] for parts in itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*folders, strict=False))]
     folder = "/".join(common)
@@ -322,7 +323,7 @@ def _usual(connector: Connector, args: TokensArgs) -> list[ObjectInfo]:
 
 
 def _in_state(connector: Connector, state: ObjectInfo, infos: list[ObjectInfo]) -> list[ObjectInfo]:
-    """Of the files of a folder those that `datasets` wrote as its data, and not what it has cached beside them since."""
+    """The files of a folder that `datasets` wrote as its data, without the files that it has cached beside them since."""
     data = bytearray(min(state.size, _MOST_STATE))
     connector.read_into(state.key, 0, memoryview(data), etag=state.etag)
     try:

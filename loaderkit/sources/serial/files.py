@@ -113,7 +113,7 @@ def list_files(
 
 
 def _decompressed(key: str) -> str:
-    """What a file would be called if it were not compressed, in lower case."""
+    """The name that a file would have if it were not compressed, in lower case."""
     name = key.lower()
     for extension in _EXTENSIONS:
         name = name.removesuffix(extension)
@@ -211,8 +211,8 @@ class SerialFiles(SerialSource):
         return int(self._firsts[-1])
 
     def _places(self, indices: Int64s) -> tuple[list[int], Int64s, Int64s]:
-        """The number of each sample's file, of the item in it, and of the item at which the sample ends: blank ones behind it
-        are read with it, which shows that they are still blank."""
+        """The number of each sample's file, of the item in it, and of the item at which the sample ends: blank items
+        behind it are read with it, to check that they are still blank."""
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"samples {indices.min()} to {indices.max()} of {len(self)}")
         numbers = np.searchsorted(self._firsts, indices, "right") - 1

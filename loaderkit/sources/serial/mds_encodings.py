@@ -83,7 +83,7 @@ def _array(dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, data: mem
 
 
 def _several(first: int, data: memoryview) -> list[bytes]:
-    """A list of pictures: behind `first` bytes their number, their sizes, and they."""
+    """A list of pictures: behind `first` bytes their number, their sizes, and the pictures."""
     (num,) = np.frombuffer(data[first : first + 4], "<u4").tolist()
     at = first + 4 + 4 * num
     items = []

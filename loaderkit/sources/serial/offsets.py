@@ -24,7 +24,7 @@ from loaderkit.errors import FormatError
 
 Int64s = NDArray[np.int64]
 Parts = Iterable[tuple[Int64s, Int64s]]
-"""Part by part: the starts that were found, and which items are blank, by number; the last start is the end of the file."""
+"""Part by part: the starts that were found, and the numbers of the blank items; the last start is the end of the file."""
 
 _HEADER = struct.Struct(
     "<8sq16s16sqq"
@@ -115,7 +115,7 @@ def _check(offsets: Offsets, size: int) -> None:
 
 
 def _rises(numbers: Int64s) -> bool:
-    """Part by part, as all may be larger than memory."""
+    """Checked part by part, as all starts together may be larger than memory."""
     firsts = range(0, len(numbers), _CHECKED_AT_ONCE)
     parts = (numbers[first : first + _CHECKED_AT_ONCE + 1] for first in firsts)
     return all(bool(np.all(part[1:] > part[:-1])) for part in parts)

@@ -36,9 +36,9 @@ from loaderkit.sources.ranges import RangeSource
 from loaderkit.sources.tar.samples import TarSamples, before_damage, group_members
 
 UNFINISHED = ".loaderkit-shards/plan.json"
-"""What lies beside shards while `loaderkit pack` has not written all of them."""
+"""The file that lies beside shards while `loaderkit pack` has not written all of them."""
 MANIFEST = "loaderkit-shards.json"
-"""What lies beside them when it has: their names and sizes, among others."""
+"""The file that lies beside them once it has: with their names and sizes, among others."""
 _NUM_THREADS = 4
 _NUM_REMOTE_THREADS = 32  # they wait for the store, not for a CPU
 
@@ -229,7 +229,8 @@ class TarSource(RangeSource):
     def _check_packs(self, patterns: Patterns, infos: list[ObjectInfo], listed: list[ObjectInfo] | None) -> None:
         """Compare the archives with the manifests of `loaderkit pack` in their folders; take the classes' names from these.
 
-        Raises SourceError for shards that are not all written, that are missing or of other sizes, or among which others are.
+        Raises SourceError for shards that are not all written, that are missing or have other sizes, and for other
+        archives among them.
         """
         beside = {info.key: info for info in listed or () if _is_of_pack(info.key)}
         folders = [_folder_of(key) for key in (patterns.prefix, *(patterns.names or ()))]

@@ -301,7 +301,7 @@ class Decoder:
         return perf_counter() - begin_s
 
     def _value(self, value: Any, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:
-        """A field of a source of objects. Unless it is named, what is no image stays as it is."""
+        """A field of a source of objects. Unless the field is named, a value that is no image stays as it is."""
         if field in self._annotated and (field not in self._instances or not _is_encoded(value)):
             return value
         is_mask = field in self._masks

@@ -33,7 +33,8 @@ class PixelFormat(NamedTuple):
 
     @classmethod
     def of(cls, image: Pillow.Image) -> PixelFormat:
-        """Of a picture that is opened. Raises ValueError for signed numbers, and for what Pillow would read wrongly."""
+        """The format of a picture that is opened. Raises ValueError for signed numbers, and for pictures that Pillow
+        would read wrongly."""
         if isinstance(image, TiffImagePlugin.TiffImageFile):
             _check_tiff(image)
         tiles: Any = getattr(image, "tile", None)
@@ -64,7 +65,7 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 def levels_of(image: Pillow.Image, kind: str, stored: PixelFormat, depth: Depth, num_channels: int = 3) -> NDArray[Any]:
-    """[H, W, C], uint8 or uint16: grey, RGB or RGBA, opaque where the picture says nothing of that. Raises ValueError for a
+    """[H, W, C], uint8 or uint16: grey, RGB or RGBA, opaque if the picture has no transparency. Raises ValueError for a
     picture without such levels."""
     if num_channels not in _MODES:
         raise ValueError(

@@ -69,7 +69,7 @@ def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float
     that time of the file: the time before the first sample is filled with zeros.
 
     Without resampling and mixing the samples are the same as soundfile's: whole numbers divided by 2^(bits - 1). Raises
-    FormatError for what is damaged, cut or begins behind its end, and MissingExtraError.
+    FormatError for a file that is damaged or cut, and for a start behind its end; MissingExtraError.
     """
     name = container_of(data)
     with opened(data) as container:
@@ -138,8 +138,8 @@ def _behind(packets: list[Any], position: int, rate: int, unit: Fraction) -> lis
 
 
 def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterator[_Block]:
-    """The frames of packets, one after the other: gaps in their times are none in the samples. What cannot be decoded before
-    `run_up_end` is passed over, since a decoder that starts in the middle may lack what was before.
+    """The frames of packets, one after the other: a gap in their times makes no gap in the samples. Packets before
+    `run_up_end` that cannot be decoded are skipped, since a decoder that starts in the middle may lack earlier packets.
 
     Raises FormatError for a change of rate, channels or kind of samples."""
     position, kind = None, None
@@ -158,7 +158,7 @@ def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterato
 
 
 def _frames(context: Any, packets: Iterable[Any], *, passes_over: bool) -> Iterator[Any]:
-    """`passes_over`: packets that cannot be decoded before one that can."""
+    """`passes_over`: skip packets that cannot be decoded before the first one that can."""
     av = import_av()
     for packet in chain(packets, (None,)):
         try:
@@ -247,7 +247,7 @@ def _is_sought(data: memoryview) -> bool:
 
 
 def _end(packets: Iterable[Any]) -> int:
-    """When the last of them ends; damaged ones may have no time."""
+    """When the last packet ends; damaged packets may have no time."""
     return max((packet.pts + (packet.duration or 0) for packet in packets if packet.pts is not None), default=0)
 
 
@@ -344,7 +344,7 @@ def _first(
 
 
 def mixed(samples: Samples, num_channels: int) -> Samples:
-    """[1, n], the mean of all channels, or [2, n]. Raises FormatError for more than two that are to be two."""
+    """[1, n], the mean of all channels, or [2, n]. Raises FormatError if more than two channels are to become two."""
     held = len(samples)
     if held == num_channels:
         return samples

@@ -116,7 +116,7 @@ _ATTACHED = 0x400  # AV_DISPOSITION_ATTACHED_PIC
 
 
 def check_whole(data: memoryview, name: str) -> None:
-    """Raise FormatError for a file that is shorter than it says, which FFmpeg would read up to there."""
+    """Raise FormatError for a file that is shorter than it says, which FFmpeg would read as far as it goes."""
     num_bytes = _SIZES[name](data) if name in _SIZES else None
     if num_bytes is not None and num_bytes > data.nbytes:
         raise FormatError(f"{name}: it has {data.nbytes} bytes of {num_bytes} or more: it is cut")

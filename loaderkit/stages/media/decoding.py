@@ -29,8 +29,8 @@ class MediaDecoder:
             self.readers |= dict.fromkeys({*VIDEO_EXTENSIONS, "gif"}, self._clip)
 
     def reader_of(self, data: memoryview, *, is_named: bool) -> Callable[..., Any] | None:
-        """The reader of bytes without an extension, by how they begin; None for what is not decoded. MP3, which begins as much
-        else does, is known only in a field that is named."""
+        """The reader of bytes without an extension, by how they begin; None for what is not decoded. MP3, whose
+        beginning is like that of many formats, is recognised only in a field that is named."""
         name = container_of(data)
         if name is None or (name == "mp3" and not is_named and bytes(data[:3]) != b"ID3"):
             return None

@@ -152,7 +152,7 @@ def _decoded(stream: Any, packets: Iterable[Any], wanted: set[int] | None) -> It
 
 
 def _found(frames: Iterable[Any], wanted: set[int]) -> dict[int, Any]:
-    """Of decoded frames those at the times `wanted`, as RGB."""
+    """The decoded frames at the times `wanted`, as RGB."""
     found: dict[int, Any] = {}
     rgb = _Rgb()
     for frame in frames:

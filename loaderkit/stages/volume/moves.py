@@ -140,7 +140,7 @@ def _foreground(labels: Any, num_dims: int, draw: float) -> tuple[int, ...] | No
 
 
 def _padded(array: Any, missing: list[int], fill: float) -> Any:
-    """`array` with `fill` on both sides of its last dimensions; of an odd number one more at the end."""
+    """`array` with `fill` on both sides of its last dimensions; if the number is odd, one more at the end."""
     around = [(0, 0)] * (array.ndim - len(missing)) + [(num // 2, num - num // 2) for num in missing]
     values = array.numpy() if isinstance(array, torch.Tensor) else array
     kind = values.dtype.kind

@@ -290,7 +290,8 @@ class Renderer:
         return tensor
 
     def _is_done(self, sample: Sample) -> bool:
-        """True if the CPU's stages would leave a sample as it is: to ask them costs 30 us, a third of what a sample costs."""
+        """True if the CPU's stages would leave a sample as it is: running them to find out costs 30 us, a third of a
+        sample's cost."""
         kinds = set(map(type, sample.values()))
         if self._fields is None:
             return GpuDecoded in kinds and kinds <= _LEFT_AS_THEY_ARE

@@ -40,7 +40,7 @@ _MOST_LEVELS = 4.0  # of 255, on average: what another way to decode a crop may 
 
 
 def decodes_regions(device: int) -> bool:
-    """True if the CUDA device has decoded regions of JPEGs in a process of its own; else it is said why not."""
+    """True if the CUDA device has decoded regions of JPEGs in a process of its own; else a warning says why not."""
     path = path_in_cache(default_cache_dir(), "dali-regions", _machine(device), ".txt")
     with suppress(OSError):
         reason = path.read_bytes().decode(errors="replace")

@@ -104,7 +104,8 @@ def gil(facts: Facts) -> Verdict | None:
 
 def _is_gil(interval: Interval, busiest: StageFacts) -> bool:
     uses_several_cpus = interval.cpus_used > _ONE_CPU * interval.num_processes
-    # Others leave less to who holds the GIL; workers that wait for a CPU do so without it, too.
+    # Other programs leave less CPU to the thread that holds the GIL; workers that wait for a CPU would do so without
+    # the GIL, too.
     is_held = busiest.pool.trial.holds_gil and busiest.needs_cpu <= COMPUTING
     little = LITTLE_CPU * (min(1.0, interval.cpus_left) if is_held else 1.0)
     if busiest.stage.cpu_s < little * interval.wall_s or uses_several_cpus or interval.is_inline:

@@ -83,7 +83,8 @@ def slow_samples(facts: Facts) -> Verdict | None:
     kinds = [row.kind for row in interval.stats.stages[: interval.stats.stages.index(stage) + 1]]
     if "batch" in kinds or interval.stats.turn_share(stage.name) >= ALWAYS:
         return None  # batches are new memory now and then; and in turn nothing else is done meanwhile, however long one takes
-    # What waits for the GIL is slow for as long as others have it, and off the CPU in a stage that waits for nothing else.
+    # An item that waits for the GIL is slow for as long as others have it, and off the CPU in a stage that waits for
+    # nothing else.
     if trial.holds_gil or not stage.waits:
         return _stragglers(facts, 0.0, stage.busy_s - stage.cpu_s)
     least_s = MOST_FOR_GIL_S if (trial.gil_taken or 0.0) > _CONTENDED else 0.0

@@ -14,7 +14,7 @@ class Turn:
         self._next = 0  # the number of the chunk whose turn it is
         self._done: set[int] = set()  # numbers from there on that need no turn any more
         self._waiting: dict[int, threading.Lock] = {}
-        self.is_closed = False  # True: the worker that gets the turn is to do nothing with it
+        self.is_closed = False  # True: a worker that gets the turn must do nothing with it
 
     def take(self, number: int) -> threading.Lock | None:
         """Take the turn for that chunk. If it is not there yet, returns a lock: to acquire it is to wait for the turn

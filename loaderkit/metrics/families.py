@@ -1,6 +1,6 @@
 """The metrics of a loader: their names, labels and meanings, and their values in a snapshot.
 
-Names are those of OpenMetrics without `_total`, which counters get when they are written out. Every metric has the
+Names are as in OpenMetrics, without `_total`, which counters get when they are written out. Every metric has the
 labels `pipeline` and `rank`, and the labels given here.
 """
 

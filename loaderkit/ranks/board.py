@@ -81,7 +81,7 @@ class Board:
     def wait_for_count(self, key: str, number: int, *, about: str, timeout_s: float) -> bool:
         """Return once `count` was called so often for `key`, True, or after `timeout_s`, or if a rank failed, False."""
         deadline_s, poll_s = time.monotonic() + timeout_s, _FIRST_POLL_S
-        with suppress(RuntimeError):  # the store is gone, and so are those who would count
+        with suppress(RuntimeError):  # the store is gone, and so are the ranks that would count
             while self._store.add(key, 0) < number:
                 if time.monotonic() > deadline_s or self.has(f"{about}/{_FAILED}"):
                     return False

@@ -62,7 +62,7 @@ class PeerChannel:
         self._store: Any = None
         self._gloo: Any = None
         self._lock = threading.Lock()  # of `_gloo`
-        self._farewell = (number, "has left the loop before this one")  # whose fault that is, and what to say of it
+        self._farewell = (number, "has left the loop before this one")  # the rank at fault, and the reason
         self._has_left = threading.Event()
         self.failure: PeerError | None = None  # of a rank, as soon as it is known
         self._reasons: dict[str, tuple[int, str]] = {}  # by the text of an error: the rank at fault, and why

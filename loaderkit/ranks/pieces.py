@@ -2,8 +2,8 @@
 
 Each rank that has something others need listens, and gives bytes on request from where they lie. The rank that writes a
 file asks for them part by part, so no rank holds more than a part. Ranks need not be in step with one another. A rank
-that fails says why and closes its connections, and the machine closes those of a rank that died: the others notice at
-once.
+that fails says why and closes its connections, and the machine closes the connections of a rank that died: the others
+notice at once.
 """
 
 from __future__ import annotations

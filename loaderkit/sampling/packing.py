@@ -5,9 +5,9 @@ sequence.
 
 A window is `window` consecutive positions of the epoch's order. Its samples are cut into pieces of at most `length`, and the
 pieces packed into bins. The bins of one window, or of a span of several where they have few, are put into an order. The
-sequences of an epoch are those of its spans, one behind another, so sequence p is a pure function of (seed, epoch, p), whatever
-the number of ranks. An epoch's plan is the number of bins of every span; what is in the bins of a span is computed when it is
-needed.
+sequences of an epoch are the sequences of its spans, one behind another, so sequence p is a pure function of (seed,
+epoch, p), whatever the number of ranks. An epoch's plan is the number of bins of every span; what is in the bins of a
+span is computed when it is needed.
 """
 
 from __future__ import annotations

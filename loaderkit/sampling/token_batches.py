@@ -5,7 +5,7 @@ batches have.
 
 A batch is a bin of `PackedOrder`, so batch b of an epoch is a pure function of (seed, epoch, b), whatever the number of ranks,
 and a schedule deals batches out as it deals samples. A batch that is padded takes its longest sample times the number of its
-samples, and holds those of neighbouring lengths; one that is not takes the sum, for which best fit is best.
+samples, and holds samples of neighbouring lengths; a batch that is not padded takes the sum, for which best fit is best.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class StageKeys(dict[int, int]):
         return numbers
 
     def numbers(self, chunk: SampleChunk) -> NDArray[np.int64]:
-        """The index to which the random numbers of each row belong: int64 [samples of the chunk]."""
+        """The number, an index or a position, from which each row's random numbers are made: int64 [samples of the chunk]."""
         if not self._by_position:
             return chunk.indices
         return np.array([chunk.position_of(row) for row in range(len(chunk.samples))], np.int64)

@@ -63,9 +63,9 @@ class ConnectorContract:
     as a `Store`. A test uses one store at a time. It may be read only."""
 
     letters: str = _LETTERS
-    """Of which the tests make keys."""
+    """The letters of which the tests make keys."""
     unusual_keys: Collection[str] = _UNUSUAL
-    """Keys, without those that the store cannot use as names of objects."""
+    """Unusual keys for the tests. A subclass leaves out keys that the store cannot have as names of objects."""
 
     @pytest.fixture
     def make_store(self) -> MakeStore:

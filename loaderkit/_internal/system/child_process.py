@@ -159,8 +159,8 @@ def how_it_ended(exit_code: int | None) -> str:
 def bind_to(parent: int) -> None:
     """End with the parent, and ignore the signals that are meant for it."""
     # The parent handles Ctrl-C and SIGTERM (it may save a checkpoint first), and this process ends when it does. Until here
-    # they were blocked. Not SIG_IGN: processes of the user's code would inherit it and never end by SIGTERM, as those of a
-    # multiprocessing.Pool do.
+    # they were blocked. Not SIG_IGN: processes of the user's code would inherit it and never end by SIGTERM, as
+    # processes of a multiprocessing.Pool do.
     for number in MEANT_FOR_THE_PARENT:
         signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)

@@ -211,7 +211,7 @@ class _ZeroRun:
                 at += -(-prod(shape) // num_ranks) if self.is_sharded else prod(shape) + gap
             if not self.is_sharded:
                 size = sum(entry.shape[0] for entry in self._weights[number])
-                # Each part is a multiple of two elements, of which the last rank's are cut off, or are not.
+                # Each part is a multiple of two elements; the last rank's padding may be cut off or not.
                 if not at <= size < at + 2 * num_ranks:
                     raise FormatError(f"the parameters of group {number} are {at} elements, and its flat vector {size}")
         if self.is_sharded:

@@ -262,7 +262,7 @@ def stores_memory_once(checkpoint: Checkpoint) -> bool:
 
 
 def warn_same_memory(checkpoint: Checkpoint, first: str, name: str) -> None:
-    """Say that of two tensors of the checkpoint only the last is restored. They may well be equal, as of tied weights."""
+    """Warn that only the last of two tensors of the checkpoint is restored. They may well be equal, as with tied weights."""
     logger.warning(
         "%s: %r %s, of which %r is taken. If they are not tied weights, %s%s",
         *(printable(checkpoint.name), name, SAME_MEMORY.format(first), name, GIVE_MEMORY[0].lower(), GIVE_MEMORY[1:]),

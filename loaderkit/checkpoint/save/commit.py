@@ -2,7 +2,7 @@
 that died.
 
 A new checkpoint is written beside its place and renamed, or, where the store cannot rename, written in place, its description
-(`.metadata`, or that of another format) after all the files that it names. An existing one stays: the new files get other
+(`.metadata`, or another format's) after all the files that it names. An existing one stays: the new files get other
 names and lie beside the old ones, and replacing the description is the one step. While it is replaced the manifest holds for
 both. So readers see the old checkpoint or the new one. What goes with a description (`.index.json`) is written after it, and is
 not in the manifest: it follows from the description, and the next save completes it.

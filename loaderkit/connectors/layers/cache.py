@@ -5,7 +5,7 @@
 
 A large object, or one named *.tar, is kept in blocks of 4 MiB, so the pass that indexes an archive fills the cache. Of any
 other object each range is kept as it is read, usually the whole object. A read's etag is part of the entry's name, so the
-bytes of a cached object never mix with those of the object that replaced it.
+bytes of a cached object never mix with bytes of the object that replaced it.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class LoaderArguments:
 
 @dataclass(frozen=True)
 class WatchedCounters:
-    """Counters of a watched loop. Times in seconds; those of workers are summed over them."""
+    """Counters of a watched loop. Times in seconds; times of workers are summed over them."""
 
     num_epochs: int = 0  # begun
     open_s: float = 0.0  # in iter(), of all epochs but the first

@@ -74,7 +74,7 @@ class ChunkWindow:
     """
 
     begin_s: float
-    longest_s: float = 0.0  # chunk, with those of the window that this one is compared with
+    longest_s: float = 0.0  # chunk, also in the window that this one is compared with
     first_s: float = 0.0  # when the first chunk was begun
     num_samples: int = 0
     seconds: float = 0.0

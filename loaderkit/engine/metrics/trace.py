@@ -2,7 +2,7 @@
 requested.
 
 A change of state costs one more comparison while it is off, and less than a microsecond while it is on. The last entries
-of each worker are kept. Times are those of `time.perf_counter`, which is one clock for all processes of a machine.
+of each worker are kept. Times are read from `time.perf_counter`, which is one clock for all processes of a machine.
 """
 
 from __future__ import annotations

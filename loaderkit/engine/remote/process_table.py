@@ -32,7 +32,7 @@ class ProcessTable:
     def __init__(self, spec: WorkerSpec, make: MakeProcess, num_processes: int) -> None:
         self._spec = spec
         self._make = make
-        # Those with turns, and the counters of those that had some: one value, for readers in other threads.
+        # The processes that make batches, and the counters of those that did: one value, for readers in other threads.
         self._account: tuple[tuple[RemoteProcess, ...], Snapshot | None] = ((), None)
         self.seat([self._new(Shard(number, num_processes)) for number in range(num_processes)])
         self.warming: tuple[RemoteProcess, ...] = ()

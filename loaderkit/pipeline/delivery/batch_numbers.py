@@ -92,7 +92,8 @@ class EpochIterator(Iterator[Any]):
                 "this loader is being asked for a batch already, by another thread or by code that makes that batch: one "
                 "thread at a time iterates over a loader, and hands the batches on to the others (by a queue.Queue, say)"
             )
-        # Threads are switched, and KeyboardInterrupt is raised, at calls: none stands between the look and `finally`.
+        # Threads are switched, and KeyboardInterrupt is raised, only at calls: there is none between the check and
+        # `finally`.
         try:
             self._next_call.is_running = True
             batch, self._num_left = self._next_of(self._num_left)

@@ -78,7 +78,8 @@ class ExecutorLifecycle:
             try:
                 executor.seek(*here)
             except BaseException:
-                # After Ctrl-C half of its processes may have been told, and it may take itself as there.
+                # After Ctrl-C only half of its processes may have been told to seek, and the executor may believe it is
+                # there.
                 self.stop(join_s=1.0)
                 raise
             account.next_position = here

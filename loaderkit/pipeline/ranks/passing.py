@@ -1,6 +1,6 @@
 """Sends batches as messages between ranks: a head of fixed size, which holds a short body, and the memory of large tensors.
 
-The bytes are those of a pickle, as in torch's `broadcast_object_list`: the ranks of a job trust one another. Bytes from data
+The bytes are a pickle, as in torch's `broadcast_object_list`: the ranks of a job trust one another. Bytes from data
 are never unpickled.
 """
 

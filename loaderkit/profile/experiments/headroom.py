@@ -5,8 +5,8 @@ For the warm rate, the first batches of an epoch are read again and again. For t
 the page cache before every pass. As the order is shuffled, they are samples like any others; without shuffling they are
 the first ones.
 
-A rate that varies by more than half is measured for longer, as is one below that of the loop that has just run, since the loop
-cannot be faster than its pipeline alone. If that does not help, it is unknown.
+A rate that varies by more than half is measured for longer, as is one below the rate of the loop that has just run,
+since the loop cannot be faster than its pipeline alone. If that does not help, it is unknown.
 """
 
 from __future__ import annotations

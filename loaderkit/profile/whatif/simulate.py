@@ -129,7 +129,8 @@ class Simulation:
         # Whole rounds: processes that work at one pace deliver in bursts, one round of turns at a time.
         while (num_counted - 1 - num_counted // _WARM) % num:
             num_counted += 1
-        # Behind those that count there are as many as are ahead: else they would come out of a stock that is never replaced.
+        # Behind the batches that count there are as many as are read ahead: else these would come from a stock that is
+        # never refilled.
         ahead = min(model.batches_ahead, model.batches_in_memory, num_counted)
         self.num_batches = num_counted + num * max(1, int(ahead) // num)
         self.num_counted = num_counted

@@ -1,6 +1,6 @@
 """`color_jitter`, `random_grayscale`, `gaussian_blur`, `random_erasing`: stages that change levels, not places.
 
-Names, parameters, distributions and arithmetic (truncation to uint8 after every step of colour) are those of
+Names, parameters, distributions and arithmetic (truncation to uint8 after every step of colour) are the same as in
 torchvision.transforms.v2. A sample's images share all draws; masks are left alone.
 """
 

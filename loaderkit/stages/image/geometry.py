@@ -1,9 +1,9 @@
 """`resize`, crops, flips and `random_rotation`.
 
-Names, parameters and distributions are those of torchvision.transforms.v2. All image fields of a sample share one crop, one
-flip and one angle, so a mask stays on its image; masks are resized and rotated by nearest. Boxes and keypoints follow
-(`boxes.py`), by the stage's `ImageOps`. A resize is antialiased by default:
-the filter widens with the scale, as Pillow's does.
+Names, parameters and distributions are the same as in torchvision.transforms.v2. All image fields of a sample share one
+crop, one flip and one angle, so a mask stays on its image; masks are resized and rotated by nearest. Boxes and
+keypoints follow (`boxes.py`), by the stage's `ImageOps`. A resize is antialiased by default: the filter widens with the
+scale, as Pillow's does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Turns the pixels of Pillow's pictures into RGB or class numbers, of 8 bits or of 16.
 
 Numbers of 16 bits become 8 by v >> 8, whatever the picture, and 8 bits become 16 by v * 257, so that 255 is 65,535. Class
-numbers stay as they are stored: Pillow spreads those of 2 and 4 bits over 0 to 255, which is undone.
+numbers stay as they are stored: Pillow spreads numbers of 2 and 4 bits over 0 to 255, which is undone.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def lay_out(
         parts[own] = top
     found: dict[str, list[LaidFile]] = {}
     loads = [0] * len(plans)
-    # The largest part last: it levels what those have left that have fewer files than there are ranks.
+    # The largest part last: it evens out the parts that have fewer files than there are ranks.
     for part, listed in sorted(parts.items(), key=lambda item: sum(tensor.num_bytes for tensor in item[1])):
         prefix = "" if listed is top else f"{part}."
         made = _files_of(part, prefix, listed, same, loads=loads, generation=generation, rule=rule)

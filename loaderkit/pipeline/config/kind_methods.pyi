@@ -485,10 +485,10 @@ class KindMethods:
     ) -> Self:
         """Decode images to RGB, `cls` to int, `txt` to text, `json` and `npy` to what they hold; the rest stays bytes.
 
-        Of the items of a data set, encoded bytes that begin like an image, Pillow's images and those of Hugging Face's datasets
-        (`{"bytes": ..., "path": ...}`) are decoded like files. A uint8 array or tensor of three dimensions is an image, its
-        channels the end that is 1, 3 or 4 long; if both are, a tensor's are the first, and an array is an error. A fourth channel
-        is dropped, as a PNG's. What `fields` or `masks` name has to be an image, and may be [H, W].
+        Of the items of a data set, encoded bytes that begin like an image, Pillow's images and images of Hugging Face's
+        datasets (`{"bytes": ..., "path": ...}`) are decoded like files. A uint8 array or tensor of three dimensions is an
+        image, its channels the end that is 1, 3 or 4 long; if both are, a tensor's are the first, and an array is an error.
+        A fourth channel is dropped, as a PNG's. What `fields` or `masks` name has to be an image, and may be [H, W].
 
         With `channels` or `depth: 16`, arrays of `npy` and `npz` files are images as well, of uint8 or uint16, whose channels are
         the end that is `channels` long: any number of them passes through every stage that moves pixels. Arrays that `masks` name
@@ -503,9 +503,9 @@ class KindMethods:
         will show.
 
         What `boxes` and `keypoints` name, in pixels of the decoded image, follows it through every stage that moves its pixels, and
-        becomes float32. Boxes are clipped to the image (`sanitize_boxes` drops those of which nothing is left), keypoints (x, y)
-        are not. What `instance_masks` names becomes bool [N, H, W], a mask for each box: of the nearest pixels, as masks are, and 0
-        where a stage adds pixels. A `call` behind `decode` may make these fields, too.
+        becomes float32. Boxes are clipped to the image (`sanitize_boxes` drops boxes of which nothing is left), keypoints
+        (x, y) are not. What `instance_masks` names becomes bool [N, H, W], a mask for each box: of the nearest pixels, as
+        masks are, and 0 where a stage adds pixels. A `call` behind `decode` may make these fields, too.
 
         Which format an image has is told by its bytes, not by its name, and only `formats` are opened: nothing that starts a
         program, as PostScript does, or reads another file. Of several pictures in a file (GIF, TIFF, MPO, animations) the first

@@ -63,7 +63,7 @@ def index(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write an index beside each tar shard or TFRecord file (.idx) or file of lines (.offsets): it says where samples lie."""
+    """Write an index beside each tar shard or TFRecord file (.idx) or file of lines (.offsets): it tells where samples lie."""
     if lengths is not None:
         if shards or verify:
             raise ConfigError("--lengths stands alone, without FILE and --check")

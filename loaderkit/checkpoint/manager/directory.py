@@ -230,6 +230,16 @@ class RunDirectory:
         with self._opened() as target:
             writes_of(target.connector).put(target.parent + name, data)
 
+    def names(self, prefix: str) -> list[str]:
+        """The names that begin so, of files in the directory and below it. Raises ConnectorError."""
+        with self._opened() as target:
+            return [info.key[len(target.parent) :] for info in listed(target.connector, target.parent + prefix)]
+
+    def remove(self, name: str) -> None:
+        """Remove a small file; a missing one is no error. Raises ConnectorError."""
+        with self._opened() as target:
+            writes_of(target.connector).delete(target.parent + name)
+
     @contextmanager
     def probed(self) -> Iterator[str]:
         """Write a small file, and remove it after the block; its name. The next save clears it after a process that died.

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ class Far(FileConnector):
         self.is_away = False
 
     def _ask(self, what: str) -> None:
-        self.asked.append(what)
+        if not threading.current_thread().name.startswith(("loaderkit-upload", "loaderkit-blocks")):
+            self.asked.append(what)  # by others than what uploads
         if self.is_away:
             raise UnreachableError("no route to the store")
 
@@ -90,7 +92,7 @@ def save_steps(
     victims: list[int],
     settings: dict[str, Any],
 ) -> None:
-    """Save steps; those of `victims` are killed once the last one is committed and replicated, while the next is being saved."""
+    """Save steps; `victims` are killed once the last one is committed and replicated, while the next is being saved."""
     begin = rank_programs.begin_by_address if settings.get("flush") == "process" else rank_programs.begin
     begin(rank, num_ranks, folder, f"store-{steps}")
     scale = settings.pop("scale", 1)
@@ -118,10 +120,7 @@ def restore_from(
     """Restore from the folders `names`, shared out over the ranks in order; note the step, the requests to the far store during
     that, and the warnings."""
     rank_programs.begin(rank, num_ranks, folder, f"store-{name}")
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("loaderkit").addHandler(handler)
+    said = _warnings()
     far = Far(folder / "far")
     far.is_away = is_away
     step: int | None = None
@@ -130,6 +129,8 @@ def restore_from(
     checkpoints = loaderkit.CheckpointManager(
         "far://", local=local, replicas=1, connectors={"far": far}, timeout_s=20.0, keep={"last": 100}
     )
+    if not is_away:
+        checkpoints.wait_until_finished()
     state = state_of(num_ranks, 0, scale, is_blank=True)
     far.asked.clear()
     try:
@@ -147,26 +148,46 @@ def restore_from(
     dist.destroy_process_group()
 
 
-def start_and_end(folder: str, how: str, *steps: str) -> None:
-    """A start of a job of one process: it restores, says the step, and then does what `how` says."""
-    with loaderkit.CheckpointManager(folder, notice={"signals": ["SIGTERM"]}) as checkpoints:
+def start(rank: int, num_ranks: int, folder: Path, how: str, step: int | None = None) -> None:
+    """A start of a job of one process: it restores, notes the step and the warnings, and ends as `how` says."""
+    said = _warnings()
+    with loaderkit.CheckpointManager(folder / "run", notice={"signals": ["SIGTERM"]}) as checkpoints:
         state = {"x": torch.zeros(10)}
-        step = checkpoints.restore(state, *map(int, steps))
-        print(step, flush=True)
+        restored = checkpoints.restore(state, step) if how != "first" else 0
+        assert restored is not None
+        (folder / "started.json").write_text(json.dumps([restored, state["x"].tolist(), said]))
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "fails":
             raise ZeroDivisionError("the loss is nan")
         if how == "noticed":
             os.kill(os.getpid(), signal.SIGTERM)
-            return
-        if how == "left open":
-            checkpoints.__class__.__exit__ = lambda *_: None  # type: ignore[method-assign, assignment]
-            return
-        if how == "trains":
-            checkpoints.save((step or 0) + 1, {"x": torch.full((10,), float((step or 0) + 1))})
+        if how in ("first", "trains"):
+            for number in range(restored + 1, 3 if how == "first" else restored + 2):
+                checkpoints.save(number, {"x": torch.full((10,), float(number))}, wait=True)
+        if how == "steps":
+            checkpoints.should_save(restored)
+        if how in ("steps", "trains"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exits":
+            sys.exit(3)
+
+
+def leave_open(folder: str, how: str) -> None:
+    """A program that restores and never closes its manager."""
+    checkpoints = loaderkit.CheckpointManager(folder)
+    print(checkpoints.restore({"x": torch.zeros(10)}))
+    if how == "fails":
+        raise ZeroDivisionError("the loss is nan")
+
+
+def _warnings() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("loaderkit").addHandler(handler)
+    return said
 
 
 if __name__ == "__main__":
-    start_and_end(*sys.argv[1:])
+    leave_open(*sys.argv[1:])

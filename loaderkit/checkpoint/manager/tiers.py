@@ -189,9 +189,8 @@ class Tiers:
         uploads, local = self._uploads, self._local
         assert uploads is not None
         assert local is not None
-        stays = (
-            {*steps} if self._nodes is None else {*steps} | {step for step in map(step_in, self._nodes.stays()) if step}
-        )
+        names = set() if self._nodes is None else self._nodes.stays()
+        stays = {*steps, *(step for step in map(step_in, names) if step is not None)}
         self._near.retain(local.keep, lambda saved: uploads.stays(saved) | stays)
 
     # ----------------------------------------------------------------------------------------------------- restore

@@ -7,7 +7,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -34,7 +34,7 @@ from loaderkit.checkpoint.save.placement import (
 )
 from loaderkit.checkpoint.save.prune import remove_directory
 from loaderkit.checkpoint.structure import OWN_KEY
-from loaderkit.connectors.base import Connector, writes_of
+from loaderkit.connectors.base import Connector, ObjectInfo, writes_of
 from loaderkit.errors import CheckpointError, ConfigError, ConnectorError, FormatError, ObjectNotFoundError, printable
 
 logger = logging.getLogger("loaderkit")
@@ -85,8 +85,9 @@ class RunDirectory:
         milliseconds. Raises ConnectorError."""
         found: dict[int, int] = {}
         with self._opened() as target:
-            committed = _manifests(target)
-            for info in listed(target.connector, f"{target.parent}step-"):
+            infos = list(listed(target.connector, f"{target.parent}step-"))
+            committed = _manifests_in(target, infos)
+            for info in infos:
                 folder, _, name = info.key[len(target.parent) :].partition("/")
                 step = _step_in(folder)
                 if step in committed:
@@ -333,8 +334,12 @@ def _is_of_manager(target: SaveTarget, name: str, description: str) -> bool:
 
 def _manifests(target: SaveTarget) -> dict[int, str]:
     """Step -> the key of its manifest, for the directories that are named as `step_name` does."""
+    return _manifests_in(target, listed(target.connector, f"{target.parent}step-"))
+
+
+def _manifests_in(target: SaveTarget, infos: Iterable[ObjectInfo]) -> dict[int, str]:
     found = {}
-    for info in listed(target.connector, f"{target.parent}step-"):
+    for info in infos:
         name, _, rest = info.key[len(target.parent) :].partition("/")
         step = _step_in(name)
         if step is not None and rest == NAME:

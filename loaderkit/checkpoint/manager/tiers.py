@@ -261,7 +261,7 @@ class Tiers:
             if self._nodes is None or not there[self._near.url]:
                 raise
             logger.warning("%s may have newer checkpoints than the nodes do, and cannot be asked: %s", self._far, error)
-            return there
+            return there | {self._far.url: {}}
 
     def _warn_of_missing(self, nodes: Nodes) -> None:
         for name, missing in sorted(nodes.store.view("step-").missing.items()):

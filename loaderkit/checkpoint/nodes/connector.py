@@ -71,15 +71,13 @@ class NodesConnector(BulkConnector):
             raise ShortReadError(
                 f"{self.describe(key)}: {len(buffer)} bytes at {start}, and it has {held.info.size} bytes"
             )
-        if held.node == self.here:
-            self.folder.read(held.area + key, start, buffer)
-        else:
-            self.clients[held.node].read(held.area + key, start, buffer)
+        where = self.folder if held.node == self.here else self.clients[held.node]
+        where.read(held.area + key, start, buffer, held.info.etag if _has_time(held.info) else None)
 
     def modified_s(self, key: str) -> float | None:
         """Of small files, by the clock of the node that has them."""
-        time_ns, dash, _ = self.stat(key).etag.partition("-")
-        return int(time_ns, 16) / 1e9 if dash else None
+        info = self.stat(key)
+        return int(info.etag.partition("-")[0], 16) / 1e9 if _has_time(info) else None
 
     def copies_of(self, key: str) -> builtins.list[bytes]:
         """What each node has itself under this key, if anything."""
@@ -120,6 +118,11 @@ class NodesConnector(BulkConnector):
 
 def _made(path: str, here: int, addresses: Mapping[int, Address], writes_all: bool, timeout_s: float) -> NodesConnector:
     return NodesConnector(path, here, addresses, writes_all=writes_all, timeout_s=timeout_s)
+
+
+def _has_time(info: ObjectInfo) -> bool:
+    """True for an etag that a node gave, as of one of its files; files of tensors have one that holds for all copies."""
+    return "-" in info.etag
 
 
 def _order(info: ObjectInfo) -> bytes:

@@ -86,9 +86,9 @@ class NodeFolder:
             if os.path.isdir(f"{self.path}/{area}{prefix}"):
                 self.writes.clear(area + prefix, deep=deep)
 
-    def read(self, key: str, start: int, buffer: memoryview) -> None:
+    def read(self, key: str, start: int, buffer: memoryview, etag: str | None = None) -> None:
         """Fill `buffer` from a file, whose key begins with its area."""
-        self.store.read_into(key, start, buffer)
+        self.store.read_into(key, start, buffer, etag=etag)
 
 
 def encoded(listing: FolderListing) -> Any:

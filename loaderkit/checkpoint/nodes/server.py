@@ -134,11 +134,11 @@ class NodeServer:
         connection.sendall(_ANSWER.pack(0, len(answer)))
         connection.sendall(answer.data)
 
-    def _read(self, key: str, start: int, length: int) -> Any:
+    def _read(self, key: str, start: int, length: int, etag: str | None) -> Any:
         if not 0 <= length <= MAX_READ_BYTES:
             raise ConnectorError(f"{length} bytes are asked for at once")
         buffer = np.empty(length, np.uint8)
-        self._folder.read(key, start, buffer.data)
+        self._folder.read(key, start, buffer.data, etag)
         return buffer
 
 
@@ -171,12 +171,12 @@ class NodeClient:
             raise self._gone(connection, error) from error
         return partial(self._answer, connection)
 
-    def read(self, key: str, start: int, buffer: memoryview) -> None:
+    def read(self, key: str, start: int, buffer: memoryview, etag: str | None = None) -> None:
         """Fill `buffer` from a file, whose key begins with its area; at most `MAX_READ_BYTES` are under way at once."""
         view = np.frombuffer(buffer, np.uint8)
         for lo in range(0, len(view), MAX_READ_BYTES):
             part = view[lo : lo + MAX_READ_BYTES]
-            self.send("read", key, start + lo, len(part))(part)
+            self.send("read", key, start + lo, len(part), etag)(part)
 
     def close(self) -> None:
         """Close all connections; calls that wait end with an error. Idempotent."""

@@ -70,7 +70,7 @@ def test_files_of_any_places_against_a_plain_search(rng: random.Random) -> None:
                 files[area] = {} if not described else {".metadata": described, NAME: 10 * described}
                 for generation in (1, 2):
                     for name, size in sizes[generation].items():
-                        if name != ".metadata" and rng.random() < 0.6:
+                        if name != ".metadata" and rng.random() < 0.35:
                             files[area][name] = size if rng.random() < 0.9 else size - 1
                 if described:
                     tables[area] = [sizes[described]]

@@ -98,7 +98,7 @@ def save_steps(
     scale = settings.pop("scale", 1)
     local = {"path": near(folder, rank, ranks_a_node), "keep": 2}
     with loaderkit.CheckpointManager(
-        "far://", local=local, replicas=1, connectors={"far": Far(folder / "far")}, timeout_s=20.0, **settings
+        "far://", local=local, replicas=1, connectors={"far": Far(folder / "far")}, timeout_s=120.0, **settings
     ) as checkpoints:
         for step in steps:
             checkpoints.save(step, state_of(num_ranks, step, scale), wait=True)
@@ -127,7 +127,7 @@ def restore_from(
     error = ""
     local = {"path": near(folder, rank, num_ranks // len(names), names), "keep": 2}
     checkpoints = loaderkit.CheckpointManager(
-        "far://", local=local, replicas=1, connectors={"far": far}, timeout_s=20.0, keep={"last": 100}
+        "far://", local=local, replicas=1, connectors={"far": far}, timeout_s=120.0, keep={"last": 100}
     )
     if not is_away:
         checkpoints.wait_until_finished()

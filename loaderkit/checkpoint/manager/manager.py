@@ -410,9 +410,11 @@ class CheckpointManager:
                 self._board.leave("the block of its CheckpointManager", cause)
             if self._board.rank > 0:
                 return
-        if cause is None:
-            self._tiers.finish_replicas()
-        self._tiers.finish()
+        try:
+            if cause is None:
+                self._tiers.finish_replicas()
+        finally:
+            self._tiers.finish()
         key = self._tiers.last_key
         if cause is None and self._board is not None and self._board.rank == 0 and key is not None:
             wait_for_others(self._board, key)

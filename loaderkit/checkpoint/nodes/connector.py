@@ -42,7 +42,9 @@ class NodesConnector(BulkConnector):
     def view(self, prefix: str = "") -> View:
         """What all nodes hold now that begins with `prefix`. Raises ConnectorError if a node does not answer."""
         asked = {node: client.send("list", prefix) for node, client in self.clients.items()}
-        listings = {self.here: self.folder.list(prefix)} | {node: decoded(answer()) for node, answer in asked.items()}
+        listings = {self.here: self.folder.listing(prefix)} | {
+            node: decoded(answer()) for node, answer in asked.items()
+        }
         view = merged(listings, self.here)
         with self._lock:
             self._known = {key: held for key, held in self._known.items() if not key.startswith(prefix)} | view.files
@@ -83,7 +85,7 @@ class NodesConnector(BulkConnector):
         """What each node has itself under this key, if anything."""
         found = []
         for node in (self.here, *self.clients):
-            listing = self.folder.list(key) if node == self.here else decoded(self.clients[node].call("list", key))
+            listing = self.folder.listing(key) if node == self.here else decoded(self.clients[node].call("list", key))
             for info in listing.files[OWN]:
                 if info.key == key:
                     data = memoryview(bytearray(info.size))

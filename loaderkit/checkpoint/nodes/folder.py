@@ -36,7 +36,7 @@ class NodeFolder:
         self.writes = writes_of(self.store)
         self._manifests: dict[tuple[str, str], list[dict[str, int]]] = {}  # by key and etag
 
-    def list(self, prefix: str) -> FolderListing:
+    def listing(self, prefix: str) -> FolderListing:
         """What begins with `prefix`."""
         files: dict[str, list[ObjectInfo]] = {}
         manifests: dict[str, dict[str, list[dict[str, int]]]] = {}

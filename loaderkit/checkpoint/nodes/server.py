@@ -63,7 +63,7 @@ class NodeServer:
             "rename": folder.rename,
             "sync": folder.sync,
             "clear": folder.clear,
-            "list": lambda prefix: encoded(folder.list(prefix)),
+            "list": lambda prefix: encoded(folder.listing(prefix)),
         }
         start_thread(threading.Thread(target=self._accept, name="loaderkit-node", daemon=True))
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from node_pairs import Pair
 
-from loaderkit.checkpoint.nodes.connector import NodesConnector
-from loaderkit.checkpoint.nodes.folder import NodeFolder
-from loaderkit.checkpoint.nodes.server import MAX_READ_BYTES, NodeClient, NodeServer
+from loaderkit.checkpoint.nodes.server import MAX_READ_BYTES, NodeClient
 from loaderkit.connectors.base import writes_of
 from loaderkit.errors import (
     ConnectorError,
@@ -24,32 +23,6 @@ from loaderkit.errors import (
     UnreachableError,
 )
 from loaderkit.testing import ConnectorContract, Store
-
-
-class Pair:
-    """Two nodes; `stores` are those of rank 0 on the first, and of a rank on the second."""
-
-    def __init__(self, folder: Path) -> None:
-        self.paths = [folder / "node-0", folder / "node-1"]
-        for path in self.paths:
-            path.mkdir(parents=True)
-        self.servers = [NodeServer(NodeFolder(str(path))) for path in self.paths]
-        self.stores = [
-            NodesConnector(
-                str(self.paths[here]),
-                here,
-                {1 - here: self.servers[1 - here].address},
-                writes_all=here == 0,
-                timeout_s=20.0,
-            )
-            for here in range(2)
-        ]
-
-    def close(self) -> None:
-        for store in self.stores:
-            store.close()
-        for server in self.servers:
-            server.close()
 
 
 @pytest.fixture
@@ -69,7 +42,7 @@ class TestNodesConnector(ConnectorContract):
         def make(objects: dict[str, bytes]) -> Store:
             nodes = Pair(tmp_path / f"{len(made)}")
             made.append(nodes)
-            places = {key: nodes.servers[number % 2]._folder for number, key in enumerate(sorted(objects))}
+            places = {key: nodes.folders[number % 2] for number, key in enumerate(sorted(objects))}
             for key, data in objects.items():
                 places[key].put(key, data)
             return Store(nodes.stores[0], replace=lambda key, data: places[key].put(key, data))

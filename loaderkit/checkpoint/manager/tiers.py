@@ -20,8 +20,8 @@ from loaderkit.checkpoint.discovery.latest import is_there
 from loaderkit.checkpoint.manager.directory import RunDirectory, step_name
 from loaderkit.checkpoint.manager.settings import SaveSettings
 from loaderkit.checkpoint.manager.uploads import Uploads
-from loaderkit.checkpoint.nodes.joining import Nodes
-from loaderkit.checkpoint.save.starts import Starts
+from loaderkit.checkpoint.nodes.joining import JobNodes
+from loaderkit.checkpoint.save.starts import StartLog
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import (
     AccessDeniedError,
@@ -59,14 +59,14 @@ class Tiers:
         self._num_finished = self._num_rewound = 0
         self._is_claimed = self._has_saved = False
         self._saving = threading.Lock()  # while something in `near` is being written or removed
-        self._nodes: Nodes | None = None
+        self._nodes: JobNodes | None = None
         if settings.local is not None:
             near = settings.local.path
             if settings.replicas:
-                self._nodes = Nodes(near, board, timeout_s, replicated=self._retain_unless_saving)
+                self._nodes = JobNodes(near, board, timeout_s, replicated=self._retain_unless_saving)
                 connectors[_NODES], near = self._nodes.store, f"{_NODES}://"
             self._near = RunDirectory(near, connectors, with_metrics=with_metrics)
-        self.starts = Starts(self._near) if board is None or board.rank == 0 else None
+        self.starts = StartLog(self._near) if board is None or board.rank == 0 else None
         try:
             self._agree_on_directories()
         except BaseException:
@@ -263,7 +263,7 @@ class Tiers:
             logger.warning("%s may have newer checkpoints than the nodes do, and cannot be asked: %s", self._far, error)
             return there | {self._far.url: {}}
 
-    def _warn_of_missing(self, nodes: Nodes) -> None:
+    def _warn_of_missing(self, nodes: JobNodes) -> None:
         for name, missing in sorted(nodes.store.view("step-").missing.items()):
             logger.warning(
                 "%s is passed over: none of %d nodes has %s%s of it",

@@ -13,7 +13,7 @@ from typing import Any
 
 from loaderkit.checkpoint.nodes.folder import OWN, NodeFolder, decoded
 from loaderkit.checkpoint.nodes.server import NodeClient
-from loaderkit.checkpoint.nodes.view import Held, View, merged
+from loaderkit.checkpoint.nodes.view import HeldFile, NodesView, merged
 from loaderkit.connectors.base import BulkConnector, ConnectorTraits, ObjectInfo, Writes, traits_of
 from loaderkit.connectors.writing import WritesLayer
 from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundError, ShortReadError
@@ -34,12 +34,12 @@ class NodesConnector(BulkConnector):
         self.traits: ConnectorTraits = traits_of(self.folder.store)
         self._writes_all = writes_all
         self._lock = threading.Lock()
-        self._known: dict[str, Held] = {}
+        self._known: dict[str, HeldFile] = {}
 
     def __reduce__(self) -> Any:
         return _made, self._settings
 
-    def view(self, prefix: str = "") -> View:
+    def view(self, prefix: str = "") -> NodesView:
         """What all nodes hold now that begins with `prefix`. Raises ConnectorError if a node does not answer."""
         asked = {node: client.send("list", prefix) for node, client in self.clients.items()}
         listings = {self.here: self.folder.listing(prefix)} | {
@@ -110,7 +110,7 @@ class NodesConnector(BulkConnector):
         for client in self.clients.values():
             client.close()
 
-    def _held(self, key: str) -> Held:
+    def _held(self, key: str) -> HeldFile:
         folder, slash, _ = key.partition("/")
         held = self.view(folder + slash if slash else key).files.get(key)
         if held is None:

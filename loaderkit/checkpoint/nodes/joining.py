@@ -30,7 +30,7 @@ _PROBE = ".loaderkit-node-"
 _DOING = "the nodes of a job find one another"
 
 
-class Nodes:
+class JobNodes:
     """The nodes of a job, as this rank sees them. `members` are the ranks of each, by number; `store` is all their folders."""
 
     def __init__(

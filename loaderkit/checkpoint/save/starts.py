@@ -3,7 +3,7 @@
 restore ──> .starting-STEP.ID.json written ──> restored ──> first step, or an orderly end ──> removed
                                                killed, or an error before that: it stays, and counts against the step
 
-Rank 0 alone does this. Starts at the same time have files of their own, so none writes over another's.
+Rank 0 alone does this. StartLog at the same time have files of their own, so none writes over another's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Notes(Protocol):
         """Remove a file; a missing one is no error."""
 
 
-class Starts:
+class StartLog:
     """The starts of a run, in its directory. What the store does not let happen is a warning: it holds up no start."""
 
     def __init__(self, directory: Notes) -> None:

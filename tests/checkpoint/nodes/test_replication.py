@@ -59,7 +59,7 @@ class Replicating:
             node.finish()
 
     def replicas(self) -> list[list[str]]:
-        return [sorted(path.name for path in (one / "replicas").iterdir()) for one in self.pair.paths]
+        return [sorted(path.name for path in one.glob("replicas/*")) for one in self.pair.paths]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import rank_programs
 
 import loaderkit
 from loaderkit.checkpoint.discovery.listing import list_checkpoints
-from loaderkit.checkpoint.save.starts import Starts
+from loaderkit.checkpoint.save.starts import StartLog
 from loaderkit.errors import CheckpointError, ConnectorError, PeerError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -106,7 +106,7 @@ class Folder:
 
 def ended(folder: Folder, number: int) -> None:
     """A start on another machine has ended with a step."""
-    starts = Starts(folder)
+    starts = StartLog(folder)
     starts.begin(f"s3://bucket/step-{number:010d}")
     (name,) = {*folder.names("")} - {name for name in folder.files if b'"elsewhere"' in folder.files[name]}
     said = json.loads(folder.files[name])
@@ -121,24 +121,24 @@ class TestStarts:
     def test_what_counts(self) -> None:
         folder = Folder()
         ended(folder, 3)
-        assert [*Starts(folder).passing(iter(self.found))] == [*self.found]
+        assert [*StartLog(folder).passing(iter(self.found))] == [*self.found]
         ended(folder, 3)
-        assert [*Starts(folder).passing(iter(self.found))] == [self.found[2]]
+        assert [*StartLog(folder).passing(iter(self.found))] == [self.found[2]]
         folder.files["other"] = folder.files[".starting-nothing"] = b"{"
         with pytest.raises(CheckpointError, match="has ended 2 starts"):
-            list(Starts(folder).passing(iter(self.found[:2])))
-        Starts(folder).forget(2)
+            list(StartLog(folder).passing(iter(self.found[:2])))
+        StartLog(folder).forget(2)
         assert len(folder.files) == 4
-        Starts(folder).forget(3)
+        StartLog(folder).forget(3)
         assert set(folder.files) == {"other", ".starting-nothing"}
 
     def test_a_start_that_still_runs_does_not_count(self) -> None:
         folder = Folder()
-        several = [Starts(folder) for _ in range(3)]
+        several = [StartLog(folder) for _ in range(3)]
         for starts in several:  # of this process, which is alive
             starts.begin("run/step-0000000003")
         assert len(folder.files) == 3
-        assert [*Starts(folder).passing(iter(self.found))] == [*self.found]
+        assert [*StartLog(folder).passing(iter(self.found))] == [*self.found]
         for starts in several:
             starts.done()
         assert folder.files == {}
@@ -148,7 +148,7 @@ class TestStarts:
     )
     def test_errors_of_restoring(self, error: Exception, counts: bool) -> None:
         folder = Folder()
-        starts = Starts(folder)
+        starts = StartLog(folder)
         starts.begin("run/step-0000000003")
         with pytest.raises(type(error)), starts.told():
             raise error
@@ -160,7 +160,7 @@ class TestStarts:
         ended(folder, 3)
         ended(folder, 3)
         folder.error = ConnectorError("no route")
-        starts = Starts(folder)
+        starts = StartLog(folder)
         assert [*starts.passing(iter(self.found))] == [*self.found]
         starts.begin("run/step-0000000003")
         starts.forget(3)

@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +87,8 @@ def main(arguments: list[str]) -> int:
         if step.name in (UNPACK, UNPACK_DALI):
             return [sys.executable, "profiles/gpu_bundle/unpack.py", str(given.bundle), str(site)]
         own = [sys.executable, "-X", "faulthandler", "-m", "profiles.gpu_session.child", step.name]
-        own += ["--work", str(work), "--fast", str(fast), "--report", str(place.report(step)), "--limit", str(limit_s)]
+        own += ["--work", str(work), "--fast", str(fast), "--report", str(place.report(step))]
+        own += ["--until", str(time.monotonic() + limit_s)]  # of one clock for all processes
         own += ["--misbehave", misbehaving[step.name]] if step.name in misbehaving else []
         return [*own, "--tiny"] if given.tiny else own
 

@@ -32,14 +32,15 @@ def main() -> None:
     parser.add_argument("name")
     for name in ("work", "fast", "report"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--limit", type=float, required=True)
+    parser.add_argument(
+        "--until", type=float, required=True, help="when it is killed, in seconds of the monotonic clock"
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--misbehave", choices=MISBEHAVIOURS)
     arguments = parser.parse_args()
-    until_s = time.monotonic() + arguments.limit
     faulthandler.enable()
     # The stacks of a step that hangs are in its line.
-    faulthandler.dump_traceback_later(max(0.1, arguments.limit - _BEFORE_THE_END_S), exit=False)
+    faulthandler.dump_traceback_later(max(0.1, arguments.until - time.monotonic() - _BEFORE_THE_END_S), exit=False)
     if arguments.misbehave is not None:
         misbehave(arguments.misbehave)
     from profiles.gpu_session.context import Context, Report, Skipped  # torch and loaderkit
@@ -48,7 +49,7 @@ def main() -> None:
     module, _, function = step.function.partition(":")
     report = Report(arguments.report)
     report.write()
-    context = Context(arguments.work, arguments.fast, arguments.tiny, report, until_s)
+    context = Context(arguments.work, arguments.fast, arguments.tiny, report, arguments.until)
     try:
         getattr(importlib.import_module(f"profiles.gpu_session.{module}"), function)(context)
     except Skipped as why:

@@ -84,10 +84,10 @@ def opened(data: memoryview, max_pixels: int = 1) -> Iterator[Any]:
         "max_pixels": str(max_pixels),
         "threads": "1",
     }
+    # Titles in an unknown encoding are no error: from PyAV 19 on they never are.
+    lenient = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
     try:
-        with av.open(
-            io.BytesIO(data), format=name, options=options, buffer_size=_BUFFER_BYTES, metadata_errors="replace"
-        ) as container:
+        with av.open(io.BytesIO(data), format=name, options=options, buffer_size=_BUFFER_BYTES, **lenient) as container:
             yield container
     except av.FFmpegError as error:
         raise FormatError(f"{name}, {data.nbytes} bytes: {error.strerror or error}") from error

@@ -79,13 +79,15 @@ class TestDeaths:
             with build(numbers(640), **LAST) as loader:
                 stream = iter(loader)
                 keys = next(stream)["__key__"]
-                os.kill(pid_of(loader), signal.SIGKILL)
+                pid = pid_of(loader)
+                os.kill(pid, signal.SIGKILL)
                 with pytest.raises(WorkerDiedError, match="its exit code is lost, as SIGCHLD is ignored") as caught:
                     for batch in stream:
                         keys += batch["__key__"]
             assert keys == [str(n) for n in range(len(keys))]
             assert caught.value.exit_code is None
             del caught
+            wait_for(lambda: not is_running(pid))  # nobody can wait for its end in another way
         finally:
             signal.signal(signal.SIGCHLD, told)
 

@@ -153,7 +153,7 @@ def _members(path: str, board: Board) -> list[tuple[int, ...]]:
 
 
 def _packed(address: Address | None) -> bytes:
-    return json.dumps(None if address is None else address._replace(token=address.token.hex())).encode()
+    return json.dumps(None if address is None else [*address[:3], address.token.hex()]).encode()
 
 
 def _unpacked(data: bytes) -> Address | None:

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loaderkit._internal.system.program_end import start_thread
 from loaderkit.checkpoint.nodes.folder import NodeFolder, encoded
@@ -156,8 +157,10 @@ class NodeClient:
         """What the node answers."""
         return self.send(name, *arguments, data=data)()
 
-    def send(self, name: str, *arguments: Any, data: bytes | None = None) -> Callable[[], Any]:
-        """Begin a call; what is returned waits for the answer, and is called once."""
+    def send(
+        self, name: str, *arguments: Any, data: bytes | None = None, target: NDArray[np.uint8] | None = None
+    ) -> Callable[[], Any]:
+        """Begin a call; what is returned waits for the answer, and is called once. `target` is filled with it."""
         try:
             connection = self._free.get_nowait()
         except queue.Empty:
@@ -169,14 +172,14 @@ class NodeClient:
                 connection.sendall(data)
         except OSError as error:
             raise self._gone(connection, error) from error
-        return partial(self._answer, connection)
+        return partial(self._answer, connection, target)
 
     def read(self, key: str, start: int, buffer: memoryview, etag: str | None = None) -> None:
         """Fill `buffer` from a file, whose key begins with its area; at most `MAX_READ_BYTES` are under way at once."""
         view = np.frombuffer(buffer, np.uint8)
         for lo in range(0, len(view), MAX_READ_BYTES):
             part = view[lo : lo + MAX_READ_BYTES]
-            self.send("read", key, start + lo, len(part), etag)(part)
+            self.send("read", key, start + lo, len(part), etag, target=part)()
 
     def close(self) -> None:
         """Close all connections; calls that wait end with an error. Idempotent."""
@@ -185,7 +188,7 @@ class NodeClient:
         for connection in connections:
             connection.close()
 
-    def _answer(self, connection: socket.socket, target: Any = None) -> Any:
+    def _answer(self, connection: socket.socket, target: NDArray[np.uint8] | None) -> Any:
         try:
             is_failed, length = _ANSWER.unpack(received(connection, _ANSWER.size))
             if not is_failed and target is not None and length == len(target):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NUM_KINDS = 37
+NUM_KINDS = 47
 MOST_AT_ONCE = 4000
 
 

@@ -65,6 +65,7 @@ def check(
         "first_sample": _first_sample(plan),
         "num_ignored_members": getattr(plan.source, "num_ignored", 0),
         "left_out": dict(getattr(plan.source, "left_out", {})),
+        "null_columns": getattr(plan.source, "null_columns", []),
         "num_of_systems": getattr(plan.source, "num_of_systems", 0),
         "class_oddities": plan.source.oddities(),
         "bad_shards": [shard._asdict() for shard in plan.source.bad_shards],
@@ -272,6 +273,7 @@ def _left_out(checked: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(
             ("left out", f"{sum(left_out.values())} files that `include` does not take: {said_counts(left_out)}")
         )
+    rows += [("left out", f"the column {name!r}, which has nothing but nulls") for name in checked["null_columns"]]
     if checked["num_of_systems"]:
         rows.append(
             (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from loaderkit._internal.system.cgroups import num_cpus_of_rank
 from loaderkit._internal.units import format_bytes
@@ -17,6 +18,8 @@ _SMALLER = "smaller batches: this machine has no memory for more of them"
 _MOST_PROCESSES = 8  # each imports all that the functions need, and several ranks may share the machine
 _CHEAPER: Mapping[str, str] = {
     "decode": "cheaper images: stored at the size they are used at, or decode: {scaled: true} where they are shrunk",
+    "decode media": "cheaper videos and sounds: fewer `frames` or `seconds` of each, or files stored at the size, or rate, and "
+    "the length they are used at",
     "batch": "less to copy: uint8 instead of float, one shape instead of padding, fewer fields",
     "call": "a cheaper function, or do its work once in advance",
     "filter": "a cheaper function, or leave such samples out of the source",
@@ -39,6 +42,21 @@ def otherwise(kind: str, stage_kind: str) -> str:
     if kind in _OTHERWISE:
         return _OTHERWISE[kind]
     return _CHEAPER.get(stage_kind, "less work for each sample")
+
+
+class Work(Protocol):
+    """A stage, to what is said of it."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def content(self) -> str: ...
+
+
+def work_of(stage: Work) -> str:
+    """A stage's kind, with what it acts on where that makes another advice."""
+    return f"{stage.kind} {stage.content}".strip()
 
 
 def unlocked(stage: str) -> str:
@@ -132,7 +150,7 @@ def _no_workers(interval: Interval, facts: StageFacts) -> str:
 
 def less_work(interval: Interval, facts: StageFacts) -> Remedy:
     """The change for a stage that computes."""
-    cheaper = _CHEAPER.get(facts.stage.kind, f"a cheaper {facts.stage.name}")
+    cheaper = _CHEAPER.get(work_of(facts.stage), f"a cheaper {facts.stage.name}")
     match more_of(interval, facts, computing=True):
         case "executor":
             more = workers_instead(interval, "so that it runs in parallel with training")
@@ -209,7 +227,7 @@ def mended(interval: Interval, facts: StageFacts, *, is_alone: bool) -> Remedy:
     """The change where a few items take long: other items done meanwhile, and those few made cheaper. `is_alone`: one worker at
     a time gets on in this process."""
     computes = facts.needs_cpu > COMPUTING
-    otherwise = slow_ones(facts.stage.kind, computes=computes)
+    otherwise = slow_ones(work_of(facts.stage), computes=computes)
     more = more_of(interval, facts, computing=computes)
     if interval.is_inline:
         return workers_instead(interval, "with several workers", helps=more is not None).then(f"; or {otherwise}")
@@ -234,4 +252,6 @@ def slow_ones(kind: str, *, computes: bool) -> str:
         return "find out why those items are slow"
     if kind == "decode":
         return "make large images smaller where they are stored, or, for JPEGs that are shrunk, decode: {scaled: true}"
+    if kind == "decode media":
+        return "cut long videos and sounds into shorter files, and store videos with more keyframes"
     return "make those items cheaper, or do their work once in advance"

@@ -218,6 +218,7 @@ class Stage:
     source: str = ""  # the mixed source that it is for alone
     in_turn: bool = False
     """Of the first stage: one worker at a time runs it, in the order of the chunks; waiting for that is not its time."""
+    content: str = ""  # what it acts on, where stages of its kind may act on different things; for what is said of it
     owner: Any = None  # the user's object that it runs code of, if one thread at a time may
     lock: UserLock | None = None
     """Held while it runs, which it takes itself: what waits for it is to take it before, so that waiting is not its time."""

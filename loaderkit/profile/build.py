@@ -363,6 +363,7 @@ def stage_rows(passed: Stats, series: Sequence[Mapping[str, Any]]) -> list[Stage
                 **known,
                 kind=row.kind,
                 in_turn=row.in_turn,
+                content=row.content,
                 is_limited=facts.is_limited,
                 pool=pool,
                 io_s=waiting_s - gil_s,

@@ -190,6 +190,7 @@ class StageRow(Part):
     queued_mean: float | None = Field(description="chunks waiting for its workers, over time")
     queued_max: int | None
     in_turn: bool = Field(False, description="one worker at a time runs it; waiting for the turn is starved")
+    content: str = Field("", description="what it acts on, if not images: media, of decode, are videos and sounds")
     is_limited: bool = Field(False, description="all workers side by side get hardly more of it done than a few would")
     services: list[list[float]] = Field([], description="pairs: how long items took, in s, and how many did")
     chunk: float | None = Field(None, description="samples that its workers take at a time, where it is known")

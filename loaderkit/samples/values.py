@@ -55,6 +55,12 @@ class Clip(NamedTuple):
         return len(self.frames), channels, height, width
 
 
+class Pictures(NamedTuple):
+    """Several pictures of one sample, as a chat has them: any number, of any sizes. A batch has lists of tensors [C, H, W]."""
+
+    images: tuple[Image, ...]
+
+
 class InPlace(NamedTuple):
     """A field of `num_bytes` that `read` has written already, into its slot, or as `tensor` into memory that is lent to the
     batch. For the first sample, of which only the layout matters, nothing is written."""

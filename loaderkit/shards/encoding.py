@@ -15,7 +15,7 @@ from PIL import Image as Pillow
 
 from loaderkit.native.pixels import packed
 from loaderkit.samples.pictures import picture_extension
-from loaderkit.samples.values import Clip, Encoded, Image
+from loaderkit.samples.values import Clip, Encoded, Image, Pictures
 from loaderkit.stages.values import describe, to_tensor
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -72,6 +72,8 @@ def encoded_field(  # noqa: PLR0911 - a kind of value each
         return _picture(value, quality)
     if type(value) is Clip:
         value = to_tensor(value)
+    if type(value) is Pictures:
+        raise ValueError(f"{describe(value)} cannot be written as one file: give each a field of its own in a `call`")
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         file = io.BytesIO()
         np.save(file, _array(value), allow_pickle=False)

@@ -137,6 +137,7 @@ class Forecast:
                 return
             spans = () if self._chosen is None else self._chosen.spans(epoch)
             num_reads = self._row_groups.num_reads if self._row_groups is not None else 0
+            is_whole, num_slices = position == 0, 0  # of the epoch
             for group in self._positions(schedule, position):
                 if self._row_groups is not None and self._row_groups.is_complete:
                     return
@@ -144,7 +145,9 @@ class Forecast:
                 num_batches += -(-len(group) // schedule.batch_size)
                 if self._has_samples_in(spans, group, schedule.num_samples):
                     for reads in self._order.reads(epoch, positions, position, schedule.world_size):
-                        yield from self._of_reads(epoch, reads, num_samples)
+                        slices = self._of_reads(epoch, reads, num_samples)
+                        yield from slices
+                        num_slices += len(slices)
                         num_samples += reads.num_slots
                     continue
                 if not schedule.knows_length and all(end <= group[0] for _, end in spans):
@@ -152,6 +155,8 @@ class Forecast:
                 num_samples += len(positions)
             if self._row_groups is not None and self._row_groups.num_reads == num_reads:
                 return  # what it needs is held
+            if self._row_groups is not None and is_whole and not num_slices:
+                return  # nothing of it is read ahead
             self._emitted = None
             epoch, position = epoch + 1, 0
 

@@ -51,6 +51,7 @@ class StageConfig:
         waits_for: Callable[[int], str | None] = lambda thread_id: None,
         finishes: bool = False,
         in_turn: bool = False,
+        content: str = "",
         owner: Any = None,
     ) -> Stage:
         """The stage, ready to run."""
@@ -66,6 +67,7 @@ class StageConfig:
             waits_for=waits_for,
             finishes=finishes,
             in_turn=in_turn,
+            content=content,
             owner=owner,
         )
 

@@ -21,15 +21,15 @@ from loaderkit.engine.work import Stage
 from loaderkit.samples.chunk import FieldSpec, SampleChunk, SampleFailure
 from loaderkit.samples.sample import Sample
 from loaderkit.samples.slots import LEAST_LENT, Slots, TakeBytes, new_tensor
-from loaderkit.samples.values import Clip, Encoded, GpuDecoded, Image, InPlace
+from loaderkit.samples.values import Clip, Encoded, GpuDecoded, Image, InPlace, Pictures
 from loaderkit.stages.base import AddError, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.image.alignment import check_masks
-from loaderkit.stages.layout import EXACT, is_untyped, ragged_tensor, widens
+from loaderkit.stages.layout import EXACT, is_empty_list, is_untyped, ragged_tensor, widens
 from loaderkit.stages.runner import FailureNamer, raise_store_failure, replace_failed
 from loaderkit.stages.sequence.lengths import check_lengths, no_longer
 from loaderkit.stages.sequence.pack import PackArgs
-from loaderkit.stages.values import NUMBER_DTYPES, as_tensor, describe, dtype_of, shape_and_dtype
+from loaderkit.stages.values import NUMBER_DTYPES, as_tensor, describe, dtype_of, shape_and_dtype, to_tensor
 
 PadValue = Annotated[float, Field(allow_inf_nan=True)]
 _OF_PADDING = ("padding_side", "pad_to_multiple_of", "attention_mask")
@@ -375,7 +375,7 @@ def _owned(value: Any, name: str, spec: FieldSpec, take_bytes: TakeBytes | None)
         return value
     if spec.kind == "list":
         return _listed(value, name, spec)
-    if type(value) is list and not value:  # of the field's type, as far as that goes
+    if is_empty_list(value):  # of the field's type, as far as that goes
         value = torch.empty((0, *spec.shape[1:]), dtype=getattr(torch, str(spec.dtype)), device="cpu")
     try:
         tensor = ragged_tensor(value)
@@ -405,6 +405,8 @@ def _listed(value: Any, name: str, spec: FieldSpec) -> Any:
             f"its field {name!r} is {describe(value)}, and it was None in every sample looked at for what a batch holds, "
             f"as in {spec.example_key!r}: declare its type by `fields: {{{name}: float64}}` in `source`"
         )
+    if type(value) is Pictures:
+        return [to_tensor(image).clone(memory_format=torch.contiguous_format) for image in value.images]
     if isinstance(value, Encoded):
         value = value.data
     if isinstance(value, np.ndarray) and value.base is not None:

@@ -28,7 +28,7 @@ from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, ConfigError
 from loaderkit.samples.chunk import BatchContext
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Clip, Encoded, Image
+from loaderkit.samples.values import Clip, Encoded, Image, Pictures
 from loaderkit.sampling.global_generators import seeded_by
 from loaderkit.sampling.random import generator
 from loaderkit.stages.base import AddError, StageArgs, StageConfig
@@ -192,7 +192,22 @@ def taken_of(sample: Sample, copies: Mapping[str, Any], result: Sample) -> Sampl
                 result[name] = after._replace(mask=image.mask)
         elif type(image) is Clip and isinstance(value, torch.Tensor) and value.ndim == 4:
             result[name] = as_clip(value) or value
+        elif type(image) is Pictures and isinstance(value, list):
+            result[name] = _pictures_of(value, image) or value
     return result
+
+
+def _pictures_of(values: list[Any], before: Pictures) -> Pictures | None:
+    """What became of pictures, in any number, as pictures; None if one is none."""
+    like = before.images[0] if before.images else None
+    made = []
+    for value in values:
+        is_picture = isinstance(value, torch.Tensor) and value.ndim == 3 and value.dtype in _LEVELS
+        image = (as_image(value) if like is None else _as_before(value, like)) if is_picture else None
+        if image is None:
+            return None
+        made.append(image._replace(mask=like is not None and like.mask))
+    return Pictures(tuple(made))
 
 
 def _as_before(value: torch.Tensor, image: Image) -> Image | None:
@@ -224,6 +239,8 @@ def given_of(sample: Sample, key: str) -> Sample:
     given = {
         name: to_tensor(value)
         if type(value) in (Image, Clip)
+        else [to_tensor(image) for image in value.images]
+        if type(value) is Pictures
         else bytes(value.data)
         if type(value) is Encoded
         else value

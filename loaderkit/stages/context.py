@@ -86,6 +86,7 @@ class StageKind:
     is_pointwise: bool = False  # acts on each pixel alone, so it commutes with a resize
     only_computes: bool = False  # it waits for nothing but a CPU and the GIL
     is_contained: bool = False  # it makes no fields but by its arguments, and keeps no memory of what it is given
+    leaves_values: bool = False  # it changes no array or tensor in place
     runs_user_code: bool = False  # one thread at a time runs it, and nothing is known of what it calls
     takes_tensors: bool = False  # it also acts on the tensors of a checkpoint
     args_of_speed: frozenset[str] = frozenset()  # besides `workers`: with them it is faster, or elsewhere, and the same

@@ -22,7 +22,7 @@ from loaderkit.errors import USER_ERRORS
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.expanded import ExpandedChunk, MadeSample
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Clip, Encoded, Image
+from loaderkit.samples.values import Clip, Encoded, Image, Pictures
 from loaderkit.sampling.random import generator
 from loaderkit.stages.base import AddError, StageConfig
 from loaderkit.stages.batch import BatchArgs
@@ -39,6 +39,10 @@ class ExpandArgs(CallArgs):
     """
 
     num: PositiveInt = Field(description="how many samples are made of one")
+
+
+def unchanged(sample: Sample, number: int) -> None:
+    """For `expand`: each of the samples is the one before, and the stages behind, such as crops, draw for each."""
 
 
 def _takes_number(function: Callable[..., Any], args: ExpandArgs) -> bool:
@@ -69,7 +73,8 @@ class _Expansion:
         self._keys = context.keys(stage) if wants_rng else None
         self._source, self._failed = context.source, context.failed(stage)
         self._each = _takes_number(load(stage.name, args), args)
-        self._copies = context.behind(stage)[0].kind != "batch"  # which copies what it is given
+        behind = context.before_batch[context.before_batch.index(stage) + 1 :]
+        self._copies = not all(context.kind_of(one).leaves_values for one in behind)  # `batch` copies what it is given
 
     def run(self, chunk: SampleChunk) -> None:
         """Put in the place of the chunk's samples those that are made of them; outside the order the first one of each."""
@@ -201,6 +206,8 @@ def _apart(value: Any, spans: Sequence[tuple[int, int]]) -> Any:
     """The value, copied if it lies in this memory."""
     if isinstance(value, Clip):
         return Clip(tuple(_apart(frame, spans) for frame in value.frames))
+    if isinstance(value, Pictures):
+        return Pictures(tuple(_apart(image, spans) for image in value.images))
     span = _span(value)
     if span is None or not any(begin < span[1] and span[0] < end for begin, end in spans):
         return value
@@ -267,7 +274,7 @@ def _check(stages: Sequence[StageConfig], number: int, kinds: Mapping[str, Stage
             add_error(
                 place,
                 "sequences and batches of tokens are planned by the lengths of the samples of the source, and `expand` makes "
-                "others of them: use `batch: {size: N}`",
+                "others of them: use `batch: {size: N}`, or write them as samples of their own first",
             )
         elif place <= number and stage.args.workers != "auto" and cuts_samples(stages):
             add_error(

@@ -16,7 +16,7 @@ import torch
 
 from loaderkit.samples.chunk import FieldSpec, Starts
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Clip, Encoded, GpuDecoded, Image, InPlace, as_array
+from loaderkit.samples.values import Clip, Encoded, GpuDecoded, Image, InPlace, Pictures, as_array
 from loaderkit.stages.values import as_tensor, describe, dtype_of, shape_and_dtype
 
 Examples = Sequence[tuple[str, Sample]]
@@ -60,8 +60,13 @@ def specs_of(
 
 
 def is_undecided(value: Any) -> bool:
-    """True for what has no type: None, and a list without items."""
-    return value is None or (type(value) is list and not value)
+    """True for what has no type: None, and a list without items or pictures."""
+    return value is None or is_empty_list(value)
+
+
+def is_empty_list(value: Any) -> bool:
+    """True for a list without items or pictures."""
+    return (type(value) is list and not value) or (type(value) is Pictures and not value.images)
 
 
 def is_untyped(value: Any) -> bool:
@@ -77,6 +82,8 @@ def num_bytes_of_sample(sample: Sample) -> int:
             num_bytes += value.pixels.nbytes
         elif isinstance(value, Clip):
             num_bytes += len(value.frames) * value.frames[0].pixels.nbytes
+        elif isinstance(value, Pictures):
+            num_bytes += sum(image.pixels.nbytes for image in value.images)
         elif isinstance(value, GpuDecoded):
             num_bytes += value.tensor[value.row].nbytes
         elif isinstance(value, InPlace):
@@ -124,7 +131,7 @@ def _spec_of(  # noqa: PLR0911 - a kind of value each
     if ragged is not None:
         tensor = ragged_tensor(value)
         kind: Literal["pad", "ragged"] = "pad" if ragged == "pad" else "ragged"
-        is_image = type(value) in (Clip, GpuDecoded) or (type(value) is Image and not value.mask)
+        is_image = type(value) in (Clip, GpuDecoded) or is_picture(value)
         return FieldSpec(kind, tuple(tensor.shape), dtype_of(tensor), is_image, key, tensor.nbytes)
     if type(value) is Starts:
         return FieldSpec("starts", (value.length,), "int32", example_key=key)
@@ -137,6 +144,9 @@ def _spec_of(  # noqa: PLR0911 - a kind of value each
         stored = value.frames[0].pixels.dtype.name
         dtype = stored if image_dtype is None or stored != "uint8" else image_dtype
         return FieldSpec("slab", value.shape, dtype, image=True, example_key=key)
+    if type(value) is Pictures:
+        num_bytes = num_bytes_of_sample({"pictures": value})
+        return FieldSpec("list", image=is_picture(value), example_key=key, num_bytes=num_bytes)
     if type(value) is GpuDecoded:
         tensor = value.tensor[0]
         return FieldSpec("rendered", tuple(tensor.shape), dtype_of(tensor), True, key, tensor.nbytes)
@@ -152,6 +162,12 @@ def _spec_of(  # noqa: PLR0911 - a kind of value each
     except (OverflowError, RuntimeError, ValueError) as error:
         raise ValueError(f"its value {value!r} fits no tensor: {error}") from error
     return FieldSpec("slab", tuple(tensor.shape), dtype_of(tensor), example_key=key)
+
+
+def is_picture(value: Any) -> bool:
+    """True for an image, or several, that are no masks."""
+    images = value.images if type(value) is Pictures else (value,)
+    return all(type(image) is Image and not image.mask for image in images)
 
 
 def ragged_tensor(value: Any) -> torch.Tensor:

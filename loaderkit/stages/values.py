@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from loaderkit._internal.dtypes import type_in_numpy
 from loaderkit.native.pixels import packed
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Clip, GpuDecoded, Image, InPlace
+from loaderkit.samples.values import Clip, GpuDecoded, Image, InPlace, Pictures
 from loaderkit.stages.image.formats import converted
 
 NUMBER_DTYPES = {int: "int64", float: "float64", bool: "bool"}
@@ -115,6 +115,16 @@ def to_tensor(image: Image | Clip) -> torch.Tensor:
     return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
 
 
+def _stacked(pictures: Pictures) -> torch.Tensor:
+    """Pictures of one size as a tensor [N, C, H, W]. Raises ValueError for others."""
+    if len({image.pixels.shape for image in pictures.images}) != 1:
+        raise ValueError(
+            f"{describe(pictures)} are no tensor [N, C, H, W]: give them one size before `batch`, by `resize: [224, 224]`, or "
+            "leave the field out of `ragged` and `pad_value`, and it comes as a list of tensors"
+        )
+    return torch.stack([to_tensor(image) for image in pictures.images])
+
+
 def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], str] | None:
     """The shape and dtype of the tensor of an array or a number; None if only torch can tell."""
     if isinstance(value, np.ndarray) and type_in_numpy(value.dtype.name) is not None:
@@ -135,8 +145,8 @@ def as_tensor(value: Any) -> torch.Tensor:
         value = value.tensor
     if isinstance(value, torch.Tensor):
         return value
-    if type(value) in (Image, Clip):
-        return to_tensor(value)
+    if type(value) in (Image, Clip, Pictures):
+        return _stacked(value) if type(value) is Pictures else to_tensor(value)
     if type(value) is GpuDecoded:
         return value.tensor[value.row]
     if isinstance(value, (np.ndarray, np.uint64)):  # `torch.as_tensor` takes all other numbers of NumPy's
@@ -165,6 +175,11 @@ def describe(value: Any) -> str:  # noqa: PLR0911 - a kind of value each
         return f"image {value.pixels.dtype} [{channels}, {height}, {width}]"
     if type(value) is Clip:
         return f"clip {value.frames[0].pixels.dtype} {list(value.shape)}"
+    if type(value) is Pictures:
+        sizes = sorted({" x ".join(map(str, image.pixels.shape[1::-1])) for image in value.images})
+        return f"{len(value.images)} pictures" + (
+            f" ({', '.join(sizes[:3])}{', ...' * (len(sizes) > 3)})" if sizes else ""
+        )
     if isinstance(value, (GpuDecoded, torch.Tensor)):
         noun, value = ("image", value.tensor[value.row]) if isinstance(value, GpuDecoded) else ("tensor", value)
         return f"{noun} {dtype_of(value)} {list(value.shape)}"

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tf_records import example, record
+from token_files import megatron_index
 
 Rows = list[int]
 
@@ -54,13 +56,57 @@ def lines_shard(rows: Rows) -> Written:
     return Written("".join(f"{json.dumps({'cls': row})}\n" for row in rows).encode(), [])
 
 
+def tokens_of(rows: Rows) -> list[list[int]]:
+    """A document for each row, which ends with the token 0."""
+    return [[row + 1, 7, 0] for row in rows]
+
+
+def megatron_shard(rows: Rows) -> Written:
+    data = np.array(tokens_of(rows), "<i4").tobytes()
+    return Written(data, [len(data)] * len(rows))
+
+
+def megatron_beside(path: Path, rows: Rows) -> None:
+    lengths = [3] * len(rows)
+    path.with_suffix(".idx").write_bytes(megatron_index(lengths, range(len(rows) + 1), "int32"))
+
+
+def npy_shard(rows: Rows) -> Written:
+    file = io.BytesIO()
+    np.save(file, np.array(tokens_of(rows), np.int32).reshape(-1))
+    return Written(file.getvalue(), [len(file.getvalue())] * len(rows))
+
+
+def token_table(rows: Rows) -> pa.Table:
+    return pa.table({"input_ids": pa.array(tokens_of(rows), pa.list_(pa.int32()))})
+
+
+def arrow_shard(rows: Rows) -> Written:
+    file = io.BytesIO()
+    table = token_table(rows)
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    return Written(file.getvalue(), [len(file.getvalue()) - 8] * len(rows))  # without the mark at its end
+
+
+def token_parquet_shard(rows: Rows) -> Written:
+    file = io.BytesIO()
+    pq.write_table(token_table(rows), file, row_group_size=max(1, len(rows) // 2))
+    return Written(file.getvalue(), [len(file.getvalue())] * len(rows))
+
+
+def nothing_beside(path: Path, rows: Rows) -> None:
+    """Of most kinds there is nothing."""
+
+
 class Kind(NamedTuple):
-    """How shards of a kind are written, and what a pipeline over them says."""
+    """How shards of a kind, and what lies beside, are written, and what a pipeline over them says."""
 
     extension: str
     write: Callable[[Rows], Written]
     source: dict[str, Any]
     stages: list[Any]
+    beside: Callable[[Path, Rows], None] = nothing_beside
 
 
 KINDS = {
@@ -68,6 +114,10 @@ KINDS = {
     "parquet": Kind("parquet", parquet_shard, {"kind": "parquet"}, []),
     "tfrecord": Kind("tfrecord", tfrecord_shard, {"kind": "tfrecord"}, []),
     "lines": Kind("jsonl", lines_shard, {"kind": "lines"}, []),
+    "tokens": Kind("bin", megatron_shard, {"kind": "tokens", "field": "cls"}, [], megatron_beside),
+    "tokens-npy": Kind("npy", npy_shard, {"kind": "tokens", "field": "cls", "end": 0}, []),
+    "tokens-arrow": Kind("arrow", arrow_shard, {"kind": "tokens", "field": "cls"}, []),
+    "tokens-parquet": Kind("parquet", token_parquet_shard, {"kind": "tokens", "field": "cls"}, []),
 }
 
 
@@ -97,6 +147,12 @@ def break_header(kind: Kind, rows: Rows, path: Path, rng: random.Random) -> Rows
             data[-8:-4] = (len(data) + rng.randrange(1, 1000)).to_bytes(4, "little")
     elif kind.extension == "tfrecord":
         data[rng.randrange(12)] ^= 0x15
+    elif kind.extension in ("npy", "arrow"):
+        data[rng.randrange(6 if kind.extension == "npy" else 8)] ^= 0x15
+    elif kind.extension == "bin":
+        index = bytearray(path.with_suffix(".idx").read_bytes())
+        index[rng.randrange(17)] ^= 0x15  # its mark, or its version
+        path.with_suffix(".idx").write_bytes(index)
     else:
         data = bytearray(gzip.compress(data))
     path.write_bytes(data)

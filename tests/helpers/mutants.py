@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mutant_guard import Guard
 from mutate import OPERATORS as PLAIN
+from mutate_folders import OF_TORCH, container_kinds, deepspeed_kinds
 from mutate_formats import (
     JSON,
     PICKLE,
@@ -360,13 +361,12 @@ def checkpoint_kinds() -> Iterator[Kind]:
 
     file = io.BytesIO()
     torch.save(a_state(), file)
-    of_torch = (*ZIP, *[of_member("data.pkl", PICKLE)] * 9, of_member("", PLAIN), zip_bomb)
 
     def archive(data: bytes) -> None:
         torch_zip.read_archive(reader_of(data), len(data))
 
     uses = checkpoint_uses(lambda data: {"c/x.pt": data})
-    yield Kind("torch", file.getvalue(), of_torch, archive, uses, FormatError)
+    yield Kind("torch", file.getvalue(), OF_TORCH, archive, uses, FormatError)
     yield Kind("torch-restored", file.getvalue(), (of_member("data.pkl", PICKLE),), uses[0], uses[1:], LoaderkitError)
     yield manifest_kind(whole)
     yield from dcp_kinds()
@@ -411,7 +411,7 @@ def reader_of(data: bytes) -> Callable[[int, memoryview], None]:
 
 def kinds(only: str | None) -> list[Kind]:
     made = [*picture_kinds(), *media_kinds(), *array_kinds(), *tar_kinds(), *state_kinds(), *checkpoint_kinds()]
-    made += [Kind(*kind) for kind in serial_kinds(epoch)]
+    made += [Kind(*kind) for kind in (*serial_kinds(epoch), *container_kinds(), *deepspeed_kinds())]
     for kind in made:
         for read in (kind.parse, *kind.use):
             read(kind.data)  # as it is, it can be read; and what is imported late is imported now

@@ -28,7 +28,7 @@ PROGRAMS = (
 MODULES = ("odd_payload", "antigravity", "this", "turtledemo", "pdb", "webbrowser")
 EXTENSIONS = (
     "jpg", "jpeg", "png", "webp", "tif", "tiff", "gif", "bmp", "ppm", "npy", "npz", "tar", "safetensors", "pt", "pth", "bin",
-    "ckpt", "metadata", "idx", "mp4", "mp3", "json", "txt", "text", "cls", "distcp", "yaml", "jsonl", "raw",
+    "ckpt", "metadata", "idx", "mp4", "mp3", "json", "txt", "text", "cls", "distcp", "yaml", "jsonl", "raw", "h5",
 )  # fmt: skip
 OUTSIDE = "/tmp/escaped-by-loaderkit"
 ESCAPES = ("../escaped", OUTSIDE, "a/../../escaped", "..\\escaped", "C:\\escaped", "a\\..\\escaped", "~/escaped")
@@ -419,6 +419,69 @@ def tensors(rng: Random) -> bytes:
     return struct.pack("<Q", rng.choice([len(text), len(text) + 1, 2**40])) + text + bytes(8)
 
 
+def stored(rng: Random) -> bytes:
+    """HDF5 files whose values, or whose groups, lie elsewhere, or that need a plugin."""
+    import h5py
+
+    file = io.BytesIO()
+    with h5py.File(file, "w") as made:
+        how = rng.randrange(6)
+        if how == 0:
+            made["x"] = h5py.ExternalLink(rng.choice(["/etc/passwd", *ESCAPES]), "/x")
+        elif how == 1:
+            made.create_dataset("x", (9,), "u1", external=[(rng.choice(["/etc/passwd", OUTSIDE]), 0, 9)])
+        elif how == 2:
+            layout = h5py.VirtualLayout((9,), "u1")
+            layout[:] = h5py.VirtualSource(rng.choice(["/etc/passwd", OUTSIDE]), "x", (9,))
+            made.create_virtual_dataset("x", layout)
+        elif how == 3:
+            made.create_dataset("x", data=[malicious(rng).hex()], dtype=h5py.string_dtype())
+        elif how == 4:
+            made["x"] = h5py.SoftLink("/x")
+        else:
+            made.create_dataset("x", (8, 8), "f4", chunks=(4, 4), compression="gzip")
+            made["x"][...] = 1
+    data = file.getvalue()
+    return data if rng.random() < 0.5 else data.replace(b"\1\0\x08\0\1\0\1\0deflate", b"\1\x7d\x08\0\1\0\1\0deflate")
+
+
+def array_metadata(rng: Random) -> bytes:
+    """Metadata of Zarr, of both versions, with codecs that run code, and types that are objects."""
+    codec = rng.choice(["pickle", "numcodecs.pickle", "json2", "msgpack2", "odd_payload.main", "vlen-utf8", "bytes"])
+    grid = {"name": "regular", "configuration": {"chunk_shape": [rng.choice([4, 2**60])]}}
+    inner = [{"name": codec, "configuration": {"protocol": 5, "chunk_shape": [2], "codecs": [{"name": codec}]}}]
+    values: list[dict[str, Any]] = [
+        {"data_type": rng.choice(["uint8", "string", "object", "variable_length_bytes"]), "codecs": inner},
+        {
+            "data_type": "uint8",
+            "codecs": [{"name": "sharding_indexed", "configuration": {"chunk_shape": [2], "codecs": inner}}],
+        },
+        {"data_type": "uint8", "codecs": [{"name": "bytes"}], "storage_transformers": [{"name": "odd_payload.main"}]},
+    ]
+    base_3 = {"zarr_format": 3, "node_type": "array", "shape": [8], "chunk_grid": grid, "fill_value": 0, "attributes": {},
+              "chunk_key_encoding": {"name": rng.choice(["default", "../escaped"])}}  # fmt: skip
+    base_2 = {"zarr_format": 2, "shape": [8], "chunks": [4], "fill_value": None, "order": "C", "filters": None}
+    codecs_2 = {"compressor": {"id": codec.removeprefix("numcodecs.")}, "dtype": rng.choice(["|u1", "|O", "|S9"])}
+    return json.dumps(rng.choice([*({**base_3, **value} for value in values), {**base_2, **codecs_2}])).encode()
+
+
+def saved_zero(rng: Random) -> bytes:
+    """A part of a folder of DeepSpeed, whose pickle calls something."""
+    import os
+
+    order = Order(os.system, "touch odd")
+    values: list[Any] = [
+        {"optimizer_state_dict": order}, {"optimizer_state_dict": {"zero_stage": order, "partition_count": 1}},
+        {"module": {"a": order}, "param_shapes": [order], "buffer_names": []}, {"module": order, "ds_config": order},
+    ]  # fmt: skip
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("x/data.pkl", pickle.dumps(rng.choice(values), 2))
+        archive.writestr("x/byteorder", "little")
+        archive.writestr("x/version", "3\n")
+    return file.getvalue()
+
+
 MAKERS: dict[str, Callable[[Random], bytes]] = {
     "postscript": postscript, "dos-postscript": dos_postscript, "pdf": drawn("PDF"), "document": document, "svg": vector,
     "metafile": metafile, "layered": layered, "fli": animation, "compound": compound, "icns": icon,
@@ -429,4 +492,5 @@ MAKERS: dict[str, Callable[[Random], bytes]] = {
     "magick": magick, "yaml": yaml_tags, "listing": listing, "script": script, "program": program, "pickle": malicious,
     "torch-zip": saved_zip, "torch-old": saved_before, "dcp": saved_dcp, "objects": objects, "npy-header": array_headers,
     "playlist": playlist, "zip": zipped, "tar": taped, "packed": packed, "safetensors": tensors,
+    "hdf5": stored, "zarr": array_metadata, "zero": saved_zero,
 }  # fmt: skip

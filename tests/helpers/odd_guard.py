@@ -100,7 +100,8 @@ class Guard:
 ROOT = Path(__file__).parents[2]
 NAMES = (
     "x.pt", "x.bin", "x.ckpt", "x.safetensors", "x.tar", "d/.metadata", "d/model.safetensors.index.json",
-    "d/pytorch_model.bin.index.json", "d/x-00001-of-00001.safetensors",
+    "d/pytorch_model.bin.index.json", "d/x-00001-of-00001.safetensors", "d/zero_pp_rank_0_mp_rank_00_model_states.pt",
+    "d/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
 )  # fmt: skip
 
 
@@ -133,6 +134,7 @@ class Ways:
         for path in paths:
             self.decoded(path)
             self.restored(path)
+            self.contained(path)
             self.commanded(path)
 
     def pipelines(self, files: Path, extension: str) -> None:
@@ -220,6 +222,8 @@ class Ways:
             objects = {name: data, "good.safetensors": GOOD}
             if name.startswith("d/"):
                 objects |= {"d/__0_0.distcp": data, "d/model-00001-of-00001.safetensors": GOOD}
+            if "zero" in name:
+                objects = {**self.stored("d"), name: data}
             connectors = {"memory": MemoryConnector(objects)}
             url = f"memory://{name.partition('/')[0]}"
             for nested in (False, True):
@@ -240,6 +244,34 @@ class Ways:
         with self.trying(f"manifest {path.name}"):
             write_manifest(place / path.name)
         shutil.rmtree(place)
+
+    def stored(self, name: str) -> dict[str, bytes]:
+        """The files of a good store or folder by key."""
+        place = self.folder / "stores"
+        return {f"{file.relative_to(place)}": file.read_bytes() for file in (place / name).rglob("*") if file.is_file()}
+
+    def contained(self, path: Path) -> None:
+        """As an HDF5 file; as the metadata and as a chunk of Zarr, in a store that is whole besides."""
+        import loaderkit
+        from loaderkit.connectors.memory import MemoryConnector
+
+        data = path.read_bytes()
+        tries = [("hdf5", "x.h5"), *(("zarr", f"x.zarr/x/{name}") for name in ("zarr.json", ".zarray", "c/0"))]
+        for kind, key in tries:
+            objects = {key: data} if kind == "hdf5" else {**self.stored("x.zarr"), key: data}
+            if key.endswith(".zarray"):
+                del objects["x.zarr/x/zarr.json"]
+            for samples in ("rows", "whole"):
+                source = {
+                    "kind": kind,
+                    "url": f"memory://{key.partition('/')[0]}",
+                    "samples": samples,
+                    "fields": {"x": "x"},
+                }
+                with self.trying(f"{kind} {path.name} as {key}"):
+                    description = {"source": source, "stages": ["read", {"batch": {"size": 1}}]}
+                    with loaderkit.build(description, connectors={"memory": MemoryConnector(objects)}) as loader:
+                        next(iter(loader), None)
 
     def commanded(self, path: Path) -> None:
         """As what a command may be given: a checkpoint, an array, a pipeline, a state, a quarantine file, a report."""
@@ -284,6 +316,18 @@ def good_files(folder: Path) -> Path:
     for extension in PICTURES:
         kind = {"jpg": "JPEG", "tif": "TIFF", "ppm": "PPM"}.get(extension)
         Image.linear_gradient("L").convert("RGB").save(folder / f"good.{extension}", kind)
+    import h5py
+    import zarr
+    from deepspeed_folders import write_zero
+
+    with h5py.File(folder / "good.h5", "w") as file:
+        file.create_dataset(
+            "x", data=np.zeros((8, 8)), chunks=(4, 8), compression="gzip", shuffle=True, fletcher32=True
+        )
+    stores = folder.parent / "stores"
+    zarr.create_array(stores / "x.zarr", name="x", data=np.zeros(8), chunks=(4,), fill_value=1)
+    states = {"exp_avg": {"a": torch.zeros(3)}}
+    write_zero(stores / "d", 3, 1, [{"a": torch.ones(3)}], states, frozen={}, buffers={}, tied={})
     np.save(folder / "good.npy", np.zeros(3))
     np.savez_compressed(folder / "good.npz", a=np.zeros(3))
     (folder / "good.safetensors").write_bytes(GOOD)

@@ -18,7 +18,7 @@ from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-define
 import loaderkit
 from loaderkit.cli import main
 from loaderkit.connectors.file import FileConnector
-from loaderkit.errors import FormatError, LoaderkitError, SourceError, StateError, TooManyBadShardsError
+from loaderkit.errors import ConfigError, FormatError, LoaderkitError, SourceError, StateError, TooManyBadShardsError
 from loaderkit.pipeline.ranks import same_shards
 from loaderkit.sources.formats.tar_index import scan_tar
 
@@ -42,6 +42,7 @@ class Shards:
         self.rows: list[Rows] = [list(range(first, first + num)) for first, num in zip(firsts, counts, strict=True)]
         for number, rows in enumerate(self.rows):
             self.path(number).write_bytes(self.kind.write(rows).data)
+            self.kind.beside(self.path(number), rows)
 
     def path(self, number: int) -> Path:
         return self.folder / f"{number}.{self.kind.extension}"
@@ -87,6 +88,7 @@ def test_the_same_as_of_what_is_left(kind: str, damage: Any, tmp_path: Path, rng
         whole.path(number).unlink()
         if rows:
             whole.path(number).write_bytes(whole.kind.write(rows).data)
+            whole.kind.beside(whole.path(number), rows)
     shuffle = rng.choice(["global", "none", {"shuffle": "block", "block": {"block": 400, "window": 2, "lanes": 2}}])
     order = shuffle if isinstance(shuffle, dict) else {"shuffle": shuffle}
     described = shards.pipeline(errors=SKIP, order=order)
@@ -109,11 +111,11 @@ def test_the_same_as_of_what_is_left(kind: str, damage: Any, tmp_path: Path, rng
 @pytest.mark.parametrize("kind", KINDS)
 def test_raising_is_the_default_and_names_the_option(kind: str, tmp_path: Path, rng: random.Random) -> None:
     # Of Parquet files the begin is looked at to leave out bad ones only, and of lines a cut is a bad sample.
-    damages = {"parquet": [cut, remove], "lines": DAMAGES[1:]}.get(kind, DAMAGES)
+    damages = {"parquet": [cut, remove], "tokens-parquet": [cut, remove], "lines": DAMAGES[1:]}.get(kind, DAMAGES)
     for damage in damages:
         shards = Shards(kind, tmp_path / damage.__name__, rng)
         damage(shards.kind, shards.rows[2], shards.path(2), rng)
-        with pytest.raises((FormatError, SourceError), match=rf"2\.{shards.kind.extension}.*on_bad_shard: skip"):
+        with pytest.raises((FormatError, SourceError), match=rf"2\.({shards.kind.extension}|idx).*on_bad_shard: skip"):
             loaderkit.build(shards.pipeline())
 
 
@@ -240,6 +242,52 @@ def test_an_array_that_is_cut_keeps_its_whole_records(tmp_path: Path, rng: rando
             found = np.concatenate([batch["data"].numpy() for batch in loader])
             assert found.tolist() == values[:num].tolist()
             assert f"({num} samples before" in loader.stats().bad_shards[0]
+
+
+def test_files_of_tokens_that_nothing_can_be_known_of(tmp_path: Path, rng: random.Random) -> None:
+    """One without its index, one that is empty, one that ends before its first document; and the only one there is."""
+    for kind, name, spoil in (
+        ("tokens", "no-index", lambda path: path.with_suffix(".idx").unlink()),
+        ("tokens", "empty", lambda path: path.write_bytes(b"")),
+        ("tokens-npy", "no-end", lambda path: np.save(path, np.full(9, 5, np.int32))),
+    ):
+        shards = Shards(kind, tmp_path / name, rng)
+        bad = rng.randrange(5)
+        spoil(shards.path(bad))
+        found = [row for rows, _, _ in given(shards.pipeline(errors=SKIP, order={"shuffle": "none"})) for row in rows]
+        left = [row for number, rows in enumerate(shards.rows) for row in rows if number != bad]
+        assert [row[0] - 1 for row in found] == 2 * left
+        with pytest.raises((ConfigError, SourceError)):
+            loaderkit.build(shards.pipeline())
+        only = shards.pipeline(errors=SKIP, source={"url": str(shards.path(bad)), "include": None})
+        with pytest.raises((ConfigError, SourceError)):
+            loaderkit.build(only)
+
+
+def test_a_folder_of_datasets_that_is_not_whole(tmp_path: Path, rng: random.Random) -> None:
+    shards = Shards("tokens-arrow", tmp_path / "data", rng)
+    names = [shards.path(number).name for number in range(5)]
+    (shards.folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    shards.path(1).unlink()
+    with pytest.raises(SourceError, match=r"1\.arrow.*which is not there.*on_bad_shard: skip"):
+        loaderkit.build(shards.pipeline(source={"include": None}))
+    with loaderkit.build(shards.pipeline(source={"include": None}, errors=SKIP)) as loader:
+        assert loader.num_samples == sum(len(rows) for number, rows in enumerate(shards.rows) if number != 1)
+        assert [text.partition(":")[0] for text in loader.stats().bad_shards] == ["1.arrow"]
+
+
+def test_lists_of_tokens_that_cannot_be_decoded(tmp_path: Path, rng: random.Random) -> None:
+    """They are decoded when the source is opened, for their lengths, so they are found out there."""
+    shards = Shards("tokens-parquet", tmp_path / "data", rng)
+    data = bytearray(shards.path(3).read_bytes())
+    data[4:60] = bytes(56)  # the first page
+    shards.path(3).write_bytes(data)
+    with pytest.raises(FormatError, match=r"3\.parquet(?s:.*)on_bad_shard: skip"):
+        loaderkit.build(shards.pipeline())
+    left = [row for number, rows in enumerate(shards.rows) for row in rows if number != 3]
+    for _ in range(2):
+        found = [row for rows, _, _ in given(shards.pipeline(errors=SKIP, order={"shuffle": "none"})) for row in rows]
+        assert [row[0] - 1 for row in found] == 2 * left
 
 
 def test_of_mixed_sources_each_names_its_own(tmp_path: Path, rng: random.Random) -> None:

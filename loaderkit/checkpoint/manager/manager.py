@@ -7,7 +7,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from time import monotonic
@@ -22,6 +22,8 @@ from loaderkit.checkpoint.manager.restoring import restore_newest
 from loaderkit.checkpoint.manager.saving import Saving, messages_of, wait_for_others
 from loaderkit.checkpoint.manager.settings import save_settings
 from loaderkit.checkpoint.manager.tiers import Tiers
+from loaderkit.checkpoint.restore.renamed import Renaming
+from loaderkit.checkpoint.restore.selection import parse_strict
 from loaderkit.checkpoint.restore.stateful import restore_state
 from loaderkit.checkpoint.save.safetensors.writer import check_plain_values, model_config_of
 from loaderkit.checkpoint.save_log import SAVES
@@ -317,7 +319,14 @@ class CheckpointManager:
 
     # ----------------------------------------------------------------------------------------------------- restore
 
-    def restore(self, state: dict[str, Any], step: SupportsIndex | None = None) -> int | None:
+    def restore(
+        self,
+        state: dict[str, Any],
+        step: SupportsIndex | None = None,
+        *,
+        strict: bool | Mapping[str, str | Iterable[str]] = True,
+        rename: Mapping[str, str] | None = None,
+    ) -> int | None:
         """Restore `state` in place from the newest whole checkpoint, or from that of `step`; the step. None: there is none.
 
         It may have been saved by any number of ranks. One that is damaged is passed over with a warning that says why, also if
@@ -326,8 +335,17 @@ class CheckpointManager:
         `save`, is passed over likewise, unless it is asked for by `step`. Where no CheckpointManager has saved one, the newest
         of another make is taken, such as of dcp.save or torch.save, if its name tells its step. Raises CheckpointError, before
         anything is written, if names, shapes or dtypes do not fit, and if there are checkpoints and none can be taken.
+
+        `strict` and `rename` are those of `loaderkit.restore`, with names as in "model.head.weight":
+        `strict={"missing": "model.head.*", "unexpected": "model.rotary.*"}` gives globs: what the checkpoint lacks of the
+        state, or has in another shape, keeps its values, and what only the checkpoint has is left out (all of that with
+        `strict=False`); `rename={"net.": "model."}` maps how names begin in the checkpoint to how they begin here. All ranks
+        give the same.
         """
         self._check_open()
+        strictness = parse_strict(strict)
+        if rename:
+            Renaming(rename)  # raises ConfigError
         number = None if step is None else _whole(step)
         leaves_of(state)
         self._wait()
@@ -338,7 +356,15 @@ class CheckpointManager:
             if self._starts is not None:
                 self._starts.begin(url)
             group, timeout_s = self._process_group, self._timeout_s
-            restore_state(url, state, process_group=group, timeout_s=timeout_s, connectors=self._connectors)
+            restore_state(
+                url,
+                state,
+                process_group=group,
+                timeout_s=timeout_s,
+                connectors=self._connectors,
+                strict=strictness,
+                rename=rename,
+            )
 
         with nullcontext() if self._starts is None else self._starts.told():
             chosen = restore_newest(

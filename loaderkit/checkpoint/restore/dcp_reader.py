@@ -29,6 +29,7 @@ from loaderkit.checkpoint.contents import Checkpoint, ShardId, TensorShard
 from loaderkit.checkpoint.discovery.manifest import Verify
 from loaderkit.checkpoint.restore.dcp_plan import SharePlan, shared_ranges, with_machine, with_share_plans
 from loaderkit.checkpoint.restore.multi_rank import TIMEOUT_S, RestoreSession
+from loaderkit.checkpoint.restore.renamed import Renaming
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.restore.task import name_touched
 from loaderkit.checkpoint.transfer.fetch import num_workers_of
@@ -53,7 +54,9 @@ class StreamReader(StorageReader):
     thread that called `dcp.load`. `memory` bounds the staging memory of all ranks of a machine together, besides at most
     24 MiB a rank for threads' stacks and torch's kernels; `verify` is that of `loaderkit.restore`; `process_group` is the one
     that `dcp.load` is given. `timeout_s`: how long a rank waits for another before it raises an error that names it. Nothing
-    is unpickled: plain values are read by the restricted reader, and pickled anew for the planner.
+    is unpickled: plain values are read by the restricted reader, and pickled anew for the planner. `rename` is that of
+    `loaderkit.restore`: the planner knows the names here. Which names may be missing is the planner's to say, as by
+    `DefaultLoadPlanner(allow_partial_load=True)`.
     """
 
     def __init__(
@@ -66,7 +69,10 @@ class StreamReader(StorageReader):
         verify: Verify = "auto",
         timeout_s: float = TIMEOUT_S,
         connectors: Mapping[str, Connector] | None = None,
+        rename: Mapping[str, str] | None = None,
     ) -> None:
+        if rename:
+            Renaming(rename)  # raises ConfigError
         super().__init__()
         self._url = os.fspath(url)
         self._process_group = process_group
@@ -75,6 +81,7 @@ class StreamReader(StorageReader):
         self._verify = verify
         self._timeout_s = timeout_s
         self._connectors = connectors
+        self._rename = rename
         self._source: OpenCheckpoint | None = None
         self._load_id = uuid.uuid4().hex
         self._stats: Snapshot | None = None
@@ -155,7 +162,9 @@ class StreamReader(StorageReader):
 
     def _opened(self) -> OpenCheckpoint:
         if self._source is None:
-            self._source = OpenCheckpoint.open(self._url, self._connectors, self._memory, self._verify)
+            self._source = OpenCheckpoint.open(
+                self._url, self._connectors, self._memory, self._verify, rename=self._rename
+            )
         return self._source
 
     def _close(self) -> None:

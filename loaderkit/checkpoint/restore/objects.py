@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Set
 from typing import Any
@@ -10,10 +11,13 @@ import torch
 
 from loaderkit.checkpoint.contents import Checkpoint, TensorEntry
 from loaderkit.checkpoint.names import Leaf, Path, flatten, texts
+from loaderkit.checkpoint.restore.selection import Strictness, matches
 from loaderkit.checkpoint.state import MAX_LEAVES, is_tensor
 from loaderkit.checkpoint.structure import Structure, nest
 from loaderkit.checkpoint.wrappers import own_names
+from loaderkit.errors import printable
 
+logger = logging.getLogger("loaderkit")
 _NUM_LISTED = 8
 _EXTRA_STATE = "_extra_state"  # torch's name in a `state_dict` for what `get_extra_state` gives
 
@@ -24,13 +28,15 @@ class ObjectPart:
 
     keeps_memory = False  # whether the object's tensors are filled for good, and not handed over anew
 
-    def __init__(self, name: str, leaf: Leaf, contents: Checkpoint, structure: Structure) -> None:
-        self.name, self.object, self.contents = name, leaf.value, contents
+    def __init__(self, name: str, leaf: Leaf, contents: Checkpoint, structure: Structure, strict: Strictness) -> None:
+        self.name, self.object, self.contents, self.strict = name, leaf.value, contents, strict
+        self.is_kept = False  # whether it stays as it is, and the checkpoint has nothing of it
         self.structure = structure.within(leaf.path)
         self.flat: dict[str, Any] = {}
         self.missing: list[str] = []
         self.problems: list[str] = []
         self.paths = self._paths(len(leaf.path))
+        self.names: Set[str] = {*self.paths}  # of the checkpoint that are the object's, also what is left out
         self.current = leaf.value.state_dict()
         self.tensors = {texts(one.path): one.value for one in self._present().values() if is_tensor(one.value)}
         self.add_all()
@@ -49,17 +55,12 @@ class ObjectPart:
     def _present(self) -> dict[str, Leaf]:
         return flatten(self.current, is_tensor, MAX_LEAVES)
 
-    @property
-    def names(self) -> Set[str]:
-        """The names of the checkpoint that are the object's."""
-        return self.paths.keys()
-
     def add_all(self) -> None:
         """Add what the checkpoint has."""
         if self.name in self.paths and isinstance(self.current, Mapping):
             self.problems.append(f"{self.name!r} is a value in the checkpoint, and here a {type(self.object).__name__}")
         if not self.paths and not self.structure.containers and self._present():
-            self.missing.append(self.name)
+            self.lacks(self.name)
         if (keys := getattr(self.object, "rank_keys", None)) is not None:  # of a PerRank
             saved = {str(path[0]) for path in (*self.paths.values(), *self.structure.containers) if path}
             if saved and saved != keys:
@@ -71,6 +72,12 @@ class ObjectPart:
                 )
         for full, path in self.paths.items():
             self.add(full, path)
+
+    def lacks(self, name: str) -> None:
+        """Note that the checkpoint has nothing of the object, which then stays as it is if `strict` lets it."""
+        self.is_kept = matches(name, self.strict.missing)
+        if not self.is_kept:
+            self.missing.append(name)
 
     def add(self, full: str, path: Path) -> None:
         """Add one name."""
@@ -88,7 +95,8 @@ class ObjectPart:
 
     def load(self, flat: Mapping[str, Any]) -> None:
         """Give the object its part of what was read."""
-        self.object.load_state_dict(self.state_of(flat))
+        if not self.is_kept:
+            self.object.load_state_dict(self.state_of(flat))
 
     def state_of(self, flat: Mapping[str, Any]) -> Any:
         """The object's state, of what was read."""
@@ -103,7 +111,7 @@ class ModulePart(ObjectPart):
     keeps_memory = True
 
     def add_all(self) -> None:
-        self._keys: dict[str, str] = {}  # of the state here -> in the checkpoint
+        self._keys: dict[str, str | None] = {}  # of the state here -> in the checkpoint; None: it keeps its value
         if self.name in self.paths:
             self.problems.append(f"{self.name!r} is a value in the checkpoint, and here a {type(self.object).__name__}")
             return
@@ -117,13 +125,26 @@ class ModulePart(ObjectPart):
             name = next((name for name in (own(key), key) if name in there or name in empty), None)
             if name is None and isinstance(value, Mapping) and not value and not self.structure.is_complete:
                 name = key  # which has no name in a checkpoint
-            if name is None:
-                self.missing.append(f"{self.name}.{own(key)}")
+            here = f"{self.name}.{own(key)}"
+            if name is None and not matches(here, self.strict.missing):
+                self.missing.append(here)
                 continue
             self._keys[key] = name
-            self._add_key(key, value, there.get(name, []))
-        if unexpected := [full for name, full in there.items() if name not in self._keys.values()]:
-            self.problems.append(f"only in the checkpoint: {listed(full for some in unexpected for full in some)}")
+            if name is not None and self._keeps(here, value, there.get(name, [])):
+                self._keys[key] = None
+                del there[name]
+            elif name is not None:
+                self._add_key(key, value, there.get(name, []))
+        rest = [full for name, some in there.items() if name not in self._keys.values() for full in some]
+        if unexpected := [full for full in rest if not matches(full, self.strict.unexpected)]:
+            self.problems.append(f"only in the checkpoint: {listed(unexpected)}")
+        self.paths = {full: path for full, path in self.paths.items() if full in self.flat}
+
+    def _keeps(self, here: str, value: Any, names: list[str]) -> bool:
+        entry = self.contents.tensors.get(names[0]) if len(names) == 1 else None
+        if not is_tensor(value) or torch.nn.parameter.is_lazy(value):
+            return False
+        return keeps_shape(self.contents, here, value, entry, self.strict)
 
     def _add_key(self, key: str, value: Any, names: list[str]) -> None:
         if key.rpartition(".")[2] == _EXTRA_STATE or not is_tensor(value):
@@ -144,7 +165,9 @@ class ModulePart(ObjectPart):
 
     def state_of(self, flat: Mapping[str, Any]) -> Any:
         saved = super().state_of(flat)
-        state = OrderedDict((key, saved[name]) for key, name in self._keys.items())
+        state = OrderedDict(
+            (key, self.current[key] if name is None else saved[name]) for key, name in self._keys.items()
+        )
         here = getattr(self.current, "_metadata", None)
         if here is not None:
             own, container = own_names(self.object), self.structure.at(())
@@ -152,6 +175,17 @@ class ModulePart(ObjectPart):
             said = OrderedDict((name, versions.get(own(name), versions.get(name, one))) for name, one in here.items())
             vars(state)["_metadata"] = said
         return state
+
+
+def keeps_shape(contents: Checkpoint, name: str, tensor: Any, entry: TensorEntry | None, strict: Strictness) -> bool:
+    """True, with a warning, for a tensor of another shape in the checkpoint, which `strict` lets keep its values."""
+    if entry is None or tuple(tensor.shape) == entry.shape or not matches(name, strict.missing):
+        return False
+    logger.warning(
+        "%s: %s has another shape there and keeps the values here, as strict's `missing` says",
+        *map(printable, (contents.name, name)),
+    )
+    return True
 
 
 def difference(tensor: torch.Tensor, entry: TensorEntry) -> str | None:

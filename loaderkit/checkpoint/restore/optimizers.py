@@ -16,6 +16,7 @@ import torch
 from loaderkit.checkpoint.contents import Checkpoint, TensorEntry
 from loaderkit.checkpoint.names import Index, Leaf, Path, texts
 from loaderkit.checkpoint.restore.objects import ObjectPart, listed
+from loaderkit.checkpoint.restore.selection import Strictness
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.structure import Structure
 from loaderkit.checkpoint.wrappers import parameter_names
@@ -72,6 +73,7 @@ class OptimizerPart(ObjectPart):
         leaf: Leaf,
         contents: Checkpoint,
         structure: Structure,
+        strict: Strictness,
         *,
         groups: SavedGroups | None,
         modules: Sequence[torch.nn.Module],
@@ -81,12 +83,12 @@ class OptimizerPart(ObjectPart):
         self._params = [param for group in leaf.value.param_groups for param in group["params"]]
         self._names = parameter_names(leaf.value, modules)
         self._numbers: dict[str, int] = {}  # of parameters, by the text of their key in the checkpoint
-        super().__init__(name, leaf, contents, structure)
+        super().__init__(name, leaf, contents, structure, strict)
 
     def add_all(self) -> None:
         groups = self._groups
         if groups is None:
-            self.missing.append(f"{self.name}.param_groups")
+            self.lacks(f"{self.name}.param_groups")
             return
         if problem := self._difference(groups):
             self.problems.append(problem)
@@ -172,6 +174,8 @@ class OptimizerPart(ObjectPart):
         return {**table, "state": table.get("state", {}), "param_groups": groups}
 
     def load(self, flat: Mapping[str, Any]) -> None:
+        if self.is_kept:
+            return
         table = self.state_of(flat)
         self.object.load_state_dict(table)
         for number, saved in table["state"].items():

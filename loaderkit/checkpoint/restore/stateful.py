@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from loaderkit.checkpoint.contents import Checkpoint
 from loaderkit.checkpoint.names import Index, Leaf, Path, texts
 from loaderkit.checkpoint.restore.dcp_reader import StreamReader
-from loaderkit.checkpoint.restore.objects import ModulePart, ObjectPart, difference, listed
+from loaderkit.checkpoint.restore.objects import ModulePart, ObjectPart, difference, keeps_shape, listed
 from loaderkit.checkpoint.restore.optimizers import OptimizerPart, SavedGroups, saved_groups
+from loaderkit.checkpoint.restore.renamed import Renaming
 from loaderkit.checkpoint.restore.requests import (
     GIVE_MEMORY,
     SAME_MEMORY,
@@ -25,6 +26,7 @@ from loaderkit.checkpoint.restore.requests import (
     stores_memory_once,
     warn_same_memory,
 )
+from loaderkit.checkpoint.restore.selection import Strictness, matches
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.state import is_stateful, leaves_of, modules_in, on_devices_of
 from loaderkit.checkpoint.structure import Structure, nest
@@ -33,6 +35,7 @@ from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError
 
 _NUM_LISTED = 8
+_STRICT = Strictness()
 
 
 class StateMismatchError(CheckpointError):
@@ -46,30 +49,42 @@ def restore_state(
     process_group: Any = None,
     timeout_s: float,
     connectors: Mapping[str, Connector] | None = None,
+    strict: Strictness = _STRICT,
+    rename: Mapping[str, str] | None = None,
 ) -> None:
     """Restore `state` in place from a checkpoint, saved by any number of ranks.
 
     Tensors are filled where they are, plain values replaced, objects get their part by `load_state_dict`. All names, shapes and
     dtypes are compared before the first byte is written. What only the checkpoint has is left out if its first key is not in
-    the state, an error in a module, and else made: the state's table or empty list gets it.
+    the state, an error in a module, and else made: the state's table or empty list gets it. What `strict` names keeps its
+    values, or is left out; `rename` is that of `loaderkit.restore`.
     Raises CheckpointError, PeerError, FormatError, ConnectorError.
     """
     with OpenCheckpoint.open(url, connectors, "2GiB", "auto") as source:
+        if rename:
+            _rename(source, rename)
         structure = source.structure()
         leaves = leaves_of(state, enters=_enters(source.contents))
         optimizers = [leaf.path for leaf in leaves.values() if isinstance(leaf.value, torch.optim.Optimizer)]
-        targets = _Targets(source.contents, structure, saved_groups(source, optimizers), state)
+        targets = _Targets(source.contents, structure, saved_groups(source, optimizers), state, strict)
     for name, leaf in leaves.items():
         targets.add(name, leaf)
     targets.add_rest()
     targets.part_shared()
     targets.check()
-    reader = StreamReader(url, process_group=process_group, timeout_s=timeout_s, connectors=connectors)
+    reader = StreamReader(url, process_group=process_group, timeout_s=timeout_s, connectors=connectors, rename=rename)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         load(targets.flat, storage_reader=reader, planner=DefaultLoadPlanner(), process_group=process_group)
     else:
         _load_alone(targets.flat, reader)
     targets.settle()
+
+
+def _rename(source: OpenCheckpoint, rename: Mapping[str, str]) -> None:
+    try:
+        source.renamed(Renaming(rename))
+    except CheckpointError as error:  # which is not for another checkpoint to mend
+        raise StateMismatchError(str(error)) from error
 
 
 def _enters(contents: Checkpoint) -> Callable[[str, Any], bool]:
@@ -104,8 +119,10 @@ class _Targets:
         structure: Structure,
         groups: Mapping[tuple[str, ...], SavedGroups],
         state: dict[str, Any],
+        strict: Strictness,
     ) -> None:
         """`groups`: of the optimizers of the checkpoint, by path."""
+        self._strict = strict
         self.flat: dict[str, Any] = {}
         self._contents, self._structure, self._groups, self._state = contents, structure, groups, state
         self._modules = modules_in(state)
@@ -115,6 +132,7 @@ class _Targets:
         self._objects: list[ObjectPart] = []
         self._rest: dict[tuple[str, ...], _OnlySaved] = {}  # by place of a container
         self._same: dict[str, str] = {}  # names of the memory that another name fills
+        self._kept: set[str] = set()  # names of another shape, which keep their values
         self._missing: list[str] = []
         self._problems: list[str] = []
 
@@ -129,7 +147,7 @@ class _Targets:
         elif name not in self._names:
             # An empty list is a value, and in the checkpoint perhaps one with tensors or tables.
             is_entered = leaf.value == [] and any(full.startswith(f"{name}.") for full in self._names)
-            if not is_entered:
+            if not is_entered and not matches(name, self._strict.missing):
                 self._missing.append(name)
         elif isinstance(leaf.value, torch.Tensor):
             self._add_tensor(name, leaf)
@@ -142,19 +160,24 @@ class _Targets:
     def _part(self, name: str, leaf: Leaf) -> ObjectPart:
         if isinstance(leaf.value, torch.optim.Optimizer):
             groups = self._groups.get(texts(leaf.path))
-            return OptimizerPart(name, leaf, self._contents, self._structure, groups=groups, modules=self._modules)
+            return OptimizerPart(
+                name, leaf, self._contents, self._structure, self._strict, groups=groups, modules=self._modules
+            )
         kind = ModulePart if isinstance(leaf.value, torch.nn.Module) else ObjectPart
-        return kind(name, leaf, self._contents, self._structure)
+        return kind(name, leaf, self._contents, self._structure, self._strict)
 
     def add_rest(self) -> None:
         """Add what only the checkpoint has, below the entries at the top of the state."""
         taken = {full for part in self._objects for full in part.names}
+        taken |= self._kept | {full for full in self._names if matches(full, self._strict.unexpected)}
         tops = {*map(str, self._state)}
         for full in sorted(self._names - taken - self.flat.keys()):
             path = self._contents.paths.get(full, (full,))
             if str(path[0]) in tops:
                 self._add_one(full, path)
         for path in self._structure.containers:
+            if matches(".".join(texts(path)), self._strict.unexpected):
+                continue
             if path and str(path[0]) in tops:
                 container, depth = self._place_of(path)
                 if depth < len(path) and self._is_open(container, path[depth]):
@@ -187,6 +210,8 @@ class _Targets:
         entry = self._contents.tensors.get(name)
         if entry is None:
             self._problems.append(f"{name!r} is a tensor, and none in the checkpoint")
+        elif keeps_shape(self._contents, name, leaf.value, entry, self._strict):
+            self._kept.add(name)
         elif problem := difference(leaf.value, entry):
             self._problems.append(f"{name!r} {problem}")
         else:
@@ -230,6 +255,14 @@ class _Targets:
         if self._missing:
             lines.append(f"  missing in the checkpoint ({len(self._missing)}): {listed(self._missing)}")
             lines += [f"  {hint}" for hint in [wrapper_hint(self._missing, self._names)] if hint]
+            lines.append(
+                "  strict={'missing': GLOBS} lets what is new here keep its values; rename={FROM: TO} maps names"
+            )
+        elif self._strict.missing and not self.flat and self._names:
+            lines.append(
+                "  it has none of the names here, so nothing would be restored, and strict's `missing` is meant for some of "
+                f"them: it has {listed(self._names)}; rename={{FROM: TO}} maps names"
+            )
         if lines:
             raise StateMismatchError(
                 f"{self._contents.name} does not fit the state; nothing was written:\n" + "\n".join(lines),

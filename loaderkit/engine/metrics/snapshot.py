@@ -49,6 +49,7 @@ class StageStats:
     waits: bool = False  # it may wait for something other than a CPU or the GIL
     source: str = ""  # the mixed source that it is for alone
     in_turn: bool = False  # one worker at a time runs it, in each process
+    content: str = ""  # what it acts on, where stages of its kind may act on different things
     alone: bool = (
         False  # in each process one thread at a time runs it, or other rows that are `alone`: undeclared user code
     )
@@ -56,7 +57,7 @@ class StageStats:
     @classmethod
     def of(cls, stage: Stage, workers: int) -> Self:
         """A row of zeros."""
-        facts = {name: getattr(stage, name) for name in ("kind", "waits", "source", "in_turn")}
+        facts = {name: getattr(stage, name) for name in ("kind", "waits", "source", "in_turn", "content")}
         return cls(stage.name, workers, **facts, alone=stage.lock is not None)
 
     @property
@@ -91,7 +92,8 @@ class StageStats:
 _COUNTERS = tuple(
     field.name
     for field in fields(StageStats)
-    if field.name not in ("name", "workers", "services", "kind", "waits", "source", "in_turn", "alone", "num_queued")
+    if field.name
+    not in ("name", "workers", "services", "kind", "waits", "source", "in_turn", "content", "alone", "num_queued")
 )
 
 

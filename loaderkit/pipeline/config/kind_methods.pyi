@@ -276,7 +276,8 @@ class KindMethods:
         cache: Mapping[str, Any] = ...,
         read_ahead: Mapping[str, Any] = ...,
     ) -> Self:
-        """Data sets in HDF5 files (.h5, .hdf5). h5py reads one at a time in a process, whatever the threads.
+        """Data sets in HDF5 files (.h5, .hdf5, .hdf, and .mat of MATLAB 7.3). h5py reads one at a time in a process, whatever the
+        threads.
 
         Nothing but the file itself is read, and no plugin is loaded: links to other files, external storage, virtual data sets and
         filters other than gzip, lzf, szip, shuffle, fletcher32, n-bit and scale-offset are errors. Needs `loaderkit[volumes]`.
@@ -288,7 +289,7 @@ class KindMethods:
         memory: of rows: how much of chunks that several rows share is held unpacked in one process, so that
             they are unpacked once
         include: which files of a folder, relative to url: globs with **, and braces; default: all that end
-            in .h5 or .hdf5
+            in .h5, .hdf5, .hdf or .mat
         limit: only the first N samples of the canonical order
         s3: for `s3://`: `source.s3`
         retry: when the store fails for a while: `source.retry`
@@ -484,6 +485,11 @@ class KindMethods:
         workers: int | Literal["auto"] = "auto",
     ) -> Self:
         """Decode images to RGB, `cls` to int, `txt` to text, `json` and `npy` to what they hold; the rest stays bytes.
+
+        A list of pictures, as a column of Parquet or of Hugging Face's datasets holds it, becomes a list of images of any sizes.
+        The stages that follow act on each, all with the draws of the one sample. In `call` and in a batch it is a list of tensors
+        uint8 [C, H, W], or with `ragged` one tensor [N, C, H, W] a sample. A list that begins with no picture, and is not named,
+        stays.
 
         Of the items of a data set, encoded bytes that begin like an image, Pillow's images and those of Hugging Face's datasets
         (`{"bytes": ..., "path": ...}`) are decoded like files. A uint8 array or tensor of three dimensions is an image, its

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from threading import Event
 from typing import Any, NamedTuple
 
-from loaderkit.diagnosis.changes import FULL_LINK, otherwise, unlocked
+from loaderkit.diagnosis.changes import FULL_LINK, otherwise, unlocked, work_of
 from loaderkit.diagnosis.verdict import Cause, Setting, say
 from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
@@ -257,7 +257,7 @@ def with_trial(report: Report, trial: SettingsTrial) -> Report:
     kind = told or verdict.kind
     settings = [one.model_copy(update={"tried": str(trial)}) for one in trial.settings] if trial.is_suggested else []
     changes: dict[str, Any] = {"kind": kind, "settings": settings, "tried": trial}
-    changes["change"] = _change(verdict, trial, kind, "" if row is None else row.kind)
+    changes["change"] = _change(verdict, trial, kind, "" if row is None else work_of(row))
     rival = _rival(verdict, trial, row) if told is None else None
     if told is not None:
         changes |= {"or_kind": None, "confidence": max(_SURE, verdict.confidence)}

@@ -214,6 +214,8 @@ def _images(model: PipelineModel, report: Report, config: PipelineConfig) -> Ite
     kinds = [stage.kind for stage in config.stages]
     if "decode" not in kinds or not _RESIZING & set(kinds):
         return
+    if getattr(config.stages[kinds.index("decode")].args, "has_media", False):
+        return
     first = next(kind for kind in kinds if kind in _RESIZING)
 
     def smaller(stage: Demand, pixels: float) -> Demand:

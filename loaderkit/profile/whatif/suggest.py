@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import log2
 
 from loaderkit._internal.units import format_bytes
-from loaderkit.diagnosis.changes import FASTER, slow_ones
+from loaderkit.diagnosis.changes import FASTER, slow_ones, work_of
 from loaderkit.diagnosis.interval import has_memory_for
 from loaderkit.diagnosis.stage_facts import COMPUTING
 from loaderkit.diagnosis.verdict import Setting, say
@@ -51,7 +51,7 @@ def with_suggestion(report: Report, config: PipelineConfig) -> Report:
     change, otherwise = verdict.change, FASTER
     if not is_in_turn:
         row = next(row for row in report.stages if row.name == verdict.stage)
-        otherwise = slow_ones(row.kind, computes=row.cpu_s + row.delayed_s > COMPUTING * row.busy_s)
+        otherwise = slow_ones(work_of(row), computes=row.cpu_s + row.delayed_s > COMPUTING * row.busy_s)
         change = f"{otherwise}: by simulation, neither more batches ahead nor more workers would help"
     if settings:
         change = f"{say(settings)}: {speedup:.2g} times as fast by simulation; or {otherwise}"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from loaderkit.errors import ConfigError, SourceError
-from loaderkit.sources.arrow.types import ColumnType
+from loaderkit.sources.arrow.types import ColumnType, are_alike
+
+logger = logging.getLogger("loaderkit")
 
 
 def check_names(columns: Sequence[str] | None, fields: Mapping[str, str] | None) -> None:
@@ -46,11 +49,39 @@ def choose(
     return {name: there[name] for name in names}
 
 
+def filled_in(those: Mapping[str, ColumnType], these: Mapping[str, ColumnType]) -> dict[str, ColumnType]:
+    """Types of files before, and those of another file for columns that had nothing but nulls so far."""
+    return {name: these.get(name, kind) if kind.content == "null" else kind for name, kind in those.items()}
+
+
+def without_nulls(
+    types: Mapping[str, ColumnType], wanted: Sequence[str] | None, key: str, where: str
+) -> tuple[dict[str, ColumnType], list[str]]:
+    """The columns that have a value in some file, and the names of the others, which a warning says are left out. Raises
+    ConfigError for one that is asked for, and where nothing else is there."""
+    kept = {name: kind for name, kind in types.items() if kind.content != "null"}
+    nulls = [name for name in types if name not in kept]
+    if nulls and (wanted is not None or not kept):
+        raise ConfigError(
+            f"source.{key}: the column {nulls[0]!r} of {where} has nothing but nulls, of no type: leave it out"
+            if wanted is not None
+            else f"source: all columns of {where} have nothing but nulls"
+        )
+    if nulls:
+        logger.warning(
+            "%s: left out %s, as there is nothing but nulls in %s",
+            where,
+            ", ".join(map(repr, nulls)),
+            "it" if len(nulls) == 1 else "them",
+        )
+    return kept, nulls
+
+
 def check_same(these: Mapping[str, ColumnType], where: str, those: Mapping[str, ColumnType], first: str) -> None:
     """Raise SourceError unless the file `where` has the columns of the `first` one that has rows."""
     for name in {**those, **these}:
         here, there = these.get(name), those.get(name)
-        if here is None or there is None or here.layout != there.layout:
+        if here is None or there is None or not are_alike(here, there):
             said = ["no such column" if one is None else str(one) for one in (here, there)]
             raise SourceError(
                 f"the column {name!r} is {said[0]} in {where} and {said[1]} in {first}: files of one source have the same "

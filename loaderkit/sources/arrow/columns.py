@@ -264,6 +264,21 @@ class ConstantColumn:
         return Taken(values, bad)
 
 
+class NullColumn:
+    """Nothing but nulls, where other files have values of a dtype and a `shape`, or with `dtype` "" no numbers."""
+
+    num_bytes = 8
+
+    def __init__(self, dtype: str, shape: tuple[int | None, ...]) -> None:
+        self._dtype, self._shape = dtype, shape
+
+    def take(self, rows: Rows) -> Taken:
+        bad = dict.fromkeys(range(len(rows)), NULL)
+        if not self._dtype or None in self._shape:
+            return Taken([None] * len(rows), bad)
+        return Taken(np.zeros((len(rows), *(length or 0 for length in self._shape)), self._dtype), bad)
+
+
 class _JoinedBytes(BytesColumn):
     """The bytes of several columns, one behind another."""
 
@@ -290,6 +305,8 @@ def join(columns: Sequence[Column]) -> Column:
     if len(columns) == 1:
         return columns[0]
     first = columns[0]
+    if isinstance(first, NullColumn):
+        return first
     if isinstance(first, TextColumn):
         return TextColumn(_JoinedBytes([column._encoded for column in columns if isinstance(column, TextColumn)]))
     if isinstance(first, FileColumn):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from loaderkit.sources.arrow.buffers import bytes_of, node_of, plain, there
-from loaderkit.sources.arrow.columns import FileColumn, FixedColumn, ListColumn, TextColumn
+from loaderkit.sources.arrow.columns import FileColumn, FixedColumn, ListColumn, NullColumn, TextColumn
 from loaderkit.sources.arrow.nested import NestedColumn
 from loaderkit.sources.arrow.row_groups import Column
 from loaderkit.sources.arrow.types import ColumnType
@@ -21,7 +21,9 @@ def joined(pa: Any, chunks: Any) -> Any:
 
 
 def column_of(pa: Any, column: ColumnType, array: Any) -> Column:
-    """The column of that type. Raises ValueError for an array whose offsets are none."""
+    """The column of that type, also of an array of nulls. Raises ValueError for an array whose offsets are none."""
+    if pa.types.is_null(array.type):
+        return NullColumn(column.dtype, column.shape)
     if column.content == "nested":
         return NestedColumn(pa, array)
     array = plain(pa, array)

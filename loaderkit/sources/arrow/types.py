@@ -22,9 +22,9 @@ _MOST_NESTED = 32  # a type can be as deep as its file is long
 class ColumnType(NamedTuple):
     """What a column holds, and which of the file's leaves it is made of.
 
-    `content`: number, text, bytes, file, nested, or inside one null; "" with `reason` if it can be no field. Numbers have
-    NumPy's `dtype` and a `shape`, where None stands for any length; of times and decimals `stored` says what they are numbers
-    of, of what is nested its whole type.
+    `content`: number, text, bytes, file, nested, or null; "" with `reason` if it can be no field. Numbers have NumPy's `dtype`
+    and a `shape`, where None stands for any length; of times and decimals `stored` says what they are numbers of, of what is
+    nested its whole type, which `arrow` is to pyarrow.
     """
 
     content: str
@@ -33,6 +33,7 @@ class ColumnType(NamedTuple):
     shape: tuple[int | None, ...] = ()
     reason: str = ""
     stored: str = ""
+    arrow: Any = None
 
     def __str__(self) -> str:
         shape = ", ".join("any" if length is None else str(length) for length in self.shape)
@@ -83,7 +84,7 @@ def column_type(pa: Any, kind: Any, leaves: tuple[int, ...] = (), depth: int = 0
         found = ColumnType("bytes" if _is(pa, plain, _BYTES) else "text", leaves)
     elif _is(pa, plain, _LISTS):
         found = _list_type(pa, kind, plain, leaves, depth)
-    elif types.is_null(plain) and depth:
+    elif types.is_null(plain):
         found = ColumnType("null", leaves)
     elif types.is_struct(plain):
         found = _struct_type(pa, plain, leaves, depth)
@@ -116,7 +117,7 @@ def _list_type(pa: Any, kind: Any, plain: Any, leaves: tuple[int, ...], depth: i
     if items.content == "number":
         length = plain.list_size if pa.types.is_fixed_size_list(plain) else None
         return items._replace(shape=(length, *items.shape))
-    return ColumnType("nested", leaves, stored=str(plain)) if items.content in _USABLE else None
+    return ColumnType("nested", leaves, stored=str(plain), arrow=plain) if items.content in _USABLE else None
 
 
 def _struct_type(pa: Any, plain: Any, leaves: tuple[int, ...], depth: int) -> ColumnType | None:
@@ -125,7 +126,28 @@ def _struct_type(pa: Any, plain: Any, leaves: tuple[int, ...], depth: int) -> Co
     if dict(zip(names, contents, strict=True)) in _FILES:
         return ColumnType("file", leaves)
     is_usable = bool(names) and len({*names}) == len(names) and _USABLE.issuperset(contents)
-    return ColumnType("nested", leaves, stored=str(plain)) if is_usable else None
+    return ColumnType("nested", leaves, stored=str(plain), arrow=plain) if is_usable else None
+
+
+def are_alike(one: ColumnType, other: ColumnType) -> bool:
+    """True if a column may have one type in a file and the other in the next: what has nothing but nulls in one, also inside of
+    what is nested, has any type."""
+    if "null" in (one.content, other.content) or one.layout == other.layout:
+        return True
+    return one.content == other.content == "nested" and _are_alike(one.arrow, other.arrow)
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    import pyarrow as pa
+
+    one, other = stored_type(pa, one), stored_type(pa, other)
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        return [part.name for part in one] == [part.name for part in other] and all(
+            _are_alike(part.type, matching.type) for part, matching in zip(one, other, strict=True)
+        )
+    if _is(pa, one, _LISTS) and _is(pa, other, _LISTS):
+        return _are_alike(one.value_type, other.value_type)
+    return are_alike(*(column_type(pa, kind)._replace(leaves=()) for kind in (one, other)))
 
 
 def stored_type(pa: Any, kind: Any) -> Any:

@@ -13,7 +13,7 @@ from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.sources.fields import Include
 
-USUAL = (".h5", ".hdf5")
+USUAL = (".h5", ".hdf5", ".hdf", ".mat")
 
 
 class StoredArray(Protocol):
@@ -86,7 +86,8 @@ class ContainerArgs(StoreArgs):
 
 
 class HDF5Args(ContainerArgs):
-    """Data sets in HDF5 files (.h5, .hdf5). h5py reads one at a time in a process, whatever the threads.
+    """Data sets in HDF5 files (.h5, .hdf5, .hdf, and .mat of MATLAB 7.3). h5py reads one at a time in a process, whatever the
+    threads.
 
     Nothing but the file itself is read, and no plugin is loaded: links to other files, external storage, virtual data sets and
     filters other than gzip, lzf, szip, shuffle, fletcher32, n-bit and scale-offset are errors. Needs `loaderkit[volumes]`.
@@ -95,8 +96,8 @@ class HDF5Args(ContainerArgs):
     kind: Literal["hdf5"] = "hdf5"
     include: Include | None = Field(
         None,
-        description="which files of a folder, relative to url: globs with **, and braces; default: all that end in .h5 or "
-        ".hdf5",
+        description="which files of a folder, relative to url: globs with **, and braces; default: all that end in .h5, "
+        ".hdf5, .hdf or .mat",
     )
 
     @property

@@ -1,4 +1,5 @@
-"""HDF5 files, read by h5py through ranges of a connector. h5py lets one thread of a process read at a time.
+"""HDF5 files, read by h5py through ranges of a connector. h5py lets one thread of a process read at a time; what is packed by
+gzip is unpacked by all of them (hdf5_chunks.py).
 
 Only what lies in the file itself is read: links to other files, external storage, virtual data sets and filters that HDF5 would
 load a plugin for are refused before anything of them is opened.
@@ -15,6 +16,7 @@ from typing import Any
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError, MissingExtraError
 from loaderkit.sources.containers.formats import USUAL, ContainerArgs, ContainerFormat, HDF5Args, StoredArray
+from loaderkit.sources.containers.hdf5_chunks import FILTERS, PackedChunks
 from loaderkit.sources.containers.source import kind_of
 from loaderkit.sources.listing import list_matching
 from loaderkit.sources.patterns import Patterns, is_hidden
@@ -22,7 +24,12 @@ from loaderkit.sources.patterns import Patterns, is_hidden
 _PAGE_BYTES, _NUM_PAGES = 256 << 10, 16
 _NUM_THREADS = 8
 _MOST_LINKS = 16
-_FILTERS = {1, 2, 3, 4, 5, 6, 32000}  # deflate, shuffle, fletcher32, szip, nbit, scale-offset; lzf, which is h5py's own
+
+_OTHER_FORMATS = {  # by how a file begins
+    b"MATLAB 5.0": "a MATLAB file of a version before 7.3, which is no HDF5: write it by save(..., '-v7.3')",
+    b"\x0e\x03\x13\x01": "an HDF4 file: h4toh5 makes HDF5 of it",
+    b"CDF": "a classic NetCDF file, which is no HDF5: nccopy -k nc4 makes it one",
+}
 
 
 class RangedFile(io.RawIOBase):
@@ -83,16 +90,21 @@ class RangedFile(io.RawIOBase):
 
 
 class _Dataset:
-    """A data set whose failed reads raise what the connector raised."""
+    """A data set whose failed reads raise what the connector raised, and whose chunks unpack within a bound."""
 
-    def __init__(self, data: Any, file: RangedFile) -> None:
+    def __init__(self, h5py: Any, data: Any, file: RangedFile) -> None:
         self._data, self._file = data, file
+        self._packed = PackedChunks(h5py, data) if data.id.get_create_plist().get_nfilters() else None
         self.shape: tuple[int, ...] = data.shape
         self.dtype, self.chunks = data.dtype, data.chunks
 
     def __getitem__(self, selection: Any) -> Any:
         self._file.failure.error = None
         try:
+            if self._packed is not None and self._packed.is_ours:
+                return self._packed.read(selection)
+            if self._packed is not None:
+                self._packed.check(selection)
             return self._data[selection]
         except Exception as error:
             raise self._file.failure.error or error from None
@@ -115,11 +127,21 @@ def _open(connector: Connector, info: ObjectInfo, paths: Mapping[str, str]) -> M
     ranged = RangedFile(connector, info)
     try:
         file = h5py.File(ranged, "r")
-        return {field: _Dataset(_data_set(h5py, file, path), ranged) for field, path in paths.items()}
+        return {field: _Dataset(h5py, _data_set(h5py, file, path), ranged) for field, path in paths.items()}
     except FormatError:
         raise
     except Exception as error:
-        raise getattr(ranged.failure, "error", None) or error from None
+        failed = getattr(ranged.failure, "error", None)
+        if failed is None and (other := _other_format(ranged)):
+            raise FormatError(other) from error
+        raise failed or error from None
+
+
+def _other_format(file: RangedFile) -> str:
+    """What to do with a file in a format that has the same extension; "" for any other."""
+    file.seek(0)
+    begin = file.read(16)
+    return next((remedy for known, remedy in _OTHER_FORMATS.items() if begin.startswith(known)), "")
 
 
 def _data_set(h5py: Any, file: Any, path: str) -> Any:
@@ -155,7 +177,7 @@ def _data_set(h5py: Any, file: Any, path: str) -> Any:
     described = group.id.get_create_plist()
     for number in range(described.get_nfilters()):
         code, _, _, name = described.get_filter(number)
-        if code not in _FILTERS:
+        if code not in FILTERS:
             raise FormatError(
                 f"its data set {path!r} is packed by the filter {code} ({name.decode(errors='replace')}), for which HDF5 "
                 "would load a plugin, and none is loaded: repack it with gzip or lzf (h5repack)"
@@ -163,4 +185,4 @@ def _data_set(h5py: Any, file: Any, path: str) -> Any:
     return group
 
 
-HDF5 = kind_of(HDF5Args, ContainerFormat("HDF5", "HDF5 file (.h5, .hdf5)", _find, _open))
+HDF5 = kind_of(HDF5Args, ContainerFormat("HDF5", "HDF5 file (.h5, .hdf5, .hdf, .mat)", _find, _open))

@@ -21,7 +21,7 @@ from loaderkit.sources.containers.formats import StoredArray
 from loaderkit.sources.held_groups import HeldGroups
 
 _NUM_OPEN = 32
-_MOST_BYTES = 4 << 30
+_MOST_BYTES, _MOST_CHUNKS = 4 << 30, 1 << 15
 
 
 class StoredSamples(Protocol):
@@ -107,7 +107,9 @@ class ContainerReader(Reader):
     def _slab(self, number: int) -> RowSlab:
         store, field, rows = self._source.slab(number)
         try:
-            values = _native(self._arrays(store)[field][rows])
+            array = self._arrays(store)[field]
+            _check_size(field, array, array.shape[1:])
+            values = _native(array[rows])
         except LoaderkitError:
             raise
         except Exception as error:
@@ -187,10 +189,18 @@ class ContainerReader(Reader):
 
 
 def _check_size(field: str, array: StoredArray, shape: Any) -> None:
+    """Raise FormatError for values of a shape, of an array's last dimensions, that are too many, or in too many chunks."""
     num_bytes = array.dtype.itemsize * prod(shape)
     if num_bytes > _MOST_BYTES:
         raise FormatError(
             f"its field {field!r} is {array.dtype} {list(shape)}, {num_bytes} bytes; at most 4 GiB are read of a sample"
+        )
+    chunks = (array.chunks or array.shape)[len(array.shape) - len(shape) :]
+    num_chunks = prod(-(-length // max(1, chunk)) for length, chunk in zip(shape, chunks, strict=True))
+    if num_chunks > _MOST_CHUNKS:
+        raise FormatError(
+            f"its field {field!r}, {array.dtype} {list(shape)}, lies in {num_chunks} chunks of {list(chunks)}; at most "
+            f"{_MOST_CHUNKS} are read of a sample: write it in larger ones"
         )
 
 

@@ -25,7 +25,8 @@ from loaderkit.sources.listing import StringTable
 
 _NUM_THREADS = 16
 _KINDS = "biufc"
-_MOST_BYTES = 4 << 30
+_MOST_BYTES, _MOST_ARRAY_BYTES, _MOST_ROWS = 4 << 30, 1 << 60, 1 << 40
+_MOST_SLABS, _MOST_BLOCKS = 1 << 26, 1 << 24  # of one store
 
 
 class ContainerSource(Source):
@@ -73,7 +74,8 @@ class ContainerSource(Source):
         self._keys = StringTable(store.key for store in stores)
         self._stores = stores
         self._ends = np.cumsum(counts)
-        self._slab_ends = np.cumsum(-(-counts // self._chunk_rows)).reshape(self._chunk_rows.shape)
+        slabs = np.where(self._chunk_rows > 1, -(-counts // self._chunk_rows), 0)
+        self._slab_ends = np.cumsum(slabs).reshape(slabs.shape)
         self._num = int(self._ends[-1]) if args.limit is None else min(int(self._ends[-1]), args.limit)
         self._shapes = blake2b("\0".join(shapes).encode(), digest_size=8).hexdigest()
 
@@ -139,7 +141,9 @@ class ContainerSource(Source):
         for end, rows, row_bytes in zip(
             self._ends.tolist(), self._chunk_rows[largest].tolist(), self._row_bytes.sum(0).tolist(), strict=True
         ):
-            step = rows * max(1, round(block_bytes / max(1, rows * row_bytes)))
+            step = rows * max(
+                1, round(block_bytes / max(1, rows * row_bytes)), -(-(end - first) // (rows * _MOST_BLOCKS))
+            )
             bounds.append(np.arange(first, end, step, dtype=np.int64))
             first = end
         cuts = np.concatenate(bounds)
@@ -176,10 +180,17 @@ class ContainerSource(Source):
             raise FormatError(f"its array {self.fields[field]!r} is {array.dtype}, and only numbers are read")
         if self._is_rows and not array.shape:
             raise FormatError(f"its array {self.fields[field]!r} is a single number, which has no rows")
-        num_bytes = array.dtype.itemsize * prod(array.chunks or ())
+        path, num_bytes = self.fields[field], array.dtype.itemsize * prod(array.chunks or ())
         if num_bytes > _MOST_BYTES:
+            raise FormatError(f"its array {path!r} has chunks of {num_bytes} bytes; at most 4 GiB are read")
+        if array.dtype.itemsize * prod(length or 1 for length in array.shape) > _MOST_ARRAY_BYTES:
+            raise FormatError(f"its array {path!r} is {array.dtype} {list(array.shape)!r:.200}, which no store holds")
+        num_rows = array.shape[0] if self._is_rows else 0
+        chunk_rows = array.chunks[0] if self._is_rows and array.chunks else 1
+        if num_rows > _MOST_ROWS or (chunk_rows > 1 and num_rows // chunk_rows > _MOST_SLABS):
             raise FormatError(
-                f"its array {self.fields[field]!r} has chunks of {num_bytes} bytes; at most 4 GiB are read"
+                f"its array {path!r} has {num_rows} rows in chunks of {chunk_rows}; at most {_MOST_ROWS} rows, in "
+                f"{_MOST_SLABS} chunks, are read of one: write it in larger ones"
             )
 
 

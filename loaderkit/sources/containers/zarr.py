@@ -1,14 +1,13 @@
 """Zarr stores, read by zarr-python through a connector: each chunk is an object, or, of a shard, a range of one.
 
-What a store says of itself is checked before zarr sees it: numbers only, and codecs that unpack bytes. A chunk that is not
-there holds the fill value, as Zarr defines it.
+What a store says of itself is checked before zarr sees it: numbers only, and codecs that unpack bytes, which they do within the
+bounds of `zarr_layout`. A chunk that is not there holds the fill value, as Zarr defines it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -19,17 +18,12 @@ from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError, MissingExtraError, ObjectNotFoundError
 from loaderkit.sources.containers.formats import ContainerArgs, ContainerFormat, StoredArray, ZarrArgs
 from loaderkit.sources.containers.source import kind_of
+from loaderkit.sources.containers.zarr_layout import ZarrLayout, bounded, read_2, read_3
 
-_MOST_METADATA, _MOST_BYTES = 64 << 20, 4 << 30
+_MOST_METADATA = 64 << 20
 _ARRAYS = ("zarr.json", ".zarray")
 _MARKS = (*_ARRAYS, ".zgroup")
-_TYPES = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
-_TYPES_OF_2 = re.compile(r"[<>|][biufc]\d{1,2}")
-_CODECS = {"bytes", "endian", "transpose", "blosc", "gzip", "zstd", "crc32c", "sharding_indexed"}
-_CODECS_OF_2 = {
-    "blosc", "zlib", "gzip", "zstd", "lz4", "bz2", "lzma", "shuffle", "delta", "fixedscaleoffset", "quantize", "bitround",
-    "packbits", "astype", "crc32", "crc32c", "adler32", "fletcher32", "jenkins_lookup3",
-}  # fmt: skip
+_METADATA = (*_MARKS, ".zattrs", ".zmetadata")
 
 
 def _find(connector: Connector, args: ContainerArgs) -> list[ObjectInfo]:
@@ -68,62 +62,32 @@ def _open(connector: Connector, info: ObjectInfo, paths: Mapping[str, str]) -> M
         raise MissingExtraError(f"Zarr needs zarr 3 ({error}): pip install 'loaderkit[volumes]'") from error
     arrays: dict[str, Any] = {}
     for field, path in paths.items():
-        version = _checked(connector, info.key, path)
-        arrays[field] = zarr.open_array(_store()(connector, info.key), path=path, mode="r", zarr_format=version)
+        layout = _layout(connector, info.key, path)
+        store = _store()(connector, info.key, layout)
+        array = zarr.open_array(store, path=path, mode="r", zarr_format=layout.version)
+        metadata = bounded(array.metadata, layout)
+        arrays[field] = zarr.Array(zarr.AsyncArray(metadata, array.store_path))
     return arrays
 
 
-def _checked(connector: Connector, store: str, path: str) -> Any:
-    """The version of an array's format. Raises FormatError for one that is no array, or has other values or codecs."""
-    for name, check, version in (("zarr.json", _check_3, 3), (".zarray", _check_2, 2)):
+def _layout(connector: Connector, store: str, path: str) -> ZarrLayout:
+    """What an array's metadata say. Raises FormatError for one that is no array, or has other values or codecs."""
+    for name, read in (("zarr.json", read_3), (".zarray", read_2)):
         data = _bytes_of(connector, _joined(store, path, name), _MOST_METADATA)
         if data is None:
             continue
         try:
-            check(json.loads(data))
+            return read(json.loads(data))
         except FormatError as error:  # which is a ValueError
             raise FormatError(f"its array {path or '/'!r} {error}") from None
         except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise FormatError(f"its array {path or '/'!r} has a damaged {name}: {error!r:.200}") from None
-        return version
     missing = " nor ".join(_joined(path, name) for name in _ARRAYS)
     raise FormatError(f"it has no array {path or '/'!r} (neither {missing}): check `fields`")
 
 
 def _joined(*parts: str) -> str:
     return "/".join(part for part in parts if part)
-
-
-def _check_3(described: Any) -> None:
-    if described["node_type"] != "array":
-        raise FormatError("is a group, no array")
-    kind = described["data_type"]
-    if not isinstance(kind, str) or not _TYPES.fullmatch(kind):
-        raise FormatError(f"is of {kind!r:.100}, and only numbers are read")
-    _check_codecs(described["codecs"])
-
-
-def _check_codecs(codecs: Any) -> None:
-    for codec in codecs:
-        name = codec if isinstance(codec, str) else codec["name"]
-        settings = {} if isinstance(codec, str) else codec.get("configuration", {})
-        if name not in _CODECS and name.removeprefix("numcodecs.") not in _CODECS_OF_2:
-            raise FormatError(
-                f"is packed by the codec {name!r:.100}, which is not read: {', '.join(sorted(_CODECS))} are"
-            )
-        for inner in ("codecs", "index_codecs"):
-            _check_codecs(settings.get(inner, ()))
-
-
-def _check_2(described: Any) -> None:
-    kind = described["dtype"]
-    if not isinstance(kind, str) or not _TYPES_OF_2.fullmatch(kind):
-        raise FormatError(f"is of {kind!r:.100}, and only numbers are read, no objects")
-    for codec in (*(described.get("filters") or ()), described.get("compressor")):
-        if codec is not None and codec["id"] not in _CODECS_OF_2:
-            raise FormatError(
-                f"is packed by {codec['id']!r:.100}, which is not read: {', '.join(sorted(_CODECS_OF_2))} are"
-            )
 
 
 def _bytes_of(connector: Connector, key: str, most: int | None = None) -> bytearray | None:
@@ -148,9 +112,9 @@ def _store() -> Any:  # noqa: C901 - the methods that zarr asks for
 
         supports_writes = supports_deletes = supports_listing = False
 
-        def __init__(self, connector: Connector, prefix: str) -> None:
+        def __init__(self, connector: Connector, prefix: str, layout: ZarrLayout) -> None:
             super().__init__(read_only=True)
-            self._connector, self._prefix = connector, prefix
+            self._connector, self._prefix, self._layout = connector, prefix, layout
 
         def __eq__(self, other: object) -> bool:
             return self is other
@@ -164,15 +128,22 @@ def _store() -> Any:  # noqa: C901 - the methods that zarr asks for
                 info = self._connector.stat(key)
             except ObjectNotFoundError:
                 return None
-            start, stop = 0, info.size
-            if isinstance(wanted, RangeByteRequest):
+            start, stop, most = 0, info.size, self._layout.most_stored
+            if key.rpartition("/")[2] in _METADATA:
+                most = _MOST_METADATA
+            elif isinstance(wanted, RangeByteRequest):
                 start, stop = wanted.start, min(wanted.end, stop)
+                is_index = (wanted.start, wanted.end) == (0, self._layout.index_bytes)
+                most = self._layout.index_bytes if is_index else self._layout.most_in_range
             elif isinstance(wanted, OffsetByteRequest):
                 start = wanted.offset
             elif isinstance(wanted, SuffixByteRequest):
                 start = max(0, stop - wanted.suffix)
-            if stop - start > _MOST_BYTES:
-                raise FormatError(f"its {key!r} has {info.size} bytes; at most 4 GiB are read of a chunk")
+            if stop - start > most:
+                raise FormatError(
+                    f"its {key!r} has {stop - start} bytes for what needs {most} at most: it is damaged, or made to fill the "
+                    "memory"
+                )
             data = np.empty(max(0, stop - start), np.uint8)
             self._connector.read_into(key, start, data.data, etag=info.etag)
             return data

@@ -19,7 +19,7 @@ from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, bulk_of, traits_of
 from loaderkit.errors import FormatError, LoaderkitError, SourceError
 from loaderkit.samples.sample import FieldRange
-from loaderkit.sources.arrow.choice import check_same, choose, wanted_columns
+from loaderkit.sources.arrow.choice import check_same, choose, filled_in, wanted_columns, without_nulls
 from loaderkit.sources.arrow.reader import RowReader
 from loaderkit.sources.arrow.row_groups import RowGroup
 from loaderkit.sources.arrow.types import ColumnType
@@ -133,6 +133,7 @@ class HuggingfaceSource(Source):
     ) -> dict[str, ColumnType]:
         """The columns that become fields, which are the same in all files that have rows."""
         key = "fields" if args.columns is None and args.fields is not None else "columns"
+        has_names = args.columns is not None or args.fields is not None
         types: dict[str, ColumnType] = {}
         first = ""
         known: dict[bytes, dict[str, ColumnType]] = {}
@@ -147,6 +148,8 @@ class HuggingfaceSource(Source):
             check_same(these, where, types, first)
             if these is not types and any(these[name].leaves != types[name].leaves for name in types):
                 raise SourceError(f"{where} has its columns in another order than {first}: save the data set anew")
+            types = filled_in(types, these)
+        types, self.null_columns = without_nulls(types, wanted if has_names else None, key, repr(args.root))
         return types
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ _MOST_BYTES = 1 << 40  # of a column chunk: sums of what damage makes of it are 
 ReadRange = Callable[[int, int], memoryview]
 """(start, length) -> bytes of the file."""
 _MAGIC = b"PAR1"
+_BUFFER_BYTES = 8 << 20  # read at a time of each column of a row group that is decoded in slices
 _INT96_UNIT = "us"  # of Spark's times: pyarrow's nanoseconds overflow beyond the years 1677 to 2262, without a word
 
 
@@ -210,23 +211,72 @@ def decode_group(
 ) -> list[Column]:
     """Some columns of a row group of a file of `size` bytes. `held` is what was read of the file, in order: (start, bytes).
     Raises FormatError naming the file as `where`, and what `read` raises."""
-    pa, pq = _import()
-    metadata = footer.metadata
-    leaves = sorted({leaf for column in columns for leaf in column.leaves})
+    pa, _ = _import()
     try:
-        source = pa.PythonFile(_ChunkFile(size, held, read), mode="r")
-        how = {"pre_buffer": False, "page_checksum_verification": True, "coerce_int96_timestamp_unit": _INT96_UNIT}
-        with pq.ParquetFile(source, metadata=metadata, **how) as file:
-            table = file.reader.read_row_group(group, column_indices=leaves, use_threads=False)
-        num_rows = metadata.row_group(group).num_rows
-        arrays = sorted(zip(columns, range(len(columns)), strict=True), key=lambda pair: pair[0].leaves)
-        made: list[Column | None] = [None] * len(columns)
-        for (column, place), array in zip(arrays, table.columns, strict=True):
-            if len(array) != num_rows:
-                raise ValueError(f"a column has {len(array)} values, and there are {num_rows} rows")
-            made[place] = column_of(pa, column, joined(pa, array))
+        with _opened(footer, _ChunkFile(size, held, read)) as file:
+            table = file.reader.read_row_group(group, column_indices=_leaves_of(columns), use_threads=False)
+        return _columns_in(pa, columns, table, footer.metadata.row_group(group).num_rows)
     except LoaderkitError:
         raise
     except arrow_errors() as error:
         raise FormatError(f"{where}: row group {group} cannot be decoded: {error}") from error
+
+
+def decode_slices(
+    footer: Footer, group: int, columns: Sequence[ColumnType], num_rows: int, *, where: str, size: int, read: ReadRange
+) -> Iterator[list[Column]]:
+    """The same columns of `num_rows` rows after another, the last time of those that are left. The file is read on the way, by
+    pieces of `_BUFFER_BYTES`. Raises FormatError, and what `read` raises."""
+    pa, _ = _import()
+    left: int = footer.metadata.row_group(group).num_rows
+    try:
+        with _opened(footer, _ChunkFile(size, [], read), buffer_size=_BUFFER_BYTES) as file:
+            batches = file.reader.iter_batches(
+                num_rows, row_groups=[group], column_indices=_leaves_of(columns), use_threads=False
+            )
+            parts: list[Any] = []
+            wanted = min(num_rows, left)
+            for batch in batches:  # of fewer rows, where they have more than 2 GiB of texts
+                rest = batch
+                while rest.num_rows:
+                    part = rest.slice(0, wanted)
+                    rest, wanted, left = rest.slice(len(part)), wanted - len(part), left - len(part)
+                    parts.append(part)
+                    if not wanted:
+                        table = pa.Table.from_batches(parts)
+                        parts, wanted = [], min(num_rows, left)
+                        yield _columns_in(pa, columns, table, len(table))
+        if left:
+            raise ValueError(f"{left} of its rows are not there")
+    except LoaderkitError:
+        raise
+    except arrow_errors() as error:
+        raise FormatError(f"{where}: row group {group} cannot be decoded: {error}") from error
+
+
+def _opened(footer: Footer, chunks: _ChunkFile, **how: Any) -> Any:
+    """The file to pyarrow."""
+    pa, pq = _import()
+    return pq.ParquetFile(
+        pa.PythonFile(chunks, mode="r"),
+        metadata=footer.metadata,
+        pre_buffer=False,
+        page_checksum_verification=True,
+        coerce_int96_timestamp_unit=_INT96_UNIT,
+        **how,
+    )
+
+
+def _leaves_of(columns: Sequence[ColumnType]) -> list[int]:
+    return sorted({leaf for column in columns for leaf in column.leaves})
+
+
+def _columns_in(pa: Any, columns: Sequence[ColumnType], table: Any, num_rows: int) -> list[Column]:
+    """The columns of a table, whose order is that of the file. Raises ValueError."""
+    arrays = sorted(zip(columns, range(len(columns)), strict=True), key=lambda pair: pair[0].leaves)
+    made: list[Column | None] = [None] * len(columns)
+    for (column, place), array in zip(arrays, table.columns, strict=True):
+        if len(array) != num_rows:
+            raise ValueError(f"a column has {len(array)} values, and there are {num_rows} rows")
+        made[place] = column_of(pa, column, joined(pa, array))
     return [column for column in made if column is not None]

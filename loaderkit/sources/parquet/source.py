@@ -24,7 +24,7 @@ from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, traits_o
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import LoaderkitError, SourceError
 from loaderkit.samples.sample import FieldRange
-from loaderkit.sources.arrow.choice import check_names, check_same, choose, wanted_columns
+from loaderkit.sources.arrow.choice import check_names, check_same, choose, filled_in, wanted_columns, without_nulls
 from loaderkit.sources.arrow.columns import ConstantColumn
 from loaderkit.sources.arrow.reader import RowReader
 from loaderkit.sources.arrow.row_groups import Column, RowGroup
@@ -39,6 +39,10 @@ from loaderkit.sources.parquet.groups import GroupReader
 from loaderkit.sources.parquet.partitions import Partitions
 from loaderkit.sources.patterns import Patterns
 
+_MOST_AT_ONCE = (
+    2 << 30
+)  # what a row group may take when it is decoded: Arrow has 2 GiB of bytes, texts or items in an array
+_SLICE_BYTES = 512 << 20  # of larger ones, which are decoded in slices
 _NUM_THREADS = 4
 _NUM_REMOTE_THREADS = 32  # they wait for the store, not for a CPU
 Int64 = NDArray[np.int64]
@@ -94,15 +98,42 @@ _Opened = tuple[dict[str, ColumnType], Footer, ChunkTable]
 
 
 class _Groups(NamedTuple):
-    """Row groups that have rows, as arrays [groups] and [groups, leaves]."""
+    """Row groups that have rows, and slices of large ones, as arrays [groups] and [groups, leaves]."""
 
     files: Int64  # the number of the file
-    numbers: Int64  # in the file
+    numbers: Int64  # of the row group, in the file
     first_rows: Int64  # in the file
     num_rows: Int64
     starts: Int64  # of the column chunks of the chosen leaves
     lengths: Int64
     sizes: Int64
+
+
+class _Sliced(NamedTuple):
+    """Groups, and of each that is a slice its number in its row group, and the rows of all slices but the last: int64 [groups].
+    Those that are whole have 0 rows so. `sizes`: the bytes that each takes when it is decoded."""
+
+    groups: _Groups
+    numbers: Int64
+    num_rows: Int64
+    sizes: Int64
+
+    @classmethod
+    def of(cls, whole: _Groups, row_bytes: int) -> _Sliced:
+        """Row groups, of which those above `_MOST_AT_ONCE` are cut into slices."""
+        sizes = np.maximum(whole.sizes.sum(axis=1), row_bytes * whole.num_rows)
+        is_large = sizes > _MOST_AT_ONCE
+        wanted = np.where(is_large, np.minimum(whole.num_rows, -(-sizes // _SLICE_BYTES)), 1)
+        num_rows = -(-whole.num_rows // wanted)
+        num_slices = -(-whole.num_rows // num_rows)
+        owners = np.repeat(np.arange(len(sizes)), num_slices)
+        numbers = np.arange(len(owners)) - np.repeat(np.cumsum(num_slices) - num_slices, num_slices)
+        firsts = numbers * num_rows[owners]
+        groups = _Groups(*(column[owners] for column in whole))
+        in_slice = np.minimum(num_rows[owners], groups.num_rows - firsts)
+        of_slices = (sizes[owners] * (in_slice / groups.num_rows)).astype(np.int64)
+        groups = groups._replace(first_rows=groups.first_rows + firsts, num_rows=in_slice)
+        return cls(groups, numbers, np.where(is_large, num_rows, 0)[owners], of_slices)
 
 
 class ParquetSource(Source):
@@ -131,18 +162,20 @@ class ParquetSource(Source):
         self._files = list_matching(
             connector, patterns, args.root, self._num_threads, leave_out=self._leave_out, bad_shards=self._found_bad
         )
-        self._types: dict[str, ColumnType] = {}  # column -> its type in the first file
+        self.types: dict[str, ColumnType] = {}  # column -> its type in the first file that has values of it
+        self.null_columns: list[str] = []
         self._partitions = Partitions([info.key for info in self._files])
-        self._groups = self._collect(load)
+        whole = self._collect(load)
         renamed = {column: field for field, column in (args.fields or {}).items()}
-        self.fields = {renamed.get(column, column): column for column in self._types}
-        ends = np.cumsum(self._groups.num_rows)
+        self.fields = {renamed.get(column, column): column for column in self.types}
+        sliced = _Sliced.of(whole, sum(kind.row_bytes for kind in self.types.values()))
+        ends = np.cumsum(sliced.groups.num_rows)
         self._num = int(ends[-1]) if args.limit is None else min(int(ends[-1]), args.limit)
         num_groups = int(np.searchsorted(ends, self._num)) + 1
-        self._groups = _Groups(*(column[:num_groups] for column in self._groups))
+        self._groups = _Groups(*(column[:num_groups] for column in sliced.groups))
+        self._slices, self._slice_rows = sliced.numbers[:num_groups], sliced.num_rows[:num_groups]
         self._firsts = np.concatenate([[0], np.minimum(ends[:num_groups], self._num)])
-        row_bytes = sum(kind.row_bytes for kind in self._types.values())
-        self.group_bytes = np.maximum(self._groups.sizes.sum(axis=1), row_bytes * self._groups.num_rows)
+        self.group_bytes = sliced.sizes[:num_groups]
         self.memory_bytes = args.memory
 
     def _leave_out(self, key: str) -> None:
@@ -176,22 +209,32 @@ class ParquetSource(Source):
         """The file of a row group, and its number there."""
         return self._files[int(self._groups.files[group])], int(self._groups.numbers[group])
 
+    def slice_of(self, group: int) -> tuple[int, int] | None:
+        """Of a slice of a row group its number there, and the rows of all slices but the last."""
+        num_rows = int(self._slice_rows[group])
+        return (int(self._slices[group]), num_rows) if num_rows else None
+
     def constants_of(self, group: int) -> dict[str, Column]:
         """The columns of a row group that the folders of its file name."""
-        named = [name for name, kind in self._types.items() if not kind.leaves]
+        named = [name for name, kind in self.types.items() if not kind.leaves]
         values = self._partitions.values_in(self.file_of(group)[0].key) if named else {}
-        return {name: ConstantColumn(values[name], is_number=self._types[name].content == "number") for name in named}
+        return {name: ConstantColumn(values[name], is_number=self.types[name].content == "number") for name in named}
 
     def group_reader(self, connector: Connector) -> Callable[[int], RowGroup]:
         """What reads and decodes a row group."""
         return GroupReader(self, connector).read
 
     def group_ranges(self, group: int) -> list[ByteRange]:
-        """The column chunks of the fields, those that are adjacent as one."""
+        """The column chunks of the fields, those that are adjacent as one. None of a slice: they are read on the way."""
+        return [] if self._slice_rows[group] else self._chunk_ranges(group)
+
+    def _chunk_ranges(self, group: int) -> list[ByteRange]:
         info, _ = self.file_of(group)
         chunks = sorted(zip(self._groups.starts[group].tolist(), self._groups.lengths[group].tolist(), strict=True))
         ranges: list[ByteRange] = []
         for start, length in chunks:
+            if not length:
+                continue  # this file has fewer leaves
             if ranges and start <= ranges[-1].start + ranges[-1].length:
                 end = max(ranges[-1].start + ranges[-1].length, start + length)
                 ranges[-1] = ranges[-1]._replace(length=end - ranges[-1].start)
@@ -202,7 +245,7 @@ class ParquetSource(Source):
     def ranges(self, index: int) -> list[FieldRange]:
         """The ranges of the whole row group, from which the row is decoded."""
         group, _ = self._place_of(index)
-        return [FieldRange("row group", "parquet", one) for one in self.group_ranges(group)]
+        return [FieldRange("row group", "parquet", one) for one in self._chunk_ranges(group)]
 
     @property
     def row_groups(self) -> ParquetSource:  # type: ignore[override]
@@ -214,7 +257,7 @@ class ParquetSource(Source):
         return RowReader(self, context)
 
     def blocks(self, block_bytes: int) -> Int64:
-        """Runs of whole row groups of about `block_bytes` when decoded, at least one each, never across a file."""
+        """Runs of whole row groups, or slices, of about `block_bytes` when decoded, at least one each, never across a file."""
         files = self._groups.files
         first_groups = np.flatnonzero(np.diff(files, prepend=-1))
         return self._firsts[cut_blocks(self.group_bytes, block_bytes, first_groups)]
@@ -223,10 +266,12 @@ class ParquetSource(Source):
         """16 hexadecimal digits from the files' keys and sizes, the rows of the row groups, and the columns and their types."""
         digest = blake2b(StringTable(info.key for info in self._files).digest(), digest_size=8)
         sizes = np.array([info.size for info in self._files], "<i8")
-        for numbers in (sizes, self._groups.files, self._firsts):
+        is_first = self._slices == 0  # however they are sliced
+        firsts = np.append(self._firsts[:-1][is_first], self._firsts[-1])
+        for numbers in (sizes, self._groups.files[is_first], firsts):
             digest.update(numbers.astype("<i8").tobytes())
         digest.update(
-            repr([(name, kind.layout) for name, kind in self._types.items()]).encode("utf-8", "surrogateescape")
+            repr([(name, kind.layout) for name, kind in self.types.items()]).encode("utf-8", "surrogateescape")
         )
         return digest.hexdigest()
 
@@ -247,7 +292,7 @@ class ParquetSource(Source):
             data = load(info)
             footer = parse_footer(data, where)
             types = self._chosen(footer, where) if footer.metadata.num_rows else {}
-            leaves = [leaf for kind in types.values() for leaf in kind.leaves]
+            leaves = [leaf for kind in types.values() if kind.content != "null" for leaf in kind.leaves]
             return types, footer, chunk_table(footer, leaves, where, info.size - len(data))
 
         infos, num_ahead = self._files, 4 * self._num_threads
@@ -271,11 +316,12 @@ class ParquetSource(Source):
             files.append(info)
             if not types:
                 continue
-            if not self._types:
-                self._types = types
+            if not self.types:
+                self.types = types
                 self.classes = footer.classes.get((self._args.fields or {}).get("label", "label"))
                 first = where
-            check_same(types, where, self._types, first)
+            check_same(types, where, self.types, first)
+            self.types = filled_in(self.types, types)
             has_rows = table.num_rows > 0
             numbers = np.flatnonzero(has_rows)
             first_rows = np.cumsum(table.num_rows) - table.num_rows
@@ -290,13 +336,26 @@ class ParquetSource(Source):
         if not num:
             self._found_bad.refuse_empty()
             raise SourceError(f"the {len(self._files)} files below {self._args.root!r} have no row")
-        return _Groups(*(np.concatenate(columns).astype(np.int64) for columns in zip(*parts, strict=True)))
+        self.types, self.null_columns = without_nulls(self.types, self._wanted, self._key, repr(self._args.root))
+        return _Groups(*(_stacked(columns) for columns in zip(*parts, strict=True)))
+
+    @property
+    def _key(self) -> str:
+        """The argument that names the columns."""
+        return "fields" if self._args.columns is None and self._args.fields is not None else "columns"
 
     def _chosen(self, footer: Footer, where: str) -> dict[str, ColumnType]:
         """The columns that become fields. Raises ConfigError."""
         columns = {**self._partitions.types, **footer.columns}  # a column of the file's own is what it says
-        key = "fields" if self._args.columns is None and self._args.fields is not None else "columns"
-        return choose(columns, self._wanted, key, where)
+        return choose(columns, self._wanted, self._key, where)
+
+
+def _stacked(parts: tuple[Int64, ...]) -> Int64:
+    """Arrays [row groups] or [row groups, leaves] of several files as one. A file has fewer leaves where it has only nulls."""
+    if parts[0].ndim == 1:
+        return np.concatenate(parts).astype(np.int64)
+    most = max(part.shape[1] for part in parts)
+    return np.concatenate([np.pad(part, ((0, 0), (0, most - part.shape[1]))) for part in parts]).astype(np.int64)
 
 
 def _open(args: ParquetArgs, connector: Connector, found_bad: BadShards) -> ParquetSource:

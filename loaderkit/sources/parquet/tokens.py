@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from loaderkit._internal.system.cgroups import num_cpus
 from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.connectors.base import Connector
-from loaderkit.errors import ConfigError, FormatError
+from loaderkit.errors import ConfigError, FormatError, LoaderkitError
 from loaderkit.sources.arrow.columns import ListColumn
+from loaderkit.sources.bad_shards import BadShards
 from loaderkit.sources.lengths import LengthIndex
 from loaderkit.sources.listing import StringTable
 from loaderkit.sources.parquet.footers import load_footer
@@ -26,12 +27,14 @@ Int64 = NDArray[np.int64]
 
 
 class ParquetDocuments(ParquetSource):
-    """The rows of one column of lists of whole numbers, a document each. Raises as `ParquetSource` does."""
+    """The rows of one column of lists of whole numbers, a document each. Raises as `ParquetSource` does, and _DamagedError for
+    files that are left out, as lists in them cannot be decoded."""
 
-    def __init__(self, connector: Connector, args: ParquetArgs, field: str, column: str) -> None:
+    def __init__(self, connector: Connector, args: ParquetArgs, field: str, column: str, found_bad: BadShards) -> None:
         begin_s = time.perf_counter()
-        super().__init__(connector, args, partial(load_footer, connector, cache_dir=default_cache_dir()))
-        kind = self._types[column]
+        load = partial(load_footer, connector, cache_dir=default_cache_dir(), checks_begin=found_bad.skips)
+        super().__init__(connector, args, load, found_bad)
+        kind = self.types[column]
         if kind.content != "number" or len(kind.shape) != 1 or np.dtype(kind.dtype).kind not in "iu":
             raise ConfigError(
                 f"source.column: {column!r} of {connector.describe(self.origin(0))} holds {kind}, and documents of tokens are "
@@ -68,26 +71,51 @@ class ParquetDocuments(ParquetSource):
             return lengths[: num_rows[group]]
 
         with ThreadPoolExecutor(num_cpus(), thread_name_prefix="loaderkit-index") as pool:
-            return np.concatenate(list(pool.map(lengths_in, range(len(num_rows))))).astype(np.int64)
+            tried = [*pool.map(BadShards.tried(lengths_in), range(len(num_rows)))]
+        damaged: dict[str, LoaderkitError] = {}
+        for group, found in enumerate(tried):
+            if isinstance(found, LoaderkitError):
+                damaged.setdefault(self.file_of(group)[0].key, found)
+        for key, error in damaged.items():
+            self._found_bad.leave_out(key, connector.describe(key), error)
+        if damaged:
+            raise _DamagedError(*damaged)
+        return np.concatenate([found for found in tried if not isinstance(found, LoaderkitError)]).astype(np.int64)
 
     @property
     def _length(self) -> int:
         """That of all lists, if it is the same."""
-        return self._types[self._column].shape[0] or 0
+        return self.types[self._column].shape[0] or 0
+
+
+class _DamagedError(Exception):
+    """The keys of files that are to be left out."""
 
 
 def open_documents(
     connector: Connector,
     *,
     root: str,
-    files: str | tuple[str, ...],
+    files: tuple[str, ...],
     column: str,
     field: str,
     limit: int | None,
     memory: int,
+    found_bad: BadShards,
 ) -> ParquetDocuments:
-    """The documents in the files that match below `root`, the connector's."""
-    args = ParquetArgs(
-        url=f"{root.rstrip('/')}/", include=files, columns=(column,), fields={field: column}, limit=limit, memory=memory
-    )
-    return ParquetDocuments(connector, args, field, column)
+    """The documents in these files below `root`, the connector's, without those that are told to `found_bad`."""
+    while files:
+        args = ParquetArgs(
+            url=f"{root.rstrip('/')}/",
+            include=files,
+            columns=(column,),
+            fields={field: column},
+            limit=limit,
+            memory=memory,
+        )
+        try:
+            return ParquetDocuments(connector, args, field, column, found_bad)
+        except _DamagedError as damaged:
+            files = tuple(name for name in files if name not in damaged.args)
+    found_bad.refuse_empty()
+    raise AssertionError("files are left out that no one was told of")

@@ -23,7 +23,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from loaderkit._internal.config.settings import ByteSize, as_tuple
 from loaderkit.connectors.base import Connector, ObjectInfo, traits_of
 from loaderkit.connectors.config import StoreArgs
-from loaderkit.errors import ConfigError, FormatError, ObjectNotFoundError, SourceError
+from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectNotFoundError, SourceError
+from loaderkit.sources.bad_shards import BadShards
 from loaderkit.sources.base import PackedSize, Source, SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import StringTable, extension_of, list_matching, numbered, said_counts
@@ -175,16 +176,29 @@ class TokensSource(SequenceSource):
 
     A key is the number of the document, of several files behind the file's: "shard-003.bin/17". Raises `FormatError` if a file
     or its index is not what it should be, or files differ in type, `ConfigError` if `args` do not fit, `SourceError` if there
-    are no tokens, and what the connector raises.
+    are no tokens, and what the connector raises. With `found_bad` files that are damaged are told to that.
     """
 
-    def __init__(self, connector: Connector, args: TokensArgs, infos: list[ObjectInfo], form: Form) -> None:
+    def __init__(
+        self,
+        connector: Connector,
+        args: TokensArgs,
+        infos: list[ObjectInfo],
+        form: Form,
+        found_bad: BadShards | None = None,
+    ) -> None:
+        found_bad = found_bad or BadShards()
         begin_s = time.perf_counter()
         token_format = TokenFormat(form, args.dtype, args.end, args.column)
         files: list[ObjectInfo] = []
         parts: list[Documents] = []
         num = 0
-        for info, found in _opened(connector, infos, token_format, args.limit):
+        is_one = len(infos) + len(found_bad.found) == 1
+        load = partial(_documents, connector, token_format, skips=found_bad.skips and not is_one)
+        for info, found in _opened(connector, infos, load, args.limit):
+            if isinstance(found, LoaderkitError):
+                found_bad.leave_out(info.key, connector.describe(info.key), found)
+                continue
             if len(found.starts) or len(infos) == 1:
                 files.append(info)
                 parts.append(found)
@@ -193,6 +207,7 @@ class TokensSource(SequenceSource):
                 break
         self.index_s = time.perf_counter() - begin_s
         if not num:
+            found_bad.refuse_empty()
             more = f", and so have the other {len(infos) - 1}" if len(infos) > 1 else ""
             raise SourceError(f"{connector.describe(infos[0].key)} has no documents{more}")
         dtype = parts[0].dtype
@@ -202,7 +217,7 @@ class TokensSource(SequenceSource):
                     f"{connector.describe(info.key)} has tokens of {part.dtype.str}, and {connector.describe(files[0].key)} of "
                     f"{dtype.str}: files of one source have one type. Choose some by `include`, or mix two sources"
                 )
-        self.files, self._has_names = tuple(files), len(infos) > 1  # also if `limit` leaves one
+        self.files, self._has_names = tuple(files), not is_one  # also if `limit` leaves one
         self.firsts = np.cumsum([0, *(len(part.starts) for part in parts)])
         self.firsts[-1] = min(num, args.limit or num)
         self.starts = np.concatenate([part.starts for part in parts])[: args.limit]
@@ -251,32 +266,45 @@ class TokensSource(SequenceSource):
 
 
 def _opened(
-    connector: Connector, infos: list[ObjectInfo], token_format: TokenFormat, limit: int | None
-) -> Iterator[tuple[ObjectInfo, Documents]]:
-    """All files with their documents; a few are loaded ahead, none with a `limit`, which may need only the first."""
+    connector: Connector, infos: list[ObjectInfo], load: Callable[[ObjectInfo], Documents], limit: int | None
+) -> Iterator[tuple[ObjectInfo, Documents | LoaderkitError]]:
+    """All files with their documents, or the error of one that is damaged; a few are loaded ahead, none with a `limit`, which
+    may need only the first."""
     num_threads = _NUM_REMOTE_THREADS if traits_of(connector).is_remote else _NUM_THREADS
     num_ahead = 4 * num_threads if limit is None else 1
     with ThreadPoolExecutor(num_threads, thread_name_prefix="loaderkit-index") as pool:
         for first in range(0, len(infos), num_ahead):
             some = infos[first : first + num_ahead]
-            yield from zip(some, pool.map(partial(_documents, connector, token_format), some), strict=True)
+            yield from zip(some, pool.map(BadShards.tried(load), some), strict=True)
 
 
-def _documents(connector: Connector, token_format: TokenFormat, info: ObjectInfo) -> Documents:
-    return documents_of(connector, info, token_format)
+def _documents(connector: Connector, token_format: TokenFormat, info: ObjectInfo, *, skips: bool) -> Documents:
+    """The documents of a file. Where damaged ones are left out of several, one without an index, or without any document, is
+    damaged, and else a mistake of the user's."""
+    try:
+        return documents_of(connector, info, token_format)
+    except (ConfigError, SourceError) as error:
+        if skips and (isinstance(error, SourceError) or isinstance(error.__cause__, ObjectNotFoundError)):
+            raise FormatError(str(error)) from error
+        raise
 
 
-def _listed(connector: Connector, args: TokensArgs) -> tuple[list[ObjectInfo], str]:
-    """The files that are meant, and their extension. Raises SourceError if there are none, or of several forms."""
+def _listed(connector: Connector, args: TokensArgs, found_bad: BadShards) -> tuple[list[ObjectInfo], str]:
+    """The files that are meant, and their extension; `found_bad` is told of those that are named and missing.
+
+    Raises SourceError if there are none, or of several forms.
+    """
     written = args.written
     if written is None:
-        infos = _usual(connector, args)
+        infos = _usual(connector, args, found_bad)
     elif len(written) == 1 and Patterns(written).names == [*written]:
         infos = [_only(connector, args, written[0])]
     else:
-        infos = list_matching(connector, Patterns(written), args.root, _NUM_THREADS)
+        infos = list_matching(connector, Patterns(written), args.root, _NUM_THREADS, bad_shards=found_bad)
         keys = {info.key for info in infos}
         infos = [info for info in infos if not (info.key.endswith(".idx") and f"{info.key[:-4]}.bin" in keys)]
+    if not infos:
+        found_bad.refuse_empty()
     extension = _one_extension(tuple(info.key for info in infos))
     if extension is None:
         counts = _counted(infos)
@@ -299,15 +327,15 @@ def _only(connector: Connector, args: TokensArgs, key: str) -> ObjectInfo:
         ) from None
 
 
-def _usual(connector: Connector, args: TokensArgs) -> list[ObjectInfo]:
+def _usual(connector: Connector, args: TokensArgs, found_bad: BadShards) -> list[ObjectInfo]:
     """The files of a folder that hold tokens by their extension."""
     every = list(connector.list(""))
     patterns = Patterns(tuple(_USUAL.values()))
     infos = [info for info in every if patterns.matches(info.key)]
     state = next((info for info in every if info.key == _STATE), None)
     if state is not None:
-        infos = _in_state(connector, state, infos)
-    if infos:
+        infos = _in_state(connector, state, infos, found_bad)
+    if infos or found_bad.found:
         return infos
     deeper = [info.key for info in every if extension_of(info.key).lower() in _USUAL]
     if deeper:
@@ -321,7 +349,9 @@ def _usual(connector: Connector, args: TokensArgs) -> list[ObjectInfo]:
     raise SourceError(f"no files of tokens ({', '.join(_USUAL.values())}) are in {args.root!r}; {hint}")
 
 
-def _in_state(connector: Connector, state: ObjectInfo, infos: list[ObjectInfo]) -> list[ObjectInfo]:
+def _in_state(
+    connector: Connector, state: ObjectInfo, infos: list[ObjectInfo], found_bad: BadShards
+) -> list[ObjectInfo]:
     """Of the files of a folder those that `datasets` wrote as its data, and not what it has cached beside them since."""
     data = bytearray(min(state.size, _MOST_STATE))
     connector.read_into(state.key, 0, memoryview(data), etag=state.etag)
@@ -329,10 +359,11 @@ def _in_state(connector: Connector, state: ObjectInfo, infos: list[ObjectInfo]) 
         names = {file["filename"] for file in json.loads(data)["_data_files"]}
     except (ValueError, KeyError, TypeError):  # another program's
         return infos
-    if missing := sorted(names - {info.key for info in infos}):
-        raise SourceError(
-            f"{connector.describe(state.key)} names {missing[0]!r}, which is not there: the folder is not whole"
+    for name in sorted(names - {info.key for info in infos}):
+        error = SourceError(
+            f"{connector.describe(state.key)} names {name!r}, which is not there: the folder is not whole"
         )
+        found_bad.leave_out(name, connector.describe(name), error)
     return [info for info in infos if info.key in names]
 
 
@@ -344,20 +375,21 @@ def _counted(infos: list[ObjectInfo]) -> dict[str, int]:
 
 
 OpenParquet = Callable[..., Source]
-"""Opens the documents of Parquet files, by the connector and `root`, `files`, `column`, `field`, `limit` and `memory`."""
+"""Opens the documents of Parquet files, by the connector and `root`, `files`, `column`, `field`, `limit`, `memory` and
+`found_bad`."""
 
 
-def _open(args: TokensArgs, connector: Connector, open_parquet: OpenParquet) -> Source:
-    infos, extension = _listed(connector, args)
+def _open(args: TokensArgs, connector: Connector, found_bad: BadShards, open_parquet: OpenParquet) -> Source:
+    infos, extension = _listed(connector, args, found_bad)
     try:
         form: Any = check_form(args, extension)
     except ValueError as error:
         raise ConfigError(f"source: {error}") from None
     if form != "parquet":
-        return TokensSource(connector, args, infos, form)
+        return TokensSource(connector, args, infos, form, found_bad)
     names = tuple(info.key for info in infos)
     given = {name: getattr(args, name) for name in ("root", "column", "field", "limit", "memory")}
-    return open_parquet(connector, files=names, **given)
+    return open_parquet(connector, files=names, found_bad=found_bad, **given)
 
 
 def tokens_kind(open_parquet: OpenParquet) -> SourceKind:
@@ -367,6 +399,7 @@ def tokens_kind(open_parquet: OpenParquet) -> SourceKind:
         partial(_open, open_parquet=open_parquet),
         _root_of,
         lambda args: {args.field: "a document's tokens"},
+        has_shards=True,
     )
 
 

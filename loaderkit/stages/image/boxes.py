@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator
 
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Clip, Image
+from loaderkit.samples.values import Clip, Image, Pictures
 from loaderkit.stages.image.arrays import instances_of
 from loaderkit.stages.image.ops import Crop, Flip, ImageOp, ImageOps, Rotate, Scale, VerticalFlip, size_after
 from loaderkit.stages.values import describe, image_fields
@@ -232,7 +232,11 @@ def canvas_of(sample: Sample, fields: tuple[str, ...] | None = None) -> tuple[st
     Masks count only where there is nothing else. Raises ValueError where several images leave open which it is, and where only
     a table [N, M] of uint8 could be one.
     """
-    shown = {name: value.frames[0] if type(value) is Clip else value for name, value in sample.items()}
+    shown = {
+        name: value.frames[0] if type(value) is Clip else value
+        for name, value in sample.items()
+        if type(value) is not Pictures
+    }
     images = image_fields(shown, None)
     if all(getattr(sample[name], "ndim", 3) == 2 for name, _ in images):
         listed = ", ".join(f"{name} ({describe(value)})" for name, value in sample.items())

@@ -26,7 +26,7 @@ from loaderkit.errors import USER_ERRORS, FormatError
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.pictures import FORMATS, Format
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Clip, Encoded, FieldGroup, GpuDecoded, Image, InPlace
+from loaderkit.samples.values import Clip, Encoded, FieldGroup, GpuDecoded, Image, InPlace, Pictures
 from loaderkit.sources.fields import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, last_extension
 from loaderkit.sources.formats.npy import view_npy
 from loaderkit.sources.formats.npz import view_npz
@@ -57,11 +57,16 @@ from loaderkit.stages.volume.nifti import read_nifti
 
 logger = logging.getLogger("loaderkit")
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
-_DECODED: frozenset[type] = frozenset({Image, Clip, FieldGroup, InPlace, GpuDecoded})
+_DECODED: frozenset[type] = frozenset({Image, Clip, Pictures, FieldGroup, InPlace, GpuDecoded})
 
 
 class DecodeArgs(StageArgs):
     """Decode images to RGB, `cls` to int, `txt` to text, `json` and `npy` to what they hold; the rest stays bytes.
+
+    A list of pictures, as a column of Parquet or of Hugging Face's datasets holds it, becomes a list of images of any sizes.
+    The stages that follow act on each, all with the draws of the one sample. In `call` and in a batch it is a list of tensors
+    uint8 [C, H, W], or with `ragged` one tensor [N, C, H, W] a sample. A list that begins with no picture, and is not named,
+    stays.
 
     Of the items of a data set, encoded bytes that begin like an image, Pillow's images and those of Hugging Face's datasets
     (`{"bytes": ..., "path": ...}`) are decoded like files. A uint8 array or tensor of three dimensions is an image, its
@@ -220,7 +225,8 @@ class Decoder:
         self._max_pixels = args.max_pixels
         self._is_new = True
         is_plain = not args.exif_orientation and not args.takes_arrays
-        jpeg = self._jpeg if "jpeg" in args.formats and is_plain else self._picture
+        self._takes_jpegs = "jpeg" in args.formats and is_plain
+        jpeg = self._jpeg if self._takes_jpegs else self._picture
         pictures = dict.fromkeys(IMAGE_EXTENSIONS, self._picture) | dict.fromkeys(_JPEG_EXTENSIONS, jpeg)
         self._readers = _READERS | pictures | {"npy": self._npy}
         self._media = MediaDecoder(args.video, args.audio) if args.has_media else None
@@ -310,8 +316,10 @@ class Decoder:
             refuse_unnamed(value)
         elif value is None:
             raise ValueError("the sample has no such field")
+        if type(value) is list:
+            return self._list(value, field, scratch, is_named=is_named)
         data, is_picture = value, is_named
-        if isinstance(value, dict) and value.keys() == {"bytes", "path"}:  # as Hugging Face's datasets have images
+        if _is_file(value):
             data = _bytes_of(value)
             is_picture = is_named or Path(value["path"] or "").suffix[1:].lower() in IMAGE_EXTENSIONS
         if isinstance(data, (bytes, bytearray, memoryview)):
@@ -329,6 +337,37 @@ class Decoder:
             also = f" with {self._args.channels} channels, as `channels` says" if self._args.channels != 3 else ""
             raise ValueError(f"cannot decode {describe(value)}: an image is {kinds}{also}")
         return value if image is None else image
+
+    def _list(self, values: list[Any], field: str, scratch: dict[str, Any] | None, *, is_named: bool) -> Any:
+        """A list of pictures; unless it is named, one that does not begin with a picture stays as it is."""
+        if not is_named and not (values and _is_picture(values[0])):
+            return values
+        images = []
+        for number, value in enumerate(values):
+            memory = None if scratch is None else scratch.setdefault(f"picture {number}", {})
+            try:
+                images.append(self._listed(value, field, memory))
+            except ValueError as error:
+                raise ValueError(f"picture {number} of the {len(values)} in its list: {error}") from error
+        return Pictures(tuple(images))
+
+    def _listed(self, value: Any, field: str, scratch: dict[str, Any] | None) -> Image:
+        """A picture of a list, as a whole."""
+        if value is None:
+            raise ValueError("it is null: leave it out of the list, or embed the file if there is only its path")
+        data = _bytes_of(value) if _is_file(value) else value
+        if isinstance(data, (bytes, bytearray, memoryview)):
+            data = memoryview(data)
+            size = jpeg_size(data) if self._takes_jpegs and field not in self._masks else None
+            if size is None:
+                return self._picture(data, field)
+            check_size(*size, self._max_pixels)
+            return self._whole(data, field, size, 1, scratch)
+        is_mask = field in self._masks
+        image = self._of_pillow(value, is_mask) if is_pillow(value) else self._of_array(value, is_mask, True)
+        if image is None:
+            raise ValueError(f"cannot decode {describe(value)}: it is no picture")
+        return image
 
     def _of_pillow(self, value: Any, is_mask: bool) -> Image:
         args = self._args
@@ -401,6 +440,19 @@ class Decoder:
             depth=self._args.depth,
             num_channels=self._args.channels,
         )
+
+
+def _is_file(value: Any) -> bool:
+    """True for a picture as Hugging Face's datasets have it."""
+    return isinstance(value, dict) and value.keys() == {"bytes", "path"}
+
+
+def _is_picture(value: Any) -> bool:
+    """True for a picture in a list that no argument names."""
+    data = value["bytes"] if _is_file(value) else value
+    if isinstance(data, (bytes, bytearray, memoryview)):
+        return seems_a_picture(memoryview(data))
+    return is_pillow(value) or (_is_file(value) and Path(value["path"] or "").suffix[1:].lower() in IMAGE_EXTENSIONS)
 
 
 def _is_encoded(value: Any) -> bool:
@@ -518,9 +570,8 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     failed, reuse = context.failed(stage), context.may_reuse
     if hint is None:
         num_draws = 1 if stage.args.has_media else 0  # the start of a clip
-        return stage.ready(
-            "sample", each_sample(decode(stage.args), num_draws, context.keys(stage), failed, reuse=reuse)
-        )
+        run = each_sample(decode(stage.args), num_draws, context.keys(stage), failed, reuse=reuse)
+        return stage.ready("sample", run, content="media" if stage.args.has_media else "")
     decoder = Decoder(stage.args, hint.of, getattr(following.args, "fields", None))
     # Uses the draws of the stage that it decodes for.
     num_draws, keys = context.kind_of(following).num_draws, context.keys(following)

@@ -7,7 +7,7 @@ compute x * (1 / (255 std)) + (-mean / std) in float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -90,6 +90,7 @@ def normalize_slots(stage: str, args: NormalizeArgs) -> Callable[[SampleChunk], 
     Its errors name the batch."""
 
     factors = cache(lambda num_channels: [tuple(values) for values in _factors(args, num_channels)])
+    scaled = partial(normalized, args)
 
     def run(chunk: SampleChunk) -> None:
         work_item = chunk.work_item
@@ -98,6 +99,9 @@ def normalize_slots(stage: str, args: NormalizeArgs) -> Callable[[SampleChunk], 
             if not names:
                 raise ValueError(_NO_IMAGE)
             for name in names:
+                if work_item.specs[name].kind == "list":
+                    _normalize_lists(chunk, name, scaled)
+                    continue
                 slots = work_item.fields[name].array
                 assert slots is not None
                 scale, shift = factors(slots.shape[-3])
@@ -119,26 +123,37 @@ def _frames_of(image: Image | Clip | None, num_frames: int) -> list[Any]:
     return [image.pixels] if type(image) is Image else [frame.pixels for frame in image.frames]  # type: ignore[union-attr]
 
 
+def _normalize_lists(chunk: SampleChunk, name: str, scaled: Callable[[str, Any, int], torch.Tensor]) -> None:
+    """The same for lists of pictures, which have no slots."""
+    values = chunk.work_item.values[name]
+    for row, sample in enumerate(chunk.samples):
+        if sample is not None:
+            slot = chunk.slot_of(row)
+            values[slot] = [scaled(name, picture, 3) for picture in values[slot]]
+
+
+def normalized(args: NormalizeArgs, name: str, images: Any, num_dims: int) -> torch.Tensor:
+    """Images of the field `name` as floats; of a batch with `num_dims` 4, of one sample with 3. Raises ValueError."""
+    if (
+        not isinstance(images, torch.Tensor)
+        or images.dtype not in _LARGEST
+        or images.ndim not in (num_dims, num_dims + 1)
+    ):
+        raise ValueError(
+            f"the field {name!r} is {describe(images)}: only uint8 images [B, C, H, W] or clips [B, T, C, H, W], or a "
+            "list of [C, H, W] or [T, C, H, W], can be normalised"
+        )
+    floats = images.to(torch.float32)
+    scale, shift = (
+        torch.tensor(values, dtype=torch.float32, device=floats.device).reshape(-1, 1, 1)
+        for values in _factors(args, floats.shape[-3], _LARGEST[images.dtype])
+    )
+    return floats.mul_(scale).add_(shift).to(getattr(torch, args.dtype))
+
+
 def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], None]:
     """A batch stage `(batch, fields) -> None`; runs where the batch's tensors are."""
-    dtype = getattr(torch, args.dtype)
-
-    def normalized(name: str, images: Any, num_dims: int) -> torch.Tensor:
-        if (
-            not isinstance(images, torch.Tensor)
-            or images.dtype not in _LARGEST
-            or images.ndim not in (num_dims, num_dims + 1)
-        ):
-            raise ValueError(
-                f"the field {name!r} is {describe(images)}: only uint8 images [B, C, H, W] or clips [B, T, C, H, W], or a "
-                "list of [C, H, W] or [T, C, H, W], can be normalised"
-            )
-        floats = images.to(torch.float32)
-        scale, shift = (
-            torch.tensor(values, dtype=torch.float32, device=floats.device).reshape(-1, 1, 1)
-            for values in _factors(args, floats.shape[-3], _LARGEST[images.dtype])
-        )
-        return floats.mul_(scale).add_(shift).to(dtype)
+    scaled = partial(normalized, args)
 
     def run(batch: dict[str, Any], fields: Iterable[str]) -> None:
         for name in fields:
@@ -146,9 +161,12 @@ def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], 
                 raise ValueError(f"the batch has no field {name!r}, only {', '.join(batch)}")
             images = batch[name]
             if isinstance(images, list):  # images of unequal shape
-                batch[name] = [normalized(name, image, 3) for image in images]
+                batch[name] = [
+                    [scaled(name, picture, 3) for picture in image] if type(image) is list else scaled(name, image, 3)
+                    for image in images
+                ]
             else:
-                batch[name] = normalized(name, images, 4)
+                batch[name] = scaled(name, images, 4)
 
     return run
 

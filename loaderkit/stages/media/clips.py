@@ -1,5 +1,5 @@
-"""Image stages on clips: a stage does to every frame what it does to an image, with the same draws, so one crop, flip or colour
-a clip."""
+"""Image stages on clips and lists of pictures: a stage does to every frame or picture what it does to an image, with the same
+draws, so one crop, flip or colour a clip, and of pictures of several sizes the same part of each."""
 
 from __future__ import annotations
 
@@ -11,25 +11,34 @@ import torch
 from numpy.typing import NDArray
 
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Clip, Image
-from loaderkit.stages.values import CHANNELS, describe
+from loaderkit.samples.values import Clip, Image, Pictures
+from loaderkit.stages.values import CHANNELS, as_image, describe
 
 
 def each_frame(function: Callable[..., Any], fields: tuple[str, ...] | None) -> Callable[..., Any]:
-    """A stage's function of one sample, which acts on images, for samples that may have clips as well."""
+    """A stage's function of one sample, which acts on images, for samples that may have clips or lists of pictures as well."""
 
     def run(sample: Sample, draws: NDArray[np.float64], scratch: dict[str, Any] | None = None) -> Any:
         clips = _clips_of(sample, fields)
         if not clips:
             return function(sample, draws, scratch)
+        sample.update(clips)
+        images_of = {name: clip.images if isinstance(clip, Pictures) else clip.frames for name, clip in clips.items()}
+        most = max(map(len, images_of.values()))
+        names = sample.keys() if fields is None else fields
+        beside = {name: sample[name] for name in names if name in sample and name not in clips}
+        images_beside = _images_among(beside.values()) if fields is not None or not most else []
+        if not most and not images_beside:
+            return None  # lists without pictures
         jobs: list[Any] = []
-        beside = {name: sample[name] for name in fields or () if name in sample and name not in clips}
         made: dict[str, list[Image]] = {name: [] for name in clips}
-        for number in range(max(len(clip.frames) for clip in clips.values())):
-            frames = {name: clip.frames[number] for name, clip in clips.items() if number < len(clip.frames)}
+        for number in range(max(1, most)):
+            frames = {name: images[number] for name, images in images_of.items() if number < len(images)}
             shown = {**sample, **frames}
             if number:  # images beside a clip have had their turn, unless the stage asks for them by name
-                shown = beside | frames
+                shown = frames if fields is None else beside | frames
+            if fields is not None:  # it asks for shorter ones, too: what it makes of another image there is not taken
+                shown |= dict.fromkeys(clips.keys() - frames.keys(), [*frames.values(), *images_beside][0])
             memory = None if scratch is None else scratch.setdefault(f"frame {number}", {})
             of_frame = function(shown, draws, memory)
             if of_frame is not None:
@@ -38,23 +47,34 @@ def each_frame(function: Callable[..., Any], fields: tuple[str, ...] | None) -> 
                 made[name].append(shown[name])
             if not number:
                 sample.update({name: value for name, value in shown.items() if name not in clips})
-        sample.update({name: Clip(tuple(images)) for name, images in made.items()})
+        sample.update({name: type(clips[name])(tuple(images)) for name, images in made.items()})
         return jobs
 
     return run
 
 
-def _clips_of(sample: Sample, fields: Iterable[str] | None) -> dict[str, Clip]:
-    """The clips that a stage acts on: of its `fields`, or all. Where a sample has neither clips nor images, arrays and tensors
-    that are like clips are. Raises ValueError for an array whose channels may be second or last."""
+def _clips_of(sample: Sample, fields: Iterable[str] | None) -> dict[str, Clip | Pictures]:
+    """The clips and lists of pictures that a stage acts on: of its `fields`, or all. Where a sample has neither nor images,
+    arrays and tensors that are like clips are, and a list without items is one without pictures. Raises ValueError for an
+    array whose channels may be second or last."""
     values = sample if fields is None else {name: sample[name] for name in fields if name in sample}
-    clips = {name: value for name, value in values.items() if type(value) is Clip}
+    clips = {name: value for name, value in values.items() if type(value) in (Clip, Pictures)}
     if fields is None and (clips or Image in map(type, values.values())):
         return clips
     for name, value in values.items():
         if getattr(value, "ndim", 0) == 4 and (clip := as_clip(value)) is not None:
             clips[name] = clip
-    return clips
+    empty = {name: Pictures(()) for name, value in values.items() if type(value) is list and not value}
+    if fields is None and (clips or not empty or _images_among(values.values())):
+        return clips
+    return clips | empty
+
+
+def _images_among(values: Iterable[Any]) -> list[Image]:
+    """Those that a stage acts on: images, or where there are none, arrays and tensors that are like images."""
+    given = [*values]
+    images = [value for value in given if type(value) is Image]
+    return images or [image for value in given if (image := as_image(value)) is not None]
 
 
 def as_clip(value: Any) -> Clip | None:

@@ -17,7 +17,7 @@ _MARKS = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
 _ASSISTANT = "assistant"
 _REMEDY = "put {% generation %} and {% endgeneration %} around it, in a file that `template` names"
 Spans = Sequence[tuple[int, int]]
-"""Parts [begin, end) of a text, in order."""
+"""Parts [begin, end) of a text, or of its tokens, in order."""
 Messages = list[dict[str, Any]]
 Render = Callable[..., tuple[str, Spans]]
 

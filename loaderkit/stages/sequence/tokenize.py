@@ -24,7 +24,7 @@ from loaderkit.samples.values import Encoded
 from loaderkit.stages.base import StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.runner import FailureNamer
-from loaderkit.stages.sequence.chats import ChatWriter, Spans, Written
+from loaderkit.stages.sequence.chats import ChatWriter, Written
 from loaderkit.stages.sequence.tokenizer import TextTokenizer, Tokens, load_tokenizer
 
 IGNORED = -100  # as a label: what torch's cross_entropy, and all models of transformers, leave out
@@ -193,7 +193,7 @@ class _TokenizeRunner:
             [job.written.text for job in jobs],
             specials=self._chats is None and self._args.special_tokens,
             max_length=self._args.max_length,
-            borders=[sorted({border for span in job.written.spans or () for border in span}) for job in jobs],
+            spans=[job.written.spans or () for job in jobs],
         )
 
     def _fields_of(self, chunk: SampleChunk, job: _TextJob, tokens: Tokens) -> Sample:
@@ -209,10 +209,9 @@ class _TokenizeRunner:
             return fields
         labels = ids.copy()
         if job.written.spans is not None:
-            is_learned = learned(tokens, job.written.spans, to_end=self._chats is None)
-            if not is_learned.any():
+            labels = labels_of(tokens, to_end=self._chats is None)
+            if not any(begin < end for begin, end in tokens.parts):
                 self._say("mask", chunk, job, "nothing to learn: all its labels are -100")
-            labels[~is_learned] = IGNORED
         fields[f"{job.prefix}labels"] = labels
         return fields
 
@@ -227,17 +226,15 @@ class _TokenizeRunner:
         )
 
 
-def learned(tokens: Tokens, spans: Spans, *, to_end: bool) -> NDArray[np.bool_]:
-    """True for the tokens that have a character in one of the spans, as transformers tells it: bool [tokens]. `to_end`: also
-    for what the tokenizer puts behind the last of them."""
-    if not spans:
-        return np.zeros(len(tokens.ids), np.bool_)
-    begins, ends = np.array(spans, np.int64).T
-    numbers = np.searchsorted(ends, tokens.offsets[:, 0], "right")  # of the first span that ends behind a token's begin
-    is_learned: NDArray[np.bool_] = np.append(begins, np.iinfo(np.int64).max)[numbers] < tokens.offsets[:, 1]
-    if to_end and not tokens.num_cut and is_learned.any():
-        is_learned[len(is_learned) - int(np.argmax(is_learned[::-1])) :] = True
-    return is_learned
+def labels_of(tokens: Tokens, *, to_end: bool) -> NDArray[np.int64]:
+    """The tokens that have a character of a part that is to be learned, as transformers tells it, and -100 for all others:
+    int64 [tokens]. `to_end`: also what the tokenizer puts behind the last part."""
+    labels = np.full(len(tokens.ids), IGNORED, np.int64)
+    for begin, end in tokens.parts:
+        if begin < end:
+            until = len(labels) if to_end and not tokens.num_cut else end
+            labels[begin:until] = tokens.ids[begin:until]
+    return labels
 
 
 def _value(sample: Sample, name: str) -> Any:

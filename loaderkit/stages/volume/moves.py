@@ -201,6 +201,7 @@ RANDOM_VOLUME_CROP = StageKind(
     shrinks=True,
     only_computes=True,
     is_contained=True,
+    leaves_values=True,
 )
 RANDOM_VOLUME_FLIP = StageKind(
     RandomVolumeFlipArgs,
@@ -209,4 +210,5 @@ RANDOM_VOLUME_FLIP = StageKind(
     num_draws=_MOST_DIMS,
     only_computes=True,
     is_contained=True,
+    leaves_values=True,
 )

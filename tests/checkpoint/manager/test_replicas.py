@@ -22,7 +22,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def save(
     folder: Path, num_ranks: int, ranks_a_node: int, steps: list[int], victims: list[int], **settings: Any
 ) -> None:
-    codes = rank_programs.run_ranks(node_programs.save_steps, num_ranks, folder, ranks_a_node, steps, victims, settings)
+    codes = rank_programs.run_ranks(
+        node_programs.save_steps, num_ranks, folder, ranks_a_node, steps, victims, settings, patience_s=400.0
+    )
     assert codes == [-9 if rank in victims else 0 for rank in range(num_ranks)]
     firsts = range(0, num_ranks, ranks_a_node)
     counts = [json.loads((folder / f"saved-{rank}.json").read_text()) for rank in range(num_ranks)]
@@ -32,7 +34,9 @@ def save(
 def restored(folder: Path, num_ranks: int, names: list[str], *, is_away: bool, scale: int = 1) -> tuple[int, list[str]]:
     """The step, which each rank compares to the last bit, and the warnings of rank 0; nothing is read from the far store."""
     name = f"from-{'-'.join(names)}-{is_away}"
-    codes = rank_programs.run_ranks(node_programs.restore_from, num_ranks, folder, names, name, is_away, scale)
+    codes = rank_programs.run_ranks(
+        node_programs.restore_from, num_ranks, folder, names, name, is_away, scale, patience_s=400.0
+    )
     assert codes == [0] * num_ranks
     found = [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(num_ranks)]
     assert {one[3] for one in found} == {""}

@@ -1,4 +1,4 @@
-"""Makes scans as 3D U-Net reads them, for pipelines/volumes.yaml and patches.yaml: python examples/make_volumes.py FOLDER [NUMBER]"""
+"""Makes small scans with labels, for pipelines/unet3d.yaml and patches.yaml: python examples/make_volumes.py FOLDER [NUMBER]"""
 
 import sys
 from pathlib import Path

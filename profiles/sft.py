@@ -16,6 +16,7 @@ import json
 import random
 import re
 import resource
+import runpy
 import statistics
 import tempfile
 import time
@@ -30,11 +31,11 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoTokenizer
 
 import loaderkit
-from examples.make_chats import chat, write_tokenizer
 from loaderkit import Pipeline
 from loaderkit.stages.sequence.chats import ChatWriter
 from loaderkit.stages.sequence.tokenizer import TextTokenizer, parts_of
 from profiles.huggingface import rate_of
+from profiles.peers.environments import ROOT
 from profiles.record import record
 
 BATCH = 16
@@ -91,11 +92,12 @@ def padded(samples: list[Encoded]) -> dict[str, torch.Tensor]:
 
 def write_chats(folder: Path, num: int, *, is_marked: bool) -> None:
     rng = random.Random(0)
-    write_tokenizer(folder / "tokenizer", rng)
+    example = runpy.run_path(str(ROOT / "examples" / "make_chats.py"))
+    example["write_tokenizer"](folder / "tokenizer", rng)
     if not is_marked:
         template = folder / "tokenizer" / "chat_template.jinja"
         template.write_text(without_marks(template.read_text()))
-    (folder / "chats.jsonl").write_text("".join(json.dumps(chat(rng)) + "\n" for _ in range(num)))
+    (folder / "chats.jsonl").write_text("".join(json.dumps(example["chat"](rng)) + "\n" for _ in range(num)))
 
 
 def measure(folder: Path, num_chats: int, num_rounds: int, *, is_marked: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 
 from loaderkit.checkpoint.names import MAX_DEPTH, Index, Leaf, Path, flatten, no_tuples, same_name, too_deep
 from loaderkit.checkpoint.structure import Container, Containers, collect
-from loaderkit.checkpoint.wrappers import check_names, parameter_names, unwrapped_state
+from loaderkit.checkpoint.wrappers import FLAT_REMEDY, check_names, check_not_flat, parameter_names, unwrapped_state
 from loaderkit.errors import ConfigError
 
 MAX_LEAVES = 100_000_000
@@ -116,6 +116,40 @@ class ResolvedState(NamedTuple):
     objects: list[str]
 
 
+def without_optimizers(resolved: ResolvedState) -> tuple[ResolvedState, list[str]]:
+    """The state without that of optimizers, and their names: tables of nothing but `state` and `param_groups`. What lies in an
+    object of another kind, which takes its state as one thing, stays."""
+    children: dict[tuple[str | int, ...], set[str | int]] = {}
+    for path in resolved.flat.paths.values():
+        for depth, key in enumerate(path):
+            children.setdefault(path[:depth], set()).add(key)
+    found = [path for path, keys in children.items() if "param_groups" in keys <= {"state", "param_groups"}]
+    names = [".".join(map(str, path)) for path in found]
+    left_out = [
+        name for name in names if name and not any(f"{name}.".startswith(f"{one}.") for one in resolved.objects)
+    ]
+    prefixes = tuple(f"{name}." for name in left_out)
+    values = {name: value for name, value in resolved.flat.values.items() if not name.startswith(prefixes)}
+    containers = {
+        path: container
+        for path, container in resolved.containers.items()
+        if not f"{'.'.join(map(str, path))}.".startswith(prefixes)
+    }
+    flat = FlatState(values, {name: resolved.flat.paths[name] for name in values})
+    return resolved._replace(flat=flat, containers=containers), left_out
+
+
+def num_bytes_of(flat: FlatState) -> int:
+    """The bytes of the tensors that this rank holds."""
+    tensors = (value for value in flat.values.values() if isinstance(value, torch.Tensor))
+    return sum(_local(tensor).nbytes for tensor in tensors)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if type(tensor).__name__ == "DTensor" else tensor
+    return local
+
+
 def resolve(state: Any, optimizer_keys: OptimizerKeys = "numbers") -> ResolvedState:
     """Walk the state once, with the `state_dict()` of every object in the object's place. Nothing is copied.
 
@@ -178,8 +212,10 @@ class _Replacer:
         return value.state_dict()
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: Path) -> Any:
+        modules = modules_in(self._state)
+        check_not_flat(".".join(map(str, path)), optimizer, modules)
         state = optimizer.state_dict()
-        names = None if self._optimizer_keys == "numbers" else parameter_names(optimizer, modules_in(self._state))
+        names = None if self._optimizer_keys == "numbers" else parameter_names(optimizer, modules)
         named = None if names is None else _by_name(state, names)
         if named is not None:
             params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -234,6 +270,11 @@ def _check_keys(name: str, table: Mapping[Any, Any]) -> None:
 def _check_values(leaves: Mapping[str, Leaf]) -> None:
     for name, leaf in leaves.items():
         if isinstance(leaf.value, torch.Tensor):
+            if type(leaf.value).__name__ == "ShardedTensor":
+                raise ConfigError(
+                    f"state: {name!r} is a ShardedTensor, as FSDP1 gives them, which is not restored: for an optimizer, "
+                    f"{FLAT_REMEDY}; of a module, put the module itself into the state"
+                )
             if torch.nn.parameter.is_lazy(leaf.value):
                 raise ConfigError(
                     f"state: {name!r} belongs to a lazy module that has not seen a batch yet, and has no elements: save it "

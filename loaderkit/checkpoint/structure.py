@@ -20,6 +20,10 @@ from loaderkit.errors import CheckpointError
 OWN_KEY = "loaderkit"
 """The key in a saved state for what is not the user's."""
 STRUCTURE, OBJECTS = f"{OWN_KEY}.structure.", f"{OWN_KEY}.objects."
+WITHOUT = f"{OWN_KEY}.without"
+"""The names of the optimizers that a checkpoint does not have, where it was saved in a hurry."""
+RUN = f"{OWN_KEY}.run"
+"""What a run has measured of its saves and interruptions, as JSON."""
 _NUMBER_TABLES, _EMPTY_TABLES = f"{OWN_KEY}.number_tables.", f"{OWN_KEY}.empty_tables."  # of checkpoints of before
 _KINDS = ("", "tuple", "OrderedDict", "Counter")
 _PLAIN = (type(None), bool, int, float, str)

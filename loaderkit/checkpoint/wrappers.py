@@ -12,6 +12,14 @@ import torch
 from loaderkit.errors import ConfigError
 
 _WRAPPERS = {"_orig_mod": "torch.compile", "module": "DistributedDataParallel"}
+FLAT_PARAM = "_flat_param"
+"""FSDP1's name of the parameter that holds the shards of several."""
+FLAT_REMEDY = (
+    "put an object into the state whose state_dict() is torch's get_optimizer_state_dict(model, optimizer, "
+    "options=StateDictOptions(full_state_dict=True)) and whose load_state_dict(state) is set_optimizer_state_dict with the "
+    "same options (both in torch.distributed.checkpoint.state_dict), or shard the model by FSDP2's fully_shard, whose "
+    "optimizer is saved as it is"
+)
 _UNNAMED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # which are in no name of a state_dict
 
 
@@ -68,6 +76,35 @@ def parameter_names(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn
         if params and None not in found and len({*found}) == len(found):
             return [str(name) for name in found]
     return None
+
+
+def check_not_flat(name: str, optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> None:
+    """Raise ConfigError for an optimizer of FSDP1 whose parameters are pieces of this rank alone, under names of all ranks."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    sharded = {
+        id(param)
+        for module in modules
+        for inner in module.modules()
+        if _is_sharded_by_fsdp1(inner)
+        for param in inner.parameters()
+    }
+    if any(_is_flat_shard(param) or id(param) in sharded for param in params):
+        raise ConfigError(
+            f"state: the optimizer {name!r} is of a model under FSDP1, and has on each rank the state of that rank's piece of "
+            f"the parameters, whose places nothing tells: it would fit no other rank. Instead, {FLAT_REMEDY}"
+        )
+
+
+def _is_flat_shard(param: Any) -> bool:
+    whole = getattr(param, "_unpadded_unsharded_size", None)
+    return getattr(param, "_is_flat_param", False) and whole is not None and whole.numel() > param.numel()
+
+
+def _is_sharded_by_fsdp1(module: Any) -> bool:
+    if type(module).__name__ != "FullyShardedDataParallel":
+        return False
+    strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
+    return getattr(module, "world_size", 1) > 1 and strategy != "NO_SHARD"
 
 
 def check_names(name: str, table: Mapping[Any, Any]) -> None:

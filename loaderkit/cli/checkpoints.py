@@ -1,4 +1,5 @@
-"""`loaderkit checkpoints`: list the checkpoints of a run, verify and copy them, remove what is left of dead saves."""
+"""`loaderkit checkpoints`: list the checkpoints of a run, verify and copy them, remove what is left of dead saves, advise on
+saving."""
 
 from __future__ import annotations
 
@@ -22,17 +23,48 @@ if TYPE_CHECKING:
 
 _FORMATS = ("dcp", "safetensors")
 Url = Annotated[
-    str,
+    str | None,
     typer.Argument(
         metavar="URL",
-        help="The directory that the checkpoints are in, or one of them; or a checkpoint.yaml that says where they are.",
+        help="The directory that the checkpoints are in, or one of them; or a checkpoint.yaml that says where they are. With "
+        "--advise and --params none is needed.",
         show_default=False,
     ),
+]
+_ADVISE = "Advise"
+Params = Annotated[
+    float | None,
+    typer.Option(
+        metavar="NUMBER",
+        rich_help_panel=_ADVISE,
+        help="The number of parameters, such as 70e9; default the size of the newest checkpoint at URL.",
+    ),
+]
+Ranks = Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=_ADVISE, help="The number of ranks.")]
+RanksPerMachine = Annotated[
+    int, typer.Option(min=1, metavar="N", rich_help_panel=_ADVISE, help="Of them on a machine.")
+]
+Store = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SPEED", rich_help_panel=_ADVISE, help="How fast all ranks together write to the store, such as 2GB/s."
+    ),
+]
+Local = Annotated[
+    str | None,
+    typer.Option(metavar="SPEED", rich_help_panel=_ADVISE, help="How fast they write to `local`, if there is one."),
+]
+HostCopy = Annotated[
+    str,
+    typer.Option(metavar="SPEED", rich_help_panel=_ADVISE, help="How fast a rank copies its state to host memory."),
+]
+Mtbf = Annotated[
+    str, typer.Option(metavar="DURATION", rich_help_panel=_ADVISE, help="The mean time between two interruptions.")
 ]
 
 
 def checkpoints(
-    url: Url,
+    url: Url = None,
     *,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every byte of each with its manifest; fail if one differs.")
@@ -71,16 +103,46 @@ def checkpoints(
             help="With --prune: after how long without a write a step that is no checkpoint is taken for dead.",
         ),
     ] = "24h",
+    advise: Annotated[
+        bool,
+        typer.Option(
+            "--advise",
+            rich_help_panel=_ADVISE,
+            help="Say what saving takes, how often to save, what is lost, and what each lever brings.",
+        ),
+    ] = False,
+    params: Params = None,
+    ranks: Ranks = 1,
+    ranks_per_machine: RanksPerMachine = 8,
+    store: Store = None,
+    local: Local = None,
+    host_copy: HostCopy = "10GB/s",
+    mtbf: Mtbf = "24h",
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """List the checkpoints at URL: step, age, size, and whether each is whole or what is missing."""
-    if verify + (copy is not None) + prune > 1:
-        raise typer.BadParameter("give one of --verify, --copy and --prune")
+    if verify + (copy is not None) + prune + advise > 1:
+        raise typer.BadParameter("give one of --verify, --copy, --prune and --advise")
     if as_format is not None and (copy is None or as_format not in _FORMATS):
         raise typer.BadParameter(f"--format is one of {' and '.join(_FORMATS)}, and goes with --copy")
     if rename and as_format is None:
         raise typer.BadParameter("--rename goes with --copy and --format")
+    if advise:
+        from loaderkit.cli.terminal.advice import advise_job
+
+        advise_job(
+            (lambda: _newest_bytes(url)) if url is not None else None,
+            params,
+            speeds={"--store": store, "--local": local, "--host-copy": host_copy},
+            mtbf=mtbf,
+            ranks=ranks,
+            ranks_per_machine=ranks_per_machine,
+            as_json=as_json,
+        )
+        return
+    if url is None:
+        raise typer.BadParameter("give the URL of checkpoints", param_hint="URL")
     places = _places(url)
     if prune:
         _prune(places, url, _idle_seconds(idle), yes, as_json)
@@ -128,6 +190,14 @@ def _listed(places: list[tuple[str | None, str]]) -> list[tuple[CheckpointSummar
     if missing is not None and not found:
         raise missing
     return found if len(places) == 1 else sorted(found, key=lambda item: by_age(item[0].name))
+
+
+def _newest_bytes(url: str) -> int:
+    """The size of the newest whole checkpoint."""
+    sizes = [summary.num_bytes for summary, _ in _listed(_places(url)) if summary.is_whole]
+    if not sizes:
+        raise CheckpointError(f"{url} has no whole checkpoint to take the size from: give --params")
+    return sizes[-1]
 
 
 def _idle_seconds(idle: str) -> float:

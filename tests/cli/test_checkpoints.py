@@ -318,7 +318,10 @@ class TestTwoDirectories:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["--verify", "--prune"], "one of --verify, --copy and --prune"), (["--prune", "--idle", "soon"], "a duration")],
+    [
+        (["--verify", "--prune"], "one of --verify, --copy, --prune and --advise"),
+        (["--prune", "--idle", "soon"], "a duration"),
+    ],
 )
 def test_wrong_use_is_2(options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", str(tmp_path), *options]) == 2

@@ -81,9 +81,12 @@ def points() -> list[Point]:
 
 
 def steps_in(names: list[str]) -> list[int]:
-    """The steps of checkpoints. Fails if there is a part of one, a file of an earlier save of it, or anything else."""
+    """The steps of checkpoints. Fails if there is a part of one, a file of an earlier save of it, or anything else but the
+    marker of an open manager."""
     found: dict[int, set[str]] = {}
     for name in names:
+        if name.startswith(".saving-job."):
+            continue
         match = _FILES.fullmatch(name)
         assert match is not None, names
         found.setdefault(int(match["step"]), set()).add(match["kind"])

@@ -15,8 +15,13 @@ import torch
 import torch.distributed as dist
 from crashing import Mortal
 from flush_stores import Killing, children
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import loaderkit
 from loaderkit.checkpoint import RngState
@@ -212,7 +217,7 @@ def upload(rank: int, num_ranks: int, folder: Path) -> None:
     checkpoints = loaderkit.CheckpointManager("far://", local=local, connectors=stores, timeout_s=60.0)
     checkpoints.save(1, state)
     checkpoints.wait_until_finished()
-    whole = sorted(path.name for path in (folder / "far").iterdir())
+    whole = sorted(path.name for path in (folder / "far").glob("step-*"))
     far.is_gone = True
     checkpoints.save(2, state)
     messages.append(message_of(checkpoints.wait_until_finished))
@@ -329,3 +334,49 @@ def leave_by_an_error(rank: int, num_ranks: int, folder: Path, victim: int, flus
     said = [message, sorted(path.name for path in (run / "to").glob("step-*"))]
     (folder / f"left-{rank}.json").write_text(json.dumps(said))
     os._exit(0)
+
+
+def refuse_fsdp1(rank: int, num_ranks: int, folder: Path, use_orig_params: bool) -> None:
+    """The optimizer of a model under FSDP1 is refused; the object of the recipe gives all of it, on a new model, too."""
+    rank_programs.begin(rank, num_ranks, folder, "store")
+
+    def made(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 1))
+        sharded = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        return sharded, torch.optim.AdamW(sharded.parameters())
+
+    class Whole:
+        options = StateDictOptions(full_state_dict=True)
+
+        def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            self.model, self.optimizer = model, optimizer
+
+        def state_dict(self) -> dict[str, Any]:
+            state: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer, options=self.options)
+            return state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            set_optimizer_state_dict(self.model, self.optimizer, state, options=self.options)
+
+    def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return [optimizer.state[param]["exp_avg"] for param in params if param in optimizer.state]
+
+    model, optimizer = made(0)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    sharded = get_optimizer_state_dict(model, optimizer)
+    with loaderkit.CheckpointManager(folder / "run", timeout_s=60.0) as checkpoints:
+        messages = [
+            message_of(lambda: checkpoints.save(1, {"model": model, "optimizer": optimizer})),
+            message_of(lambda: checkpoints.save(2, {"optimizer": sharded})),
+        ]
+        dist.barrier()
+    with loaderkit.CheckpointManager(folder / "run", timeout_s=60.0) as checkpoints:
+        checkpoints.save(3, {"model": model, "optimizer": Whole(model, optimizer)}, wait=True)
+        other_model, other = made(1)
+        step = checkpoints.restore({"model": other_model, "optimizer": Whole(other_model, other)})
+    is_same = all(map(torch.equal, moments(optimizer), moments(other))) and len(moments(other)) > 0
+    (folder / f"refused-{rank}.json").write_text(json.dumps([messages, step, is_same]))
+    dist.destroy_process_group()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from loaderkit.checkpoint.discovery.kinds import METADATA, is_beside, step_in
@@ -22,6 +23,7 @@ from loaderkit.checkpoint.manager.retention import SavedStep, steps_to_keep
 from loaderkit.checkpoint.manager.settings import KeepArgs
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.save.commit import clear_dead
+from loaderkit.checkpoint.save.occupied import OccupiedDirectory
 from loaderkit.checkpoint.save.owner import this_process
 from loaderkit.checkpoint.save.placement import (
     Placement,
@@ -33,7 +35,7 @@ from loaderkit.checkpoint.save.placement import (
     unfinished_saves,
 )
 from loaderkit.checkpoint.save.prune import remove_directory
-from loaderkit.checkpoint.structure import OWN_KEY
+from loaderkit.checkpoint.structure import OWN_KEY, WITHOUT
 from loaderkit.connectors.base import Connector, ObjectInfo, writes_of
 from loaderkit.errors import CheckpointError, ConfigError, ConnectorError, FormatError, ObjectNotFoundError, printable
 
@@ -48,17 +50,26 @@ def step_name(step: int) -> str:
 
 
 class RunDirectory:
-    """The directory `url`, which need not be there yet; `with_metrics`: what `saved` gives has metrics. Any thread may ask;
-    one at a time removes."""
+    """The directory `url`, which need not be there yet; `with_metrics`: what `saved` gives has metrics; `partial`: the steps
+    that are known to have no state of optimizers. Any thread may ask; one at a time removes."""
 
-    def __init__(self, url: str, connectors: Mapping[str, Connector], *, with_metrics: bool) -> None:
+    def __init__(
+        self,
+        url: str,
+        connectors: Mapping[str, Connector],
+        *,
+        with_metrics: bool = False,
+        partial: set[int] | None = None,
+    ) -> None:
         self._url = url
         self._connectors = connectors
         self._with_metrics = with_metrics
+        self._partial = set[int]() if partial is None else partial
         self._known: dict[int, SavedStep] = {}
         self._lock = threading.Lock()
         self._target: SaveTarget | None = None
         self._is_closed = False
+        self._occupied: OccupiedDirectory | None = None
         self._has_failed = False  # to remove, so that something of it may be left
         self._has_warned = False
         self._foreign: set[str] = set()  # steps without a manifest that no manager has saved
@@ -96,7 +107,9 @@ class RunDirectory:
 
     def checked(self, step: int) -> int:
         """The step, if its checkpoint is whole. Raises CheckpointError, FormatError, ConnectorError."""
-        with OpenCheckpoint.open(self.url_of(step), self._connectors, "2GiB", True):
+        with OpenCheckpoint.open(self.url_of(step), self._connectors, "2GiB", True) as source:
+            if WITHOUT in source.contents.values or WITHOUT in source.contents.pickled:
+                self._partial.add(step)
             return step
 
     def of_another_make(self, step: int | None = None) -> Iterator[tuple[int, str]]:
@@ -204,11 +217,22 @@ class RunDirectory:
         with self._opened() as target:
             return any(save.name == step_name(step) and save.is_running for save in unfinished_saves(target))
 
+    def occupy(self) -> None:
+        """Say that this process saves here, until `close`, and tell of others that do."""
+        with self._lock:
+            if self._is_closed or self._occupied is not None:
+                return
+        with self._opened() as target:
+            self._occupied = OccupiedDirectory(target, str(self))
+
     def close(self) -> None:
         """Close the connector, unless it was given; what asks later opens another one. Idempotent."""
         with self._lock:
             self._is_closed = True
             target, self._target = self._target, None
+            occupied, self._occupied = self._occupied, None
+        if occupied is not None:
+            occupied.close()
         if target is not None:
             target.close()
 
@@ -310,7 +334,7 @@ class RunDirectory:
             if step not in self._known:
                 metrics = self._metrics(step) if self._with_metrics else {}
                 self.note(step, metrics, newest_s(target.connector, [manifest]) or time.time())
-        return {step: self._known[step] for step in manifests}
+        return {step: replace(self._known[step], is_partial=step in self._partial) for step in manifests}
 
     def _metrics(self, step: int) -> dict[str, Any]:
         """None of a checkpoint that is damaged."""

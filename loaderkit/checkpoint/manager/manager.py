@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import operator
 import os
@@ -17,7 +18,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from loaderkit.checkpoint.manager.flush import Copies, Flush, ProcessFlush, ThreadFlush
-from loaderkit.checkpoint.manager.notice import SignalNotice, StepAgreement
+from loaderkit.checkpoint.manager.notice import EndNotice, StepAgreement
 from loaderkit.checkpoint.manager.restoring import restore_newest
 from loaderkit.checkpoint.manager.saving import Saving, messages_of, wait_for_others
 from loaderkit.checkpoint.manager.settings import save_settings
@@ -27,8 +28,17 @@ from loaderkit.checkpoint.restore.selection import parse_strict
 from loaderkit.checkpoint.restore.stateful import restore_state
 from loaderkit.checkpoint.save.safetensors.writer import check_plain_values, model_config_of
 from loaderkit.checkpoint.save_log import SAVES
-from loaderkit.checkpoint.state import FlatState, leaves_of, resolve
-from loaderkit.checkpoint.structure import OWN_KEY, saved_objects, saved_structure
+from loaderkit.checkpoint.state import (
+    FlatState,
+    ResolvedState,
+    leaves_of,
+    num_bytes_of,
+    resolve,
+    without_optimizers,
+)
+from loaderkit.checkpoint.structure import OWN_KEY, RUN, WITHOUT, saved_objects, saved_structure
+from loaderkit.checkpoint.timing.costs import Extent
+from loaderkit.checkpoint.timing.pace import SavePace
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, ClosedError, ConfigError
 from loaderkit.ranks.board import Board, board_with_address, open_board
@@ -43,11 +53,11 @@ class CheckpointManager:
     format, or as safetensors (see `StreamWriter`).
 
     `target` is the directory (a path, or a URL such as s3://bucket/runs/a), a mapping, or the path of a .yaml file with `to`,
-    `local`, `every`, `keep`, `format`, `optimizer_keys`, `when_busy`, `flush`, `copies`, `replicas` and `notice`; each may be
-    given by name instead. With `local` they are committed there first, and uploaded by rank 0 behind training; with `replicas`
-    each node has its own, and a part of another's. With several ranks of torch.distributed, or of `process_group`, each makes
-    one and calls the same methods. `timeout_s`: how long a rank waits for another of which it hears nothing. It is a context
-    manager: at the end, what is being written, replicated and uploaded is waited for.
+    `local`, `every`, `mtbf`, `keep`, `format`, `optimizer_keys`, `when_busy`, `flush`, `copies`, `replicas` and `notice`; each
+    may be given by name instead. With `local` they are committed there first, and uploaded by rank 0 behind training; with
+    `replicas` each node has its own, and a part of another's. With several ranks of torch.distributed, or of `process_group`,
+    each makes one and calls the same methods. `timeout_s`: how long a rank waits for another of which it hears nothing. It is a
+    context manager: at the end, what is being written, replicated and uploaded is waited for.
 
     The state is a nested dict of tensors, DTensors, plain values and objects with `state_dict` and `load_state_dict`: modules,
     optimizers, schedulers, the loader, `loaderkit.checkpoint.RngState()`; what each rank has for itself as a `PerRank`.
@@ -59,6 +69,7 @@ class CheckpointManager:
         *,
         local: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         every: int | str | None = None,
+        mtbf: float | str | None = None,
         keep: Mapping[str, Any] | None = None,
         format: str | None = None,  # noqa: A002 (as in the YAML)
         optimizer_keys: str | None = None,
@@ -77,6 +88,7 @@ class CheckpointManager:
             target,
             local=local,
             every=every,
+            mtbf=mtbf,
             keep=keep,
             format=format,
             optimizer_keys=optimizer_keys,
@@ -111,8 +123,15 @@ class CheckpointManager:
         self._stats = {"num_saved": 0, "num_skipped": 0} | dict.fromkeys(_SECONDS, 0.0)
         self._last_stats: dict[str, Any] | None = None
         self._closed = False
-        self._signals = None if self.settings.notice is None else SignalNotice(self.settings.notice.signals)
-        self._preemption = StepAgreement(self._board, "notice", self._noticed)
+        self._extent: Extent | None = None  # of the save upon a notice that leaves a time
+        self._pace = SavePace(
+            self._tiers,
+            mtbf_s=self.settings.mtbf,
+            has_local=self.settings.local is not None,
+            uploads_all=self.settings.local is not None and self.settings.keep is None,
+        )
+        self._notice = None if self.settings.notice is None else EndNotice(self.settings.notice)
+        self._preemption = StepAgreement(self._board, "notice", self._noticed, self._end_s)
         self._due = self._next_due()
         self._tiers.start()
 
@@ -140,7 +159,10 @@ class CheckpointManager:
             self._starts.done()
 
     def _noticed(self) -> str | None:
-        return None if self._signals is None else self._signals.name
+        return None if self._notice is None else self._notice.reason
+
+    def _end_s(self) -> float | None:
+        return None if self._notice is None else self._notice.end_s
 
     def _is_due(self, step: int) -> bool:
         every = self.settings.every
@@ -154,8 +176,10 @@ class CheckpointManager:
         has_clock = self._board is None or self._board.rank == 0
 
         def asks() -> str | None:
-            is_over = every is not None and every.seconds is not None and monotonic() - begin_s >= every.seconds
-            return "the time is over" if has_clock and is_over else None
+            if not has_clock or every is None or every.steps is not None:
+                return None
+            seconds = self._pace.interval_s() if every.seconds is None else every.seconds
+            return "the time is over" if monotonic() - begin_s >= seconds else None
 
         return StepAgreement(self._board, f"due-{self._num_saves}", asks)
 
@@ -189,11 +213,12 @@ class CheckpointManager:
             self._wait()  # raises it: that step is not there
         if not force and not self.should_save(number):
             return None
-        if self._is_skipped(number, force or self.reached_preemption(number)):
+        is_end = force or self.reached_preemption(number)
+        if self._is_skipped(number, is_end):
             self._stats["num_skipped"] += 1
             return None
         waited_s = self._wait()
-        saving = self._begin(number, state, numbers, waited_s)
+        saving = self._begin(number, state, numbers, waited_s, is_end=is_end)
         if wait:
             self._wait()
         self._tiers.raise_failure()
@@ -214,12 +239,14 @@ class CheckpointManager:
             return is_busy
         return self._board.wait_for(key, 0, about=key, doing="the ranks agree on whether to skip a save") == b"1"
 
-    def _begin(self, step: int, state: dict[str, Any], metrics: Mapping[str, float], waited_s: float) -> Saving:
+    def _begin(
+        self, step: int, state: dict[str, Any], metrics: Mapping[str, float], waited_s: float, *, is_end: bool
+    ) -> Saving:
         begin_s = time.perf_counter()
         key, last_key = f"save-{self._num_saves}", f"save-{self._num_saves - 1}"
         self._num_saves += 1
         try:
-            copy = self._flush.stage(self._resolved(state, step, metrics))
+            copy = self._flush.stage(self._resolved(state, step, metrics, key, is_end=is_end))
         except BaseException as error:
             if self._board is not None:
                 self._board.fail(key, error)
@@ -227,7 +254,8 @@ class CheckpointManager:
         staging_s = time.perf_counter() - begin_s
         self._stats["staging_s"] += staging_s
         SAVES.add_pause(staging_s=staging_s)
-        board, states, asked = self._board, [copy], [*self._due.messages(), *self._answers]
+        board, extent = self._board, self._extent
+        states, asked = [copy], [*self._due.messages(), *self._answers]
         self._answers = []
         del copy
 
@@ -241,43 +269,84 @@ class CheckpointManager:
                     board.fail(key, error)
                 raise
             saving.stats |= stats
-            if self._copies.due(step):
+            if self._copies.due(step) and extent is None:
                 states.append(state)
 
         def afterwards() -> None:
             self._tiers.replicate(step)
-            if board is None or board.rank == 0:
+            if self._is_first():
                 if board is not None:
                     board.remove([*messages_of(board, last_key), *asked])
-                self._tiers.committed(step, metrics)
+                self._committed(saving, metrics, extent)
             if states:
                 saving.stats["copies"] = self._copies.write(step, states.pop(), self._tiers.url_of(step), key)
 
         self._saving = saving = Saving(step, work, afterwards)
         saving.stats |= {"waiting_s": waited_s, "staging_s": staging_s}
+        if extent is not None:
+            saving.stats["extent"] = extent._asdict()
         self._last_step, self._last_s = step, monotonic()
         self._due = self._next_due()
         saving.start()
         return saving
 
-    def _resolved(self, state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> FlatState:
-        """The state to save, with step and metrics, which are rank 0's. Raises ConfigError for what could not be restored."""
+    def _committed(self, saving: Saving, metrics: Mapping[str, float], extent: Extent | None) -> None:
+        """Rank 0's part of what is to be done after a commit."""
+        if extent is None:
+            self._pace.add(saving.stats, None if self._notice is None else self._notice.shutdown_timeout_s)
+        self._tiers.committed(saving.step, metrics, extent)
+
+    def _is_first(self) -> bool:
+        return self._board is None or self._board.rank == 0
+
+    def _resolved(
+        self, state: dict[str, Any], step: int, metrics: Mapping[str, float], key: str, *, is_end: bool
+    ) -> FlatState:
+        """What to save of the state, with step and metrics, which are rank 0's. Raises ConfigError for what could not be
+        restored."""
         if isinstance(state, dict) and OWN_KEY in state:
             raise ConfigError(f"state: the key {OWN_KEY!r} is the manager's own: give it another name")
-        keys = self.settings.optimizer_keys
+        keys, own = self.settings.optimizer_keys, dict[str, Any]()
         if keys == "auto" and self.settings.format != "dcp":
             keys = "numbers"
-        flat, containers, objects = resolve(state, keys)
-        own = saved_structure(containers)
+        resolved = resolve(state, keys)
         if self._board is not None:
-            own |= saved_objects(objects)
+            own |= saved_objects(resolved.objects)
         if self.settings.format == "safetensors":
-            check_plain_values(flat.values)
+            check_plain_values(resolved.flat.values)
         if self.settings.format == "safetensors" or self.settings.copies:
             own |= model_config_of(state)
-        if self._board is None or self._board.rank == 0:
+        if self._is_first():
             own |= {"step": step, "metrics": dict(metrics)}
-        return flat.plus({OWN_KEY: own})
+            if self._is_paced():
+                own |= {RUN.removeprefix(f"{OWN_KEY}."): self._pace.saved(is_end=is_end)}
+        self._extent = self._extent_of(step, resolved, key)
+        if self._extent is not None and not self._extent.whole:
+            resolved, without = without_optimizers(resolved)
+            own |= {WITHOUT.removeprefix(f"{OWN_KEY}."): without} if self._is_first() else {}
+        return resolved.flat.plus({OWN_KEY: own | saved_structure(resolved.containers)})
+
+    def _is_paced(self) -> bool:
+        """True if what saving costs decides something in this run."""
+        every, notice = self.settings.every, self.settings.notice
+        return (every is not None and every.is_auto) or (notice is not None and notice.within is not None)
+
+    def _extent_of(self, step: int, resolved: ResolvedState, key: str) -> Extent | None:
+        """How much is saved where a notice leaves a time, as rank 0 says; None: the whole, however long that takes."""
+        notice = self._preemption
+        if self.settings.notice is None or not notice.reached(step) or notice.end_s is None:
+            return None
+        board, about = self._board, f"{key}/extent"
+        if board is not None and board.rank > 0:
+            said = board.wait_for(about, 0, about=key, doing="the ranks agree on how much to save")
+            return Extent(*json.loads(said))
+        without, left_out = without_optimizers(resolved)
+        whole_bytes = num_bytes_of(resolved.flat)
+        share = num_bytes_of(without.flat) / whole_bytes if left_out and whole_bytes else None
+        extent = self._pace.extent(step, notice.reason, notice.end_s, share)
+        if board is not None:
+            board.post(about, json.dumps(extent).encode())
+        return extent
 
     def wait_until_finished(self) -> None:
         """Return once nothing is being written, and all is uploaded. Raises what the last save or an upload met, once; an
@@ -352,11 +421,12 @@ class CheckpointManager:
         key = f"restore-{self._num_restores}"
         self._num_restores += 1
 
+        run: str | None = None
+
         def restore(url: str) -> None:
-            if self._starts is not None:
-                self._starts.begin(url)
+            nonlocal run
             group, timeout_s = self._process_group, self._timeout_s
-            restore_state(
+            run = restore_state(
                 url,
                 state,
                 process_group=group,
@@ -373,6 +443,7 @@ class CheckpointManager:
         if chosen is not None:
             self._last_step = chosen
             self._chosen = number
+            self._pace.resume(run)
         return chosen
 
     def latest_step(self) -> int | None:
@@ -393,8 +464,9 @@ class CheckpointManager:
         it was committed. `hashing_s`, `writing_s`, `syncing_s`: of all threads together, of the ranks that this one knows of
         (itself, or at rank 0 all). `commit_s`: at rank 0. `last`: `Saving.stats` of the last save that is over, with the same
         by rank and file; None: there is none. At rank 0 with `local`: `num_uploaded`, `num_superseded` (not uploaded, as `keep`
-        names newer ones only), `num_failed_uploads`, `uploaded_bytes`, `upload_s`. At
-        the first rank of each node with `replicas`: `num_replicated`, `num_failed_replicas`, `replicated_bytes`, `replica_s`.
+        names newer ones only), `num_failed_uploads`, `uploaded_bytes`, `upload_s`. At the first rank of each node with
+        `replicas`: `num_replicated`, `num_failed_replicas`, `replicated_bytes`, `replica_s`. A save upon a notice with `within`
+        has `extent`: `whole`, `place` and the `seconds` that were expected.
         """
         return {**self._stats, **self._tiers.stats(), "last": self._last_stats}
 
@@ -418,8 +490,8 @@ class CheckpointManager:
                 except Exception as failure:
                     failures.append((what, failure))
         finally:
-            if self._signals is not None:
-                self._signals.close()
+            if self._notice is not None:
+                self._notice.close()
             self._flush.close()
             self._tiers.close()
         return failures
@@ -436,14 +508,29 @@ class CheckpointManager:
                 self._board.leave("the block of its CheckpointManager", cause)
             if self._board.rank > 0:
                 return
-        try:
-            if cause is None:
-                self._tiers.finish_replicas()
-        finally:
-            self._tiers.finish()
+        if self._extent is not None:
+            self._end_in_time(self._extent, cause)
+        else:
+            try:
+                if cause is None:
+                    self._tiers.finish_replicas()
+            finally:
+                self._tiers.finish()
         key = self._tiers.last_key
         if cause is None and self._board is not None and self._board.rank == 0 and key is not None:
             wait_for_others(self._board, key)
+
+    def _end_in_time(self, extent: Extent, cause: BaseException | None) -> None:
+        """After a save upon a notice: wait for what it saved, as long as there is time. The next run does the rest."""
+        end_s = self._preemption.end_s
+        if end_s is None:
+            return
+        try:
+            if extent.place == "to":
+                self._tiers.finish(max(0.0, self._pace.left_s(end_s)))
+        finally:
+            if cause is None:
+                self._tiers.finish_replicas(max(0.0, self._pace.left_s(end_s)))
 
     def __enter__(self) -> CheckpointManager:
         return self

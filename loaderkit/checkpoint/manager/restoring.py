@@ -7,7 +7,9 @@ rank 0: the next candidate ──> posted ──> all: restored ──> posted: 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,9 +18,10 @@ from loaderkit.checkpoint.discovery.verify import verify_checkpoint
 from loaderkit.checkpoint.manager.tiers import Tiers, warn_damaged
 from loaderkit.checkpoint.restore.stateful import StateMismatchError
 from loaderkit.connectors.base import Connector
-from loaderkit.errors import CheckpointError, ConnectorError, FormatError
+from loaderkit.errors import CheckpointError, ConnectorError, FormatError, printable
 from loaderkit.ranks.board import Board
 
+logger = logging.getLogger("loaderkit")
 _DOING = "a checkpoint is restored"
 
 
@@ -31,7 +34,8 @@ def restore_newest(
     key: str,
     connectors: dict[str, Connector],
 ) -> int | None:
-    """Call `restore` with the URL of the newest whole checkpoint, or of that of `step`; its step. None: there is none.
+    """Call `restore` with the URL of the newest whole checkpoint, or of that of `step`; its step. None: there is none. Of one
+    without the state of optimizers it is called before with the newest that has it.
 
     If that fails on any rank because the checkpoint is damaged, the next one is taken, as `Tiers.whole` gives them. Raises what
     it raises, and what `restore` raises.
@@ -40,51 +44,76 @@ def restore_newest(
     failure: BaseException | None = None
     for number in itertools.count():
         about = f"{key}/{number}"
-        found = _agreed(board, about, candidates)
+        found = _agreed(board, about, candidates, tiers)
         if found is None:
             if failure is not None:
                 raise failure
             return None
-        chosen, url = found
+        chosen, urls = found
         if (
             board is not None
         ):  # `restore` may call a collective, which knows neither of a rank that has left nor of our timeout
             board.post(f"{about}/begins/{board.rank}")
             board.collect(f"{about}/begins", about=about, doing=_DOING)
-        error = _error_of(restore, url, board, about)
+        if tiers.starts is not None:
+            tiers.starts.begin(urls[-1])
+        error = _error_of(restore, urls, board, about)
         if not _has_failed(board, about, error):
             return chosen
-        reason = _judged(board, about, url, tiers.is_local(url), connectors)
+        reason = _judged(board, about, urls, tiers, connectors)
         if not reason:
-            raise error or CheckpointError(f"another rank could not restore {url}")
-        failure = failure or error or CheckpointError(f"{url} is damaged: {reason}")
+            raise error or CheckpointError(f"another rank could not restore {urls[-1]}")
+        failure = failure or error or CheckpointError(f"{urls[-1]} is damaged: {reason}")
     raise AssertionError
 
 
-def _agreed(board: Board | None, about: str, candidates: Iterator[tuple[int, str]]) -> tuple[int, str] | None:
-    """The next candidate, from rank 0."""
-    if board is None:
-        return next(candidates, None)
-    if board.rank > 0:
-        step, _, url = board.wait_for(about, 0, about=about, doing="rank 0 looks for the newest checkpoint").partition(
-            b" "
-        )
-        return (int(step), url.decode()) if url else None
+def _agreed(
+    board: Board | None, about: str, candidates: Iterator[tuple[int, str]], tiers: Tiers
+) -> tuple[int, list[str]] | None:
+    """The step and the URLs of the next candidate, from rank 0: those to be restored one after the other."""
+    if board is not None and board.rank > 0:
+        said = json.loads(board.wait_for(about, 0, about=about, doing="rank 0 looks for the newest checkpoint"))
+        return None if said is None else (said[0], said[1])
     try:
-        with board.alive(about):
-            found = next(candidates, None)
+        with nullcontext() if board is None else board.alive(about):
+            found = _next(candidates, tiers)
     except BaseException as error:
-        board.fail(about, error)
+        if board is not None:
+            board.fail(about, error)
         raise
-    board.post(about, b"" if found is None else f"{found[0]} {found[1]}".encode())
+    if board is not None:
+        board.post(about, json.dumps(found).encode())
     return found
 
 
-def _error_of(restore: Callable[[str], None], url: str, board: Board | None, about: str) -> BaseException | None:
+def _next(candidates: Iterator[tuple[int, str]], tiers: Tiers) -> tuple[int, list[str]] | None:
+    found = next(candidates, None)
+    if found is None:
+        return None
+    step, url = found
+    if not tiers.is_partial(step):
+        return step, [url]
+    base = tiers.base_of(step)
+    if base is None:
+        logger.warning(
+            "%s was saved upon a notice without the state of optimizers, which begin anew: there is no checkpoint before it",
+            printable(url),
+        )
+        return step, [url]
+    logger.warning(
+        "%s was saved upon a notice without the state of optimizers, which are restored from %s", printable(url), base
+    )
+    return step, [base, url]
+
+
+def _error_of(
+    restore: Callable[[str], None], urls: Sequence[str], board: Board | None, about: str
+) -> BaseException | None:
     """What restoring met on this rank."""
     try:
         with nullcontext() if board is None else board.alive(about):
-            restore(url)
+            for url in urls:
+                restore(url)
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         if _says_damaged(error):
             return error
@@ -110,12 +139,15 @@ def _has_failed(board: Board | None, about: str, error: BaseException | None) ->
     return any(board.collect(f"{about}/failed-on", about=about, doing=_DOING))
 
 
-def _judged(board: Board | None, about: str, url: str, is_local: bool, connectors: dict[str, Connector]) -> str:
-    """What is damaged in a checkpoint that was not restored; "": nothing. Rank 0 reads it."""
+def _judged(
+    board: Board | None, about: str, urls: Sequence[str], tiers: Tiers, connectors: dict[str, Connector]
+) -> str:
+    """What is damaged in what was not restored; "": nothing. Rank 0 reads it."""
     if board is not None and board.rank > 0:
         return board.wait_for(f"{about}/damage", 0, about=about, doing="rank 0 verifies a checkpoint").decode()
     with nullcontext() if board is None else board.alive(about):
-        reason = _damage_in(url, is_local, connectors)
+        damage = ((url, _damage_in(url, tiers.is_local(url), connectors)) for url in reversed(urls))
+        url, reason = next(((url, reason) for url, reason in damage if reason), ("", ""))
     if reason:
         warn_damaged(url, reason)
     if board is not None:

@@ -11,18 +11,24 @@ from loaderkit.checkpoint.manager.settings import KeepArgs
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A whole checkpoint: its step, when it was saved in seconds since 1970, and the metrics given with it."""
+    """A whole checkpoint: its step, when it was saved in seconds since 1970, and the metrics given with it. `is_partial`: it
+    has no state of optimizers."""
 
     step: int
     time_s: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    is_partial: bool = False
 
 
 def steps_to_keep(saved: Sequence[SavedStep], keep: KeepArgs, now_s: float) -> set[int]:
     """The steps to keep: those that any rule of `keep` names, and always the newest.
 
-    A checkpoint without the metric of `best`, or with one that is no number, is no candidate for it.
+    A checkpoint without the metric of `best`, or with one that is no number, is no candidate for it. Partial ones count for no
+    rule, as a restore needs another one with them: those after the newest that is not partial are kept.
     """
+    partial = {item.step for item in saved if item.is_partial}
+    saved = [item for item in saved if not item.is_partial]
+    newest = max((item.step for item in saved), default=-1)
     kept = set(sorted(item.step for item in saved)[-keep.last :])
     if keep.every is not None:
         for item in saved:
@@ -37,4 +43,4 @@ def steps_to_keep(saved: Sequence[SavedStep], keep: KeepArgs, now_s: float) -> s
             if name in item.metrics and math.isfinite(item.metrics[name])
         ]
         kept |= {-negative for _, negative in sorted(scored)[: keep.best.num]}
-    return kept
+    return kept | {step for step in partial if step > newest}

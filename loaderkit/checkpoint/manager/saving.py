@@ -349,6 +349,6 @@ def messages_of(board: Board, key: str) -> list[str]:
     if board.has(f"{key}/plan/0"):
         kinds += ["plan", "share", "written-anew"]
     return [
-        *(f"{key}/{name}" for name in ("place", "outcome", "committed", "seen")),
+        *(f"{key}/{name}" for name in ("place", "outcome", "committed", "seen", "extent")),
         *(f"{key}/{kind}/{rank}" for kind in kinds for rank in range(len(board))),
     ]

@@ -19,20 +19,24 @@ from loaderkit._internal.units import format_bytes, format_seconds, parse_bytes,
 from loaderkit.errors import ConfigError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _STEPS = re.compile(r"\s*(\d+)\s*(?:steps?)?\s*")
 
 
 class Every(NamedTuple):
-    """How often to save: each so many steps, or as soon as so many seconds have passed."""
+    """How often to save: each so many steps, as soon as so many seconds have passed, or `is_auto`: by what saving costs."""
 
     steps: int | None = None
     seconds: float | None = None
+    is_auto: bool = False
 
 
 def _parse_every(value: Any) -> Every:
     """Raises ValueError."""
     if isinstance(value, Every):
         return value
+    if value == "auto":
+        return Every(is_auto=True)
     match = _STEPS.fullmatch(str(value)) if isinstance(value, (int, str)) and not isinstance(value, bool) else None
     if match is not None and int(match[1]) > 0:
         return Every(steps=int(match[1]))
@@ -43,12 +47,16 @@ def _parse_every(value: Any) -> Every:
             seconds = 0.0
         if seconds > 0:
             return Every(seconds=seconds)
-    raise ValueError(f"a number of steps such as 500, or a duration with its unit such as 10min, not {value!r}")
+    raise ValueError(
+        f"a number of steps such as 500, or a duration with its unit such as 10min, or auto, not {value!r}"
+    )
 
 
 def _say_every(value: Every | None) -> int | str | None:
     if value is None:
         return None
+    if value.is_auto:
+        return "auto"
     return value.steps if value.seconds is None else format_seconds(value.seconds)
 
 
@@ -164,12 +172,57 @@ class CopyArgs(Model):
         return self.keys or (moments if self.quantize else ("model.*",))
 
 
-class NoticeArgs(Model):
-    """How a job is told that it will be ended soon."""
+def _known_end(value: Any) -> Any:
+    """The name of an environment variable, or a number of seconds of Unix time."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and value > 0) and not (isinstance(value, str) and _VARIABLE.fullmatch(value)):
+        raise ValueError(
+            f"an environment variable such as SLURM_JOB_END_TIME, or the end in seconds of Unix time, not {value!r}"
+        )
+    return float(value) if is_number else value
 
-    signals: Annotated[
-        tuple[Annotated[str, AfterValidator(_known_signal)], ...], BeforeValidator(as_tuple), Field(min_length=1)
-    ] = Field(("SIGTERM",), description="signals that announce the end; any rank may get one")
+
+def _known_url(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"a URL of http or https, not {url!r}; files belong into `files`")
+    return url
+
+
+class NoticeArgs(Model):
+    """How a job is told that it will be ended soon, and how much time it then has."""
+
+    signals: Annotated[tuple[Annotated[str, AfterValidator(_known_signal)], ...], BeforeValidator(as_tuple)] = Field(
+        ("SIGTERM",), description="signals that announce the end; any rank may get one"
+    )
+    within: Duration | None = Field(
+        None,
+        description="how long after a notice the job must have ended: of the state is saved what fits into that by this run's "
+        "measured rates; default the whole, however long that takes",
+    )
+    files: Annotated[tuple[PathText, ...], BeforeValidator(as_tuple)] = Field(
+        (), description="files that announce the end by being there; each rank looks every second"
+    )
+    urls: Annotated[tuple[Annotated[str, AfterValidator(_known_url)], ...], BeforeValidator(as_tuple)] = Field(
+        (),
+        description="URLs of a cloud's metadata that announce the end; one rank of each machine asks every five seconds",
+    )
+    until: Annotated[
+        str | float | None, BeforeValidator(lambda value: None if value is None else _known_end(value))
+    ] = Field(
+        None,
+        description="when the job ends in any case: an environment variable with that time, such as SLURM_JOB_END_TIME, "
+        "or seconds of Unix time; it stops `within` before",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> NoticeArgs:
+        if not (self.signals or self.files or self.urls or self.until):
+            raise ValueError("nothing announces the end: give `signals`, `files`, `urls` or `until`")
+        if self.until is not None and self.within is None:
+            raise ValueError(
+                "`until` is when the job ends: `within` says how long before that it is to stop, give it, too"
+            )
+        return self
 
 
 class SaveSettings(Model):
@@ -194,7 +247,14 @@ class SaveSettings(Model):
     every: Annotated[
         Every | None, BeforeValidator(lambda value: None if value is None else _parse_every(value)), _SERIALIZED
     ] = Field(
-        None, description="each N steps, or a duration such as 10min; default: each step for which `save` is called"
+        None,
+        description="each N steps, a duration such as 10min, or auto: by what saving costs here and by `mtbf`, so that the "
+        "least training is lost; default: each step for which `save` is called",
+    )
+    mtbf: Duration | None = Field(
+        None,
+        description="for `every: auto`: the mean time from one interruption of the job to the next, such as 6h; default "
+        "learned from the restarts of this run, beginning with one a day",
     )
     keep: KeepArgs | None = Field(None, description="which checkpoints stay; default all")
     format: Literal["dcp", "safetensors"] = Field(
@@ -217,7 +277,15 @@ class SaveSettings(Model):
     copies: Annotated[tuple[CopyArgs, ...], BeforeValidator(as_tuple)] = Field(
         (), description="exports in fewer bits, made from the saved state behind training"
     )
-    notice: NoticeArgs | None = Field(None, description="signals at which all ranks save at the same step")
+    notice: NoticeArgs | None = Field(
+        None, description="signals, files or a time at which all ranks save at the same step, and stop"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> SaveSettings:
+        if self.mtbf is not None and (self.every is None or not self.every.is_auto):
+            raise ValueError("`mtbf` tells `every: auto` how often to save: set that, too")
+        return self
 
 
 def save_settings(target: str | os.PathLike[str] | Mapping[str, Any], **arguments: Any) -> SaveSettings:

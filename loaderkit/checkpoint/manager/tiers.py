@@ -11,9 +11,10 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import takewhile
+from typing import Any
 
 from loaderkit.checkpoint.discovery.kinds import step_in
 from loaderkit.checkpoint.discovery.latest import is_there
@@ -22,6 +23,7 @@ from loaderkit.checkpoint.manager.settings import SaveSettings
 from loaderkit.checkpoint.manager.uploads import Uploads
 from loaderkit.checkpoint.nodes.joining import JobNodes
 from loaderkit.checkpoint.save.starts import StartLog
+from loaderkit.checkpoint.timing.costs import Extent
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import (
     AccessDeniedError,
@@ -54,7 +56,9 @@ class Tiers:
         self._copies, self._connectors = [copy.to for copy in settings.copies], connectors
         rules = [settings.keep, None if settings.local is None else settings.local.keep]
         with_metrics = any(keep is not None and keep.best is not None for keep in rules)
-        self._far = RunDirectory(settings.to, connectors, with_metrics=with_metrics)
+        self._partial: set[int] = set()
+        kinds: Any = {"with_metrics": with_metrics, "partial": self._partial}
+        self._far = RunDirectory(settings.to, connectors, **kinds)
         self._near, self._uploads = self._far, None
         self._num_finished = self._num_rewound = 0
         self._is_claimed = self._has_saved = False
@@ -65,7 +69,7 @@ class Tiers:
             if settings.replicas:
                 self._nodes = JobNodes(near, board, timeout_s, replicated=self._retain_unless_saving)
                 connectors[_NODES], near = self._nodes.store, f"{_NODES}://"
-            self._near = RunDirectory(near, connectors, with_metrics=with_metrics)
+            self._near = RunDirectory(near, connectors, **kinds)
         self.starts = StartLog(self._near) if board is None or board.rank == 0 else None
         try:
             self._agree_on_directories()
@@ -102,6 +106,8 @@ class Tiers:
             if self._uploads is not None and not self._is_claimed:
                 self._near.put(_CLAIM, json.dumps({"version": 1, "to": self._far.url}).encode())
                 self._is_claimed = True
+            if self._board is None or self._board.rank == 0:
+                self._far.occupy()
             yield
 
     def check_rewound(self, chosen: int, step: int) -> None:
@@ -141,11 +147,20 @@ class Tiers:
         if self._nodes is not None:
             self._nodes.committed(step_name(step))
 
-    def committed(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is committed, on rank 0: upload it, and remove what is not to be kept any more."""
+    def committed(self, step: int, metrics: Mapping[str, float], extent: Extent | None = None) -> None:
+        """A step is committed, on rank 0: upload it, and remove what is not to be kept any more. With the extent that a notice
+        has left time for nothing is removed, and nothing else is uploaded."""
         self._near.note(step, metrics, time.time())
         if self.starts is not None:
             self.starts.forget(step)
+        (self._partial.discard if extent is None or extent.whole else self._partial.add)(step)
+        if extent is not None:
+            if self._uploads is not None:
+                is_uploaded = extent.place == "to"
+                self._uploads.end_with(step if is_uploaded else None)
+                if is_uploaded:
+                    self._uploads.add(step)
+            return
         if not self._has_saved:
             self._has_saved = True
             self._warn_of_later(step)
@@ -293,6 +308,19 @@ class Tiers:
             else:
                 yield directory.url_of(step), None
 
+    def base_of(self, step: int) -> str | None:
+        """For a step that was found to have no state of optimizers: the URL of the newest whole one before it that has; None:
+        there is none."""
+        with suppress(CheckpointError):
+            for other, url in self.whole():
+                if other < step and other not in self._partial:
+                    return url
+        return None
+
+    def is_partial(self, step: int) -> bool:
+        """True for a step that was found to have no state of optimizers."""
+        return step in self._partial
+
     def is_local(self, url: str) -> bool:
         """True for a checkpoint that is not where checkpoints last."""
         return self._near is not self._far and url.startswith(self._near.url_of(0)[: -len(step_name(0))])
@@ -307,13 +335,23 @@ class Tiers:
         if self._uploads is not None:
             self._uploads.raise_failure()
 
-    def finish_replicas(self) -> None:
-        """Return once all nodes have their replicas, on every rank. Raises PeerError."""
+    def finish_replicas(self, within_s: float | None = None) -> None:
+        """Return once all nodes have their replicas, or after `within_s`, on every rank. Raises PeerError."""
         if self._nodes is not None:
-            self._nodes.finish()
+            self._nodes.finish(within_s)
 
-    def finish(self) -> None:
-        """Return once all is uploaded, on every rank. Raises what that met; PeerError on ranks other than 0."""
+    def upload_s(self, chosen: Callable[[Iterable[float]], float]) -> float | None:
+        """Of what the last uploads have taken; None: there was none, or this is not rank 0."""
+        times_s = [] if self._uploads is None else self._uploads.times_s()
+        return float(chosen(times_s)) if times_s else None
+
+    def upload_running_s(self) -> float | None:
+        """For how long an upload has been running; None: none is."""
+        return None if self._uploads is None else self._uploads.running_s()
+
+    def finish(self, within_s: float | None = None) -> None:
+        """Return once all is uploaded, or after `within_s`, on every rank. Raises what that met; PeerError on ranks other than
+        0."""
         if self._local is None:
             return
         board, key = self._board, f"uploads-{self._num_finished}"
@@ -323,11 +361,11 @@ class Tiers:
             board.wait_for(key, 0, about=key, doing="rank 0 uploads checkpoints")
             board.count(f"{key}/seen")
         elif board is None:
-            self._uploads.finish()
+            self._uploads.finish(within_s)
         else:
             try:
                 with board.alive(key):
-                    self._uploads.finish()
+                    self._uploads.finish(within_s)
             except BaseException as error:
                 board.fail(key, error)
                 raise
@@ -380,7 +418,7 @@ class Tiers:
         """
         if self._near is not self._far:
             self._check_claim()
-        copies = [RunDirectory(url, self._connectors, with_metrics=False) for url in self._copies]
+        copies = [RunDirectory(url, self._connectors) for url in self._copies]
         roles = [("to", self._far), *([("local", self._near)] if self._near is not self._far else [])]
         names: dict[str, str] = {}
         with ExitStack() as probes:

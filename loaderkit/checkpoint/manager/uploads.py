@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,8 @@ from loaderkit.errors import CheckpointError, ConnectorError, FormatError, print
 logger = logging.getLogger("loaderkit")
 _FINAL = (CheckpointError, FormatError)  # another attempt would end like this one
 _ENDED = "The program ended without `close`; the next run goes on with the upload"
+_NO_TIME = "A notice left no time for it; the next run goes on with the upload"
+_NUM_REMEMBERED = 5
 
 
 class Uploads:
@@ -61,6 +64,10 @@ class Uploads:
         self._current: int | None = None
         self._error: Exception | None = None
         self._is_told = False
+        self._last_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
+        self._begin_s: float | None = None  # of the upload that is running
+        self._only: int | None = None  # with `end_with`: the one step that is uploaded yet
+        self._is_broken_off = False
         self._stats = {
             "num_uploaded": 0,
             "num_superseded": 0,
@@ -101,14 +108,34 @@ class Uploads:
         except ProgramEndsError:
             self._settle(ConnectorError(_ENDED))
 
-    def finish(self) -> None:
-        """Return once there is nothing to upload any more. What has failed is tried again. Raises what that met."""
+    def end_with(self, step: int | None) -> None:
+        """Upload nothing but `step` any more, after what is being uploaded. None: nothing, and break off what is."""
+        with self._lock:
+            self._only, self._is_broken_off = -1 if step is None else step, step is None
+
+    def times_s(self) -> list[float]:
+        """What the last uploads have taken."""
+        with self._lock:
+            return [*self._last_s]
+
+    def running_s(self) -> float | None:
+        """For how long an upload has been running; None: none is."""
+        with self._lock:
+            return None if self._begin_s is None else time.perf_counter() - self._begin_s
+
+    def finish(self, within_s: float | None = None) -> None:
+        """Return once there is nothing to upload any more. What has failed is tried again. Raises what that met. After
+        `within_s` what is left is left to the next run."""
+        deadline_s = None if within_s is None else time.monotonic() + within_s
         with self._lock:
             is_failed = self._thread is None and self._error is not None and not isinstance(self._error, _FINAL)
         if is_failed:
             self.start()
         while (thread := self._running()) is not None:
-            thread.join()
+            thread.join(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                self.end_with(None)
+                return
         self.raise_failure()
 
     def _running(self) -> threading.Thread | None:
@@ -166,7 +193,7 @@ class Uploads:
             self._queue &= kept
             self._stats["num_superseded"] += len(left)
             ready = (near.keys() & kept) - {self._being_saved}
-            wanted = [step for step in ready if not self._is_done(step)]
+            wanted = [step for step in ready if not self._is_done(step) and self._only in (None, step)]
             wanted = [step for step in wanted if self._given_up.get(step) != self._versions.get(step, 0)]
             versions = {step: self._versions.get(step, 0) for step in wanted}
         free = [step for step in sorted(wanted, key=self._order) if not self._is_others(step)]
@@ -185,7 +212,7 @@ class Uploads:
         return True
 
     def _upload(self, step: int, version: int) -> None:
-        begin_s = time.perf_counter()
+        begin_s = self._begin_s = time.perf_counter()
         try:
             if not version and self._is_older(step):
                 logger.info(
@@ -204,7 +231,7 @@ class Uploads:
                 direct=True,
             )
         except Exception as error:
-            _check_running()
+            self._check_running()
             if self._versions.get(step, 0) != version or step not in self._near.committed():
                 # It was removed meanwhile, or saved again, so that its files are others.
                 logger.info("%s changed while it was uploaded", printable(self._near.url_of(step)))
@@ -216,7 +243,7 @@ class Uploads:
             return
         finally:
             with self._lock:
-                self._current = None
+                self._current = self._begin_s = None
         took_s = time.perf_counter() - begin_s
         with self._lock:
             self._done[step] = version
@@ -225,6 +252,7 @@ class Uploads:
                 self._stats["num_uploaded"] += 1
                 self._stats["uploaded_bytes"] += copied.num_bytes
                 self._stats["upload_s"] += took_s
+                self._last_s.append(took_s)
         if not copied.was_there:
             logger.info("%s: %s uploaded in %s", copied.url, say_size(copied.num_bytes), say_seconds(took_s))
             known = self._near.saved().get(step)
@@ -250,8 +278,13 @@ class Uploads:
         return False
 
     def _pace(self, num_bytes: int) -> None:
-        _check_running()
-        self._bandwidth.wait(num_bytes, _check_running)
+        self._check_running()
+        self._bandwidth.wait(num_bytes, self._check_running)
+
+    def _check_running(self) -> None:
+        """Raise ConnectorError if the program ends, or `end_with` says so."""
+        if self._is_broken_off or program_ends():
+            raise ConnectorError(_NO_TIME if self._is_broken_off else _ENDED)
 
     def _settle(self, error: Exception | None, step: int | None = None) -> None:
         """All is uploaded, or a step has failed."""
@@ -278,9 +311,3 @@ class Uploads:
 
     def _is_done(self, step: int) -> bool:
         return self._done.get(step) == self._versions.get(step, 0)
-
-
-def _check_running() -> None:
-    """Raise ConnectorError if the program ends."""
-    if program_ends():
-        raise ConnectorError(_ENDED)

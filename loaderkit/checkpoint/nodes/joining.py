@@ -99,15 +99,16 @@ class JobNodes:
         """On rank 0: the steps that are not to be removed before newer ones have replicas."""
         return set() if self._replication is None else self._replication.stays()
 
-    def finish(self) -> None:
-        """Return once all nodes have the replicas of what was committed; every rank calls it. Raises PeerError."""
+    def finish(self, within_s: float | None = None) -> None:
+        """Return once all nodes have the replicas of what was committed, or after `within_s`; every rank calls it. Raises
+        PeerError."""
         if self._board is None or len(self.members) == 1:
             return
         key = f"{_KEY}/finished-{self._num_finished}"
         self._num_finished += 1
         with self._board.alive(key):
             if self._replication is not None:
-                self._replication.finish()
+                self._replication.finish(within_s)
             self._board.post(f"{key}/{self._board.rank}")
             self._board.collect(key, doing="the nodes copy one another's checkpoints")
 

@@ -82,10 +82,14 @@ class Replication:
         with self._lock:
             return {self._last, self._current, *self._names[-1:]}
 
-    def finish(self) -> None:
-        """Return once nothing is to be copied."""
+    def finish(self, within_s: float | None = None) -> None:
+        """Return once nothing is to be copied, or after `within_s`."""
+        end_s = None if within_s is None else time.monotonic() + within_s
         while (thread := self._running()) is not None:
-            thread.join()
+            left_s = None if end_s is None else end_s - time.monotonic()
+            if left_s is not None and left_s <= 0.0:
+                return
+            thread.join(left_s)
 
     def stats(self) -> dict[str, float]:
         """Counts, bytes and seconds."""

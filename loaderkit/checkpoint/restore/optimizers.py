@@ -19,7 +19,7 @@ from loaderkit.checkpoint.restore.objects import ObjectPart, listed
 from loaderkit.checkpoint.restore.selection import Strictness
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.structure import Structure
-from loaderkit.checkpoint.wrappers import parameter_names
+from loaderkit.checkpoint.wrappers import FLAT_PARAM, FLAT_REMEDY, parameter_names
 
 _LIKE_PARAMETER = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum",
@@ -113,7 +113,13 @@ class OptimizerPart(ObjectPart):
             if mine is not None and mine != {*params}:
                 said = [f"only here {listed(mine - {*params})}"] if mine - {*params} else []
                 said += [f"only in the checkpoint {listed({*params} - mine)}"] if {*params} - mine else []
-                return f"{where} has other parameters than in the checkpoint: {'; '.join(said)}"
+                flat = {name for name in mine ^ {*params} if FLAT_PARAM in name}
+                hint = (
+                    f". {FLAT_PARAM} is a piece of FSDP1's, in no other's state: to save it, {FLAT_REMEDY}"
+                    if flat
+                    else ""
+                )
+                return f"{where} has other parameters than in the checkpoint: {'; '.join(said)}{hint}"
             if len(group["params"]) != len(params):
                 return f"{where} has {len(group['params'])} parameters, and {len(params)} in the checkpoint"
             # Options that later versions add are switches, and have a default.

@@ -29,7 +29,7 @@ from loaderkit.checkpoint.restore.requests import (
 from loaderkit.checkpoint.restore.selection import Strictness, matches
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.state import is_stateful, leaves_of, modules_in, on_devices_of
-from loaderkit.checkpoint.structure import Structure, nest
+from loaderkit.checkpoint.structure import RUN, WITHOUT, Structure, nest
 from loaderkit.checkpoint.wrappers import wrapper_hint
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError
@@ -51,20 +51,23 @@ def restore_state(
     connectors: Mapping[str, Connector] | None = None,
     strict: Strictness = _STRICT,
     rename: Mapping[str, str] | None = None,
-) -> None:
-    """Restore `state` in place from a checkpoint, saved by any number of ranks.
+) -> str | None:
+    """Restore `state` in place from a checkpoint, saved by any number of ranks; what its run has measured (RUN), if it says so.
 
     Tensors are filled where they are, plain values replaced, objects get their part by `load_state_dict`. All names, shapes and
     dtypes are compared before the first byte is written. What only the checkpoint has is left out if its first key is not in
-    the state, an error in a module, and else made: the state's table or empty list gets it. What `strict` names keeps its
-    values, or is left out; `rename` is that of `loaderkit.restore`.
+    the state, an error in a module, and else made: the state's table or empty list gets it. Optimizers that the checkpoint
+    says it was saved without stay as they are. What `strict` names keeps its values, or is left out; `rename` is that of
+    `loaderkit.restore`.
     Raises CheckpointError, PeerError, FormatError, ConnectorError.
     """
     with OpenCheckpoint.open(url, connectors, "2GiB", "auto") as source:
+        run, without = _said(source, Renaming(rename or {}))
         if rename:
             _rename(source, rename)
         structure = source.structure()
         leaves = leaves_of(state, enters=_enters(source.contents))
+        leaves = {name: leaf for name, leaf in leaves.items() if not f"{name}.".startswith(without)}
         optimizers = [leaf.path for leaf in leaves.values() if isinstance(leaf.value, torch.optim.Optimizer)]
         targets = _Targets(source.contents, structure, saved_groups(source, optimizers), state, strict)
     for name, leaf in leaves.items():
@@ -78,6 +81,14 @@ def restore_state(
     else:
         _load_alone(targets.flat, reader)
     targets.settle()
+    return run
+
+
+def _said(source: OpenCheckpoint, renaming: Renaming) -> tuple[str | None, tuple[str, ...]]:
+    """What a manager says of its run, and how the names of the optimizers that it has left out begin in the state."""
+    there = [name for name in (RUN, WITHOUT) if name in source.contents.values or name in source.contents.pickled]
+    values = source.plain_values(there)
+    return values.get(RUN), tuple(renaming.name(f"{name}.") for name in values.get(WITHOUT, ()))
 
 
 def _rename(source: OpenCheckpoint, rename: Mapping[str, str]) -> None:

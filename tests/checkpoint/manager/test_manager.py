@@ -32,7 +32,7 @@ HELPERS = Path(__file__).parents[2] / "helpers"
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".saving-job."))
 
 
 def state_of(step: int) -> dict[str, Any]:

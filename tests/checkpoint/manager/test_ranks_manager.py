@@ -150,3 +150,17 @@ def test_a_restore_does_not_wait_for_a_rank_that_has_left(victim: int, tmp_path:
     found = said(tmp_path, "left", 2)
     reason = "has left the block of its CheckpointManager by ZeroDivisionError: the loss is nan"
     assert found[1 - victim].startswith(f"PeerError: rank {victim} {reason}")
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_fsdp1_s_optimizer_is_refused_with_the_remedy_which_helps(use_orig_params: bool, tmp_path: Path) -> None:
+    assert rank_programs.run_ranks(manager_programs.refuse_fsdp1, 2, tmp_path, use_orig_params) == [0, 0]
+    for messages, step, is_same in said(tmp_path, "refused", 2):
+        assert messages[0].startswith(
+            "ConfigError: state: the optimizer 'optimizer' is of a model under FSDP1, and has on each "
+        )
+        assert messages[1].startswith("ConfigError: state: 'optimizer.state.")
+        assert "is a ShardedTensor, as FSDP1 gives them, which is not restored" in messages[1]
+        assert all("get_optimizer_state_dict(model, optimizer, options=" in message for message in messages)
+        assert (step, is_same) == (3, True)

@@ -82,7 +82,7 @@ def test_bandwidth(value: Any, expected: int | None) -> None:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(1, Every(steps=1)), ("500", Every(steps=500)), ("500 steps", Every(steps=500)), ("10min", Every(seconds=600.0)),
-     ("1.5h", Every(seconds=5400.0)), (None, None)],
+     ("1.5h", Every(seconds=5400.0)), ("auto", Every(is_auto=True)), (None, None)],
 )  # fmt: skip
 def test_every(value: Any, expected: Every | None) -> None:
     assert save_settings({"to": "/a", "every": value}).every == expected
@@ -124,6 +124,11 @@ def test_every(value: Any, expected: Every | None) -> None:
         ("to: /a\nwhen_busy: wiat\n", "when_busy", 2, "did you mean 'wait'?"),
         ("to: /a\nnotice: {signals: [SIGTREM]}\n", "notice.signals.0", 2, "the name of a signal such as SIGTERM"),
         ("to: /a\nnotice: {signals: [SIGKILL]}\n", "notice.signals.0", 2, "a signal that a program can catch"),
+        ("to: /a\nnotice: {signals: []}\n", "notice", 2, "nothing announces the end: give `signals`, `files`"),
+        ("to: /a\nnotice: {until: JOB_END}\n", "notice", 2, "`within` says how long before that it is to stop"),
+        ("to: /a\nnotice: {until: -5, within: 30s}\n", "notice.until", 2, "an environment variable such as SLURM_JOB"),
+        ("to: /a\nnotice: {urls: [/run/x]}\n", "notice.urls.0", 2, "a URL of http or https, not '/run/x'"),
+        ("to: /a\nmtbf: 6h\n", "", None, "`mtbf` tells `every: auto` how often to save: set that, too"),
         ("- to\n", "", None, "a mapping with at least `to`, this is list"),
         ("", "", None, "this is nothing"),
     ],
@@ -137,6 +142,17 @@ def test_what_is_wrong_is_named(write: Callable[[str], Path], text: str, key: st
     assert said in message
     (problem,) = caught.value.problems
     assert (problem.where, problem.line) == (key, line)
+
+
+def test_all_that_announces_the_end(write: Callable[[str], Path]) -> None:
+    notice = "{signals: [SIGTERM], within: 30s, files: [/run/preempt], urls: ['http://x/y'], until: SLURM_JOB_END_TIME}"
+    settings = save_settings(write(f"to: /a\nevery: auto\nmtbf: 6h\nnotice: {notice}\n"))
+    assert settings.mtbf == 21600.0
+    assert settings.notice is not None
+    assert (settings.notice.within, settings.notice.until) == (30.0, "SLURM_JOB_END_TIME")
+    assert (settings.notice.files, settings.notice.urls) == (("/run/preempt",), ("http://x/y",))
+    assert save_settings(settings.model_dump(mode="json", by_alias=True)) == settings
+    assert save_settings("/a", notice={"until": 1.8e9, "within": 5}).notice is not None
 
 
 def test_arguments_are_named_too() -> None:

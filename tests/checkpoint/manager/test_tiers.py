@@ -107,7 +107,7 @@ class TestUpload:
                 checkpoints.wait_until_finished()
                 with loaderkit.CheckpointManager("far://", connectors=two.connectors) as other:
                     assert number_in(other, step) == number
-            assert len(list(two.far.list(""))) == (6 if kind == "dcp" else 8)
+            assert len(list(two.far.list("step-"))) == (6 if kind == "dcp" else 8)
         assert checkpoints.stats()["num_uploaded"] == 4
 
     def test_saved_again_while_it_is_uploaded(self) -> None:

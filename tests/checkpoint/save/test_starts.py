@@ -32,7 +32,7 @@ def start(folder: Path, how: str, step: int | None = None) -> tuple[int, list[st
 
 
 def marks(folder: Path) -> list[str]:
-    return sorted(path.name.split(".")[1] for path in (folder / "run").iterdir() if path.name.startswith("."))
+    return sorted(path.name.split(".")[1] for path in (folder / "run").iterdir() if path.name.startswith(".starting-"))
 
 
 def test_a_checkpoint_that_has_killed_two_starts_is_passed_over(tmp_path: Path) -> None:
@@ -172,5 +172,7 @@ class TestStarts:
 @pytest.mark.parametrize(("how", "counts"), [("ends", 0), ("fails", 1)])
 def test_a_program_that_never_closes_its_manager(how: str, counts: int, tmp_path: Path) -> None:
     start(tmp_path, "first")
-    subprocess.run([sys.executable, node_programs.__file__, str(tmp_path / "run"), how], check=False, timeout=300)
+    program = [sys.executable, node_programs.__file__, str(tmp_path / "run"), how]
+    done = subprocess.run(program, check=False, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("2\n", counts), done.stderr
     assert len(marks(tmp_path)) == counts

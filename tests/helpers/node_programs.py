@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import loaderkit
+from loaderkit.checkpoint.nodes.replication import Replication
 from loaderkit.connectors.base import ObjectInfo
 from loaderkit.connectors.file import FileConnector
 from loaderkit.errors import LoaderkitError, UnreachableError
@@ -112,6 +114,35 @@ def save_steps(
                 os.kill(os.getpid(), signal.SIGKILL)
             os._exit(0)  # torchrun ends the others
     dist.destroy_process_group()
+
+
+def save_until_noticed(rank: int, num_ranks: int, folder: Path, within: str, is_held: bool) -> None:
+    """Save each step until a notice ends the job, and note the last. `is_held`: no replica comes to an end by itself."""
+    rank_programs.begin(rank, num_ranks, folder, f"store-{within}")
+    if is_held:
+        Replication._copy = _hold  # type: ignore[method-assign]
+    with loaderkit.CheckpointManager(
+        "far://",
+        local={"path": near(folder, rank, 1), "keep": 2},
+        replicas=1,
+        notice={"signals": ["SIGUSR1"], "within": within},
+        connectors={"far": Far(folder / "far")},
+        timeout_s=120.0,
+    ) as checkpoints:
+        checkpoints.save(1, state_of(num_ranks, 1), wait=True)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        step = 1
+        while not checkpoints.reached_preemption(step):
+            step += 1
+            checkpoints.save(step, state_of(num_ranks, step))
+    (folder / f"noticed-{rank}.json").write_text(json.dumps([step, checkpoints.stats()["last"]["extent"]["place"]]))
+    dist.destroy_process_group()
+
+
+def _hold(replication: Replication, name: str) -> int:
+    while not replication._closed:
+        time.sleep(0.01)
+    raise UnreachableError(f"{name} is held")
 
 
 def restore_from(

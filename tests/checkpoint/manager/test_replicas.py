@@ -7,6 +7,7 @@ import random
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import node_programs
 import pytest
@@ -73,6 +74,18 @@ def test_without_a_replica_the_far_store_is_asked(tmp_path: Path) -> None:
     step, asked, said, error = json.loads((tmp_path / "away-0.json").read_text())
     assert step is None
     assert "no route to the store" in error  # and not: there is none, begin anew
+
+
+@pytest.mark.parametrize(("within", "is_held", "place"), [("1h", False, "to"), ("1ms", True, "local")])
+def test_a_notice_bounds_the_wait_for_replicas(within: str, is_held: bool, place: str, tmp_path: Path) -> None:
+    codes = rank_programs.run_ranks(node_programs.save_until_noticed, 2, tmp_path, within, is_held, patience_s=400.0)
+    assert codes == [0, 0]
+    last, *others = [json.loads((tmp_path / f"noticed-{rank}.json").read_text()) for rank in range(2)]
+    assert last == [last[0], place]
+    assert others == [last]
+    whole = [*tmp_path.glob(f"near-*/replicas/step-{last[0]:010d}/")]
+    assert len(whole) == (0 if is_held else 2)
+    assert restored(tmp_path, 2, ["near-0", "near-1"], is_away=True) == (last[0], ANY)
 
 
 def test_settings_that_make_no_sense(tmp_path: Path) -> None:

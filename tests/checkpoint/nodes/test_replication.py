@@ -133,6 +133,18 @@ def test_a_replica_goes_with_its_step(replicating: Replicating) -> None:
     assert replicating.replicas() == [[second]] * 2
 
 
+def test_waiting_for_no_longer_than_there_is_time(replicating: Replicating) -> None:
+    Gated.gate.clear()
+    name = replicating.add(1)
+    assert Gated.begun.wait(120)
+    for node in replicating.nodes:
+        node.finish(within_s=0.0)
+    assert all(name not in names for names in replicating.replicas())
+    Gated.gate.set()
+    replicating.finish()
+    assert replicating.replicas() == [[name]] * 2
+
+
 def test_closed_in_the_middle_leaves_nothing_under_its_name(replicating: Replicating) -> None:
     Gated.gate.clear()
     name = replicating.add(1)

@@ -108,8 +108,9 @@ def save_steps(
         stats = checkpoints.stats()
         (folder / f"saved-{rank}.json").write_text(json.dumps(stats.get("num_replicated", -1)))
         if victims:
-            dist.barrier()
-            checkpoints.save(steps[-1] + 1, state_of(num_ranks, steps[-1] + 1, scale))
+            state = state_of(num_ranks, steps[-1] + 1, scale)
+            dist.barrier()  # none is killed while another waits for its tensors
+            checkpoints.save(steps[-1] + 1, state)
             if rank in victims:
                 os.kill(os.getpid(), signal.SIGKILL)
             os._exit(0)  # torchrun ends the others
@@ -120,7 +121,7 @@ def save_until_noticed(rank: int, num_ranks: int, folder: Path, within: str, is_
     """Save each step until a notice ends the job, and note the last. `is_held`: no replica comes to an end by itself."""
     rank_programs.begin(rank, num_ranks, folder, f"store-{within}")
     if is_held:
-        Replication._copy = _hold  # type: ignore[method-assign]
+        Replication._copy = _hold  # type: ignore[assignment,method-assign]
     with loaderkit.CheckpointManager(
         "far://",
         local={"path": near(folder, rank, 1), "keep": 2},

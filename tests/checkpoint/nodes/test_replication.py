@@ -109,9 +109,9 @@ def test_a_step_of_which_one_replica_fails_does_not_take_the_place_of_the_last(
     second = replicating.add(2)
     assert Gated.begun.wait(120)
     damaged = replicating.pair.paths[0] / second / "__0_2.distcp"
-    data = bytearray(damaged.read_bytes())
-    data[SIZE - 5] ^= 1
-    damaged.write_bytes(data)
+    with damaged.open("r+b") as file:  # in place, as it may be listed meanwhile
+        file.seek(SIZE - 5)
+        file.write(bytes([damaged.read_bytes()[SIZE - 5] ^ 1]))
     Gated.gate.set()
     replicating.finish()
     assert f"there is no replica of {second} in {replicating.pair.paths[1]}" in caplog.text

@@ -15,7 +15,7 @@ WANTED = $(BIN)/python -c "import sys, tomllib; wanted = tomllib.load(open('pypr
 	print(*(line for name in sys.argv[1:] for line in wanted[name]), sep='\n')"
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: venv demo test integration sanitize prove lint format peers gpu gpu-bundle clean
+.PHONY: venv demo test integration docs sanitize prove lint format peers gpu gpu-bundle clean
 
 $(VENV)/.demo: pyproject.toml $(wildcard loaderkit/native/csrc/*)
 	@echo "1 of 3: an environment in $(VENV), by $(PYTHON)"
@@ -34,12 +34,18 @@ $(VENV)/.test: $(VENV)/.demo
 
 $(VENV)/.integration: $(VENV)/.test
 	@echo "the frameworks that loaderkit works with"
-	@$(WANTED) ray integration >$(VENV)/integration.txt
+	@$(WANTED) ray integration docs >$(VENV)/integration.txt
 	@$(PIP) -r $(VENV)/integration.txt $(OR_WHY)
 	@$(PIP) --no-deps --upgrade --target $(VENV)/torchvision "$(TORCHVISION)" $(OR_WHY)
 	@touch $@
 
-$(VENV)/.lint: $(VENV)/.test
+$(VENV)/.docs: $(VENV)/.demo
+	@echo "what builds the site"
+	@$(WANTED) docs >$(VENV)/docs.txt
+	@$(PIP) -r $(VENV)/docs.txt $(OR_WHY)
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.test $(VENV)/.docs
 	@echo "the linters"
 	@$(WANTED) lint >$(VENV)/lint.txt
 	@$(PIP) -r $(VENV)/lint.txt $(OR_WHY)
@@ -87,6 +93,11 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(MAKE) docs
+
+# The documentation as a site, in build/site: a link or an anchor that leads nowhere is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .

@@ -58,7 +58,7 @@ TARGET = Path(__file__).parent / "reference.md"
 
 HEAD = """# Reference
 
-Made from the code by `docs/make_reference.py`; a test keeps it true. How things behave is in the [guide](guide.md).
+Made from the code by `docs/make_reference.py`; a test keeps it true. How things behave is in the [guide](guide/index.md).
 
 A pipeline is a mapping with these keys; only `source` (or `sources`) and `stages` are required:
 
@@ -96,7 +96,7 @@ STORES = """Where a `url` may lead: a path or `file://`; `s3://bucket/prefix`; `
 A URL is taken literally (`%20` and `+` are those characters), and must not hold credentials.
 """
 
-MIXTURES = """`sources` is a list in the place of `source`; how they take turns is in the [guide](guide.md#several-sources). Each entry may have `stages`:
+MIXTURES = """`sources` is a list in the place of `source`; how they take turns is in the [guide](guide/mixing.md). Each entry may have `stages`:
 sample stages for its own samples, which run behind `read` and before the common ones.
 """
 
@@ -138,8 +138,8 @@ to 15 where functions there hold the GIL; one that does not answer within a seco
 | `queue` | batches `ready` for the loop, and `open` (in the budget, complete or not), just now |
 | `host` | of the process that loads: `cpu_s`; `throttled_s` by the cgroup's CPU quota; `idle_s` of the CPUs it may use, added up; `read_bytes` by system calls, `disk_bytes` fetched for them, `page_cache_hits` (share); `late_p50_s`, `late_p99_s`: how late a thread of the trainer's process wakes up (CPU and the GIL). null: not known |
 | `store` | what connectors count; below |
-| `transfer` | copies to a GPU: `num_bytes`; of those that were timed `timed_bytes`, `copy_s` by the GPU's own clock, `exposed_s` of it while the loop waited for the batch, and so `bytes_per_s` and `overlap`, the share of `copy_s` in which the loop did not wait; not timed are sparse and nested tensors, those that cannot be pinned, and batches that are small or were held up ([when](guide.md#batches-on-the-gpu)); empty where batches stay on the CPU |
-| `verdict` | what limits the loop: `stage` (or `start`, `memory`, `wakeup`, `network`, `worker restart`; null: training is the limit), `percent` of the wall time lost to it, `confidence` from 0 to 1, `evidence`, the `change` to make, `kind`: [verdicts](guide.md#the-verdict); `source`: the one of several sources that alone holds the loop up, and what says so, or null |
+| `transfer` | copies to a GPU: `num_bytes`; of those that were timed `timed_bytes`, `copy_s` by the GPU's own clock, `exposed_s` of it while the loop waited for the batch, and so `bytes_per_s` and `overlap`, the share of `copy_s` in which the loop did not wait; not timed are sparse and nested tensors, those that cannot be pinned, and batches that are small or were held up ([when](guide/gpu.md)); empty where batches stay on the CPU |
+| `verdict` | what limits the loop: `stage` (or `start`, `memory`, `wakeup`, `network`, `worker restart`; null: training is the limit), `percent` of the wall time lost to it, `confidence` from 0 to 1, `evidence`, the `change` to make, `kind`: [verdicts](guide/stalls.md#the-verdict); `source`: the one of several sources that alone holds the loop up, and what says so, or null |
 | `tuning` | `executor` that runs, and where that is not the one asked for its `executor_reason`, `cpus` (that this process may use), `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also `processes` and their `pids`; with `ranks: {share: broadcast}` the rank that reads, `reader`, and the other ranks that get its batches, `peers`; where a crop comes next to `decode`, `jpeg`: how much of one is decoded, `whole` or `crop of` that stage; with `auto`: the sizes that are measured, whether they are `settled`, and the last 100 `decisions` (`at_s`, `knob`, `before`, `after`, `reason`, `effect`, `kept`, `gain` in throughput as a share, `stages` whose workers they are) |
 
 `loader.series()` is a list of dicts, one for each step of time: `at_s`, `seconds`; shares of it in `stall` (by cause) and `throttled`;
@@ -241,12 +241,12 @@ def render() -> str:
         side = f" Stands {where[stage.scope]}." if stage.scope in where else ""
         parts += [f"### `{kind}`\n", summary(stage.args) + side + "\n", table(stage.args, skip=StageArgs.model_fields)]
         for key, model in {"video": VideoArgs, "audio": AudioArgs}.items() if kind == "decode" else ():
-            parts += [f"`decode.{key}`: {summary(model)} More in [video and sound](media.md).\n", table(model)]
+            parts += [f"`decode.{key}`: {summary(model)} More in [{key}](jobs/{key}.md).\n", table(model)]
     parts += ["## Prefetch\n", summary(PrefetchArgs) + "\n", table(PrefetchArgs)]
     parts += ["`prefetch.ray`, for `executor: ray`:\n", table(RayArgs)]
     parts += ["## Errors\n", summary(ErrorsArgs) + "\n", table(ErrorsArgs)]
     parts += ["## Ranks\n", summary(RanksArgs) + "\n", table(RanksArgs)]
-    parts += ["## Metrics\n", summary(MetricsArgs) + " More in the [guide](guide.md#metrics).\n", table(MetricsArgs)]
+    parts += ["## Metrics\n", summary(MetricsArgs) + " More in the [guide](guide/metrics.md).\n", table(MetricsArgs)]
     parts += [METRICS, families()]
     parts += ["## Checkpoints\n", CHECKPOINTS, table(SaveSettings)]
     sections = {

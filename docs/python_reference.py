@@ -13,6 +13,7 @@ from loaderkit.checkpoint.manager.saving import Saving
 from loaderkit.connectors.base import GatherInto, Hashed, ReadHashed, ReadInto, ReadMany
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.integrations.ray import RayRows
+from loaderkit.joint_start import Run
 from loaderkit.metrics.writers import log
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.delivery.batch_numbers import DataLoaderParts
@@ -54,6 +55,10 @@ may be given by position; those that need not be given are in brackets.
 ### `loaderkit.restore`
 
 {block(loaderkit.restore)}
+### `loaderkit.start`
+
+{block(loaderkit.start)}
+{block(Run)}
 ### `loaderkit.CheckpointManager`
 
 {block(loaderkit.CheckpointManager, more={"__init__"})}
@@ -72,7 +77,7 @@ What `save` returns:
 ### `loaderkit.connectors`
 
 A connector reads objects of a store. `build` and `restore` take one for a scheme of URLs: `connectors={{"zip": ZipConnector("photos.zip")}}` serves
-`zip://` ([recipe](recipes.md#a-store-of-your-own)). These five calls are all that it needs:
+`zip://` ([recipe](jobs/own-store.md)). These five calls are all that it needs:
 
 {block(connectors.Connector)}
 {block(connectors.ObjectInfo)}
@@ -122,7 +127,7 @@ The contract suites, as classes of pytest tests; a subclass gives what their doc
 {block(testing.StageContract, only={"stage", "batch", "samples"})}
 ### `loaderkit.integrations`
 
-Ray Data ([guide](guide.md#ray-data)), `from loaderkit.integrations.ray import RayRows`:
+Ray Data ([guide](guide/iterables.md#ray-data)), `from loaderkit.integrations.ray import RayRows`:
 
 {block(RayRows, more={"__init__"}, only={"__init__"})}
 ### `loaderkit.metrics`

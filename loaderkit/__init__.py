@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from loaderkit import extend
     from loaderkit.checkpoint.manager.manager import CheckpointManager
     from loaderkit.checkpoint.restore.api import restore
+    from loaderkit.joint_start import start
     from loaderkit.loader import Loader, build
     from loaderkit.pipeline.config.builder import Pipeline
     from loaderkit.profile.watched.watch import watch
@@ -33,6 +34,7 @@ __all__ = [
     "extend",
     "metrics",
     "restore",
+    "start",
     "watch",
 ]
 # On first use: `import loaderkit` alone must not cost the import of torch (a second or more).
@@ -45,6 +47,7 @@ __getattr__ = public_names(
         "build": "loaderkit.loader",
         "extend": "loaderkit.extend",
         "restore": "loaderkit.checkpoint.restore.api",
+        "start": "loaderkit.joint_start",
         "watch": "loaderkit.profile.watched.watch",
     },
 )

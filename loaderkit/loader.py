@@ -379,7 +379,7 @@ class Loader(DataLoaderParts):
         return self._executors.series()
 
     def profile(self, *, import_s: float | None = None, trace: bool = False) -> Profile:
-        """A report on the loop that runs in its `with` block: why it waits, and what to change. See docs/guide.md.
+        """A report on the loop that runs in its `with` block: why it waits, and what to change. See docs/guide/profiling.md.
 
         with loader.profile() as report:
             for batch in loader:

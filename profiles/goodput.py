@@ -90,8 +90,8 @@ def lost_shares(cases: list[Interruptions], intervals: Floats, total: int, rng: 
         is_lost = lost[:, number]
         worth += np.where(is_lost, far, near)
         behind = np.where(is_lost, 0.0, near - far)
-    shares: Floats = 1.0 - worth / lives.sum(axis=1)
-    return shares
+    share: NDArray[np.float64] = 1.0 - worth / lives.sum(axis=1)
+    return share
 
 
 class Curve:

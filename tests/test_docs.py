@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 from buckets import upload
 from doc_examples import LOOPS, examples, libraries, named, needs_cluster, needs_frameworks
 from hf_folders import saved
+from mds_shards import write_mds
 from mixed_photos import write_mixed
 from seaweed import Seaweed
 
@@ -23,7 +27,19 @@ from loaderkit.connectors import Connector
 from profiles.reports import FOLDER, PAGE, filled, text_of
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/guide.md", "docs/recipes.md", "docs/sft.md", "docs/reading-a-report.md"]
+CHAPTERS = sorted(str(path.relative_to(ROOT)) for room in ("jobs", "guide") for path in ROOT.glob(f"docs/{room}/*.md"))
+BOOK = ("README.md", "docs/index.md", "docs/recipes.md", "docs/reading-a-report.md", *CHAPTERS)
+PAGES = [page for page in BOOK if examples(page)]
+WITH_FRAMEWORKS = [page for page in PAGES if any(needs_frameworks(text) for _, text in examples(page))]
+OF_LOOPS = [
+    (page, number)
+    for page in PAGES
+    for number, (kind, text) in enumerate(examples(page))
+    if kind == "python" and libraries(text) & {*LOOPS}
+]
+# Of what the examples make by themselves, as much as a test needs.
+FEW = {"make_dlrm.py": "10000", "make_volumes.py": "2", "make_tokens.py": "--shards=2", "make_chats.py": "--chats=64"}
+MOST_WORDS = 1200
 FOLDERS = ("docs", "examples", "profiles")
 LINKING_PAGES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.md"))
 LINKING_PAGES += ["CHANGELOG.md", "README.md"]
@@ -49,6 +65,12 @@ def folder(tmp_path: Path, photos: Path, shards: Path, monkeypatch: pytest.Monke
     (tmp_path / "pipeline.yaml").write_text(README_PIPELINE.replace("size: 64,", "size: 16,"))
     monkeypatch.setattr("loaderkit.cli.profile._HEADROOM_S", 0.2)  # of all CPUs
     monkeypatch.setattr("loaderkit.cli.profile._TRIAL_S", 0.2)
+    rows = [
+        {"image": path.read_bytes(), "label": number % 3} for number, path in enumerate(sorted(photos.rglob("*.jpg")))
+    ]
+    write_mds(tmp_path / "data" / "mds", {"image": "jpeg", "label": "int"}, rows, 20)
+    for name in ("examples", "pipelines"):
+        (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "bad.jsonl").touch()  # of a run in which nothing was bad
     return tmp_path
 
@@ -61,50 +83,101 @@ def bucket(shards: Path, seaweed: Seaweed, s3_keys: None, monkeypatch: pytest.Mo
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("also_frameworks", [False, pytest.param(True, marks=pytest.mark.integration)])
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    ("page", "also_frameworks"),
+    [
+        *((page, False) for page in PAGES),
+        *(pytest.param(page, True, marks=pytest.mark.integration) for page in WITH_FRAMEWORKS),
+    ],
+)
 def test_examples_run(
     page: str, also_frameworks: bool, folder: Path, bucket: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process: to import torch for each takes longer than all of them."""
     monkeypatch.chdir(folder)
-    num_run = 0
+    monkeypatch.setenv("PWD", str(folder))
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(sys, "argv", [*sys.argv])  # `loaderkit watch` runs a script in this process
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    for kind, text in examples(page):
-        if libraries(text) & {*LOOPS, "ray"} or needs_cluster(text):
+    for number, (kind, text) in enumerate(examples(page)):
+        if libraries(text) & {*LOOPS, "ray"} or needs_cluster(text) or text.startswith("# from "):
             continue  # as below, in tests/integrations and in tests/engine/ray
         if needs_frameworks(text) and not also_frameworks:
             continue
         if (module := re.match(r"# (\w+\.py)\n", text)) is not None:
             (folder / module[1]).write_text(text)
         elif kind == "python":
-            exec(compile(text, f"{page}, example {num_run}", "exec"), {"__name__": "example"})
+            exec(compile(text, f"{page}, example {number}", "exec"), {"__name__": "example"})
         elif kind == "yaml":
-            name = text.splitlines()[0].removeprefix("# ")
-            (folder / name).write_text(text.replace("size: 64,", "size: 16,"))
-            with loaderkit.build(folder / name) as loader:
-                assert len(list(loader)) == len(loader)
-        elif kind != "text":  # what a command has printed: the test of the reports does
-            assert kind == "sh"
-            for line in text.splitlines():
-                if line.startswith("loaderkit "):
-                    command = line.partition("#")[0].split()[1:]
-                    assert main(command) == 0, line
-        num_run += 1
-    assert num_run >= 3
+            run_pipeline(text)
+        elif kind == "sh":
+            run_commands(text, monkeypatch)
+        else:  # what a command has printed: the test of the reports does
+            assert kind in {"text", "bash"}
+
+
+def run_pipeline(text: str) -> None:
+    """Write it where its first line says, and load an epoch by it."""
+    if "apiVersion:" in text:
+        assert from_yaml(text)["kind"]
+        return
+    name = text.splitlines()[0].removeprefix("# ")
+    Path(name).write_text(text.replace("size: 64,", "size: 16,"))
+    with loaderkit.build(name) as loader:
+        assert len(list(loader)) == len(loader)
+
+
+def run_commands(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of loaderkit, and the examples that make data; others are named to be read."""
+    for line in text.splitlines():
+        found = re.match(r"((?:\w+=\S+ +)*)(loaderkit|python examples/\S+) +([^#]*)", line)
+        if found is None:
+            continue
+        for assigned in found[1].split():
+            name, _, value = assigned.partition("=")
+            monkeypatch.setenv(name, os.path.expandvars(value))
+        arguments = [os.path.expandvars(word) for word in found[3].split()]
+        if found[2] == "loaderkit":
+            few = ["--batches", "2"] if arguments[:1] == ["run"] and "--batches" not in arguments else []
+            assert main([*arguments, *few]) == 0, line
+        else:
+            program = found[2].split()[1]
+            few = [FEW[Path(program).name]] if Path(program).name in FEW else []
+            monkeypatch.setattr(sys, "argv", [program, *arguments, *few])
+            runpy.run_path(program, run_name="__main__")
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("library", LOOPS)
-def test_examples_of_other_loops_run(library: str, folder: Path) -> None:
-    """As programs of their own."""
-    (example,) = (text for _, text in examples("docs/recipes.md") if library in libraries(text))
-    (folder / "photos.yaml").write_text(named("docs/recipes.md", "photos.yaml"))
-    (folder / "validation.yaml").write_text(named("README.md", "validation.yaml"))
+@pytest.mark.parametrize(("page", "number"), OF_LOOPS)
+def test_examples_of_other_loops_run(page: str, number: int, folder: Path) -> None:
+    """As programs of their own, beside the files that the page and the README name."""
+    for kind, text in itertools.chain(examples("README.md"), examples(page)):
+        if kind == "yaml":
+            (folder / text.splitlines()[0].removeprefix("# ")).write_text(text.replace("size: 64,", "size: 16,"))
+    example = examples(page)[number][1]
     ran = subprocess.run([sys.executable, "-c", example], cwd=folder, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("page", ["docs/index.md", *CHAPTERS])
+def test_a_page_is_read_in_a_few_minutes(page: str) -> None:
+    assert len((ROOT / page).read_text().split()) <= MOST_WORDS
+
+
+def test_what_pages_show_of_programs_stands_in_them() -> None:
+    for page, (_, text) in itertools.chain.from_iterable(
+        zip(itertools.repeat(page), examples(page), strict=False) for page in PAGES
+    ):
+        if (found := re.match(r"# from (\S+\.py)\n", text)) is not None:
+            assert text.partition("\n")[2] in (ROOT / found[1]).read_text(), (page, found[1])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_scripts_of_shells_are_well_formed(page: str) -> None:
+    for kind, text in examples(page):
+        if kind in {"sh", "bash"}:
+            ran = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+            assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize("page", LINKING_PAGES)
@@ -122,7 +195,7 @@ def test_the_architecture_names_files_and_rooms_that_exist() -> None:
     assert len(named) > 40
     assert [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)] == []
     assert [name for name in re.findall(r"\b(?:\w+/)+(?=\s)", page) if not (package / name).is_dir()] == []
-    rooms = {path.parent.name for path in package.glob("*/__init__.py")} | {"errors", "loader"}
+    rooms = {path.parent.name for path in package.glob("*/__init__.py")} | {"errors", "joint_start", "loader"}
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == rooms
 
 

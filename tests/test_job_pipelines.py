@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import runpy
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
-from doc_examples import ROOT, named
+from doc_examples import ROOT
 
 import loaderkit
 from loaderkit.cli import main
@@ -119,55 +116,17 @@ def test_dlrm(made: Made) -> None:
     assert set(rows[:, 0].tolist()) == {0, 1}
 
 
-def test_clicks_in_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    draw = np.random.default_rng(0)
-    table = {
-        "label": draw.integers(0, 2, 6000, np.int32),
-        "counts": list(draw.integers(0, 99, (6000, 13), np.int32)),
-        "categories": list(draw.integers(0, 99, (6000, 26), np.int32)),
-    }
-    Path("data").mkdir()
-    pyarrow.parquet.write_table(pyarrow.table(table), "data/clicks.parquet")
-    Path("clicks.yaml").write_text(named("docs/jobs.md", "clicks.yaml"))
-    with loaderkit.build("clicks.yaml") as loader:
-        shapes = [{name: (*value.shape,) for name, value in batch.items() if name != "__key__"} for batch in loader]
-    assert shapes == 2 * [{"label": (2048,), "counts": (2048, 13), "categories": (2048, 26)}]
-
-
-def test_the_page_has_the_commands_of_each_pipeline() -> None:
-    page = (ROOT / "docs/jobs.md").read_text()
-    for name in ("detection", "segmentation", "image-text", "dlrm"):
-        head = (ROOT / f"pipelines/{name}.yaml").read_text()
-        script = f"examples/make_{name.replace('-', '_')}.py"
-        commands = [line for line in page.splitlines() if script in line or f"run pipelines/{name}.yaml" in line]
-        assert len(commands) == 2
-        assert all(command in head for command in commands)
-
-
 @pytest.mark.parametrize(
-    "name", ["detection", "segmentation", "dlrm", pytest.param("image-text", marks=pytest.mark.integration)]
+    "name", ["detection", "segmentation", "video", "audio", "gpt", "sft", "image-text", "dlrm", "volumes"]
 )
-def test_the_commands_run_from_a_clone(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As they stand on the page, with paths of where one is; but for the amount of data and the length of a step."""
-    for folder in ("examples", "pipelines"):
-        (tmp_path / folder).mkdir()
-        for file in (ROOT / folder).glob("*.py" if folder == "examples" else "*.yaml"):
-            shutil.copy(file, tmp_path / folder)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PWD", str(tmp_path))
-    page = (ROOT / "docs/jobs.md").read_text()
-    script = f"examples/make_{name.replace('-', '_')}.py"
-    (making,) = [line for line in page.splitlines() if line.startswith(f"python {script}")]
-    (running,) = [line for line in page.splitlines() if f"loaderkit run pipelines/{name}.yaml" in line]
-    monkeypatch.setattr(sys, "argv", [*making.split()[1:], "10000" if name == "dlrm" else "32"])
-    runpy.run_path(script, run_name="__main__")
-    variable, command = running.split(" loaderkit ")
-    key, value = variable.split("=")
-    monkeypatch.setenv(key, os.path.expandvars(value))
-    assert main([*command.split()[:2], "--batches", "2"]) == 0, capsys.readouterr().err
+def test_the_page_has_the_commands_of_the_pipeline(name: str) -> None:
+    """The tests of the pages run them."""
+    page = (ROOT / f"docs/jobs/{name}.md").read_text()
+    head = (ROOT / f"pipelines/{'unet3d' if name == 'volumes' else name}.yaml").read_text()
+    commands = [line.removeprefix("#").strip() for line in head.splitlines() if "python examples/make_" in line]
+    assert commands
+    assert all(command.partition("  ")[0] in page for command in commands)
+    assert f"loaderkit run pipelines/{'unet3d' if name == 'volumes' else name}.yaml" in page
 
 
 @pytest.mark.parametrize(

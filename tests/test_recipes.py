@@ -1,4 +1,4 @@
-"""What people begin with becomes a pipeline of at most 12 lines, and its batches are right: the recipes, with 480 pictures."""
+"""What people have becomes a pipeline of at most 12 lines, and its batches are right: examples of pages, with 480 pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,17 @@ import loaderkit
 from loaderkit._internal.config.yaml_text import from_yaml
 from loaderkit.cli import main
 
-PAGE = "docs/recipes.md"
+PAGES = {
+    "photos.yaml": "docs/recipes.md",
+    "leaves.yaml": "docs/recipes.md",
+    "hf.yaml": "docs/jobs/from-hugging-face.md",
+    "segmentation.yaml": "docs/jobs/segmentation.md",
+    "coco.py": "docs/jobs/detection.md",
+    "detection.yaml": "docs/jobs/detection.md",
+    "plain.py": "docs/jobs/from-dataloader.md",
+    "kept.yaml": "docs/jobs/from-dataloader.md",
+    "replaced.yaml": "docs/jobs/from-dataloader.md",
+}
 NUM_PHOTOS = 480
 
 
@@ -42,7 +52,7 @@ def files(folder: Path, rng: random.Random) -> list[Path]:
 
 def recipe(folder: Path, name: str) -> Path:
     """The recipe, written beside the data."""
-    text = named(PAGE, name)
+    text = named(PAGES[name], name)
     assert text.count("\n") <= 12
     (folder / name).write_text(text)
     return folder / name
@@ -143,7 +153,7 @@ def test_boxes_as_coco_has_them(folder: Path, rng: random.Random) -> None:
     for category in found["categories"]:
         category["name"] = str(category["id"])
     (folder / "data" / "coco" / "instances.json").write_text(json.dumps(found))
-    (folder / "coco.py").write_text(named(PAGE, "coco.py"))
+    (folder / "coco.py").write_text(named(PAGES["coco.py"], "coco.py"))
     path = recipe(folder, "detection.yaml")
     assert_trains(path, NUM_PHOTOS, 64)
     pipeline: Any = from_yaml(path.read_text())
@@ -172,11 +182,11 @@ class TestAScriptWithADataLoader:
         (folder / "data").mkdir()
         for name in ("train", "val"):
             (folder / "data" / name).symlink_to(photos)
-        (folder / "plain.py").write_text(named(PAGE, "plain.py"))
+        (folder / "plain.py").write_text(named(PAGES["plain.py"], "plain.py"))
         sys.modules.pop("plain", None)  # another test's
 
     def test_it_runs(self, folder: Path) -> None:
-        text = named(PAGE, "plain.py")
+        text = named(PAGES["plain.py"], "plain.py")
         assert 50 <= text.count("\n") <= 65
         ran = subprocess.run([sys.executable, "plain.py"], cwd=folder, check=True, capture_output=True, text=True)
         assert ran.stdout.count("right") == 2

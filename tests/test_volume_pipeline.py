@@ -37,7 +37,7 @@ def test_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         scan = np.random.default_rng(number).integers(0, 1000, (40, 36, 33), np.int16)
         for folder, values in (("scans", scan), ("masks", (scan > 990).astype(np.uint8))):
             nibabel.Nifti1Image(values, np.eye(4)).to_filename(tmp_path / f"data/cases/{folder}/{number}.nii.gz")
-    (tmp_path / "segment-scans.yaml").write_text(named("docs/recipes.md", "segment-scans.yaml"))
+    (tmp_path / "segment-scans.yaml").write_text(named("docs/jobs/volumes.md", "segment-scans.yaml"))
     monkeypatch.chdir(tmp_path)
     with loaderkit.build("segment-scans.yaml") as loader:
         batches = list(loader)

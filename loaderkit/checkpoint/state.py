@@ -7,6 +7,7 @@ state ─> resolve, one walk ─> values and paths by name, with the state_dict 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, cast
@@ -24,6 +25,15 @@ OptimizerKeys = Literal["auto", "names", "numbers"]
 _SIMPLE = {type(None), bool, int, float, complex, str, bytes, bytearray}
 _SEQUENCES = {list, tuple, set, frozenset, torch.Size}
 _TABLES = {dict, OrderedDict, defaultdict, Counter}
+
+
+class ExpectsState(ABC):
+    """An object of a state that is told what it will get before any tensor is read."""
+
+    @abstractmethod
+    def expect_state(self, state: Any) -> None:
+        """What `load_state_dict` will be called with, unless the checkpoint turns out to be damaged. What it raises ends the
+        restore."""
 
 
 def is_stateful(value: Any) -> bool:

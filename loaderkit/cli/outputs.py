@@ -17,7 +17,7 @@ from loaderkit.cli.terminal import console
 
 if TYPE_CHECKING:
     from loaderkit.profile.ranks import Merged
-    from loaderkit.profile.report import Report, RestoreReport
+    from loaderkit.profile.report import Report, RestoreReport, StartReport
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def compared(report: Report, outputs: Outputs) -> Report:
 
 
 def deliver(
-    report: Report | RestoreReport,
+    report: Report | RestoreReport | StartReport,
     outputs: Outputs,
     pipeline: Path | None = None,
     trace_json: Callable[[], str] | None = None,

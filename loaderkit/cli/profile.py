@@ -13,7 +13,14 @@ import typer
 from loaderkit.cli.experiments import Consumer, StepTime, maker, open_step, progress, sizes_of
 from loaderkit.cli.outputs import Outputs, compared, deliver, deliver_merged, open_outputs, read_report
 from loaderkit.cli.terminal import console
-from loaderkit.cli.terminal.options import Assignments, Debug, checkpoint_config, described, open_plan
+from loaderkit.cli.terminal.options import (
+    Assignments,
+    Debug,
+    checkpoint_config,
+    described,
+    open_plan,
+    parse_assignments,
+)
 from loaderkit.profile.experiments.loops import endless, run_steps, sleep_step
 
 if TYPE_CHECKING:
@@ -90,6 +97,15 @@ def profile(
         Path | None,
         typer.Option(metavar="FILE", help="Write the report as one HTML page with charts.", show_default=False),
     ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CHECKPOINTS",
+            help="Instead: restore the newest checkpoint below this folder or URL, with the loader started beside it, and say "
+            "what the first step waited for.",
+            show_default=False,
+        ),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Record what every worker does, for ui.perfetto.dev.", show_default=False),
@@ -140,13 +156,8 @@ def profile(
         _show_again(pipeline, outputs, conditions, merge=merge)
         return
     step = open_step(step_time, consumer)
-    if (restoring := checkpoint_config(path, assignments)) is not None:
-        if any((steps, seconds, step, what_if, verify is not None, html, trace, baseline, fail_if)):
-            raise typer.BadParameter(
-                f"{path} restores a checkpoint, which has no batches: of the options --cold, --json, --out and --set apply",
-                param_hint="P",
-            )
-        _profile_restore(restoring, outputs, cold=cold)
+    beside = any((steps, seconds, step, what_if, verify is not None, html, trace, baseline, fail_if))
+    if _is_no_loop(path, start, assignments, outputs, cold=cold, beside=beside):
         return
     from loaderkit.loader import Loader  # torch, too
     from loaderkit.profile.experiments.trial import untried
@@ -177,6 +188,26 @@ def profile(
     _check(report, conditions)
 
 
+def _is_no_loop(
+    path: Path, start: str | None, assignments: list[str] | None, outputs: Outputs, *, cold: bool, beside: bool
+) -> bool:
+    """Measure a start, or a restore, and True; False for a pipeline of batches. `beside`: there are options for that alone."""
+    if start is not None:
+        if beside or cold:
+            raise typer.BadParameter("only --json, --out and --set apply beside it", param_hint="--start")
+        _profile_start(path, start, assignments, outputs)
+        return True
+    if (restoring := checkpoint_config(path, assignments)) is None:
+        return False
+    if beside:
+        raise typer.BadParameter(
+            f"{path} restores a checkpoint, which has no batches: of the options --cold, --json, --out and --set apply",
+            param_hint="P",
+        )
+    _profile_restore(restoring, outputs, cold=cold)
+    return True
+
+
 def _profile_restore(config: PipelineConfig, outputs: Outputs, *, cold: bool) -> None:
     """Read a checkpoint through, and say how near that came to what its store gives."""
     from loaderkit.profile.restore_report import profile_restore
@@ -186,6 +217,26 @@ def _profile_restore(config: PipelineConfig, outputs: Outputs, *, cold: bool) ->
     deliver(report, outputs)
     if report.partial is not None:
         raise console.Interrupted(f"interrupted: the report is on {report.num_tensors} tensors")
+
+
+def _profile_start(path: Path, checkpoints: str, assignments: list[str] | None, outputs: Outputs) -> None:
+    """Start from the newest checkpoint, up to the first batch, and say what that waited for."""
+    import_s = _seconds_since_start()
+    from loaderkit.checkpoint import latest
+    from loaderkit.joint_start import start
+    from loaderkit.profile.start.critical_path import start_report, state_like
+
+    with progress("starting"):
+        into = state_like(latest(checkpoints), "loader")
+        begin_s = time.perf_counter()
+        with start(path, checkpoints, into, overrides=parse_assignments(assignments or [])) as run:
+            asked_s = time.perf_counter()
+            next(iter(run.loader))
+            done_s = time.perf_counter()
+            about = run.loader.as_subject().subject()
+    first_batch = (asked_s - begin_s, done_s - begin_s)
+    found = {"list_s": about.list_s, "index_s": about.index_s}
+    deliver(start_report(about.name, run.step, run.times, first_batch, import_s, **found), outputs)
 
 
 def _one(given: list[Path]) -> Path:

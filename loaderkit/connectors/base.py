@@ -255,6 +255,10 @@ class BulkConnector(Connector):
         """
         return []
 
+    def local_path(self) -> str | None:
+        """The directory of this machine whose regular files are the objects; None for other stores."""
+        return None
+
 
 def traits_of(connector: Connector) -> ConnectorTraits:
     """The traits of a connector; the defaults for one that declares none."""
@@ -293,6 +297,11 @@ def modified_s_of(connector: Connector, key: str) -> float | None:
 def links_of(connector: Connector, prefix: str) -> Sequence[str]:
     """The keys of the symbolic links to directories: `prefix`, or those in it."""
     return connector.links(prefix) if isinstance(connector, BulkConnector) else []
+
+
+def local_path_of(connector: Connector) -> str | None:
+    """The directory of this machine whose regular files are the objects; None for other stores."""
+    return connector.local_path() if isinstance(connector, BulkConnector) else None
 
 
 class ConnectorLayer(BulkConnector):

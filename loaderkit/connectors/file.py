@@ -88,6 +88,10 @@ class FileConnector(BulkConnector):
         inside = (f"{folder}/{name}" for folder, names, _ in os.walk(self._base + name) for name in names)
         return [os.path.relpath(path, self._root) for path in inside if os.path.islink(path)]
 
+    def local_path(self) -> str | None:
+        """The root; None for a subclass with a listing of its own."""
+        return self._root if type(self).list is FileConnector.list else None
+
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the file's bytes from `start` on, or raise; see `Connector.read_into`."""
         self._read(key, start, buffer, etag)

@@ -53,7 +53,7 @@ def fill_part(
 
 # ---------------------------------------------------------------------------------------------- samples
 
-def texts(data: bytes, ends: Int64s, numbers: Int64s) -> list[str]:
+def texts(data: bytes | memoryview, ends: Int64s, numbers: Int64s) -> list[str]:
     """The texts number `numbers` of the UTF-8 texts concatenated in `data`, which end at `ends`."""
 
 def members(

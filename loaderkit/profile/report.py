@@ -28,6 +28,7 @@ from loaderkit.profile.report_parts import (
     StageRow,
     StageTime,
     StallPart,
+    StartPart,
     Steps,
     Utilisation,
     VerdictPart,
@@ -157,3 +158,15 @@ class RestoreReport(_Document):
     objects: list[ObjectRow] = Field(description="those that took longest, at most 20")
     num_objects: int
     store: dict[str, Any] = Field(description="what the connector counts")
+
+
+class StartReport(_Document):
+    """All there is to say about one `loaderkit.start`."""
+
+    kind: Literal["start"] = "start"
+    step: int | None = Field(description="that was restored; null: there was no checkpoint")
+    total_s: float = Field(description="until the first batch was there, the program's imports included")
+    one_by_one_s: float = Field(description="the sum of all parts: about what they take one behind the other")
+    list_s: float = Field(description="of building the loader: to open the source and list it")
+    index_s: float = Field(description="of building the loader: to read or build indexes of archives")
+    parts: list[StartPart] = Field(description="in the order of their begin")

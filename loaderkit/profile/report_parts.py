@@ -274,6 +274,15 @@ class FirstBatch(Part):
     total_s: float
 
 
+class StartPart(Part):
+    """One part of a start; others may run beside it."""
+
+    name: str
+    begin_s: float = Field(description="since the program began")
+    end_s: float
+    is_critical: bool = Field(description="it lies on the path that the first step waited for")
+
+
 class Step(Part):
     """One step of the loop: it computed, then waited for the next batch."""
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +36,12 @@ class StringTable:
         for text in strings:
             data += text.encode("utf-8", "surrogateescape")
             ends.append(len(data))
-        self._data = bytes(data)
+        self._data: bytes | memoryview = bytes(data)
         self._ends = np.array(ends, np.int64)
 
     @classmethod
-    def packed(cls, data: bytes, ends: NDArray[np.int64]) -> StringTable:
-        """The table of strings concatenated in `data` that end at `ends` (int64 [n])."""
+    def packed(cls, data: bytes | memoryview, ends: NDArray[np.int64]) -> StringTable:
+        """The table of strings concatenated in `data`, which does not change, that end at `ends` (int64 [n])."""
         table = cls()
         table._data, table._ends = data, ends
         return table
@@ -58,6 +59,14 @@ class StringTable:
         ends = self._ends[:num]
         return self.packed(self._data[: int(ends[-1]) if len(ends) else 0], ends)
 
+    @property
+    def parts(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """What `packed` makes it of."""
+        return np.frombuffer(self._data, np.uint8), self._ends
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StringTable.packed, (bytes(self._data), self._ends)
+
     def __len__(self) -> int:
         return len(self._ends)
 
@@ -67,7 +76,7 @@ class StringTable:
             raise IndexError(f"string {index} of {num}")
         index %= num
         start = int(self._ends[index - 1]) if index else 0
-        return self._data[start : int(self._ends[index])].decode("utf-8", "surrogateescape")
+        return str(self._data[start : int(self._ends[index])], "utf-8", "surrogateescape")
 
     def take(self, indices: NDArray[np.int64]) -> list[str]:
         """The strings at several indices (0 to len - 1), in a tenth of the time of one by one."""
@@ -76,7 +85,7 @@ class StringTable:
     def __iter__(self) -> Iterator[str]:
         start = 0
         for end in self._ends.tolist():
-            yield self._data[start:end].decode("utf-8", "surrogateescape")
+            yield str(self._data[start:end], "utf-8", "surrogateescape")
             start = end
 
     def digest(self) -> bytes:
@@ -107,6 +116,13 @@ class Listing:
         self.keys = StringTable(keys())
         self.sizes = np.array(sizes, np.int64)
         self.etags = StringTable(etags)
+
+    @classmethod
+    def packed(cls, keys: StringTable, sizes: NDArray[np.int64], etags: StringTable) -> Listing:
+        """The listing of these columns."""
+        listing = cls()
+        listing.keys, listing.sizes, listing.etags = keys, sizes, etags
+        return listing
 
     def __len__(self) -> int:
         return len(self.sizes)

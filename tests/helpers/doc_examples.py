@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LIBRARIES = re.compile(r"^import (\w+)|object: \"(\w+):", re.MULTILINE)
+_FRAMEWORK_WORDS = ("torch.utils.tensorboard", "tokenize", "make_chats.py", "make_image_text.py")
 LOOPS = ("lightning", "accelerate", "transformers")
 
 with suppress(ModuleNotFoundError):
@@ -37,7 +38,7 @@ def libraries(text: str) -> set[str]:
 def needs_frameworks(text: str) -> bool:
     """True if `make integration` installs what an example imports."""
     names = {"datasets", "tokenizers", "torchvision", *LOOPS}
-    return bool(libraries(text) & names) or "torch.utils.tensorboard" in text or "tokenize" in text
+    return bool(libraries(text) & names) or any(word in text for word in _FRAMEWORK_WORDS)
 
 
 def needs_cluster(text: str) -> bool:

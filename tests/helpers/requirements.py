@@ -12,6 +12,7 @@ PACKAGES = (
     "datasets",
     "ipykernel",
     "lightning",
+    "material",  # of mkdocs-material
     "nbclient",
     "ray",
     "tensorboard",

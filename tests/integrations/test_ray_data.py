@@ -152,5 +152,7 @@ def test_without_a_connection_no_cluster_is_started(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_example_of_the_guide_runs(data: Any, tmp_path: Path) -> None:
-    (text,) = (text for _, text in examples("docs/guide.md") if "RayRows" in text and "ray" in libraries(text))
-    exec(compile(text, "docs/guide.md", "exec"), {"__name__": "example"})
+    (text,) = (
+        text for _, text in examples("docs/guide/iterables.md") if "RayRows" in text and "ray" in libraries(text)
+    )
+    exec(compile(text, "docs/guide/iterables.md", "exec"), {"__name__": "example"})

@@ -88,7 +88,7 @@ def test_its_queries_are_valid(tmp_path: Path) -> None:
 def test_a_real_prometheus_scrapes_by_the_recipe(tmp_path: Path) -> None:
     """Its answer to the dashboard's own queries, and to the number of batches."""
     port, own_port = free_port(), free_port()
-    text = named("docs/recipes.md", "prometheus.yml")
+    text = named("docs/guide/metrics.md", "prometheus.yml")
     assert text.count(":9431") == 1
     (tmp_path / "prometheus.yml").write_text(
         re.sub(r"\[trainer-0:9431.*\]", f"['127.0.0.1:{port}']", text).replace("15s", "100ms")

@@ -175,7 +175,8 @@ def test_a_connector_given_to_build_goes_before(tmp_path: Path) -> None:
 
 
 def test_two_stores_share_a_cache(tmp_path: Path, rng: random.Random) -> None:
-    """Their objects have the same keys, sizes and etags, and the same names in messages."""
+    """Their objects have the same keys, sizes and etags, and the same names in messages. Arrays have one sample: what is kept
+    are ranges as they were read, of as many samples as were read together."""
 
     class Terse(FileConnector):
         def stat(self, key: str) -> Any:
@@ -194,18 +195,18 @@ def test_two_stores_share_a_cache(tmp_path: Path, rng: random.Random) -> None:
     values = {name: rng.sample(range(100), 8) for name in ("a", "b")}
     for name, numbers in values.items():
         (tmp_path / name).mkdir()
-        np.save(tmp_path / name / "x.npy", np.array(numbers))
+        np.save(tmp_path / name / "x.npy", np.array([numbers]))
     for _ in range(2):
         for name, numbers in values.items():
             pipeline = Pipeline.array(f"terse://{tmp_path}/{name}/x.npy", cache={"dir": str(tmp_path / "cache")})
             with loaderkit.build(
-                pipeline.shuffle(False).read().batch(8), overrides={"prefetch.executor": "inline"}
+                pipeline.shuffle(False).read().batch(1), overrides={"prefetch.executor": "inline"}
             ) as loader:
-                assert next(iter(loader))["data"].tolist() == numbers
+                assert next(iter(loader))["data"].tolist() == [numbers]
     for name in values:
-        np.save(tmp_path / name / "x.npy", np.zeros(8, np.int64))
-    with loaderkit.build(pipeline.shuffle(False).read().batch(8), overrides={"prefetch.executor": "inline"}) as loader:
-        assert next(iter(loader))["data"].tolist() == values["b"], "it comes from the cache"
+        np.save(tmp_path / name / "x.npy", np.zeros((1, 8), np.int64))
+    with loaderkit.build(pipeline.shuffle(False).read().batch(1), overrides={"prefetch.executor": "inline"}) as loader:
+        assert next(iter(loader))["data"].tolist() == [values["b"]], "it comes from the cache"
 
 
 def test_temporary_errors_are_retried(tmp_path: Path) -> None:

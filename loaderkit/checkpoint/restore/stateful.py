@@ -28,7 +28,7 @@ from loaderkit.checkpoint.restore.requests import (
 )
 from loaderkit.checkpoint.restore.selection import Strictness, matches
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
-from loaderkit.checkpoint.state import is_stateful, leaves_of, modules_in, on_devices_of
+from loaderkit.checkpoint.state import ExpectsState, is_stateful, leaves_of, modules_in, on_devices_of
 from loaderkit.checkpoint.structure import RUN, WITHOUT, Structure, nest
 from loaderkit.checkpoint.wrappers import wrapper_hint
 from loaderkit.connectors.base import Connector
@@ -70,11 +70,12 @@ def restore_state(
         leaves = {name: leaf for name, leaf in leaves.items() if not f"{name}.".startswith(without)}
         optimizers = [leaf.path for leaf in leaves.values() if isinstance(leaf.value, torch.optim.Optimizer)]
         targets = _Targets(source.contents, structure, saved_groups(source, optimizers), state, strict)
-    for name, leaf in leaves.items():
-        targets.add(name, leaf)
-    targets.add_rest()
-    targets.part_shared()
-    targets.check()
+        for name, leaf in leaves.items():
+            targets.add(name, leaf)
+        targets.add_rest()
+        targets.part_shared()
+        targets.check()
+        targets.tell_expected(source)
     reader = StreamReader(url, process_group=process_group, timeout_s=timeout_s, connectors=connectors, rename=rename)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         load(targets.flat, storage_reader=reader, planner=DefaultLoadPlanner(), process_group=process_group)
@@ -279,6 +280,14 @@ class _Targets:
                 f"{self._contents.name} does not fit the state; nothing was written:\n" + "\n".join(lines),
                 missing=tuple(self._missing),
             )
+
+    def tell_expected(self, source: OpenCheckpoint) -> None:
+        """Tell the objects that want to know the state that they will get, which takes a request; one with tensors is not
+        told."""
+        for part in self._objects:
+            has_tensors = any(isinstance(value, torch.Tensor) for value in part.flat.values())
+            if isinstance(part.object, ExpectsState) and not has_tensors:
+                part.object.expect_state(part.state_of(source.plain_values([*part.flat])))
 
     def settle(self) -> None:
         """Put what was read where it belongs."""

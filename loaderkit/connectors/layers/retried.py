@@ -23,6 +23,7 @@ from loaderkit.connectors.base import (
     ReadMany,
     Writes,
     bulk_of,
+    local_path_of,
     modified_s_of,
 )
 from loaderkit.connectors.call_pool import CallPool
@@ -71,6 +72,10 @@ class RetryConnector(ConnectorLayer):
     def modified_s(self, key: str) -> float | None:
         """The time that `inner` gives."""
         return self._retries(lambda: self._bounded(lambda: modified_s_of(self.inner, key), self.inner.describe(key)))
+
+    def local_path(self) -> str | None:
+        """That of `inner`, whose listing this is."""
+        return local_path_of(self.inner)
 
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the object's bytes from `start` on, or raise; see `Connector.read_into`."""

@@ -22,6 +22,7 @@ class KindMethods:
         classes: tuple[str, ...] | list[str] | Mapping[str, int] | None = None,
         fields: Mapping[str, str] | None = None,
         optional: tuple[str, ...] | list[str] = ...,
+        listing: Literal["fresh", "keep"] | float | str = "fresh",
         limit: int | None = None,
         s3: Mapping[str, Any] = ...,
         retry: Mapping[str, Any] = ...,
@@ -43,6 +44,9 @@ class KindMethods:
             images/*.jpg, mask: masks/*.png}: files with one stem are one sample; default: images are
             `image`
         optional: fields whose file may be missing: it is then read as an empty one, so a text is empty
+        listing: keep: the listing is kept on this machine and used while no folder has changed, of local
+            folders; a duration, as 1d: used for that long, whatever has changed; fresh: listed at every
+            start
         limit: only the first N samples of the canonical order
         s3: for `s3://`: `source.s3`
         retry: when the store fails for a while: `source.retry`

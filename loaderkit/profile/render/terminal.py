@@ -13,6 +13,7 @@ from loaderkit.profile.render.lines import lines_section
 from loaderkit.profile.render.ported import ported_section
 from loaderkit.profile.render.restore import restore_sections
 from loaderkit.profile.render.saves import saves_table, saving_advice
+from loaderkit.profile.render.start import start_sections
 from loaderkit.profile.render.summary import (
     SOURCE_TIMES,
     as_text,
@@ -26,20 +27,22 @@ from loaderkit.profile.render.summary import (
     verdict_section,
 )
 from loaderkit.profile.render.tables import comparison
-from loaderkit.profile.report import Report, RestoreReport
+from loaderkit.profile.report import Report, RestoreReport, StartReport
 from loaderkit.profile.report_parts import Headroom, Rate, SlowItem, StageRow, VerdictPart, WhatIf
 
 _BAR = 20
 _WORTH_TELLING = 5.0  # percent of the time
 
 
-def to_text(report: Report | RestoreReport, width: int = 80) -> str:
+def to_text(report: Report | RestoreReport | StartReport, width: int = 80) -> str:
     """The report without colour."""
     return as_text(render(report), width)
 
 
-def render(report: Report | RestoreReport) -> RenderableType:
+def render(report: Report | RestoreReport | StartReport) -> RenderableType:
     """What a reader needs first; the rest is in the JSON."""
+    if isinstance(report, StartReport):
+        return Group(*start_sections(report))
     return Group(*(restore_sections(report) if isinstance(report, RestoreReport) else _sections(report)))
 
 

@@ -7,6 +7,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import chain, islice
 from typing import Annotated, Any, Literal, TypeVar
@@ -15,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, model_validator
 
-from loaderkit._internal.config.settings import as_tuple
+from loaderkit._internal.config.settings import Duration, as_tuple
 from loaderkit._internal.text import warn
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, SourceError
 from loaderkit.samples.sample import FieldRange, Sample, Table
-from loaderkit.sources.base import SourceKind
+from loaderkit.sources.base import ReadContext, Reader, SourceKind
 from loaderkit.sources.fields import (
     IMAGE_EXTENSIONS,
     FieldMap,
@@ -35,6 +36,7 @@ from loaderkit.sources.fields import (
 )
 from loaderkit.sources.files.class_folders import ClassFolders, oddities, shifted
 from loaderkit.sources.files.joined import join_files
+from loaderkit.sources.files.kept import KeptListing, ListedFiles
 from loaderkit.sources.files.labels import LabelTable, LabelTableArgs
 from loaderkit.sources.listing import Listing, cut_blocks, extension_of, said_counts
 from loaderkit.sources.patterns import Patterns, is_hidden
@@ -95,6 +97,11 @@ class FilesArgs(StoreArgs):
         "masks/*.png}: files with one stem are one sample; default: images are `image`",
     )
     optional: Optional = ()
+    listing: Literal["fresh", "keep"] | Duration = Field(
+        "fresh",
+        description="keep: the listing is kept on this machine and used while no folder has changed, of local folders; a "
+        "duration, as 1d: used for that long, whatever has changed; fresh: listed at every start",
+    )
 
     @model_validator(mode="after")
     def _label_has_one_origin(self) -> FilesArgs:
@@ -168,38 +175,77 @@ class FilesSource(RangeSource):
         self._limit = None if args.labels is not None else args.limit  # while listing: later of the files with a label
         self._odd_labels: tuple[str, ...] = ()
         self._first: str | None = None  # the field of the keys' files; None: their extensions tell
-        self._partners: dict[str, Listing] = {}  # of the other fields, one file a sample
-        self._missing: dict[str, str] = {}  # optional field -> the extension that a missing file would have
         if args.fields is not None and are_patterns(args.fields):
-            self._partners = join_files(connector, args.fields, self._limit, args.optional)
             self._first = next(iter(args.fields))
             self._patterns = Patterns(args.fields[self._first])
-            first = self._partners.pop(self._first)
-            files: Iterable[ObjectInfo] = map(first.__getitem__, range(len(first)))
-        else:
-            files = connector.list(self._patterns.prefix)
         self._field_map = FieldMap(args.fields if self._first is None else None)
-        self.left_out: Counter[str] = Counter()
-        self.num_of_systems = 0  # files in folders that a NAS leaves behind
-        self._takes_images = args.patterns is None and args.fields is None and self._has_image()
-        self._folders = ClassFolders(args.class_numbers, top=args.label == "top", is_given=args.classes is not None)
-        self._extensions: dict[tuple[str, str], None] = {}  # (field, extension), in order of first use
-        folder_ids = array("q")
-        self._listing = Listing(self._chosen(files, folder_ids))
-        if not len(self._listing):
-            self._fail_empty()
+        self._kept = KeptListing.of(connector, args, args.listing)
+        listed = None if self._kept is None else self._kept.load()
+        is_new = listed is None
+        if listed is None:
+            if self._kept is not None:
+                self._kept.begin()
+            listed = self._list()
+        self._take(listed)
         if args.labels is not None:
             self._take_labels(LabelTable(connector, args.labels))
-        for field, partners in self._partners.items():
-            self._extensions |= self._extensions_of(field, partners)
+        if is_new or args.labels is not None:
+            for field, partners in self._partners.items():
+                self._extensions |= self._extensions_of(field, partners)
         if self._takes_images and args.limit is None and self.left_out.total() >= len(self._listing):
             raise SourceError(
                 f"{args.url!r} holds {len(self._listing)} images and {self.left_out.total()} other files "
                 f"({said_counts(self.left_out)}): say in `include` which are the samples, as in '**/*.jpg', or '**/*' for all"
             )
-        self._refuse_pairs()
+        if is_new or args.labels is not None:
+            self._refuse_pairs()
         if args.label != "none":
-            self._number_classes(np.array(folder_ids, np.int64))
+            self._number_classes(listed.folders, listed.folder_ids)
+        if self._kept is not None and is_new:
+            found = replace(listed, extensions=tuple(self._extensions), missing=self._missing)
+            self._kept.save(listed if args.labels is not None else found)
+
+    def _list(self) -> ListedFiles:
+        """List the files. Raises SourceError if there are none."""
+        args, connector = self._args, self._connector
+        self._missing: dict[str, str] = {}
+        self._extensions: dict[tuple[str, str], None] = {}
+        self.left_out: Counter[str] = Counter()
+        self.num_of_systems = 0
+        partners: dict[str, Listing] = {}
+        if self._first is not None:
+            assert args.fields is not None
+            partners = join_files(connector, args.fields, self._limit, args.optional)
+            first = partners.pop(self._first)
+            files: Iterable[ObjectInfo] = map(first.__getitem__, range(len(first)))
+        else:
+            files = connector.list(self._patterns.prefix)
+        self._takes_images = args.patterns is None and args.fields is None and self._has_image()
+        self._folders = ClassFolders(args.class_numbers, top=args.label == "top", is_given=args.classes is not None)
+        folder_ids = array("q")
+        chosen = Listing(self._chosen(files, folder_ids))
+        if not len(chosen):
+            self._fail_empty()
+        return ListedFiles(
+            chosen,
+            self._folders.numbers,
+            np.array(folder_ids, np.int64),
+            partners,
+            tuple(self._extensions),
+            self._missing,
+            self.left_out,
+            self.num_of_systems,
+            self._takes_images,
+        )
+
+    def _take(self, listed: ListedFiles) -> None:
+        self._listing = listed.files
+        self._partners = dict(listed.partners)  # of the other fields, one file a sample
+        self._missing = dict(listed.missing)  # optional field -> the extension that a missing file would have
+        self._extensions = dict.fromkeys(listed.extensions)  # in order of first use
+        self.left_out = Counter(listed.left_out)
+        self.num_of_systems = listed.num_of_systems  # files in folders that a NAS leaves behind
+        self._takes_images = listed.takes_images
 
     def _take_labels(self, table: LabelTable) -> None:
         """Set the labels, and leave out the files without one, and those beyond `limit`."""
@@ -220,9 +266,8 @@ class FilesSource(RangeSource):
             names[number] = f"{names[number]}/{name}" if names[number] else name
         return names
 
-    def _number_classes(self, labels: NDArray[np.int64]) -> None:
+    def _number_classes(self, folders: Mapping[str, int], labels: NDArray[np.int64]) -> None:
         """Set the classes, and of every sample its own, from its folder's number."""
-        folders = self._folders.numbers
         if self._args.classes is None:
             self.classes = sorted(folders)
             class_of = {name: number for number, name in enumerate(self.classes)}
@@ -258,6 +303,10 @@ class FilesSource(RangeSource):
 
     def __len__(self) -> int:
         return len(self._listing)
+
+    def reader(self, context: ReadContext) -> Reader:
+        """See `RangeSource`. What was not listed now may be out of date."""
+        return super().reader(context if self._kept is None else self._kept.guarded(context))
 
     def key(self, index: int) -> str:
         """The file's path relative to `url`."""

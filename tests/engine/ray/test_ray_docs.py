@@ -23,7 +23,7 @@ from waiting import wait_for
 from loaderkit.cli import main
 
 ROOT = Path(__file__).parents[3]
-GUIDE, RECIPES = "docs/guide.md", "docs/recipes.md"
+GUIDE, RECIPES = "docs/guide/other-machines.md", "docs/recipes.md"
 
 
 @pytest.fixture

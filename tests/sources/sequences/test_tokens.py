@@ -18,6 +18,7 @@ from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectChangedError, SourceError
 from loaderkit.pipeline.config.registry import SOURCES
+from loaderkit.sources.bad_shards import BadShards
 from loaderkit.sources.base import Source
 from loaderkit.sources.sequences.document_ends import load_document_ends
 from loaderkit.sources.sequences.megatron import parse_megatron_index
@@ -41,7 +42,7 @@ def npy(array: np.ndarray[Any, Any]) -> bytes:
 def source_of(files: dict[str, bytes], url: str, **args: Any) -> Source:
     opens = SOURCES["tokens"].open
     assert opens is not None
-    return opens(TokensArgs.model_validate({"url": f"memory://{url}", **args}), MemoryConnector(files))
+    return opens(TokensArgs.model_validate({"url": f"memory://{url}", **args}), MemoryConnector(files), BadShards())
 
 
 def documents_in(path: Path, **more: Any) -> list[list[int]]:

@@ -1,0 +1,1 @@
+"""Reports on a start: what it waited for, and which of that another part hid."""

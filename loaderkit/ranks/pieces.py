@@ -10,30 +10,27 @@ from __future__ import annotations
 
 import hmac
 import logging
-import os
 import queue
-import secrets
 import socket
 import struct
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loaderkit._internal.system.machine import machine
 from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
 from loaderkit.errors import PeerError
+from loaderkit.ranks.sockets import Address, fill, keep_alive, listen, received
 
 logger = logging.getLogger("loaderkit")
 TIMEOUT_S = 300.0
 """How long a rank waits for another to connect."""
 _CONNECT_S = 10.0
 _FAREWELL_S = 2.0
-_TOKEN_BYTES = 32
 _HELLO = struct.Struct("<32sQ")  # the token, and who asks
 _REQUEST = struct.Struct("<QQQ")  # number, start, length
 _DONE = 2**64 - 1  # in place of a number
@@ -42,15 +39,6 @@ _MAX_REASON = 2000  # bytes
 _WELCOME = b"loaderkit"
 _DIED = "failed, or died, before it had all parts of a checkpoint"
 _GONE = "failed, or died, before it gave all parts of a checkpoint"
-
-
-class Address(NamedTuple):
-    """Where a rank listens: its machine, names of its host to be tried in order, the port, and what one must say there."""
-
-    machine: str
-    hosts: tuple[str, ...]
-    port: int
-    token: bytes
 
 
 class Piece(Protocol):
@@ -66,11 +54,8 @@ class PieceServer:
     """Gives pieces of this rank to others. It listens from the start, and answers once `serve` says what there is."""
 
     def __init__(self) -> None:
-        is_dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if is_dual else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=is_dual)
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self.address = Address(machine(), _own_hosts(), self._listener.getsockname()[1], self._token)
+        self._listener, self.address = listen()
+        self._token = self.address.token
         self._pieces: Sequence[Piece] | None = None
         self._changed = threading.Condition()
         self._connections: set[socket.socket] = set()
@@ -148,9 +133,9 @@ class PieceServer:
         rank: int | None = None
         is_main, end = False, _DIED
         try:
-            _keep_alive(connection)
+            keep_alive(connection)
             connection.settimeout(_CONNECT_S)
-            token, number = _HELLO.unpack(_received(connection, _HELLO.size))
+            token, number = _HELLO.unpack(received(connection, _HELLO.size))
             if not hmac.compare_digest(token, self._token):
                 return
             connection.settimeout(None)
@@ -181,7 +166,7 @@ class PieceServer:
             if number == _DONE:
                 return ""
             if number == _FAILED:
-                return f"failed: {_received(connection, length).decode(errors='replace')}"
+                return f"failed: {received(connection, length).decode(errors='replace')}"
             if self._closed or self._pieces is None:
                 break
             buffer = np.empty(length, np.uint8)
@@ -213,7 +198,7 @@ class PieceClient:
             connection = self._connected(rank, is_main=False)
         try:
             connection.sendall(_REQUEST.pack(number, start, len(target)))
-            _fill(connection, target)
+            fill(connection, target)
         except OSError as error:
             raise self._failed(rank) from error
         self._free[rank].put(connection)
@@ -254,15 +239,14 @@ class PieceClient:
 
     def _connected(self, rank: int, *, is_main: bool, timeout_s: float = _CONNECT_S) -> socket.socket:
         address = self._addresses[rank]
-        hosts = ("127.0.0.1", *address.hosts) if address.machine == machine() else address.hosts
         tried = []
-        for host in hosts:
+        for host in address.reachable():
             connection = None
             try:
                 connection = socket.create_connection((host, address.port), timeout_s)
-                _keep_alive(connection)
+                keep_alive(connection)
                 connection.sendall(_HELLO.pack(address.token, 2 * self._rank + is_main))
-                if _received(connection, len(_WELCOME)) != _WELCOME:
+                if received(connection, len(_WELCOME)) != _WELCOME:
                     raise ConnectionError("another program answers")
                 connection.settimeout(None)
             except OSError as error:
@@ -292,42 +276,3 @@ class RemoteElements:
     def copy(self, start: int, target: NDArray[np.uint8]) -> None:
         """Fill `target` with the bytes from `start` on. Raises PeerError."""
         self._client.read(self._rank, self._number, start, target)
-
-
-def _own_hosts() -> tuple[str, ...]:
-    """Names of this host that others may know: its address towards the job's first rank, and its own name."""
-    hosts: list[str] = []
-    if master := os.environ.get("MASTER_ADDR"):
-        for family in (socket.AF_INET, socket.AF_INET6):
-            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((master, 9))  # sends nothing, but chooses the way
-                hosts.append(probe.getsockname()[0])
-    hosts.append(socket.gethostname())
-    with suppress(OSError):
-        hosts.append(socket.gethostbyname(socket.gethostname()))
-    return tuple(dict.fromkeys(hosts))
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Notice within minutes that the other machine is gone."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _received(connection: socket.socket, num_bytes: int) -> bytes:
-    data = np.empty(num_bytes, np.uint8)
-    _fill(connection, data)
-    return data.tobytes()
-
-
-def _fill(connection: socket.socket, target: NDArray[np.uint8]) -> None:
-    """Raises ConnectionError if the other side closes first."""
-    view, done = target.data, 0
-    while done < len(target):
-        count = connection.recv_into(view[done:])
-        if not count:
-            raise ConnectionError("the connection was closed")
-        done += count

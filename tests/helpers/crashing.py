@@ -18,10 +18,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import loaderkit
 from loaderkit.checkpoint import StreamWriter
 from loaderkit.checkpoint.discovery.description import Format
+from loaderkit.checkpoint.discovery.locate import SAVING
 from loaderkit.connectors.base import Connector, ConnectorLayer, ObjectInfo, ObjectWriter, Writes, writes_of
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.writing import WriterLayer, WritesLayer
+from loaderkit.errors import UnreachableError
 
 _LEFT: list[ObjectWriter] = []  # of processes that have died
 
@@ -80,7 +82,13 @@ class _MortalWrites(WritesLayer):
         return _MortalWriter(self._clock.run("create", create), self._clock)
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
-        info: ObjectInfo = self._clock.run(f"put {key.rpartition('/')[2]}", lambda: self.inner.put(key, data))
+        name = key.rpartition("/")[2]
+        try:
+            info: ObjectInfo = self._clock.run(f"put {name}", lambda: self.inner.put(key, data))
+        except DeadError as error:
+            if name.startswith(f"{SAVING}job"):  # nothing depends on it: what is saved to another store is committed
+                raise UnreachableError(name) from error
+            raise
         return info
 
     def delete(self, key: str) -> None:

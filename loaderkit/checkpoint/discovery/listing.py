@@ -13,7 +13,7 @@ from typing import Any
 from loaderkit.checkpoint.discovery.by_manifest import objects_by_manifest
 from loaderkit.checkpoint.discovery.detect import NoCheckpointError
 from loaderkit.checkpoint.discovery.kinds import SHARD, is_description, step_in
-from loaderkit.checkpoint.discovery.locate import SAVING, CheckpointLocation, locate
+from loaderkit.checkpoint.discovery.locate import SAVING, STARTING, CheckpointLocation, locate
 from loaderkit.checkpoint.discovery.manifest import NAME, manifest_key, needed_objects, read_manifest
 from loaderkit.checkpoint.discovery.open import open_checkpoint
 from loaderkit.checkpoint.transfer.fetch import fetch_of
@@ -105,7 +105,11 @@ def names_below(location: CheckpointLocation) -> dict[str, list[ObjectInfo]]:
     names: dict[str, list[ObjectInfo]] = {}
     for info in location.connector.list(location.prefix):
         names.setdefault(info.key[cut:].partition("/")[0], []).append(info)
-    return {name: infos for name, infos in names.items() if not name.endswith((NAME, ".tmp"))}
+    return {
+        name: infos
+        for name, infos in names.items()
+        if not name.endswith((NAME, ".tmp")) and not name.startswith(STARTING)
+    }
 
 
 def url_below(prefix: str | os.PathLike[str], name: str) -> str:

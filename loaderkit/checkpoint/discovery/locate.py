@@ -21,6 +21,8 @@ from loaderkit.sources.formats.tar_index import load_index
 SAVING = ".saving-"
 """Begins the name of a directory that is being written, and the name of a file beside it that says which process writes
 it."""
+STARTING = ".starting-"
+"""Begins the name of a file that says that a program begins with what it has restored."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 

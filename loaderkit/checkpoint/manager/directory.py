@@ -7,7 +7,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ from loaderkit.checkpoint.save.placement import (
 )
 from loaderkit.checkpoint.save.prune import remove_directory
 from loaderkit.checkpoint.structure import OWN_KEY, WITHOUT
-from loaderkit.connectors.base import Connector, writes_of
+from loaderkit.connectors.base import Connector, ObjectInfo, writes_of
 from loaderkit.errors import CheckpointError, ConfigError, ConnectorError, FormatError, ObjectNotFoundError, printable
 
 logger = logging.getLogger("loaderkit")
@@ -96,8 +96,9 @@ class RunDirectory:
         milliseconds. Raises ConnectorError."""
         found: dict[int, int] = {}
         with self._opened() as target:
-            committed = _manifests(target)
-            for info in listed(target.connector, f"{target.parent}step-"):
+            infos = list(listed(target.connector, f"{target.parent}step-"))
+            committed = _manifests_in(target, infos)
+            for info in infos:
                 folder, _, name = info.key[len(target.parent) :].partition("/")
                 step = _step_in(folder)
                 if step in committed:
@@ -254,6 +255,16 @@ class RunDirectory:
         with self._opened() as target:
             writes_of(target.connector).put(target.parent + name, data)
 
+    def names(self, prefix: str) -> list[str]:
+        """The names that begin so, of files in the directory and below it. Raises ConnectorError."""
+        with self._opened() as target:
+            return [info.key[len(target.parent) :] for info in listed(target.connector, target.parent + prefix)]
+
+    def remove(self, name: str) -> None:
+        """Remove a small file; a missing one is no error. Raises ConnectorError."""
+        with self._opened() as target:
+            writes_of(target.connector).delete(target.parent + name)
+
     @contextmanager
     def probed(self) -> Iterator[str]:
         """Write a small file, and remove it after the block; its name. The next save clears it after a process that died.
@@ -347,8 +358,12 @@ def _is_of_manager(target: SaveTarget, name: str, description: str) -> bool:
 
 def _manifests(target: SaveTarget) -> dict[int, str]:
     """Step -> the key of its manifest, for the directories that are named as `step_name` does."""
+    return _manifests_in(target, listed(target.connector, f"{target.parent}step-"))
+
+
+def _manifests_in(target: SaveTarget, infos: Iterable[ObjectInfo]) -> dict[int, str]:
     found = {}
-    for info in listed(target.connector, f"{target.parent}step-"):
+    for info in infos:
         name, _, rest = info.key[len(target.parent) :].partition("/")
         step = _step_in(name)
         if step is not None and rest == NAME:

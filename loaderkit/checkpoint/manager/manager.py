@@ -9,7 +9,7 @@ import operator
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from time import monotonic
 from types import TracebackType
@@ -53,10 +53,11 @@ class CheckpointManager:
     format, or as safetensors (see `StreamWriter`).
 
     `target` is the directory (a path, or a URL such as s3://bucket/runs/a), a mapping, or the path of a .yaml file with `to`,
-    `local`, `every`, `mtbf`, `keep`, `format`, `optimizer_keys`, `when_busy`, `flush`, `copies` and `notice`; each may be given
-    by name instead. With `local` they are committed there first, and uploaded by rank 0 behind training. With several ranks of
-    torch.distributed, or of `process_group`, each makes one and calls the same methods. `timeout_s`: how long a rank waits for
-    another of which it hears nothing. It is a context manager: at the end, what is being written and uploaded is waited for.
+    `local`, `every`, `mtbf`, `keep`, `format`, `optimizer_keys`, `when_busy`, `flush`, `copies`, `replicas` and `notice`; each
+    may be given by name instead. With `local` they are committed there first, and uploaded by rank 0 behind training; with
+    `replicas` each node has its own, and a part of another's. With several ranks of torch.distributed, or of `process_group`,
+    each makes one and calls the same methods. `timeout_s`: how long a rank waits for another of which it hears nothing. It is a
+    context manager: at the end, what is being written, replicated and uploaded is waited for.
 
     The state is a nested dict of tensors, DTensors, plain values and objects with `state_dict` and `load_state_dict`: modules,
     optimizers, schedulers, the loader, `loaderkit.checkpoint.RngState()`; what each rank has for itself as a `PerRank`.
@@ -75,6 +76,7 @@ class CheckpointManager:
         when_busy: str | None = None,
         flush: str | None = None,
         copies: Sequence[Mapping[str, Any]] | None = None,
+        replicas: int | None = None,
         notice: Mapping[str, Any] | None = None,
         timeout_s: float = 300.0,
         process_group: Any = None,
@@ -93,6 +95,7 @@ class CheckpointManager:
             when_busy=when_busy,
             flush=flush,
             copies=copies,
+            replicas=replicas,
             notice=notice,
         )
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
@@ -101,7 +104,8 @@ class CheckpointManager:
         self._connectors = dict(connectors or {})
         is_apart = self.settings.flush == "process"
         self._board = _board(process_group, timeout_s, with_address=is_apart)
-        self._tiers = Tiers(self.settings, self._connectors, self._board)
+        self._tiers = Tiers(self.settings, self._connectors, self._board, timeout_s=timeout_s)
+        self._starts = self._tiers.starts
         self._flush: Flush = (ProcessFlush if is_apart else ThreadFlush)(
             self._tiers.url_of(0),
             self._connectors,
@@ -136,6 +140,7 @@ class CheckpointManager:
     def should_save(self, step: SupportsIndex) -> bool:
         """True if `save(step, ...)` would save: `every` says so, or a notice came. All ranks agree on the step."""
         number = _whole(step)
+        self._has_stepped()
         if number == self._last_step:
             return False
         return self._is_due(number) or self.reached_preemption(number)
@@ -143,9 +148,15 @@ class CheckpointManager:
     def reached_preemption(self, step: SupportsIndex) -> bool:
         """True from the step on after which the job is to stop, the same on every rank; that step is saved, if `save` is called
         for every step before this."""
+        self._has_stepped()
         if self.settings.notice is None:
             return False
         return self._preemption.reached(_whole(step))
+
+    def _has_stepped(self) -> None:
+        """The start has come to a step: what it has restored did not end it."""
+        if self._starts is not None:
+            self._starts.done()
 
     def _noticed(self) -> str | None:
         return None if self._notice is None else self._notice.reason
@@ -194,6 +205,7 @@ class CheckpointManager:
         """
         self._check_open()
         number, numbers = _whole(step), _numbers(metrics or {})
+        self._has_stepped()
         if self._chosen is not None:
             self._tiers.check_rewound(self._chosen, number)
             self._chosen = None
@@ -261,6 +273,7 @@ class CheckpointManager:
                 states.append(state)
 
         def afterwards() -> None:
+            self._tiers.replicate(step)
             if self._is_first():
                 if board is not None:
                     board.remove([*messages_of(board, last_key), *asked])
@@ -340,6 +353,7 @@ class CheckpointManager:
         upload that has failed before is tried again."""
         self._check_open()
         self._wait()
+        self._tiers.finish_replicas()
         self._tiers.finish()
 
     def _wait(self) -> float:
@@ -386,9 +400,10 @@ class CheckpointManager:
 
         It may have been saved by any number of ranks. One that is damaged is passed over with a warning that says why, also if
         that shows only while it is read: of a step in `local` for the same in `to`, then for the one before. If none is left,
-        that is an error. Where no CheckpointManager has saved one, the newest of another make is taken, such as of dcp.save or
-        torch.save, if its name tells its step. Raises CheckpointError, before anything is written, if names, shapes or dtypes
-        do not fit, and if there are checkpoints of another make and none can be taken.
+        that is an error. One that two starts have restored that then ended, by an error or killed, before the first call of
+        `save`, is passed over likewise, unless it is asked for by `step`. Where no CheckpointManager has saved one, the newest
+        of another make is taken, such as of dcp.save or torch.save, if its name tells its step. Raises CheckpointError, before
+        anything is written, if names, shapes or dtypes do not fit, and if there are checkpoints and none can be taken.
 
         `strict` and `rename` are those of `loaderkit.restore`, with names as in "model.head.weight":
         `strict={"missing": "model.head.*", "unexpected": "model.rotary.*"}` gives globs: what the checkpoint lacks of the
@@ -421,7 +436,10 @@ class CheckpointManager:
                 rename=rename,
             )
 
-        chosen = restore_newest(self._tiers, number, restore, board=self._board, key=key, connectors=self._connectors)
+        with nullcontext() if self._starts is None else self._starts.told():
+            chosen = restore_newest(
+                self._tiers, number, restore, board=self._board, key=key, connectors=self._connectors
+            )
         if chosen is not None:
             self._last_step = chosen
             self._chosen = number
@@ -446,8 +464,9 @@ class CheckpointManager:
         it was committed. `hashing_s`, `writing_s`, `syncing_s`: of all threads together, of the ranks that this one knows of
         (itself, or at rank 0 all). `commit_s`: at rank 0. `last`: `Saving.stats` of the last save that is over, with the same
         by rank and file; None: there is none. At rank 0 with `local`: `num_uploaded`, `num_superseded` (not uploaded, as `keep`
-        names newer ones only), `num_failed_uploads`, `uploaded_bytes`, `upload_s`. A save upon a notice with `within` has
-        `extent`: `whole`, `place` and the `seconds` that were expected.
+        names newer ones only), `num_failed_uploads`, `uploaded_bytes`, `upload_s`. At the first rank of each node with
+        `replicas`: `num_replicated`, `num_failed_replicas`, `replicated_bytes`, `replica_s`. A save upon a notice with `within`
+        has `extent`: `whole`, `place` and the `seconds` that were expected.
         """
         return {**self._stats, **self._tiers.stats(), "last": self._last_stats}
 
@@ -461,6 +480,8 @@ class CheckpointManager:
         if self._closed:
             return []
         self._closed = True
+        if self._starts is not None:
+            self._starts.end(cause)
         failures = []
         try:
             for what, end in (("saved", self._end_saving), ("uploaded", partial(self._end_uploads, cause))):
@@ -487,15 +508,29 @@ class CheckpointManager:
                 self._board.leave("the block of its CheckpointManager", cause)
             if self._board.rank > 0:
                 return
-        if self._extent is None:
-            self._tiers.finish()
-        elif self._extent.place == "to" and self._preemption.end_s is not None:
-            self._tiers.finish(max(0.0, self._pace.left_s(self._preemption.end_s)))
+        if self._extent is not None:
+            self._end_in_time(self._extent, cause)
         else:
-            return  # the next run uploads it
+            try:
+                if cause is None:
+                    self._tiers.finish_replicas()
+            finally:
+                self._tiers.finish()
         key = self._tiers.last_key
         if cause is None and self._board is not None and self._board.rank == 0 and key is not None:
             wait_for_others(self._board, key)
+
+    def _end_in_time(self, extent: Extent, cause: BaseException | None) -> None:
+        """After a save upon a notice: wait for what it saved, as long as there is time. The next run does the rest."""
+        end_s = self._preemption.end_s
+        if end_s is None:
+            return
+        try:
+            if extent.place == "to":
+                self._tiers.finish(max(0.0, self._pace.left_s(end_s)))
+        finally:
+            if cause is None:
+                self._tiers.finish_replicas(max(0.0, self._pace.left_s(end_s)))
 
     def __enter__(self) -> CheckpointManager:
         return self

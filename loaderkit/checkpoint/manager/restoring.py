@@ -55,6 +55,8 @@ def restore_newest(
         ):  # `restore` may call a collective, which knows neither of a rank that has left nor of our timeout
             board.post(f"{about}/begins/{board.rank}")
             board.collect(f"{about}/begins", about=about, doing=_DOING)
+        if tiers.starts is not None:
+            tiers.starts.begin(urls[-1])
         error = _error_of(restore, urls, board, about)
         if not _has_failed(board, about, error):
             return chosen

@@ -237,6 +237,13 @@ class SaveSettings(Model):
     ] = Field(
         None, description="a faster directory in which they are committed first, then uploaded: a path or a mapping"
     )
+    replicas: int = Field(
+        0,
+        ge=0,
+        le=1,
+        description="1: each node has a `local` of its own, and keeps there what the node before it has saved, too, so that "
+        "one node's may be lost",
+    )
     every: Annotated[
         Every | None, BeforeValidator(lambda value: None if value is None else _parse_every(value)), _SERIALIZED
     ] = Field(
@@ -307,8 +314,12 @@ def save_settings(target: str | os.PathLike[str] | Mapping[str, Any], **argument
     problems.raise_problems()
     assert settings is not None
     settings = settings.model_copy(update={"to": _absolute(settings.to, base)})
+    if settings.replicas and settings.local is None:
+        raise ConfigError("replicas: they are of what is in `local`: give that, too")
     if settings.local is not None:
         local = settings.local.model_copy(update={"path": _absolute(settings.local.path, base)})
+        if settings.replicas and _URL.match(local.path):
+            raise ConfigError(f"replicas: the folder of a node is a path on its own disk or tmpfs, not {local.path!r}")
         if local.path == settings.to:
             raise ConfigError(
                 f"local.path: {local.path!r} is `to` as well: leave `local` out, or give another directory"

@@ -16,10 +16,13 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import takewhile
 from typing import Any
 
+from loaderkit.checkpoint.discovery.kinds import step_in
 from loaderkit.checkpoint.discovery.latest import is_there
 from loaderkit.checkpoint.manager.directory import RunDirectory, step_name
 from loaderkit.checkpoint.manager.settings import SaveSettings
 from loaderkit.checkpoint.manager.uploads import Uploads
+from loaderkit.checkpoint.nodes.joining import JobNodes
+from loaderkit.checkpoint.save.starts import StartLog
 from loaderkit.checkpoint.timing.costs import Extent
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import (
@@ -37,13 +40,16 @@ logger = logging.getLogger("loaderkit")
 _CLAIM = "loaderkit-local.json"  # in the local directory: whose it is
 _CHECKED, _SEEN = "directories", "local-directory"
 _DOING = "the ranks look at the directories of the checkpoints"
+_NODES = "loaderkit-nodes"  # the scheme of the folders of all nodes
 
 
 class Tiers:
     """The directories of a run; rank 0 uploads. `near` is where saves go, `far` where checkpoints last; without `local` that is
-    the same one."""
+    the same one. With `replicas` the local directories of all nodes are one store, which `connectors` gets."""
 
-    def __init__(self, settings: SaveSettings, connectors: dict[str, Connector], board: Board | None) -> None:
+    def __init__(
+        self, settings: SaveSettings, connectors: dict[str, Connector], board: Board | None, *, timeout_s: float
+    ) -> None:
         """Raises ConfigError if a directory cannot be written to, if the local one is another run's or the same as `to`, or
         if the ranks do not share it; PeerError on the other ranks."""
         self._keep, self._local, self._board = settings.keep, settings.local, board
@@ -57,8 +63,14 @@ class Tiers:
         self._num_finished = self._num_rewound = 0
         self._is_claimed = self._has_saved = False
         self._saving = threading.Lock()  # while something in `near` is being written or removed
+        self._nodes: JobNodes | None = None
         if settings.local is not None:
-            self._near = RunDirectory(settings.local.path, connectors, **kinds)
+            near = settings.local.path
+            if settings.replicas:
+                self._nodes = JobNodes(near, board, timeout_s, replicated=self._retain_unless_saving)
+                connectors[_NODES], near = self._nodes.store, f"{_NODES}://"
+            self._near = RunDirectory(near, connectors, **kinds)
+        self.starts = StartLog(self._near) if board is None or board.rank == 0 else None
         try:
             self._agree_on_directories()
         except BaseException:
@@ -130,10 +142,17 @@ class Tiers:
             return sorted({other for other, _ in takewhile(lambda found: found[0] > step, self.whole())})
         return []
 
+    def replicate(self, step: int) -> None:
+        """A step is committed, on this rank: bring the part of another node here, behind training."""
+        if self._nodes is not None:
+            self._nodes.committed(step_name(step))
+
     def committed(self, step: int, metrics: Mapping[str, float], extent: Extent | None = None) -> None:
         """A step is committed, on rank 0: upload it, and remove what is not to be kept any more. With the extent that a notice
         has left time for nothing is removed, and nothing else is uploaded."""
         self._near.note(step, metrics, time.time())
+        if self.starts is not None:
+            self.starts.forget(step)
         (self._partial.discard if extent is None or extent.whole else self._partial.add)(step)
         if extent is not None:
             if self._uploads is not None:
@@ -185,7 +204,9 @@ class Tiers:
         uploads, local = self._uploads, self._local
         assert uploads is not None
         assert local is not None
-        self._near.retain(local.keep, lambda saved: uploads.stays(saved) | {*steps})
+        names = set() if self._nodes is None else self._nodes.stays()
+        stays = {*steps, *(step for step in map(step_in, names) if step is not None)}
+        self._near.retain(local.keep, lambda saved: uploads.stays(saved) | stays)
 
     # ----------------------------------------------------------------------------------------------------- restore
 
@@ -199,15 +220,21 @@ class Tiers:
         """(step, URL) of the checkpoints that are whole, of this step or of all: the newest first, of a step the local one,
         unless that was saved before the other.
 
-        Those that are damaged are passed over, with a warning that says why. Where no manager has saved any, the newest whole
-        one of another make. Raises ConnectorError for a failure of the store `to`, CheckpointError if there are checkpoints and
-        none is whole, or none tells its step, and for `step` what is wrong with it, FormatError too.
+        Those that are damaged, or have ended two starts, are passed over, with a warning that says why. Where no manager has
+        saved any, the newest whole one of another make. Raises ConnectorError for a failure of the store `to`, CheckpointError
+        if there are checkpoints and none is whole, or none tells its step, and for `step` what is wrong with it, FormatError.
         """
+        if self._nodes is not None:
+            self._warn_of_missing(self._nodes)
+        found = self._whole(step)
+        return found if step is not None or self.starts is None else self.starts.passing(found)
+
+    def _whole(self, step: int | None) -> Iterator[tuple[int, str]]:
         problem: Exception | None = None
         has_found = False
         tried: set[int] = set()
         while True:
-            there = {directory.url: directory.generations() for directory in self._directories()}
+            there = self._generations()
             steps = sorted({number for found in there.values() for number in found}, reverse=True)
             # What was tried may be gone because newer ones were saved: those are next.
             left = [number for number in (steps if step is None else [step]) if number not in tried]
@@ -239,6 +266,24 @@ class Tiers:
             f"none of the {len(steps)} checkpoints in {' and '.join(there)} is whole, so nothing is restored; the newest: "
             f"{problem}. To begin anew, remove them or save to another directory"
         )
+
+    def _generations(self) -> dict[str, dict[int, int]]:
+        """By directory. Nodes that have a whole step can do without an answer from `to`."""
+        there = {self._near.url: self._near.generations()}
+        try:
+            return there | {directory.url: directory.generations() for directory in self._directories()[1:]}
+        except ConnectorError as error:
+            if self._nodes is None or not there[self._near.url]:
+                raise
+            logger.warning("%s may have newer checkpoints than the nodes do, and cannot be asked: %s", self._far, error)
+            return there | {self._far.url: {}}
+
+    def _warn_of_missing(self, nodes: JobNodes) -> None:
+        for name, missing in sorted(nodes.store.view("step-").missing.items()):
+            logger.warning(
+                "%s is passed over: none of %d nodes has %s%s of it",
+                *(name, len(nodes.members), missing[0], f" and {len(missing) - 1} more files" if missing[1:] else ""),
+            )
 
     def _looked_at(
         self, step: int, there: Mapping[str, Mapping[int, int]], *, is_chosen: bool
@@ -290,6 +335,11 @@ class Tiers:
         if self._uploads is not None:
             self._uploads.raise_failure()
 
+    def finish_replicas(self, within_s: float | None = None) -> None:
+        """Return once all nodes have their replicas, or after `within_s`, on every rank. Raises PeerError."""
+        if self._nodes is not None:
+            self._nodes.finish(within_s)
+
     def upload_s(self, chosen: Callable[[Iterable[float]], float]) -> float | None:
         """Of what the last uploads have taken; None: there was none, or this is not rank 0."""
         times_s = [] if self._uploads is None else self._uploads.times_s()
@@ -328,11 +378,14 @@ class Tiers:
         return None if self._num_finished == 0 else f"uploads-{self._num_finished - 1}"
 
     def stats(self) -> dict[str, float]:
-        """Of the uploads, on rank 0."""
-        return {} if self._uploads is None else self._uploads.stats()
+        """Of the uploads, on rank 0, and of the replicas, on the first rank of each node."""
+        uploads = {} if self._uploads is None else self._uploads.stats()
+        return uploads | ({} if self._nodes is None else self._nodes.stats())
 
     def close(self) -> None:
-        """Close the connectors. Idempotent."""
+        """Close the connectors, and give other nodes nothing any more. Idempotent."""
+        if self._nodes is not None:
+            self._nodes.close()
         for directory in self._directories():
             directory.close()
 
@@ -345,7 +398,8 @@ class Tiers:
             with self._checked():
                 return
         if board.rank > 0:
-            self._look_for(board.wait_for(_CHECKED, 0, about=_CHECKED, doing=_DOING).decode())
+            name = board.wait_for(_CHECKED, 0, about=_CHECKED, doing=_DOING).decode()
+            self._look_for(name)
             return
         with ExitStack() as probes:
             try:
@@ -399,7 +453,7 @@ class Tiers:
         """Raise ConfigError unless all ranks see the file in the local directory."""
         board = self._board
         assert board is not None
-        if not name:
+        if not name or self._nodes is not None:
             return
         is_there = False
         with suppress(ConnectorError):
@@ -412,23 +466,23 @@ class Tiers:
             raise ConfigError(
                 f"local: {len(blind)} of {len(board)} ranks, such as {board.global_ranks[rank]} on {host}, do not see in "
                 f"{self._near} what rank {board.global_ranks[0]} has written there: a checkpoint would be split over the "
-                "machines. Give a directory that all ranks share, or leave `local` out where a job has several machines"
+                "machines. Give a directory that all ranks share, or `replicas: 1`, with which each machine has its own"
             )
 
     def _check_claim(self) -> None:
         data = self._near.read(_CLAIM)
-        if data is None:
-            return
-        try:
-            owner = json.loads(data)["to"]
-        except (ValueError, KeyError, TypeError):
-            owner = "?"
-        if owner != self._far.url:
-            raise ConfigError(
-                f"local: {self._near} holds checkpoints that belong to {owner}, not to {self._far}: restoring would take them "
-                f"for this run's. Give each run its own directory; if `to` has moved, remove {self._near}/{_CLAIM}"
-            )
-        self._is_claimed = True
+        claims = [] if data is None else [data] if self._nodes is None else self._nodes.store.copies_of(_CLAIM)
+        for claim in claims:
+            try:
+                owner = json.loads(claim)["to"]
+            except (ValueError, KeyError, TypeError):
+                owner = "?"
+            if owner != self._far.url:
+                raise ConfigError(
+                    f"local: {self._near} holds checkpoints that belong to {owner}, not to {self._far}: restoring would take "
+                    f"them for this run's. Give each run its own directory; if `to` has moved, remove {self._near}/{_CLAIM}"
+                )
+        self._is_claimed = bool(claims) and self._nodes is None  # a node that is new has none
 
 
 def warn_damaged(url: str, error: object) -> None:

@@ -25,7 +25,7 @@ from loaderkit.checkpoint.formats.blockwise import ABSMAX, num_blocks
 from loaderkit.checkpoint.formats.safetensors import DTYPES
 from loaderkit.checkpoint.save.safetensors.export import ExportRule, absmax_key, check_rule
 from loaderkit.errors import CheckpointError, ConfigError
-from loaderkit.ranks.pieces import Address
+from loaderkit.ranks.sockets import Address
 
 MAX_FILE_BYTES = 5 * 10**9
 """Bytes of tensors in one file, as Hugging Face's writers limit them; a single tensor may have more."""

@@ -45,7 +45,8 @@ from loaderkit.checkpoint.save.safetensors.layout import (
 from loaderkit.checkpoint.save.tensor_bytes import TensorBytes, plain_tensor
 from loaderkit.checkpoint.transfer.stages import wait_for_queued
 from loaderkit.errors import CheckpointError, ConfigError
-from loaderkit.ranks.pieces import Address, PieceClient, PieceServer, RemoteElements
+from loaderkit.ranks.pieces import PieceClient, PieceServer, RemoteElements
+from loaderkit.ranks.sockets import Address
 
 _ALIGNMENT = 64  # of the first tensor, so that no element lies in two parts of a file
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}

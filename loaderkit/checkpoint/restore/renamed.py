@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -40,6 +40,10 @@ class Renaming:
                 self._used.add(begin)
                 return _filled(here, match) + name[match.end() :]
         return name
+
+    def matches(self, names: Iterable[str]) -> bool:
+        """True if any of these names begins as one of the beginnings."""
+        return any(pattern.match(name) for name in names if not is_inner(name) for _, pattern, _ in self._rules)
 
     def path(self, path: Path) -> Path:
         """The path here: of the new beginning as many keys as the old one had, and the rest in front of the next key."""

@@ -13,6 +13,7 @@ from loaderkit.checkpoint.manager.saving import Saving
 from loaderkit.connectors.base import GatherInto, Hashed, ReadHashed, ReadInto, ReadMany
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.integrations.ray import RayRows
+from loaderkit.joint_start import Run
 from loaderkit.metrics.writers import log
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.delivery.batch_numbers import DataLoaderParts
@@ -54,6 +55,10 @@ may be given by position; those that need not be given are in brackets.
 ### `loaderkit.restore`
 
 {block(loaderkit.restore)}
+### `loaderkit.start`
+
+{block(loaderkit.start)}
+{block(Run)}
 ### `loaderkit.CheckpointManager`
 
 {block(loaderkit.CheckpointManager, more={"__init__"})}

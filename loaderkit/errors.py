@@ -39,7 +39,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
-"""What a user's function may raise that is a failure of its sample. KeyboardInterrupt is not: it ends the loop."""
+"""The errors of a user's function that count as a failure of its sample. KeyboardInterrupt is none of them: it ends the
+loop."""
 
 
 class LoaderkitError(Exception):
@@ -166,8 +167,9 @@ class CheckpointError(LoaderkitError):
 
 
 class PeerError(LoaderkitError):
-    """Another rank failed, died or hung while ranks shared a checkpoint, or batches (`ranks: {share: broadcast}`); `ranks` are
-    those to blame, where they are known. `touched` names the tensors of a restore that have been written to already."""
+    """Another rank failed, died or hung while ranks shared a checkpoint, or batches (`ranks: {share: broadcast}`);
+    `ranks` are the ranks at fault, where they are known. `touched` names the tensors of a restore that have been
+    written to already."""
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = (), touched: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -187,7 +189,7 @@ class StageError(LoaderkitError):
     """A stage failed on one sample, or on one batch; the original exception is `__cause__`.
 
     `stage` is the stage's name, `key` the sample's key (None for a batch), `origin` the object it came from,
-    `epoch` and `position` say where it stands in the order.
+    `epoch` and `position` say where the sample is in the order.
     """
 
     def __init__(

@@ -1,11 +1,12 @@
-"""Kinds of sources and stages, and connectors, of other packages and of a program: what they are made of, and `register`.
+"""For other packages and programs: what kinds of sources and stages, and connectors, are made of, and `register`, which
+adds one.
 
 A package declares entry points, in the groups `loaderkit.sources`, `loaderkit.stages` and `loaderkit.connectors`:
 
     [project.entry-points."loaderkit.stages"]
     solarize = "photo_tools.solarize:SOLARIZE"
 
-A script, or a notebook, calls `register("solarize", SOLARIZE)`. Ours are made of nothing else.
+A script, or a notebook, calls `register("solarize", SOLARIZE)`. loaderkit's own kinds are made of the same parts.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ __all__ = [
 
 def register(name: str, item: SourceKind | StageKind | ConnectorFactory) -> None:
     """Give `name` a meaning in this program: a kind of source, a stage, or with a class or function (url, args) -> Connector
-    the scheme of URLs `name://`. Worker processes are sent it; what cannot be pickled is refused there. Registered again from
-    the same place, as by a notebook's cell, it takes the place of the earlier one.
+    the scheme of URLs `name://`. It is sent to worker processes, and refused there if it cannot be pickled. If it is
+    registered again from the same place, as by a notebook's cell, it replaces the earlier one.
 
     Raises ConfigError for a name that loaderkit or another part of the program has, and for any other object. A name that an
     installed package has, too, is an error where it is used.

@@ -52,11 +52,11 @@ def build(
     """A loader for a pipeline: the path of a YAML file, a dict of the same layout, or a `Pipeline`.
 
     `rank` and `world_size` default to torch.distributed's, then to the environment's RANK and WORLD_SIZE, then to 0 and 1,
-    taken when the loader first iterates or gives its length: the process group may be initialised after `build`. With a `mesh`
-    they are those of its dimensions `data_dims`, default ("dp_replicate", "dp_shard"), in row-major order; ranks that differ
-    in other dimensions alone get the same batches.
-    `overrides` replaces single values by dotted key ("stages.batch.size"); paths among them are relative to the working
-    directory. `connectors` gives a connector for a URL scheme, such as {"memory": MemoryConnector(...)}.
+    taken when the loader first iterates or gives its length: the process group may be initialised after `build`. With a
+    `mesh` they come from its dimensions `data_dims`, default ("dp_replicate", "dp_shard"), in row-major order; ranks
+    that differ in other dimensions alone get the same batches. `overrides` replaces single values by dotted key
+    ("stages.batch.size"); paths among them are relative to the working directory. `connectors` gives a connector for a
+    URL scheme, such as {"memory": MemoryConnector(...)}.
 
     With `source.kind: checkpoint` it is a `TensorLoader`, which yields (name, tensor). The source is listed here, so that
     `num_samples` and `classes` are known; no thread runs before `start()` or the first `next()`. Raises ConfigError,
@@ -105,7 +105,7 @@ class Loader(DataLoaderParts):
     def __iter__(self) -> EpochIterator:
         """One epoch: the rest of a resumed one, else the next one; its `len` is what is left. Ends an earlier iteration.
 
-        The first `next()` takes the epoch: an iterator that is not used uses up none.
+        The first `next()` takes the epoch: an iterator that is never used takes none.
         """
         self._executors.lifetime.check_open()
         self._take_ranks()
@@ -117,9 +117,9 @@ class Loader(DataLoaderParts):
         return EpochIterator(self._next_call, next_of, self._num_to_come, self._empty_batches.check_length)
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch on this rank, also in a resumed one; planned by lengths, of the current one.
-        Raises TypeError where it is not known before the end: of an iterable without `length`, and with `filter:
-        {on_empty_batch: skip}`."""
+        """The number of batches of a whole epoch on this rank, also in a resumed one; if batches are planned by
+        lengths, of the current epoch. Raises TypeError where it is not known before the end: for an iterable without
+        `length`, and with `filter: {on_empty_batch: skip}`."""
         self._take_ranks()
         self._empty_batches.check_length()
         return self._plan.schedule.of_epoch(self._epoch_to_come()).num_batches()
@@ -171,8 +171,8 @@ class Loader(DataLoaderParts):
         return 0 if self._is_over(epoch) else self._plan.schedule.num_to_come(epoch, position)
 
     def _next_of(self, iteration: int, num_left: int | None) -> tuple[Any, int]:
-        """The next batch for iterator number `iteration`, which has `num_left` batches left (None: it has not begun), and how
-        many are left then."""
+        """The next batch for iterator number `iteration`, which has `num_left` batches left (None if it has not begun),
+        and how many are left then."""
         self._executors.lifetime.check_open()
         steps = self._executors.steps
         if steps is not None:
@@ -197,7 +197,7 @@ class Loader(DataLoaderParts):
         return batch, num_left
 
     def _next_that_has_samples(self, num_left: int) -> tuple[Any, int]:
-        """The next of the epoch's `num_left` batches of which something is left, and how many are left then. Raises
+        """The next of the epoch's `num_left` batches that is not empty, and how many are left then. Raises
         StopIteration if the epoch has no other."""
         (epoch, begin), num_empty = self._here, 0
         while num_empty < num_left:
@@ -212,7 +212,7 @@ class Loader(DataLoaderParts):
         raise StopIteration
 
     def _deliver(self) -> tuple[Delivery, Any]:
-        """What the executor gives next, and its batch as the loop gets it, if anything is left of it. An error stops the
+        """The executor's next delivery, and its batch as the loop gets it, if it is not empty. An error stops the
         executor."""
         executors, (epoch, position) = self._executors, self._here
         executor, stream = executors.at(self._here), self._stream
@@ -255,7 +255,7 @@ class Loader(DataLoaderParts):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last batch, or before any batch that of the first."""
+        """The epoch of the last batch, or, before any batch, of the first one."""
         return self._here[0]
 
     @property
@@ -270,11 +270,12 @@ class Loader(DataLoaderParts):
 
     @property
     def num_samples(self) -> int:
-        """The samples of an epoch, over all ranks, with `pack` sequences. With it, or mixed by tokens, of the current epoch."""
+        """The number of samples of an epoch, over all ranks; with `pack`, of sequences. With `pack`, or mixed by
+        tokens, it is the current epoch's."""
         return self._plan.num_samples(self._epoch_to_come())
 
     def _epoch_to_come(self) -> int:
-        """That which `set_epoch` has asked for, or that of the next batch."""
+        """The epoch that `set_epoch` has asked for, or else the epoch of the next batch."""
         return self._or_next_epoch(*self._here)[0] if self._asked is None else self._asked
 
     @property
@@ -283,7 +284,8 @@ class Loader(DataLoaderParts):
         return self._config
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of `epoch`. If it would be that anyway, its position and prefetched batches are kept."""
+        """Make the next iteration epoch `epoch`. If it would be that epoch anyway, its position and prefetched batches
+        are kept."""
         self._executors.lifetime.check_open()
         if isinstance(epoch, bool):
             raise TypeError("an epoch is a whole number, not a truth value")
@@ -309,8 +311,8 @@ class Loader(DataLoaderParts):
         """Continue exactly behind the batch after which `state` was taken, also with another number of ranks or workers; after
         the last one of an epoch that is the next epoch. Raises StateError if it belongs to another data set or pipeline.
 
-        `accept`: what may differ, by the names in that error ("seed", "mix", "stages", ...). The loader then goes on at that
-        position of its own order, with a warning: some samples of the epoch may come twice or not at all."""
+        `accept`: what may differ, by the names in that error ("seed", "mix", "stages", ...). The loader then continues
+        at that position of its own order, with a warning: some samples of the epoch may come twice or not at all."""
         self._executors.lifetime.check_open()
         given = State.from_dict(dict(state) if isinstance(state, Mapping) else state)
         restored = with_later_changes(given, self._fingerprint, self._plan.order.positions_before)

@@ -9,10 +9,12 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import torch
 from buckets import upload
 from doc_examples import LOOPS, examples, libraries, named, needs_cluster, needs_frameworks
 from hf_folders import saved
@@ -38,7 +40,16 @@ OF_LOOPS = [
     if kind == "python" and libraries(text) & {*LOOPS}
 ]
 # Of what the examples make by themselves, as much as a test needs.
-FEW = {"make_dlrm.py": "10000", "make_volumes.py": "2", "make_tokens.py": "--shards=2", "make_chats.py": "--chats=64"}
+FEW = {
+    "make_chats.py": "--chats=64",
+    "make_detection.py": "8",
+    "make_dlrm.py": "10000",
+    "make_segmentation.py": "8",
+    "make_sounds.py": "4",
+    "make_tokens.py": "--shards=2",
+    "make_videos.py": "4",
+    "make_volumes.py": "2",
+}
 MOST_WORDS = 1200
 FOLDERS = ("docs", "examples", "profiles")
 LINKING_PAGES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.md"))
@@ -46,29 +57,35 @@ LINKING_PAGES += ["CHANGELOG.md", "README.md"]
 README_PIPELINE = named("README.md", "pipeline.yaml")
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
+    """What is made once for all pages: photos, saved and mds. Shared: a page must not change it."""
+    folder = tmp_path_factory.mktemp("made")
+    write_mixed(folder / "photos", 36, seed=1)
+    table = pa.table({"text": [f"text {number}" for number in range(70)], "label": [*range(7)] * 10})
+    (folder / "saved").mkdir()
+    for name, data in saved(table, random.Random(1)).items():
+        (folder / "saved" / name).write_bytes(data)
+    rows = [
+        {"image": path.read_bytes(), "label": number % 3} for number, path in enumerate(sorted(photos.rglob("*.jpg")))
+    ]
+    write_mds(folder / "mds", {"image": "jpeg", "label": "int"}, rows, 20)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path, photos: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder: data/train, data/val, data/photos, data/shards, data/saved, and the README's pipeline for smaller
-    batches."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train").symlink_to(photos)
-    (tmp_path / "data" / "val").symlink_to(photos)
-    write_mixed(tmp_path / "data" / "photos", 36, seed=1)
-    (tmp_path / "data" / "shards").mkdir()
+def folder(tmp_path: Path, photos: Path, shards: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder: data/train, data/val, data/photos, data/shards, data/saved, data/mds, and the README's pipeline for
+    smaller batches."""
+    (tmp_path / "data" / "shards").mkdir(parents=True)
+    for name, place in {"train": photos, "val": photos, **{path.name: path for path in made.iterdir()}}.items():
+        (tmp_path / "data" / name).symlink_to(place)
     for shard in shards.glob("*.tar"):
         (tmp_path / "data" / "shards" / shard.name).symlink_to(shard)
-    table = pa.table({"text": [f"text {number}" for number in range(70)], "label": [*range(7)] * 10})
-    (tmp_path / "data" / "saved").mkdir()
-    for name, data in saved(table, random.Random(1)).items():
-        (tmp_path / "data" / "saved" / name).write_bytes(data)
     monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "indexes"))
     (tmp_path / "pipeline.yaml").write_text(README_PIPELINE.replace("size: 64,", "size: 16,"))
     monkeypatch.setattr("loaderkit.cli.profile._HEADROOM_S", 0.2)  # of all CPUs
     monkeypatch.setattr("loaderkit.cli.profile._TRIAL_S", 0.2)
-    rows = [
-        {"image": path.read_bytes(), "label": number % 3} for number, path in enumerate(sorted(photos.rglob("*.jpg")))
-    ]
-    write_mds(tmp_path / "data" / "mds", {"image": "jpeg", "label": "int"}, rows, 20)
     for name in ("examples", "pipelines"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "bad.jsonl").touch()  # of a run in which nothing was bad
@@ -76,13 +93,23 @@ def folder(tmp_path: Path, photos: Path, shards: Path, monkeypatch: pytest.Monke
 
 
 @pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """As threads of torch that wait for one another take half the CPU time of the examples that train."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def bucket(shards: Path, seaweed: Seaweed, s3_keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bucket of the recipes."""
+    """The bucket of the page on S3."""
     upload(seaweed, shards, "my-bucket", "imagenet/shards/")
     monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.endpoint)
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize(
     ("page", "also_frameworks"),
     [
@@ -91,9 +118,11 @@ def bucket(shards: Path, seaweed: Seaweed, s3_keys: None, monkeypatch: pytest.Mo
     ],
 )
 def test_examples_run(
-    page: str, also_frameworks: bool, folder: Path, bucket: None, monkeypatch: pytest.MonkeyPatch
+    page: str, also_frameworks: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """In this process: to import torch for each takes longer than all of them."""
+    if any("my-bucket" in text for _, text in examples(page)):
+        request.getfixturevalue("bucket")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PWD", str(folder))
     monkeypatch.syspath_prepend(folder)

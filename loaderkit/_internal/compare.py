@@ -1,4 +1,4 @@
-"""Are two values the same? For values that a user's functions made twice."""
+"""Compares two values: whether what a user's functions made twice is the same."""
 
 from __future__ import annotations
 

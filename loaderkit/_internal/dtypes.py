@@ -17,7 +17,7 @@ _SHARED_DTYPES = frozenset(("bool", *_INTEGERS, "float16", "float32", "float64",
 
 
 def type_in_numpy(dtype: str) -> np.dtype[Any] | None:
-    """NumPy's dtype of the same name; None for those that only torch has."""
+    """NumPy's dtype of the same name; None for a dtype that only torch has."""
     return np.dtype(dtype) if dtype in _SHARED_DTYPES else None
 
 

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector: it pauses while many objects are created, and what it finds is closed."""
+"""Python's cyclic garbage collector: pauses it while many objects are created, and closes objects that it finds."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ os.register_at_fork(after_in_child=_resume)
 
 
 def close_collected(close: Callable[[], None]) -> None:
-    """Close what was collected. In one of our threads, for which `close` would wait, or in one of a library's own, which it may
-    need, another one does it."""
+    """Close what was collected. In one of our threads, for which `close` would wait, or in a library's own thread,
+    which `close` may need, another thread does it."""
     thread = threading.current_thread()
     if thread.name.startswith("loaderkit") or isinstance(thread, threading._DummyThread):
         _thread.start_new_thread(close, ())

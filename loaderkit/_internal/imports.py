@@ -20,8 +20,8 @@ def is_name(text: str) -> bool:
 
 
 def import_named(name: str) -> Any:
-    """The object of that name; the working directory is looked into last, whatever started the program. Raises ValueError,
-    ImportError, AttributeError, and what importing the module raises."""
+    """The object of that name; the working directory is searched last, however the program was started. Raises
+    ValueError, ImportError, AttributeError, and what importing the module raises."""
     # `python -m` looks there, a script and a console script do not; last, so that no file there hides an installed package.
     if "" not in sys.path and (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
@@ -45,7 +45,8 @@ def public_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> Callable[[], None]:
-    """Call `then` with a module right after it is executed, or at once if that was before. Returns what takes it back.
+    """Call `then` with a module right after it is executed, or at once if it has been executed already. Returns a
+    function that undoes this.
 
     What the module's import raises, it raises; `then` may not import what imports this module.
     """

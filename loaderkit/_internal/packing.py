@@ -3,8 +3,9 @@
 The buffers are the memory of tensors and arrays, which is not copied into the stream. Both ends are our own processes; bytes
 from data are never unpickled.
 
-Functions and classes go by name. Where the other process cannot find them by that (those of a script or a notebook, lambdas,
-closures) all such go by value, by cloudpickle. It knows a class again that comes back, so both sides have one class.
+Functions and classes are sent by name. Those that the other process cannot find by name (of a script or a notebook,
+lambdas, closures) are sent by value, by cloudpickle. It recognises a class that comes back, so both sides have one
+class.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ def _open_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.d
 
 
 def _open_untyped(memory: torch.Tensor) -> torch.TypedStorage:
-    """What torch's own functions take for the storage of a tensor whose dtype has no typed one."""
+    """The storage that torch's own functions take for a tensor whose dtype has no typed storage."""
     storage = memory.untyped_storage()
     return torch.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)  # type: ignore[no-untyped-call]
 
 
 _MAIN = ("__main__", "__mp_main__")
-"""The names of the module that another process does not run again; the second is its name in a child of multiprocessing."""
+"""The names of the main module, which another process does not run again; the second is its name in a child of
+multiprocessing."""
 
 
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -70,7 +72,7 @@ class _Tensors:
         self.generators: set[str] = set()  # the types of those that were met
 
     def reduce(self, value: Any) -> Any:
-        """NotImplemented for what is pickled as it is elsewhere."""
+        """NotImplemented for an object that is pickled in the usual way."""
         if isinstance(value, _GENERATORS):
             self.generators.add(f"{type(value).__module__}.{type(value).__qualname__}")
         if type(value) is torch.UntypedStorage and value.device.type == "cpu":
@@ -175,7 +177,7 @@ def _pack(
 
 
 class Packed(NamedTuple):
-    """What a value comes to when it is packed: its bytes, a digest of them, and the types of the random generators in it."""
+    """The size of a value when it is packed, a digest of its bytes, and the types of the random generators in it."""
 
     num_bytes: int
     digest: bytes
@@ -183,8 +185,8 @@ class Packed(NamedTuple):
 
 
 def measured(value: Any, most: int) -> Packed | None:
-    """The stream and the buffers that `pack` would make, without making them; None: more than `most` bytes. Raises the errors
-    of pickle."""
+    """The stream and the buffers that `pack` would make, without making them, or None if they have more than `most`
+    bytes. Raises the errors of pickle."""
     try:
         return _measured(_ByName, value, most)
     except _TooManyError:

@@ -1,4 +1,4 @@
-"""The mixing of 64-bit integers behind the order of samples and their random draws.
+"""Mixes 64-bit integers: the arithmetic behind the order of samples and their random draws.
 
 Changing any constant changes the order of every data set and the augmentation of every sample, and so breaks saved states:
 the test vectors in `tests/sampling/test_random.py` are frozen.

@@ -1,4 +1,5 @@
-"""Files and folders under a temporary name, locked as long as their writer lives: so what a killed one left can be told."""
+"""Files and folders under a temporary name, locked as long as their writer lives: what a killed writer left can be
+recognised."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def temporary_folder(path: Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: str | Path, names: re.Pattern[str]) -> None:
-    """Remove what has such a name in a folder and whose writer has ended. What cannot be removed stays."""
+    """Remove temporary files and folders in a folder whose writer has ended. What cannot be removed stays."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if names.fullmatch(entry.name):

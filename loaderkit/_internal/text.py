@@ -24,7 +24,7 @@ def short_repr(value: Any) -> str:
 
 
 def warn(text: str) -> None:
-    """Warn, with the line of the caller's code that called this package; in a thread of the package's own, with none."""
+    """Warn, with the line of the caller's code that called this package; in a thread of the package's own, without a line."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:

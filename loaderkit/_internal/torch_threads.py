@@ -1,4 +1,4 @@
-"""How many threads torch uses inside one operation: a number for each thread, and a default for new threads."""
+"""Sets how many threads torch uses inside one operation: for each thread, and as the default for new threads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ONE_AT_A_TIME = threading.Lock()
 
 @contextmanager
 def new_thread_default_kept() -> Iterator[Callable[[], None]]:
-    """Gives a function that new threads call inside the block: torch then computes in such a thread alone. The default for
-    new threads is put back, since setting one thread's number changes it too.
+    """Gives a function that new threads call inside the block, so that torch computes in such a thread alone. Setting
+    the number of one thread also changes the default for new threads: the block puts the default back.
     """
     get_num_threads()  # initialises the caller's thread, or it would take over the number of the new threads
     defaults: list[int] = []

@@ -1,3 +1,3 @@
-"""The version of this package, for code that may not import the package's face."""
+"""The version of this package, for code that may not import `loaderkit` itself."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""A range of a tensor's elements in C order as boxes, each of which lies in one piece in memory if the tensor does."""
+"""Cuts a range of a tensor's elements, in C order, into boxes. In a contiguous tensor each box is contiguous memory."""
 
 from __future__ import annotations
 

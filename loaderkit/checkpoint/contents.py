@@ -22,8 +22,9 @@ ShardId = tuple[str, tuple[int, ...]]  # the tensor's name, and the offsets of t
 class TensorShard:
     """A box of a tensor, usually the whole tensor, and the `length` bytes from `start` on of the object `key` that store it.
 
-    `strides` (in elements) lay the bytes out, beginning with the first element of the box. With `is_archive` the bytes are an
-    archive of torch.save that holds the box, and the strides are known once it is read.
+    `strides` (in elements) give the layout of these bytes, beginning with the first element of the box. With
+    `is_archive` the bytes are an archive of torch.save that holds the box, and the strides are known only once it is
+    read.
     """
 
     offsets: tuple[int, ...]
@@ -38,7 +39,8 @@ class TensorShard:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of a checkpoint. `storage` is the record that it is a view of, (key, start, bytes), which several may share."""
+    """A tensor of a checkpoint. If it is a view, `storage` is the record that it is a view of, (key, start, bytes);
+    several tensors may share one."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -73,7 +75,7 @@ class Checkpoint:
 
     @property
     def tells_containers(self) -> bool:
-        """True if it says by itself which containers it has, tuples included."""
+        """True if the checkpoint itself records which containers it has, tuples included."""
         return self.format in ("torch", "deepspeed")
 
     def describe(self, key: str) -> str:

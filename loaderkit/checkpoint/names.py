@@ -51,8 +51,9 @@ def flatten(
     """Name -> leaf. Tables are entered, and so are lists and tuples that hold a tensor or a table; other values are leaves.
 
     `enters(name, value)`: whether such a tuple is entered at all. A tree that is a single leaf is called `single`. `seen` gets
-    path and value of every container that is entered. `replaced(name, path, value)` gives what stands for each value.
-    Raises CheckpointError for two leaves of one name, for more than `limit` leaves and tables, and for endless nesting.
+    path and value of every container that is entered. `replaced(name, path, value)` gives the value to use in place of
+    each value. Raises CheckpointError for two leaves of one name, for more than `limit` leaves and tables, and for
+    endless nesting.
     """
     num_visited = 0
     leaves: dict[str, Leaf] = {}
@@ -100,7 +101,7 @@ def flatten(
 
 
 def too_deep() -> CheckpointError:
-    """The error for what is nested too deeply, or holds itself."""
+    """The error for a value that is nested too deeply, or contains itself."""
     return CheckpointError(f"it is nested more than {MAX_DEPTH} levels deep: that is no checkpoint")
 
 
@@ -123,7 +124,8 @@ def _joined(name: str, key: Any, depth: int) -> str:
 
 
 def opaque_in(value: Any) -> StandIn | type[StandIn] | None:
-    """The first stand-in inside a plain value for an object that is not made, or for the class of one; None if there is none.
+    """The first stand-in inside a plain value for an object that is not made, or for the class of such an object; None
+    if there is none.
 
     Tensors, arrays and dtypes do not count, because `settle` replaces them; in sets and keys they do, because it does not.
     """
@@ -150,8 +152,8 @@ def opaque_in(value: Any) -> StandIn | type[StandIn] | None:
 
 
 def settle(value: Any, tensor: Callable[[Any], Any]) -> Any:
-    """A plain value with its stand-ins replaced: those of arrays by NumPy arrays, of buffers by bytes, others by the result of
-    `tensor`. Values that are shared stay shared."""
+    """A plain value with its stand-ins replaced: stand-ins for arrays by NumPy arrays, for buffers by bytes, others by
+    the result of `tensor`. Values that are shared stay shared."""
     made: dict[int, Any] = {}
 
     def visit(item: Any, depth: int) -> Any:

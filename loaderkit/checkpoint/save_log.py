@@ -1,7 +1,7 @@
-"""What saving checkpoints takes in this process, for the reports on its training loops.
+"""Records what saving checkpoints takes in this process, for the reports on its training loops.
 
-A loop's thread stands still while it waits for the previous save and copies its state. What is written behind it is in a list
-of the last saves, and for metrics the sums of all.
+A loop's thread stands still while it waits for the previous save and while it copies its state. The saves that are
+written behind the loop are in a list of the last saves, and metrics show the sums of all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Pauses(threading.local):
 
 @dataclass(frozen=True)
 class SaveRecord:
-    """A save that is over at `end_s` of `time.perf_counter`. `stats` as in `Saving.stats`; `error` what it met."""
+    """A save that was over at `end_s` of `time.perf_counter`. `stats` are as in `Saving.stats`; `error` is the error
+    that it met."""
 
     step: int
     end_s: float
@@ -35,7 +36,7 @@ class SaveRecord:
 
 @dataclass(frozen=True)
 class SaveTotals:
-    """The sums over all saves that are over, with the pauses of all threads, and which was the last one committed, when."""
+    """The sums over all saves that are over, the pauses of all threads, and which save was committed last, and when."""
 
     num_committed: int = 0
     num_failed: int = 0
@@ -77,7 +78,7 @@ class SaveLog:
             self.totals = self.totals.plus(record, time.time())
 
     def add_pause(self, *, waiting_s: float = 0.0, staging_s: float = 0.0) -> None:
-        """This thread has stood still for a save."""
+        """Add a time for which this thread stood still for a save."""
         self.pauses.waiting_s += waiting_s
         self.pauses.staging_s += staging_s
         with self._lock:

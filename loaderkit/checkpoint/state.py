@@ -1,4 +1,4 @@
-"""The state of a training process, to be saved: its objects' state, what its containers are, and what could not be restored.
+"""The state of a training process, to be saved: the state of its objects, its containers, and what could not be restored.
 
 state ─> resolve, one walk ─> values and paths by name, with the state_dict of objects in their place: a module's under its own
                           │   names, an optimizer's by names of parameters
@@ -63,7 +63,7 @@ def leaves_of(state: Any, enters: Callable[[str, Any], bool] = no_tuples) -> dic
 
 
 def _has_object(value: Any) -> bool:
-    """True if an object stands in a list or tuple, or in a container in it."""
+    """True if a list or tuple, or a container in it, has an object in it."""
     return any(map(is_stateful, _values_in(value, lambda held: isinstance(held, (Mapping, list, tuple)))))
 
 
@@ -74,7 +74,7 @@ def modules_in(state: Any) -> list[torch.nn.Module]:
 
 
 def _values_in(state: Any, is_entered: Callable[[Any], bool]) -> Iterator[Any]:
-    """What stands in containers, in its order; each container once, as it may hold itself."""
+    """The values in containers, in order. Each container is entered once, as it may hold itself."""
     entered: dict[int, Any] = {}  # by id, which no other gets as long as it is here
     left = [state]
     while left:
@@ -96,8 +96,8 @@ def on_devices_of(value: Any, current: Any) -> Any:
 
 
 class FlatState(NamedTuple):
-    """A nested state without objects, by name: tensors and plain values, and the path of each. As torch.distributed.checkpoint
-    has them, keys of tables are text in a path, and places in lists are int."""
+    """A nested state without objects, by name: tensors and plain values, and the path of each. As in
+    torch.distributed.checkpoint, keys of tables are text in a path, and positions in lists are int."""
 
     values: dict[str, Any]
     paths: dict[str, tuple[str | int, ...]]
@@ -118,8 +118,8 @@ class FlatState(NamedTuple):
 
 
 class ResolvedState(NamedTuple):
-    """All that a save needs of a state: its values, its containers that are not plain, and the names of its objects whose state
-    is one thing, which is neither a module's nor an optimizer's."""
+    """All that a save needs of a state: its values, its containers that are not plain, and the names of those objects,
+    neither modules nor optimizers, whose state is kept together."""
 
     flat: FlatState
     containers: Containers
@@ -180,7 +180,8 @@ def resolve(state: Any, optimizer_keys: OptimizerKeys = "numbers") -> ResolvedSt
 
 
 class _Replacer:
-    """Replaces objects in a walk; `marked` are containers that are stored as others are, `paths` those of objects by name."""
+    """Replaces objects in a walk. `marked` are containers that are stored in another form, `paths` the paths of objects
+    by name."""
 
     def __init__(self, state: Any, optimizer_keys: OptimizerKeys) -> None:
         self._state, self._optimizer_keys = state, optimizer_keys
@@ -190,7 +191,7 @@ class _Replacer:
         self.objects: list[str] = []
 
     def replaced(self, name: str, path: Path, value: Any) -> Any:
-        """For `flatten`: what stands for a value. What an object has given stays as it is."""
+        """For `flatten`: the value to use in place of a value. What an object's `state_dict` has given stays as it is."""
         if isinstance(value, torch.Tensor):
             return value
         if isinstance(value, Mapping):
@@ -204,7 +205,7 @@ class _Replacer:
                 self.marked[path] = Container("tuple")
             if len(path) > MAX_DEPTH:
                 raise too_deep()
-            # Now, since what stands in it tells whether it is entered.
+            # Now, since its contents decide whether it is entered.
             return [self.replaced(f"{name}.{n}", (*path, Index(n)), item) for n, item in enumerate(value)]
         elif is_stateful(value):
             if self.paths.setdefault(name, path) != path:
@@ -240,7 +241,7 @@ class _Replacer:
 
 
 def _by_name(state: Any, names: list[str]) -> dict[str, Any] | None:
-    """An optimizer's state with names in the place of its parameters' numbers; None for one of another form."""
+    """An optimizer's state with names in the place of its parameters' numbers; None if the state has another form."""
     try:
         groups = [group["params"] for group in state["param_groups"]]
         if [number for group in groups for number in group] != [*range(len(names))] or state.keys() - {
@@ -302,7 +303,8 @@ def _check_values(leaves: Mapping[str, Leaf]) -> None:
 
 
 def _unreadable_kind(tensor: torch.Tensor) -> str:
-    """What a tensor is that could be saved and not restored; "" for an ordinary one, or one of which this rank has a part."""
+    """The kind of a tensor that could be saved but not restored; "" for an ordinary tensor, or one of which this rank
+    has a part."""
     if type(tensor).__name__ == "DTensor":
         tensor = cast(Any, tensor).to_local()
     if tensor.is_meta:

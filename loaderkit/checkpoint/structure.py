@@ -1,4 +1,4 @@
-"""The containers of a nested state, which its flat names do not tell: keys that are numbers, empty tables, tuples, versions.
+"""The containers of a nested state, which flat names do not describe: keys that are numbers, empty tables, tuples, versions.
 
 A torch.save file has them itself. For the other formats a `CheckpointManager` saves them as plain values:
 
@@ -18,7 +18,7 @@ from loaderkit.checkpoint.names import MAX_DEPTH, Index, Path, texts
 from loaderkit.errors import CheckpointError
 
 OWN_KEY = "loaderkit"
-"""The key in a saved state for what is not the user's."""
+"""The key in a saved state for what loaderkit adds to the user's state."""
 STRUCTURE, OBJECTS = f"{OWN_KEY}.structure.", f"{OWN_KEY}.objects."
 WITHOUT = f"{OWN_KEY}.without"
 """Below it are the names of the optimizers that a checkpoint does not have, where it was saved in a hurry."""
@@ -96,8 +96,8 @@ def _by_digest(prefix: str, found: list[Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Structure:
-    """The containers of a checkpoint by path. `numbered` are names of tables whose keys are whole numbers. `is_complete`: a
-    container that is not among them is a dict with keys of text, or a list."""
+    """The containers of a checkpoint by path. `numbered` are names of tables whose keys are whole numbers. With
+    `is_complete`, a container that is not listed is a dict with keys of text, or a list."""
 
     containers: Containers = field(default_factory=dict)
     numbered: frozenset[str] = frozenset()
@@ -116,7 +116,7 @@ class Structure:
         return found
 
     def within(self, path: Iterable[Any]) -> Structure:
-        """That of the part of the state at a path."""
+        """The structure of the part of the state at a path."""
         start = texts(path)
         size, prefix = len(start), ".".join((*start, ""))
         below = {full[size:]: one for full, one in self.containers.items() if texts(full[:size]) == start}
@@ -125,7 +125,7 @@ class Structure:
 
 
 def structure_names(names: Iterable[str]) -> list[str]:
-    """Those of the plain values that say what the containers are."""
+    """The names of the plain values that describe the containers."""
     return [name for name in names if name.startswith((STRUCTURE, _NUMBER_TABLES, _EMPTY_TABLES))]
 
 
@@ -135,7 +135,7 @@ def is_inner(name: str) -> bool:
 
 
 def parsed_structure(values: Mapping[str, Any]) -> Structure:
-    """The structure that plain values say. Raises CheckpointError for what no writer writes."""
+    """The structure that the plain values describe. Raises CheckpointError for values that no writer writes."""
     containers: Containers = {}
     numbered: set[str] = set()
     try:
@@ -168,7 +168,7 @@ def _parsed(described: Any) -> Container:
 
 
 def _add(containers: Containers, path: Path, container: Container) -> None:
-    """Of ranks with parts of a model, each says the versions of its own."""
+    """Where ranks have parts of a model, each gives the versions of its own part."""
     known = containers.get(path, container)
     if known.versions and container.versions:
         container = container._replace(versions={**container.versions, **known.versions})
@@ -194,9 +194,9 @@ def nest(
 ) -> Any:
     """The nested state of flat names, in which each has its path in `paths`; `structure` begins there, too.
 
-    Items of a list stay at their places; None stands for those that are not there. `empty`: the paths of containers that are
-    there even if nothing is in them; default all of the structure's. `like` is a state of the same kind, whose keys and
-    Counters count where the structure is not complete. Raises CheckpointError.
+    Items of a list stay at their places; missing items are None. `empty`: the paths of containers that are
+    there even if nothing is in them; by default all of the structure's. `like` is a state of the same kind, whose keys
+    and Counters count where the structure is not complete. Raises CheckpointError.
     """
     root = _Node()
     leaves = {texts(paths.get(name, (name,))) for name in flat}
@@ -290,8 +290,9 @@ def number_of(key: Any) -> Any:
 
 
 def _with_numbers_of_optimizer(table: dict[Any, Any]) -> dict[Any, Any]:
-    """What has an optimizer's groups has its state by the numbers of its parameters, which torch.distributed.checkpoint makes
-    text: `load_state_dict` would take that, and leave all of it out."""
+    """A table with an optimizer's groups gets its state by the numbers of its parameters again.
+    torch.distributed.checkpoint has made these numbers text, which `load_state_dict` would accept, and leave the whole
+    state out."""
     state, groups = table.get("state"), table.get("param_groups")
     if not isinstance(state, dict) or not isinstance(groups, list):
         return table

@@ -1,5 +1,6 @@
-"""Names that wrappers of modules change. What `torch.compile` and DistributedDataParallel add is left out of a checkpoint, told
-by the modules' types; where only names are there, an error says what they have."""
+"""Handles the names that wrappers of modules change. What `torch.compile` and DistributedDataParallel add is left out
+of a checkpoint; wrappers are recognised by the modules' types. Where only names are there, an error says what a wrapper
+has added."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _UNNAMED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # which are i
 
 
 def own_names(module: torch.nn.Module) -> Callable[[str], str]:
-    """A function from a name in the module's state, or of a parameter, to the name without what wrappers add: that which
-    torch.distributed.checkpoint.state_dict gives, too."""
+    """A function that maps a name in the module's state, or of a parameter, to the name without what wrappers add.
+    torch.distributed.checkpoint.state_dict gives the same name."""
     added: set[tuple[str, ...]] = set()
     for path, inner in module.named_modules(remove_duplicate=False):
         part = _part_of(inner)
@@ -46,7 +47,7 @@ def _named(name: str) -> tuple[str, ...]:
 
 
 def _part_of(module: torch.nn.Module) -> str:
-    """What a wrapper adds to the names in the module that it wraps; "" for others."""
+    """What a wrapper adds to the names in the module that it wraps; "" if the module is no wrapper."""
     if isinstance(module, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
         return "module"
     inner = vars(module).get("_modules", {}).get("_orig_mod")
@@ -67,7 +68,8 @@ def unwrapped_state(module: torch.nn.Module) -> Any:
 
 
 def parameter_names(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> list[str] | None:
-    """The names of an optimizer's parameters, in its order, in the first module that has all of them; None: there is none."""
+    """The names of an optimizer's parameters, in its order, in the first module that has all of them, or None if no
+    module has."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for module in modules:
         own = own_names(module)
@@ -125,7 +127,7 @@ def check_names(name: str, table: Mapping[Any, Any]) -> None:
 def wrapper_hint(missing: Sequence[str], there: Iterable[str]) -> str:
     """What to do where a name of the state is missing in the checkpoint, which has it with or without what a wrapper adds.
 
-    "" if that is not so. `there` are the names in the checkpoint.
+    "" if it has neither. `there` are the names in the checkpoint.
     """
     plain = {_plain(name): name for name in there}
     for name in sorted(missing):

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _outcome(error: BaseException) -> tuple[int, str]:
-    """The exit code for what ended a command, and the line that is to be said about it."""
+    """The exit code for the exception that ended a command, and the line to print about it."""
     if isinstance(error, _USAGE_ERROR):
         message = getattr(error, "format_message", error.__str__)()
         context = getattr(error, "ctx", None)
@@ -110,7 +110,7 @@ def _outcome(error: BaseException) -> tuple[int, str]:
         return 1, f"error: the standard output cannot be written: {error.strerror}"  # what we write to files names them
     if isinstance(error, (LoaderkitError, OSError)):
         return 2 if isinstance(error, ConfigError) else 1, f"error: {error}"
-    # Ours, or that of a function the pipeline names.
+    # An error in loaderkit, or in a function that the pipeline names.
     return 1, f"error: {type(error).__name__}: {error} (--debug shows where)"
 
 

@@ -82,8 +82,8 @@ def check(
 
 
 def _extensions(config: PipelineConfig) -> list[dict[str, str]]:
-    """{"what", "name", "origin"} of what the pipeline uses that is not of loaderkit. Raises ConfigError for a name of ours that
-    a package claims, too."""
+    """{"what", "name", "origin"} of what the pipeline uses that loaderkit does not bring. Raises ConfigError for a name
+    of ours that a package claims, too."""
     from loaderkit.pipeline.config.extensions import used_extensions
 
     return [extension._asdict() for extension in used_extensions(config, all_claims=True)]
@@ -94,8 +94,8 @@ def _said_of_extension(extension: dict[str, str]) -> str:
 
 
 def _lengths(plan: ExecutionPlan) -> dict[str, Any]:
-    """`resume`: how an iterable gets to a saved position; None for other sources. The numbers are None if not known before;
-    `may_have_fewer`: batches may be skipped."""
+    """`resume`: how an iterable gets to a saved position; None for other sources. The numbers are None if they are not
+    known in advance; `may_have_fewer`: batches may be skipped."""
     schedule, in_order, resume = plan.schedule, plan.source.in_order, None
     if in_order is not None:
         resume = "its own state, as exact as that is" if in_order.has_state else "iterating up to there"
@@ -110,14 +110,14 @@ def _lengths(plan: ExecutionPlan) -> dict[str, Any]:
 
 
 def _row_groups(plan: ExecutionPlan) -> dict[str, Any]:
-    """`row_groups`: of a source of rows the number of its row groups, their bytes, and how often this rank decodes the bytes of
-    its samples."""
+    """`row_groups`, for a source of rows: the number of its row groups, their bytes, and how often this rank decodes
+    the bytes of its samples."""
     from loaderkit.sources.forecast import decoded_share
 
     groups, schedule, share = plan.source.row_groups, plan.schedule, None
     if groups is None:
         return {}
-    if plan.order.unit == "samples":  # else samples come in another order than in that of the source
+    if plan.order.unit == "samples":  # else samples come in another order than the source's
         share = decoded_share(groups, len(plan.source), plan.order.core, schedule.rank, schedule.world_size)
     return {
         "row_groups": {
@@ -151,7 +151,7 @@ def _said_of_row_groups(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _side_by_side(plan: ExecutionPlan) -> dict[str, Any] | None:
-    """What several threads at once make otherwise than one; None: they make the same, or run no user code."""
+    """What several threads at once make differently than one thread does; None if they make the same, or run no user code."""
     from loaderkit.pipeline.thread_checks import compare_side_by_side
 
     found = compare_side_by_side(plan)
@@ -172,8 +172,9 @@ def _said_of_threads(found: dict[str, Any]) -> str:
 
 
 def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
-    """{"fields": [{name, dtype, shape}], ...} of the first batch: shapes are those of one sample. `draws_unseeded`: which
-    stages drew from which of the process's generators. `changed_fields`: those that were others when it was made again."""
+    """{"fields": [{name, dtype, shape}], ...} of the first batch; a shape is one sample's. `draws_unseeded`: which
+    stages drew from which of the process's generators. `changed_fields`: fields that differed when the batch was made
+    again."""
     from loaderkit._internal.compare import differ
     from loaderkit.loader import Loader
     from loaderkit.pipeline.config.registry import STAGES
@@ -337,7 +338,7 @@ def _tell_check(checked: dict[str, Any]) -> None:
 
 
 def _said_of_randomness(checked: dict[str, Any]) -> Iterator[str]:
-    """What another run, or another rank, would have otherwise."""
+    """What would differ in another run, or on another rank."""
     lost = "would repeat some and leave out others"
     items_differ = checked.get("items_differ", False)
     if items_differ or checked.get("is_unseeded"):

@@ -208,7 +208,7 @@ def _idle_seconds(idle: str) -> float:
 
 
 class _Counter:
-    """The bytes that were done, and of which checkpoint, for the progress of several."""
+    """Counts the bytes that are done, and of which checkpoint, for a progress bar over several."""
 
     def __init__(self, total: int) -> None:
         self.name = ""
@@ -235,7 +235,7 @@ _Copier = Callable[[str, Callable[[int], None]], "CopiedCheckpoint"]
 
 
 def _copier(to: str, as_format: str | None, rename: dict[str, str]) -> _Copier:
-    """What copies a checkpoint, given its URL and the progress."""
+    """A function that copies a checkpoint, given its URL and the progress."""
     if as_format is None:
         from loaderkit.checkpoint.save.copy import copy_checkpoint
 
@@ -345,9 +345,9 @@ def _row(summary: CheckpointSummary, now_s: float) -> dict[str, Any]:
 
 
 def _verify(found: list[CheckpointSummary], rows: list[dict[str, Any]]) -> int:
-    """Add `verified` and `damage` to the rows; the number of checkpoints that failed.
+    """Add `verified` and `damage` to the rows; returns the number of checkpoints that failed.
 
-    What was never committed is no failure: it may be a checkpoint that is being written.
+    A checkpoint that was never committed is no failure: it may be being written.
     """
     from loaderkit.checkpoint.discovery.verify import verify_checkpoint
 

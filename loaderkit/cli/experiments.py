@@ -58,7 +58,7 @@ def parse_step_time(text: str) -> tuple[float, float]:
 
 
 def open_step(step_time: str | None, consumer: str | None = None) -> Step | None:
-    """The step after each batch; None if no option names one. Raises BadParameter, ConfigError."""
+    """The step to run after each batch; None if no option names one. Raises BadParameter, ConfigError."""
 
     if step_time is not None and consumer is not None:
         raise typer.BadParameter(
@@ -72,8 +72,8 @@ def open_step(step_time: str | None, consumer: str | None = None) -> Step | None
 
 
 def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The workers and batches ahead of a reported run as overrides: a run that is compared with it starts with them and is not
-    tuned."""
+    """The numbers of workers and of batches ahead in a reported run, as overrides. A run that is compared with it
+    starts with them and is not tuned."""
     prefetch = config.get("prefetch", {})
     return {
         f"prefetch.{name}": prefetch[name] for name in ("concurrency", "batches") if type(prefetch.get(name)) is int

@@ -1,4 +1,4 @@
-"""`loaderkit explain --mix`: what each of several sources gives to an epoch."""
+"""`loaderkit explain --mix`: shows how much each of several sources gives to an epoch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def explain_mix(plan: ExecutionPlan, as_json: bool) -> None:
-    """Tell the course of an epoch, segment by segment. Raises ConfigError for a single source."""
+    """Show what an epoch takes from each source, segment by segment. Raises ConfigError for a single source."""
     order = plan.order.core
     if not order.sources:
         raise ConfigError(f"explain --mix: {plan.config.name} has one `source`, and nothing to mix: list `sources`")

@@ -1,4 +1,4 @@
-"""Where the report of `profile`, and what other commands write, goes: checked before the run, written after it."""
+"""Where the report of `profile` and the output of other commands go: checked before the run, written after it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Outputs:
     """The files to write. `baseline` holds the earlier reports to compare with."""
 
-    json: Path | None  # None: nowhere, or stdout
+    json: Path | None  # None for no file, or for stdout
     is_on_stdout: bool
     html: Path | None
     trace: Path | None
@@ -35,7 +35,7 @@ class Outputs:
 def open_outputs(
     json_path: str | None, html: Path | None, trace: Path | None, folder: Path | None, baseline: list[Path]
 ) -> Outputs:
-    """Raises BadParameter for what cannot be written or read."""
+    """Raises BadParameter for a file that cannot be written or read."""
 
     path = None if json_path in (None, "-") else Path(str(json_path))
     for one, option in ((path, "--json"), (html, "--html"), (trace, "--trace")):
@@ -58,7 +58,7 @@ def open_outputs(
 
 
 def check_free(path: Path, option: str, *, force: bool) -> None:
-    """Raises BadParameter for a file that is there, unless with `force`, or cannot be written."""
+    """Raises BadParameter for a file that exists, except with `force`, or that cannot be written."""
     if path.exists() and not force:
         raise typer.BadParameter(
             f"{path} is there already: name another file, or --force overwrites it", param_hint=option
@@ -121,7 +121,7 @@ def deliver(
             found = (
                 "" if loop is None or loop.verdict.tried is None else f"{' '.join(str(loop.verdict.tried).split())}\n"
             )
-            texts[Path(f"{stem}.patch")] = f"{found}{patch}"  # `patch` passes over what stands above the diff
+            texts[Path(f"{stem}.patch")] = f"{found}{patch}"  # `patch` ignores lines above the diff
     if outputs.html is not None and loop is not None:
         from loaderkit.profile.render.html import to_html
 
@@ -159,7 +159,7 @@ def _write(texts: dict[Path, str]) -> None:
 
 
 def _stem(folder: Path, pipeline: str, rank: str = "") -> Path:
-    """A path in the folder without its ending, of which no report exists yet."""
+    """A path in the folder, without its suffix, at which no report exists yet."""
     name = f"{_file_name(pipeline)}-{datetime.now(UTC):%Y%m%d-%H%M%S}{rank}"
     names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
     return next(folder / one for one in names if not (folder / f"{one}.json").exists())

@@ -102,7 +102,7 @@ def _options(out: str, form: str, shard: str, quality: int) -> Options:
 
 @dataclass
 class _Watch:
-    """How far the work is, for the bar."""
+    """How far the work has come, for the progress bar."""
 
     total_bytes: int
     begin_s: float = field(default_factory=time.perf_counter)

@@ -42,7 +42,7 @@ _VERIFY_S = 45.0
 
 
 class Limits(NamedTuple):
-    """When the loop ends: whichever comes first."""
+    """When the loop ends: at the first of these limits."""
 
     num_steps: int | None
     seconds: float | None
@@ -50,13 +50,13 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """The additional measurements, and the samples they run on: a `Subset`."""
+    """The additional measurements that were asked for, and the samples that they run on: a `Subset`."""
 
     config: PipelineConfig
     subset: Any
     cold: bool
     what_if: bool
-    verify: bool | None  # None: the verdict's settings only
+    verify: bool | None  # None for the verdict's settings only
 
 
 def profile(
@@ -246,7 +246,7 @@ def _one(given: list[Path]) -> Path:
 
 
 def _show_again(given: list[Path], outputs: Outputs, conditions: list[Condition], *, merge: bool) -> None:
-    """What reports that are there say: one, against another one perhaps, or those of all ranks together."""
+    """Show reports that were made earlier: one alone, one against another, or those of all ranks together."""
     from loaderkit.profile.ranks import merge as merged
 
     reports = [read_report(path, "P") for path in given]
@@ -265,7 +265,7 @@ def _show_again(given: list[Path], outputs: Outputs, conditions: list[Condition]
 def _record(
     loader: Loader, step: Step | None, limits: Limits, import_s: float | None, *, trace: bool
 ) -> tuple[Profile, BaseException | None]:
-    """A recording of a loop of our own, and what ended it before its time: Ctrl-C, or an error."""
+    """A recording of a loop of our own, and what ended it early, if anything did: Ctrl-C, or an error."""
 
     recording = loader.profile(import_s=import_s, trace=trace)
     ended_by: BaseException | None = None

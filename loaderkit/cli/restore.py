@@ -111,7 +111,7 @@ def _tell_result(result: dict[str, Any], as_json: bool) -> None:
 
 
 def _read_through(source: OpenCheckpoint, session: TransferSession, begin_s: float, num_values: int) -> dict[str, Any]:
-    """Make every tensor and let go of it: what counts is that it can be read, and how fast."""
+    """Make every tensor and drop it: what counts is that it can be read, and how fast."""
     from loaderkit.checkpoint.restore.task import progress_of
 
     num_tensors = 0

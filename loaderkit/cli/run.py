@@ -249,7 +249,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def save_state_of(loader: Loader, path: Path) -> None:
-    """Write where the loader stands, in one piece."""
+    """Write the loader's position, atomically."""
 
     write_atomically(path, json.dumps(loader.state_dict(), indent=2) + "\n")
 

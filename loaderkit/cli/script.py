@@ -1,4 +1,4 @@
-"""Runs a script of the user's in this process, as Python would."""
+"""Runs a user's script in this process, as Python would."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_script(script: str, *, is_module: bool) -> None:
 
 
 def run_script(name: str, arguments: tuple[str, ...], *, is_module: bool, joins: bool = True) -> BaseException | None:
-    """Run it to its end and, if it `joins`, to that of its threads; what it raised."""
+    """Run it to its end and, if `joins`, until its threads have ended; returns what it raised."""
     try:
         sys.argv = [name, *arguments]
         if not getattr(sys.flags, "safe_path", False):
@@ -65,7 +65,7 @@ def _run_file(path: str) -> None:
 
 
 def exit_code(ended_by: BaseException | None) -> int:
-    """That of Python for a script that ended so; its traceback is shown as Python shows it."""
+    """The exit code that Python gives a script that ended so; its traceback is shown as Python shows it."""
     if ended_by is None:
         return 0
     if isinstance(ended_by, SystemExit):
@@ -80,7 +80,7 @@ def exit_code(ended_by: BaseException | None) -> int:
 
 
 def _of_script(error: BaseException) -> TracebackType | None:
-    """The traceback from the script's own frames on; of a script that does not compile none, as of Python."""
+    """The traceback from the script's own frames on. There is none for a script that does not compile, as in Python."""
     whole = trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename not in _BEFORE:

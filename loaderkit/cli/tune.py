@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Apply(StrEnum):
-    """What is written into the file."""
+    """Which settings are written into the file."""
 
     sure = "sure"
     best = "best"
@@ -79,7 +79,7 @@ def tune(
 
 
 def _write(pipeline: Path, tuned: Tuned) -> None:
-    """Write the settings into the file, in one piece, if the new text reads as the config that was measured."""
+    """Write the settings into the file, atomically, if the new text reads as the config that was measured."""
     from loaderkit.profile.experiments.search import with_comment
     from loaderkit.profile.yaml_edit import checked_edit
 

@@ -97,12 +97,12 @@ class Script:
     is_module: bool
     json: Path | None
     html: Path | None
-    pipeline: Path | None = None  # where --compare writes; None: nothing is compared
+    pipeline: Path | None = None  # where --compare writes, or None to compare nothing
     force: bool = False
 
     def run(self) -> int:
-        """Run it in this process, as Python would; the exit code that it asks for. Raises KeyboardInterrupt for a script that
-        Ctrl-C ended, when all is said about it."""
+        """Run it in this process, as Python would; returns the exit code that it asks for. Raises KeyboardInterrupt for
+        a script that Ctrl-C ended, after its reports."""
         note = None if self.pipeline is None else self._port
         loaders, pid = ScriptLoaders(Path(self.name).name, note), os.getpid()
         loaders.begin()
@@ -122,7 +122,7 @@ class Script:
         error: BaseException | None,
         why: str | None = None,
     ) -> None:
-        """Say and write the reports. What goes wrong with that is said, and is no matter for the script."""
+        """Show and write the reports. An error in that is shown, and does not change the script's exit code."""
         try:
             loops = loaders.loops(kind, error)
             reports = self._compared(loops, why or (f"the script was ended by {kind.__name__}" if kind else None))
@@ -148,7 +148,7 @@ class Script:
         return self._comparison.port(loader)
 
     def _compared(self, loops: list[ScriptLoop], ended: str | None) -> list[Report]:
-        """The reports, with the pipelines of those that gave batches if these are wanted. `ended`: why they are not run."""
+        """The reports; if wanted, with the pipelines of loaders that gave batches. `ended`: why the pipelines are not run."""
         if self.pipeline is None:
             return [loop.report for loop in loops]
         if ended is None and any(loop.report.num_batches for loop in loops):
@@ -161,7 +161,7 @@ class Script:
         return reports
 
     def _write(self, reports: list[Report]) -> None:
-        """Write each report to each file. One that cannot be written does not keep the others from it."""
+        """Write each report to each file. If one cannot be written, the others still are."""
         written: list[Path] = []
         for number, report in enumerate(reports, 1):
             parts = [f"-rank{report.rank}"] if report.world_size > 1 else []
@@ -201,7 +201,7 @@ def _to_html(report: Report) -> str:
 
 
 def _show(reports: list[Report], without_batches: list[Report]) -> None:
-    """Say what there is to say, the loop that waited longest first."""
+    """Show the reports, the loop that waited longest first."""
     from loaderkit.profile.render.terminal import render, to_text
 
     for report in without_batches[:_MOST_SHOWN]:
@@ -227,7 +227,8 @@ def _show(reports: list[Report], without_batches: list[Report]) -> None:
 
 @contextlib.contextmanager
 def _on_sigterm(deliver: Any) -> Iterator[None]:
-    """Where nothing else is done about SIGTERM, deliver first, and then end by it as ever. Not in processes that are forked."""
+    """If nothing else handles SIGTERM, deliver the reports first, and then end by the signal as usual. Not in forked
+    processes."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL

@@ -1,5 +1,5 @@
-"""The contract of connectors: the calls every connector has, the traits and faster reads it may declare, and their records; and
-the base of connectors around connectors."""
+"""The contract of connectors: the calls that every connector has, the traits and faster reads it may declare, and their
+records; and the base class of connectors that wrap another one."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ class ScatterInto(Protocol):
 class ReadHashed(Protocol):
     """Reads as `read_into` does (`direct`: as `read_direct`) and hashes every `block_bytes` while they lie in the CPU's cache.
 
-    `address` is that of a C function, `uint64_t (const void *, size_t)`. Returns None, with nothing read, where the connector
-    cannot do this.
+    `address` is the address of a C function, `uint64_t (const void *, size_t)`. Returns None, with nothing read, where
+    the connector cannot do this.
     """
 
     def __call__(
@@ -130,15 +130,15 @@ class ReadHashed(Protocol):
 
 
 class MapObject(Protocol):
-    """Maps an object: its bytes as read-only memory that no read fills. Raises as `read_into` does. The mapping ends with the
-    last view of it; bytes of an object that is cut meanwhile are gone, and to touch them ends the process."""
+    """Maps an object: its bytes as read-only memory that no read has to fill. Raises as `read_into` does. The mapping
+    ends with the last view of it. If the object is truncated meanwhile, touching the lost bytes ends the process."""
 
     def __call__(self, key: str, *, etag: str | None = None) -> memoryview: ...
 
 
 @dataclass(frozen=True)
 class BulkReads:
-    """A connector's faster reads beside `read_into`; None for those it does not have."""
+    """A connector's faster reads beside `read_into`; None for a read that it does not have."""
 
     read_many: ReadMany | None = None
     gather_into: GatherInto | None = None
@@ -162,7 +162,8 @@ class ConnectorTraits:
 
 
 class ObjectWriter(Protocol):
-    """One object while it is being written. Until `commit` nothing is visible under its key that could be taken for it.
+    """One object while it is being written. Until `commit` nothing is visible under its key that could be taken for the
+    object.
 
     Any number of threads write at once; `commit` and `abort` are called when no `write` is running.
     """
@@ -188,7 +189,7 @@ class ObjectWriter(Protocol):
 class Writes(Protocol):
     """The writing side of a connector; see `writes_of`. One instance serves any number of threads at once.
 
-    Errors are those of reading, and name the object. A key that leads out of the store raises ObjectNotFoundError.
+    Errors are the same as for reading, and name the object. A key that leads out of the store raises ObjectNotFoundError.
     """
 
     def part_bytes_of(self, size: int) -> int:
@@ -214,9 +215,9 @@ class Writes(Protocol):
         """Make the names of all objects below the directory `prefix` durable, and its own; "" is the whole store."""
 
     def clear(self, prefix: str, *, deep: bool = True) -> None:
-        """Remove what is no object below the directory `prefix`: empty directories, it included, and what writers that died
-        left, such as unfinished uploads; durably. A writer at work there cannot commit then, unless its store
-        takes objects at once. Without `deep` the directories in it are left alone."""
+        """Remove, durably, what is no object below the directory `prefix`: empty directories, itself included, and what
+        dead writers have left, such as unfinished uploads. A writer that is still at work there can then not commit,
+        unless its store takes objects as a whole. Without `deep` the directories in it are left alone."""
 
 
 class BulkConnector(Connector):
@@ -266,7 +267,7 @@ def traits_of(connector: Connector) -> ConnectorTraits:
 
 
 def bulk_of(connector: Connector) -> BulkReads:
-    """The faster reads of a connector; none for one that declares none."""
+    """The faster reads of a connector; empty for a connector that declares none."""
     return connector.bulk() if isinstance(connector, BulkConnector) else BulkReads()
 
 
@@ -305,7 +306,8 @@ def local_path_of(connector: Connector) -> str | None:
 
 
 class ConnectorLayer(BulkConnector):
-    """A connector around `inner`. Its traits and writes are those of `inner`; it has no faster reads unless it says so."""
+    """A connector around `inner`. It has the traits and writes of `inner`, and no faster reads unless a subclass gives
+    them."""
 
     def __init__(self, inner: Connector) -> None:
         self.inner = inner

@@ -3,7 +3,7 @@
 A call in C, or a user's function, cannot be stopped from outside. So a pool thread makes it, and writes results only under a
 lock and only until the call is cancelled. A thread stuck in a cancelled call is abandoned; it ends when the call does.
 
-Where the program ends and no thread can be begun any more, the caller makes the call as it waits for it, and no limit holds.
+Where the program is ending and no thread can be started any more, the caller makes the call itself, and no time limit holds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Call(Generic[T]):
         self._done = threading.Event()
         self._is_cancelled = False
         self._has_ended = False
-        self._touched_s: float | None = None  # its start or its last progress; None: not started
+        self._touched_s: float | None = None  # its start or its last progress, or None before its start
         self._result: T | None = None
         self._error: BaseException | None = None
 
@@ -125,7 +125,7 @@ class Call(Generic[T]):
                 self._call_pool.pass_on(self, wakes=False)  # this thread takes the next call
         except BaseException as raised:
             error = raised
-        self._function = None  # what it holds is free when the waiter goes on
+        self._function = None  # what it holds is free when the waiter continues
         with self._lock:
             self._has_ended = True
             if not self._is_cancelled:
@@ -135,8 +135,8 @@ class Call(Generic[T]):
 
 
 class CallPool:
-    """At most `num_threads` daemon threads beside the abandoned ones, started on demand and kept until `close`, the end of
-    `owner` or the end of the program. A forked child begins with none."""
+    """At most `num_threads` daemon threads, not counting abandoned ones. They are started on demand and kept until
+    `close`, the end of `owner` or the end of the program. A forked child begins with none."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class CallPool:
                 raise
 
     def run_if_short(self, call: Call[Any]) -> None:
-        """Make a call that is queued in this thread, if there may be none of the pool for it."""
+        """Make a queued call in this thread, if the pool may have no thread for it."""
         with self._lock:
             if not self._is_short or call not in self._waiting:
                 return
@@ -286,7 +286,7 @@ class CallPool:
                 self._threads.pop(me, None)
 
     def _next(self, me: threading.Thread, was_cancelled: bool) -> Call[Any] | None:
-        """The next call; None if the thread is to end: the pool is closed, or the thread was replaced."""
+        """The next call; None if the thread is to end, because the pool is closed or the thread was replaced."""
         with self._lock:
             self._threads[me] = None
             while not self._waiting:

@@ -73,7 +73,7 @@ class Directory:
             return []  # removed since its parent was read
         except OSError as error:
             raise self._translate(directory, error) from error
-        # "a-b/x" comes before "a/x": sorting directories with their slash makes the walk's order that of whole keys.
+        # "a-b/x" comes before "a/x": sorting directories with their slash walks in the order of whole keys.
         return sorted(matching, key=lambda pair: os.fsencode(pair[0]))
 
     def _identity(self, directory: str) -> tuple[int, int] | None:

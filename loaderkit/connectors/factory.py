@@ -1,4 +1,5 @@
-"""From a URL and its settings to a connector: file, S3, fsspec or one of a package, with retries and a cache around it."""
+"""Opens a connector from a URL and its settings: for files, S3, fsspec or of a package, with retries and a cache around
+it."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ _NUM_FILE_ATTEMPTS = 5  # within 3 s: the kernel has waited already, and a broke
 
 
 def open_connector(url: str, given: Mapping[str, Connector], args: StoreArgs | None = None) -> Connector:
-    """The connector of a URL or path: one of `given` by its scheme, else one of ours, else one of a package or of the program.
-    Raises ConfigError, MissingExtraError."""
+    """The connector of a URL or path: from `given` by its scheme, else one of ours, else one of a package or of the
+    program. Raises ConfigError, MissingExtraError."""
     args = args or StoreArgs()
     scheme = scheme_of(url)
     if scheme in given:
@@ -82,7 +83,7 @@ def _open_known_fsspec(url: str, args: StoreArgs) -> Connector:
 
 
 def _open_fsspec(url: str, args: StoreArgs) -> Connector:
-    from loaderkit.connectors.fsspec import FsspecConnector  # late, like that of S3
+    from loaderkit.connectors.fsspec import FsspecConnector  # late, like the import for S3
 
     return RetryConnector(FsspecConnector(url), _policy(args, 10), args.retry.timeout or _TIMEOUT_S)
 
@@ -104,7 +105,7 @@ CONNECTORS: Registry[ConnectorFactory] = Registry(
 def _cached(connector: Connector, args: StoreArgs, *, owns_inner: bool = True, store: str | None = None) -> Connector:
     if args.cache.dir is None:
         return connector
-    from loaderkit.connectors.layers.cache import CacheConnector  # late, like that of S3
+    from loaderkit.connectors.layers.cache import CacheConnector  # late, like the import for S3
 
     return CacheConnector(connector, args.cache, owns_inner=owns_inner, store=store)
 

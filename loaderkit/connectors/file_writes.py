@@ -120,7 +120,7 @@ class FileWrites(Writes):
                 raise self._translate(prefix, error) from error
 
     def clear(self, prefix: str, *, deep: bool = True) -> None:
-        """Remove temporary files and empty directories below the directory, and it if it is empty."""
+        """Remove temporary files and empty directories below the directory, and the directory itself if it is empty."""
         path = self._directory(prefix)
         try:
             for directory, _, names in _walked(path, deep=deep):
@@ -180,7 +180,7 @@ class FileWriter:
         self._parts.add(start)
 
     def _write_direct(self, start: int, data: memoryview) -> int:
-        """Write past the page cache what is aligned; returns the number of bytes written, 0 where that cannot be done."""
+        """Write the aligned part past the page cache; returns the number of bytes written, 0 where that cannot be done."""
         direct = self._direct if self._is_direct else None
         if direct is None or np.frombuffer(data, np.uint8).ctypes.data % _ALIGNMENT:
             return 0
@@ -237,7 +237,8 @@ class FileWriter:
 
 
 def _temporary_name(path: str) -> str:
-    """Hidden, beside the file; that of a hidden file begins with its name, so that it can be told whose it was."""
+    """Hidden, beside the file; the temporary name of a hidden file begins with the file's name, so that its owner can
+    be found."""
     directory, name = os.path.split(path)
     suffix = f".{secrets.token_hex(8)}.tmp"
     is_told = name.startswith(".") and len(os.fsencode(name + suffix)) <= _MAX_NAME
@@ -276,7 +277,7 @@ def _make_directories(path: str) -> None:
 
 
 def _no_place(error: OSError) -> str:
-    """Why a file, or a directory above it, cannot be made."""
+    """Why a file, or a directory above it, cannot be created."""
     name = os.fsdecode(error.filename or "")
     above = os.path.dirname(name)
     why = error.strerror or str(error)
@@ -298,12 +299,12 @@ def _sync_directory(path: str) -> None:
 
 
 def _walked(path: str, *, deep: bool) -> Iterator[tuple[str, list[str], list[str]]]:
-    """`os.walk` from below; without `deep` of this directory alone."""
+    """`os.walk` from the bottom up; without `deep` only this directory."""
     return os.walk(path, topdown=False, onerror=_raise) if deep else islice(os.walk(path, onerror=_raise), 1)
 
 
 def _raise(error: OSError) -> None:
-    """An error of `os.walk`; a directory that vanished is none."""
+    """Raise an error of `os.walk`; a directory that vanished is no error."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
@@ -376,7 +377,7 @@ def _copy(source_path: str, path: str, mode: str) -> None:
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """Changes with the content of a file; None without one."""
+    """An identity that changes with the content of a file; None without a file."""
     with suppress(FileNotFoundError):
         status = os.stat(path)
         return status.st_mtime_ns, status.st_size

@@ -1,4 +1,4 @@
-"""Stores that fsspec reaches: `gs://`, `az://`, `http(s)://`, `hf://`, `memory://` and others.
+"""Stores that are reached through fsspec: `gs://`, `az://`, `http(s)://`, `hf://`, `memory://` and others.
 
 Each scheme needs its package (gcsfs, adlfs, aiohttp, huggingface_hub), which takes credentials and other settings from the
 environment and its configuration files.
@@ -373,7 +373,7 @@ def _key_below(root: str, path: str) -> str:
 
 
 def _status_of(error: Exception) -> int:
-    """The HTTP status that an exception of any HTTP library carries; 0: none."""
+    """The HTTP status that an exception of any HTTP library carries, or 0 if it carries none."""
     values = (str(getattr(error, name, "")) for name in ("status", "code", "status_code"))
     return next((int(value) for value in values if value.isdigit()), 0)
 

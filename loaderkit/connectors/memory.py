@@ -160,6 +160,6 @@ class MemoryWriter:
 
 
 def _check_key(key: str) -> None:
-    """Raise ObjectNotFoundError for a key that a file system could not have either."""
+    """Raise ObjectNotFoundError for a key that is invalid in a file system, too."""
     if any(part in ("", ".", "..") for part in key.split("/")):
         raise ObjectNotFoundError(f"{key!r} is no key: a key has no '.', '..' and empty parts")

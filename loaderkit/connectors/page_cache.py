@@ -59,7 +59,7 @@ def evict(paths: Iterable[str]) -> None:
 def cached_share(ranges: Mapping[str, Sequence[tuple[int, int]]]) -> float | None:
     """The share, from 0 to 1, of ranges of files, (start, length) by path, that the page cache holds, estimated from samples.
 
-    Bytes past a file's end do not count. None if unknown: Linux tells it only to users who own the file or may write to it.
+    Bytes past a file's end do not count. None if unknown: Linux shows it only to users who own the file or may write to it.
     """
     step = max(1, sum(length for parts in ranges.values() for _, length in parts) // _NUM_SAMPLES)
     are_cached: list[bool] = []

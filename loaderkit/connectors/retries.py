@@ -1,4 +1,4 @@
-"""Retries with growing waits, for a bounded time, counted."""
+"""Retries failed calls, with growing waits, for a bounded time, and counts the retries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RetryPolicy:
 class Retries:
     """Calls functions until they stop raising `TemporaryError`, as far as a policy allows. Any number of threads at once.
 
-    `sleep` waits for a number of seconds and may return early; `clock` tells seconds. Both are for tests.
+    `sleep` waits for a number of seconds and may return early; `clock` gives the time in seconds. Both are for tests.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""What the writing sides of connectors share: counts, parts of an object, whole objects, writes around writes."""
+"""What the writing sides of connectors share: counts, parts of an object, writers of whole objects, writes that wrap
+others."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Activity = Literal["writing_s", "syncing_s", "committing_s"]
 
 @dataclass
 class WriteCounts:
-    """The bytes that were written, and the seconds that took, summed over threads. A copy in another process begins at 0."""
+    """The number of bytes written, and the seconds that took, summed over threads. A copy in another process begins at 0."""
 
     _written_bytes: int = 0
     _seconds: dict[Activity, float] = field(
@@ -89,7 +90,7 @@ class Parts:
 
 
 def put_in_parts(writes: Writes, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
-    """`Writes.put`, but for `sync`, through `create`."""
+    """`Writes.put` by `create`, without `sync`."""
     view = memoryview(data).cast("B")
     part_bytes = writes.part_bytes_of(len(view))
     writer = writes.create(key, len(view))
@@ -104,10 +105,11 @@ def put_in_parts(writes: Writes, key: str, data: bytes | bytearray | memoryview)
 
 
 class WholeWriter:
-    """An object of a store that takes all bytes at once: until the commit they are in a file without a name, in TMPDIR."""
+    """Writes to a store that takes all bytes of an object at once: until the commit they are in a file without a name,
+    in TMPDIR."""
 
     def __init__(self, where: str, parts: Parts, upload: Callable[[BinaryIO], ObjectInfo], counts: WriteCounts) -> None:
-        """`where` names the object for messages; `upload` makes it of the bytes of a file."""
+        """`where` names the object for messages; `upload` creates it from the bytes of a file."""
         self._where, self._parts, self._upload, self._counts = where, parts, upload, counts
         try:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - until `abort` or the commit
@@ -145,7 +147,7 @@ class WholeWriter:
 
 
 class WritesLayer(Writes):
-    """Writes to `inner`. A subclass overrides what it does otherwise."""
+    """Writes to `inner`. A subclass overrides what it does differently."""
 
     def __init__(self, inner: Writes) -> None:
         self.inner = inner
@@ -180,7 +182,7 @@ class WritesLayer(Writes):
 
 
 class WriterLayer(ObjectWriter):
-    """Writes through `inner`. A subclass overrides what it does otherwise."""
+    """Writes through `inner`. A subclass overrides what it does differently."""
 
     def __init__(self, inner: ObjectWriter) -> None:
         self.inner = inner

@@ -1,8 +1,8 @@
-"""From the verdicts on each of a loop's waits to one: the longest at the head, the others behind it, settings for all of those
-that the loop waited for nearly as long.
+"""Combines the verdicts on each of a loop's waits into one. The longest wait is the headline and the others follow it,
+with settings for all waits that are nearly as long.
 
-Settings never contradict one another: of two values for a key the longer wait's counts; and what is done side by side in one
-pool, by workers, processes and executors, is one decision.
+Settings never contradict one another. Of two values for a key, the one for the longer wait is taken. What runs side by
+side in one pool (workers, processes, executors) is one decision.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from loaderkit.diagnosis.interval import Interval
 from loaderkit.diagnosis.verdict import Cause, Setting, Verdict, named_together
 
 Conflicts = Callable[[Verdict, Verdict, Setting], bool]
-"""Whether a setting of the second verdict may not stand beside the first one."""
+"""Whether a setting of the second verdict contradicts the first verdict."""
 
 OF_ALL_POOLS = frozenset({"prefetch.executor", "prefetch.processes", "prefetch.concurrency"})
-"""Settings of how much is done side by side, but for a pool's own workers."""
+"""Settings of how much runs side by side, except a pool's own workers."""
 
 _LEAST = 0.01  # share of the time; shorter waits are no cause
 _MOST = 5  # causes
@@ -24,7 +24,7 @@ _IN_TWO_MINDS = 0.6  # times the confidence, where another kind fits about as we
 
 
 def ranked(interval: Interval) -> list[str]:
-    """What the loop waited for, the longest first, without what is too short to matter."""
+    """What the loop waited for, the longest first, without waits that are too short to matter."""
     stall_s = interval.stall_s
     names = sorted(stall_s, key=stall_s.__getitem__, reverse=True)
     return [name for name in names if stall_s[name] > _LEAST * interval.stats.wall_s or name == names[0]][:_MOST]
@@ -37,8 +37,8 @@ def verdict_of(
     *,
     is_inline: bool = False,
 ) -> Verdict:
-    """The verdict on an interval from those on its waits, which are `names`, the longest first. `is_inline`: the loop makes its
-    batches itself, so that all that could be changed is one decision."""
+    """The verdict on an interval from the verdicts on its waits; `names` are the waits, the longest first. `is_inline`:
+    the loop makes its batches itself, so that all that could be changed is one decision."""
     found = [conclude(name) for name in names]
     causes = tuple(cause for one in found for cause in one.causes or (cause_of(one),))
     named = [one.stage for one in named_together(causes)]
@@ -50,8 +50,8 @@ def verdict_of(
 
 
 def undecided(first: Verdict, other: Verdict) -> Verdict:
-    """The verdict where two kinds fit the figures of one wait about equally well: both named, and no setting that only one of
-    them would ask for."""
+    """The verdict if two kinds fit the figures of one wait about equally well: it names both, and has no setting that
+    only one of them would ask for."""
     asked = [(one.key, one.value) for one in other.settings]
     settings = tuple(one for one in first.settings if (one.key, one.value) in asked)
     change = first.change
@@ -79,12 +79,12 @@ def cause_of(verdict: Verdict) -> Cause:
 
 
 def is_parallelism(setting: Setting) -> bool:
-    """True if it says how much is done side by side."""
+    """True if the setting says how much runs side by side."""
     return setting.key in OF_ALL_POOLS or setting.key.endswith(".workers")
 
 
 def _with_other(verdict: Verdict, other: Verdict, conflicts: Conflicts, *, is_inline: bool) -> Verdict:
-    """The verdict with another wait that was nearly as long, and with its settings as far as they go together."""
+    """The verdict with another wait that was nearly as long, and with its settings as far as they do not conflict."""
     kind = other.kind if other.or_kind is None else f"{other.kind} or {other.or_kind}"
     evidence = f"{verdict.evidence}; nearly as long for {other.stage}: {other.percent:.1f} %, {kind}"
     keys = {one.key for one in verdict.settings}

@@ -1,4 +1,5 @@
-"""What to change: settings of the running loader, and the words made of them. Nothing that would not help, or has no memory."""
+"""What to change: settings of the running loader, and the words for them. A change that would not help, or has no
+memory, is left out."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ _OTHERWISE: Mapping[str, str] = {
 
 
 def otherwise(kind: str, stage_kind: str) -> str:
-    """What to do, in words, where the settings for that kind of limit were tried and are not faster."""
+    """What to do, in words, if the settings for that kind of limit were tried and are not faster."""
     if kind == "stragglers":
         return slow_ones(stage_kind, computes=False)
     if kind in _OTHERWISE:
@@ -68,7 +69,7 @@ def unlocked(stage: str) -> str:
 
 
 def in_a_process(interval: Interval, how: str = "") -> Setting:
-    """Loading in another process, which has a GIL of its own."""
+    """The change to loading in another process, which has a GIL of its own."""
     return Setting(key="prefetch.executor", before=interval.stats.tuning.executor, value="process", why=how)
 
 
@@ -79,8 +80,8 @@ def num_processes(memory_bytes: int, batch_bytes: int) -> int:
 
 
 def several_processes(interval: Interval) -> tuple[Setting, ...]:
-    """Several loading processes, each with a GIL of its own; empty if there are as many, or if the memory does not hold two
-    batches for each."""
+    """Several loading processes, each with a GIL of its own; empty if there are as many already, or if the memory does
+    not hold two batches for each."""
     tuning, memory = interval.stats.tuning, interval.stats.memory
     batch_bytes, num = int(memory.get("batch_bytes", 0)), interval.num_processes
     processes = num_processes(memory["budget_bytes"], batch_bytes)
@@ -92,7 +93,7 @@ def several_processes(interval: Interval) -> tuple[Setting, ...]:
 
 
 def own_gil(interval: Interval, facts: StageFacts, change: str, otherwise: str) -> Remedy:
-    """One process where it is the loop that holds the GIL, else several: `change` names them; `otherwise` where other processes
+    """One process if the loop holds the GIL, else several, with `change` as the words; `otherwise` if other processes
     load already."""
     text = otherwise if interval.stats.tuning.is_remote else change
     if facts.loop_holds_gil:
@@ -110,7 +111,7 @@ def say_more_processes(interval: Interval) -> str:
 
 
 def workers_instead(interval: Interval, how: str, *, helps: bool = True) -> Remedy:
-    """Where the loop's own thread makes the batches: another executor, or the workers that a rule left out."""
+    """For a loop whose own thread makes the batches: another executor, or the workers that a rule left out."""
     tuning = interval.stats.tuning
     if interval.is_inline_by_rule:
         setting = Setting(key="prefetch.concurrency", value=interval.num_cpus, why=how)
@@ -122,7 +123,7 @@ def workers_instead(interval: Interval, how: str, *, helps: bool = True) -> Reme
 
 
 def _of_workers(facts: StageFacts, workers: int) -> tuple[str, Setting]:
-    """As many workers for a stage, in words and as a setting."""
+    """This number of workers for a stage, in words and as a setting."""
     stage = facts.stage
     setting = Setting(key=f"stages.{stage.name}.workers", before=stage.workers, value=workers)
     return f'more workers: loader.resize("{stage.name}", workers={workers})', setting
@@ -164,7 +165,7 @@ def less_work(interval: Interval, facts: StageFacts) -> Remedy:
 
 
 def _more_processes(interval: Interval, facts: StageFacts) -> Remedy:
-    """More workers, each with a GIL of its own, since it is not known that more threads would do."""
+    """More workers, each with a GIL of its own, since it is not known whether more threads would be enough."""
     change = own_gil(
         interval,
         facts,
@@ -175,7 +176,7 @@ def _more_processes(interval: Interval, facts: StageFacts) -> Remedy:
 
 
 def _why_not_more(interval: Interval, facts: StageFacts) -> str:
-    """Why no more of what computes can be done at a time."""
+    """Why no more can be computed at a time."""
     if interval.is_inline:
         return "or larger batches"
     if interval.is_short_of_cpus:
@@ -224,8 +225,8 @@ def _of_memory(interval: Interval, wanted: int) -> Setting | None:
 
 
 def mended(interval: Interval, facts: StageFacts, *, is_alone: bool) -> Remedy:
-    """The change where a few items take long: other items done meanwhile, and those few made cheaper. `is_alone`: one worker at
-    a time gets on in this process."""
+    """The change if a few items take long: make others meanwhile, and make those few cheaper. `is_alone`: only one
+    worker at a time can run in this process."""
     computes = facts.needs_cpu > COMPUTING
     otherwise = slow_ones(work_of(facts.stage), computes=computes)
     more = more_of(interval, facts, computing=computes)

@@ -1,4 +1,5 @@
-"""From what a rule has found to its verdict: the share of the time, how sure it is, and the evidence that all verdicts have."""
+"""Makes a verdict of what a rule has found: the share of the time, how sure it is, and the evidence that all verdicts
+have."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def of_stage(
 
 
 def confidence_of_comparison(facts: StageFacts) -> float:
-    """Less than 1, the nearer the slowdown is to the middle between side by side and one at a time."""
+    """Less than 1: the less, the nearer the slowdown is to the middle between side by side and one at a time."""
     if facts.slowdown is None or (facts.slowdown > facts.serial_slowdown) != facts.is_serial:
         return 0.8
     return min(1.0, 0.7 + 1.5 * abs(1 - facts.slowdown / facts.serial_slowdown))

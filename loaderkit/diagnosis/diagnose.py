@@ -66,7 +66,7 @@ _OF_A_STAGE: Sequence[Callable[[Facts], Verdict | None]] = (
     stage_rules.computing,
     stage_rules.waiting,
 )
-"""The first that applies gives the verdict, so a rule may rely on those before it."""
+"""The first rule that applies gives the verdict, so a rule may rely on the rules before it having failed."""
 
 
 def diagnose(snapshot: Snapshot) -> Verdict:
@@ -104,8 +104,8 @@ def _of_stage(interval: Interval, cause: str) -> Verdict:
 
 
 def _conflicts(interval: Interval, first: Verdict, other: Verdict, setting: Setting) -> bool:
-    """True if a setting for another wait says how much is done side by side where the first one decides that: in its own pool,
-    or for all pools."""
+    """True if a setting for another wait says how much runs side by side where the first verdict decides that: in its
+    own pool, or for all pools."""
     if not causes.is_parallelism(setting) or first.stage == START:
         return False
     is_apart = any(

@@ -1,4 +1,4 @@
-"""Evidence in words: what the loop waited for, and what the machine withholds."""
+"""The evidence in words: what the loop waited for, and what the machine could not give."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def waited(interval: Interval, cause: str | None = None) -> str:
 
 
 def after_start(interval: Interval) -> str:
-    """The waiting that is not the start's, and what that was for."""
+    """The waiting after the start, and what it was for."""
     stall_s = {cause: seconds for cause, seconds in interval.stall_s.items() if cause != START}
     longest = max(stall_s, key=stall_s.__getitem__, default=None)
     if longest is None or not stall_s[longest]:
@@ -36,7 +36,7 @@ def after_start(interval: Interval) -> str:
 
 
 def quota(interval: Interval) -> str:
-    """What a CPU quota leaves, and for how long it held threads back."""
+    """How much CPU a quota leaves, and for how long it held threads back."""
     host = interval.stats.host
     left = "" if host.quota_cpus is None else f" leaves this program {host.quota_cpus:.3g} CPUs"
     held = f" held its threads back for {say_seconds(host.throttled_s)}" if host.throttled_s else ""
@@ -44,7 +44,7 @@ def quota(interval: Interval) -> str:
 
 
 def host_facts(interval: Interval, facts: StageFacts) -> list[str]:
-    """What the machine withholds: CPUs, memory, cached files."""
+    """What the machine cannot give: CPUs, memory, cached files."""
     found = []
     host, others, num_cpus = interval.stats.host, interval.others_cpus, interval.num_cpus
     if others is not None and num_cpus is not None and others > _OTHERS and not interval.has_idle_cpus:
@@ -60,7 +60,7 @@ def host_facts(interval: Interval, facts: StageFacts) -> list[str]:
 
 
 def compared(facts: StageFacts) -> str:
-    """The throughput of one worker alone beside that of several."""
+    """The throughput of one worker alone beside the throughput of several."""
     num_compared = round(facts.num_compared)
     others = f"{num_compared} of {facts.num_in_process} at a time"
     if num_compared == facts.num_in_process:
@@ -93,6 +93,6 @@ def more_cpus(interval: Interval) -> str:
 
 
 def would_take_from_others(interval: Interval) -> bool:
-    """True if other programs have CPUs that are short here, and no quota is the reason."""
+    """True if CPUs are short because other programs use them, and not because of a quota."""
     has_quota = interval.stats.host.quota_cpus is not None or interval.throttled_share > HARMLESS
     return not has_quota and (interval.others_cpus or 0.0) > _OTHERS

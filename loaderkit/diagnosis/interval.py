@@ -1,4 +1,4 @@
-"""What the rules read of an interval, computed once from the counters: its waits, pools, CPUs and memory."""
+"""The figures of an interval that the rules read, computed once from the counters: its waits, pools, CPUs and memory."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Interval:
         return cls(stats, stall_s, sum(stall_s.values()), wall_s, _pools_of(stats))
 
     def with_stats(self, stats: Snapshot) -> Interval:
-        """The same waits with other figures of what the workers did."""
+        """The same waits, with other figures for the workers."""
         return replace(self, stats=stats, pools=_pools_of(stats))
 
     @property
     def cause(self) -> str | None:
-        """What the loop waited for longest: a stage, or `start`, `memory`, `wakeup`; None: it did not wait."""
+        """What the loop waited for longest: a stage, or `start`, `memory`, `wakeup`; None if it did not wait."""
         stall_s = self.stall_s
         longest = max(stall_s, key=stall_s.__getitem__, default=None)
         return longest if longest is not None and stall_s[longest] > 0 else None
@@ -103,12 +103,12 @@ class Interval:
         return self.num_in_memory < self.num_wanted
 
     def memory_for(self, num_batches: int) -> int:
-        """The budget that holds so many batches, in whole MiB."""
+        """The budget that holds this many batches, in whole MiB."""
         return -(-num_batches * int(self.stats.memory.get("batch_bytes", 0)) // _MIB) * _MIB
 
     @property
     def memory_wanted(self) -> int:
-        """The budget for the batches to read ahead; twice as much as there is where that should be enough, and is not."""
+        """The budget for the batches to read ahead; twice the present budget if that should be enough, and is not."""
         budget_bytes = self.stats.memory["budget_bytes"]
         wanted = self.memory_for(self.num_wanted)
         return wanted if wanted > budget_bytes else -(-2 * budget_bytes // _MIB) * _MIB
@@ -159,12 +159,12 @@ class Interval:
 
     @property
     def counted_s(self) -> float:
-        """What the counters of CPUs are of: also the pauses of the loop."""
+        """The time that the counters of CPUs cover, which includes the pauses of the loop."""
         return self.stats.wall_s + self.stats.paused_s
 
     @property
     def num_idle_cpus(self) -> float | None:
-        """CPUs that this process may use and that were idle, on average; None: not known."""
+        """CPUs that this process may use and that were idle, on average; None if that is not known."""
         idle_s = self.stats.host.idle_s
         return None if idle_s is None else idle_s / self.counted_s
 
@@ -176,7 +176,7 @@ class Interval:
 
     @property
     def others_cpus(self) -> float | None:
-        """CPUs of those this process may use that other programs used, on average; None: not known."""
+        """How many of the CPUs that this process may use other programs used, on average; None if that is not known."""
         others_s = self.stats.host.others_s
         return None if others_s is None else max(0.0, others_s / self.counted_s)
 
@@ -210,7 +210,7 @@ class Interval:
 
     @property
     def loop_share(self) -> float:
-        """The share of the time in which the loop's own thread computes, as far as its process tells."""
+        """The share of the time in which the loop's own thread computes, as far as its process shows it."""
         own_s = self.stats.host.cpu_s - self.stats.host.native_s - self.cpu_s
         return 0.0 if self.stats.tuning.executor != "thread" else max(0.0, own_s) / self.counted_s
 
@@ -228,8 +228,8 @@ class Interval:
         return round(max(0.05, confidence), 2)
 
     def suggested_workers(self, workers: int, *, computing: bool = False) -> int:
-        """The number that would be enough if throughput grew with the workers; at most four times as many as there are, and
-        where they compute no more than there are CPUs for."""
+        """The number of workers that would be enough if throughput grew with them; at most four times as many as there
+        are, and, if they compute, no more than there are CPUs for."""
         share = self.share_after_start
         enough = ceil(workers / max(1e-9, 1 - share)) if share < 1 else 2 * workers
         if computing and self.cpus is not None and workers * self.cpus < enough * self.cpus_used:
@@ -246,7 +246,7 @@ class Interval:
 
 
 def has_memory_for(memory: Mapping[str, int], budget_bytes: int) -> bool:
-    """True if the machine has room for a larger budget than `memory` is of, as far as it tells."""
+    """True if, as far as is known, the machine has room for a larger budget than the one that `memory` describes."""
     free_bytes, _ = free_memory()
     return free_bytes is None or budget_bytes - memory.get("allocated_bytes", 0) < free_bytes
 

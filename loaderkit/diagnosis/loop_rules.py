@@ -1,8 +1,9 @@
-"""The rules where the loop waited longest for something other than a stage: each a function of the interval, beside its words.
+"""The rules for a loop that waited longest for something other than a stage. Each rule is a function of the interval,
+and its words are beside it.
 
-Of the network: a full way always has a batch on it, and a batch takes as long as its bytes do, many times what a small message
-takes. On a way that is not full, batches come one at a time, or their time is that of messages: more batches ahead would fill
-it.
+On the network: a full link always has a batch on it, and a batch takes as long as its bytes do, many times as long as a
+small message. On a link that is not full, batches come one at a time, or take no longer than messages: more batches
+ahead would fill it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def wakeup(interval: Interval) -> Verdict:
 
 
 def restart(interval: Interval) -> Verdict:
-    """Worker processes died, and the loop waited for those in their place."""
+    """Worker processes died, and the loop waited for their replacements."""
     num = interval.stats.num_restarts
     times = f"{num} worker process{'es' if num != 1 else ''} died and {'were' if num != 1 else 'was'} started again"
     change = (
@@ -128,7 +129,7 @@ def network(interval: Interval) -> Verdict:
 
 
 def _slow_node(others: tuple[NodeStats, ...]) -> NodeStats | None:
-    """The node from which a batch takes several times as long as from all others, if there is such a one."""
+    """The node from which a batch takes several times as long as from all others, if there is one."""
     each = {row.name: row.way_s / row.num_batches for row in others if row.num_batches}
     if len(each) < 2:
         return None

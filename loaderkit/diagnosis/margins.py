@@ -1,7 +1,7 @@
-"""How sure the kind of a wait is: the rules are asked again with one figure at a time a little off, as far as it differs from
-run to run of one pipeline. What another kind then explains cannot be told from it.
+"""Decides how sure the kind of a wait is. The rules are asked again with one figure at a time changed, by as much as it
+differs from run to run of one pipeline. If the rules then name another kind, the two cannot be told apart.
 
-So no rule needs a margin of its own, and a rule of a later day has one.
+So no rule needs a margin of its own, and a rule that is added later has one.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NATIVE = 1.25  # times the CPU time of threads of libraries
 _OTHERS = 0.2  # of the CPUs; where other programs have more, what was tried with one worker is less sure
 
 Nudge = Callable[[Snapshot, int], Snapshot | None]
-"""The figures with one of them larger (1) or smaller (-1), or by two such steps; None: it was not measured."""
+"""The figures with one of them larger (1) or smaller (-1), or by two such steps; None if it was not measured."""
 
 
 def rival(snapshot: Snapshot, verdict: Verdict, again: Callable[[Snapshot], Verdict]) -> Verdict | None:
-    """The verdict of another kind that fits the figures about as well, of several the one that does so most often; None: none
-    does. It comes last that nothing tells what is waited for."""
+    """The verdict of another kind that fits the figures about as well; of several the one that fits most often; None if
+    there is none. A verdict that does not know what is waited for comes last."""
     others = [other for nudged in _nudged(snapshot) if (other := again(nudged)).kind != verdict.kind]
     often = Counter(other.kind for other in others)
     return max(others, key=lambda other: (other.kind != "waiting", often[other.kind]), default=None)
@@ -55,7 +55,7 @@ def _with_rows(snapshot: Snapshot, change: Callable[[StageStats], StageStats]) -
 
 
 def _with_trials(snapshot: Snapshot, change: Callable[[ContentionResult], ContentionResult]) -> Snapshot | None:
-    """None where that changes nothing, as nothing was tried."""
+    """None if that changes nothing, because nothing was tried."""
     trials = {stage: change(trial) for stage, trial in snapshot.trials.items()}
     return None if trials == snapshot.trials else replace(snapshot, trials=trials)
 
@@ -116,7 +116,7 @@ def _waited(snapshot: Snapshot, sign: int) -> Snapshot | None:
 
 
 def _in_turn(snapshot: Snapshot, sign: int) -> Snapshot | None:
-    """Of what one worker at a time runs: how much of the time one did."""
+    """For stages that one worker at a time runs: how much of the time one did."""
 
     def moved(row: StageStats) -> StageStats:
         return replace(row, busy_s=row.busy_s * _BUSY**sign) if row.in_turn or row.alone else row

@@ -1,5 +1,5 @@
-"""The rules where workers share what only a few can use at a time: CPUs, the GIL, a lock, a turn, a link. Each is a function of
-the facts, beside its words, that gives a verdict, or None where it does not apply.
+"""The rules for workers that share what only a few can use at a time: CPUs, the GIL, a lock, a turn, a link. Each is a
+function of the facts, beside its words, that gives a verdict, or None where it does not apply.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def oversubscription(facts: Facts) -> Verdict | None:
 
 
 def user_code(facts: Facts) -> Verdict | None:
-    """Of user code that is not declared one item at a time runs in each process, and one does all the time."""
+    """User code that is not declared thread-safe runs one item at a time in each process, and one runs all the time."""
     interval, share = facts.interval, facts.interval.stats.alone_share
     if not _is_alone(facts):
         return None
@@ -65,12 +65,12 @@ def user_code(facts: Facts) -> Verdict | None:
 
 
 def is_held_by_one(facts: Facts) -> bool:
-    """True if one worker at a time gets on, for lack of the GIL or of leave to run user code in several threads."""
+    """True if only one worker at a time can run, as it needs the GIL, or as user code may not run in several threads."""
     return _is_alone(facts) or (_is_gil(facts.interval, facts.busiest) and facts.awaited.stage is facts.busiest.stage)
 
 
 def _is_alone(facts: Facts) -> bool:
-    """Where no item comes through, it is not for lack of room for others."""
+    """True if workers run alone, and not because there is no room for the items of others."""
     interval, stage = facts.interval, facts.awaited.stage
     return stage.alone and bool(stage.num_items) and not interval.is_inline and interval.stats.alone_share >= ALWAYS
 
@@ -104,7 +104,8 @@ def gil(facts: Facts) -> Verdict | None:
 
 def _is_gil(interval: Interval, busiest: StageFacts) -> bool:
     uses_several_cpus = interval.cpus_used > _ONE_CPU * interval.num_processes
-    # Others leave less to who holds the GIL; workers that wait for a CPU do so without it, too.
+    # Other programs leave less CPU to the thread that holds the GIL; workers that wait for a CPU would do so without
+    # the GIL, too.
     is_held = busiest.pool.trial.holds_gil and busiest.needs_cpu <= COMPUTING
     little = LITTLE_CPU * (min(1.0, interval.cpus_left) if is_held else 1.0)
     if busiest.stage.cpu_s < little * interval.wall_s or uses_several_cpus or interval.is_inline:
@@ -120,7 +121,7 @@ def _is_gil(interval: Interval, busiest: StageFacts) -> bool:
 
 
 def gil_of_loop(facts: Facts) -> Verdict | None:
-    """The loop computes in Python, and the workers, which have little to do, get the GIL late."""
+    """The loop computes in Python, and the workers, which have little to do, have to wait for the GIL."""
     interval, awaited = facts.interval, facts.awaited
     if not awaited.loop_holds_gil:
         return None
@@ -137,7 +138,7 @@ def gil_of_loop(facts: Facts) -> Verdict | None:
 
 
 def in_turn(facts: Facts, *, least: float = ALWAYS) -> Verdict | None:
-    """One worker at a time runs it, and for the share `least` of the time one does."""
+    """One worker at a time runs it, and one does so for at least the share `least` of the time."""
     interval, awaited = facts.interval, facts.awaited
     stage, share = awaited.stage, interval.stats.turn_share(awaited.stage.name)
     if not stage.in_turn or share < least:

@@ -1,4 +1,5 @@
-"""What the rules read of a stage in an interval: how its workers spend their time, and how one compares with all."""
+"""The figures of a stage in an interval that the rules read: how its workers spend their time, and how one worker
+compares with all."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from loaderkit.engine.metrics.slow_samples import Slow
 from loaderkit.engine.metrics.snapshot import StageStats
 
 COMPUTING = 0.6  # share of the busy time on a CPU or ready for one, above which a stage computes
-SCALES = 0.6  # throughput of all / (that of one worker alone x workers); of waits for latency 0.63 to 1 was recorded
+SCALES = 0.6  # throughput of all / (of one worker alone x workers); of waits for latency 0.63 to 1 was recorded
 ALL_ALONE = 0.9  # share of the throughput of all, above which one worker alone does as much
 PLAINLY = 1.2  # ratio from which on a difference is more than chance
 _SEVERAL = 1.5  # workers, on average
@@ -29,7 +30,8 @@ _ALL_SLOW = 0.05  # share of the time in which every worker is with a slow item:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """One stage and its pool in an interval. None: the contention probe has not compared one worker with all of them."""
+    """One stage and its pool in an interval. A figure is None if the contention probe has not compared one worker with
+    all of them."""
 
     stage: StageStats
     pool: PoolUse
@@ -39,16 +41,16 @@ class StageFacts:
     would_compute: bool  # its workers wait for nothing but a CPU
     num_in_process: int  # workers that share a GIL
     num_compared: float  # of these, how many were side by side on average when one alone was compared with them
-    alone_share: float | None  # throughput of one worker alone, as a share of that of all
+    alone_share: float | None  # throughput of one worker alone, as a share of all workers'
     slowdown: float | None  # time of an item side by side / with one worker alone
     serial_slowdown: float  # a slowdown above it: items pass one at a time; below: each worker at its own pace
-    is_as_fast_alone: bool | None  # its throughput is nearer to that of all than to one worker's share
+    is_as_fast_alone: bool | None  # its throughput is nearer to all workers' than to one worker's share
     is_serial: bool  # workers block one another
     is_held_up: bool  # an item takes plainly longer side by side, for whatever reason
     is_limited: bool  # so, and all workers get hardly more done than a few would: a server may answer a few at a time
     may_hold_gil: bool  # with more threads, its workers may only wait for one another
     loop_holds_gil: bool  # its workers wait for the GIL, and the loop has it
-    tuned: TunedWorkers | None  # more workers, as the tuner tried them; None: it has not, or that tells nothing
+    tuned: TunedWorkers | None  # more workers, as the tuner tried them; None if not tried, or without a result
 
 
 class TunedWorkers(NamedTuple):
@@ -84,8 +86,8 @@ More = Literal["executor", "workers", "processes"]
 
 
 def more_of(interval: Interval, facts: StageFacts, *, computing: bool = False) -> More | None:
-    """What lets more of a stage's items be done at a time: an executor with workers, more workers, or more processes. None:
-    nothing that can be set would help. Both the words of a verdict and its settings are made from this."""
+    """What allows more of a stage's items at a time: an executor with workers, more workers, or more processes. None if
+    no setting would help. Both the words of a verdict and its settings are made from this."""
     if interval.stats.full_turn is not None:
         return None
     if interval.is_inline:  # what computes and is so small would take longer with workers
@@ -140,7 +142,7 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
     serial_slowdown = max(cbrt(num_in_stage), PLAINLY)
     slowdown, alone_share = trial.slowdowns.get(stage.name), trial.alone_share
     if stage.in_turn:
-        is_serial = False  # its workers wait for their turn, and its time is that of the one that has it
+        is_serial = False  # its workers wait for their turn; only the one that has it counts as busy
     elif pool.works_one_at_a_time:
         is_serial = needs_cpu <= COMPUTING  # else one alone is faster for another reason than a lock: caches, say
     elif alone_share is None or waiting_share <= WAITING:
@@ -183,8 +185,8 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
 
 
 def _tuned(interval: Interval, stage: StageStats) -> TunedWorkers | None:
-    """The last time that the tuner gave the stage more workers. As many times as fast as there are more of them is what they
-    bring at their own pace, as far as the loop waits and CPUs are free."""
+    """The last time that the tuner gave the stage more workers. Workers at their own pace bring a speed-up equal to the
+    increase in workers, as far as the loop waits and CPUs are free."""
     tried = [
         one
         for one in interval.stats.tuning.decisions
@@ -202,8 +204,8 @@ def _tuned(interval: Interval, stage: StageStats) -> TunedWorkers | None:
 
 
 def _loop_holds_gil(interval: Interval, stage: StageStats, trial: ContentionResult) -> bool:
-    """Workers that hardly compute find the GIL taken, while the loop computes; its usual items wait for nothing, and no item
-    waits for longer than the GIL is given away in."""
+    """Workers that hardly compute find the GIL taken, while the loop computes; its usual items wait for nothing, and no
+    item waits for longer than it takes until the GIL is given away."""
     if not trial.holds_gil or interval.cpus_used > LITTLE_CPU or interval.loop_share < _LOOP_COMPUTES:
         return False
     usual_s, slow_s = stage.services.percentile(0.5), stage.services.percentile(0.99)

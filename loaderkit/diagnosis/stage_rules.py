@@ -1,5 +1,5 @@
-"""The rules on a stage and what lies before it: its items, the store behind it, the batches ahead. Each is a function of the
-facts, beside its words, that gives a verdict, or None where it does not apply.
+"""The rules on a stage and what comes before it: its items, the store it reads from, the batches ahead. Each is a
+function of the facts, beside its words, that gives a verdict, or None where it does not apply.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def no_cpu_free(facts: Facts) -> Verdict | None:
 
 
 def read_ahead(facts: Facts) -> Verdict | None:
-    """Its workers wait for bytes that are read ahead, so the requests for those are the limit, not the workers.
+    """Its workers wait for bytes that are read ahead, so the limit is the requests for these bytes, and not the workers.
 
     The sample that waits for a block looks like a straggler, and one worker alone gets what was fetched meanwhile.
     """
@@ -83,7 +83,8 @@ def slow_samples(facts: Facts) -> Verdict | None:
     kinds = [row.kind for row in interval.stats.stages[: interval.stats.stages.index(stage) + 1]]
     if "batch" in kinds or interval.stats.turn_share(stage.name) >= ALWAYS:
         return None  # batches are new memory now and then; and in turn nothing else is done meanwhile, however long one takes
-    # What waits for the GIL is slow for as long as others have it, and off the CPU in a stage that waits for nothing else.
+    # An item that waits for the GIL is slow for as long as others have it, and off the CPU in a stage that waits for
+    # nothing else.
     if trial.holds_gil or not stage.waits:
         return _stragglers(facts, 0.0, stage.busy_s - stage.cpu_s)
     least_s = MOST_FOR_GIL_S if (trial.gil_taken or 0.0) > _CONTENDED else 0.0
@@ -96,8 +97,8 @@ def stragglers(facts: Facts) -> Verdict | None:
 
 
 def _stragglers(facts: Facts, least_s: float, withheld_s: float) -> Verdict | None:
-    """The same of items that take `least_s` or more; for `withheld_s` of their time items could not go on as others had the GIL
-    or the CPUs, and those that were slow for that are no stragglers."""
+    """The same for items that take `least_s` or more. For `withheld_s` of their time items could not run because others
+    had the GIL or the CPUs; items that were slow for that reason are no stragglers."""
     interval, awaited = facts.interval, facts.awaited
     stage, services = awaited.stage, awaited.stage.services
     usual_s = services.percentile(0.5)
@@ -122,8 +123,9 @@ def _stragglers(facts: Facts, least_s: float, withheld_s: float) -> Verdict | No
 def _may_be_a_lock(facts: Facts, usual_s: float) -> bool:
     """True if slow items may be those that waited for usual ones.
 
-    An unfair lock, or a server of a few at a time, keeps some workers waiting while others get it again and again: one alone
-    gets its share or all done, and usual items fill the time. It gets plainly more done by chance: slow ones fell to all.
+    An unfair lock, or a server of a few at a time, keeps some workers waiting while others get it again and again: one
+    worker alone then does its share or all of the work, and usual items fill the time. If it does plainly more, that is
+    chance: the slow items came while all worked.
     """
     interval, awaited = facts.interval, facts.awaited
     alone = awaited.alone_share or 0.0
@@ -152,7 +154,7 @@ def depth(facts: Facts) -> Verdict | None:
 
 
 def one_batch(facts: Facts) -> Verdict | None:
-    """Nothing is ahead of the batch in work, so that workers are idle at its end, whatever they do before."""
+    """No batch is ahead of the one in work, so workers are idle at its end, whatever they do before."""
     interval, first_pool = facts.interval, facts.interval.pools[0]
     if interval.num_wanted > 1 or interval.is_inline or not interval.stats.num_batches or interval.is_short_of_memory:
         return None
@@ -200,7 +202,7 @@ def computing(facts: Facts, *, always: bool = False) -> Verdict | None:
 
 
 def waiting(facts: Facts) -> Verdict:
-    """Its workers wait for something other than a CPU or one another, or nothing tells what for: no other rule applies."""
+    """Its workers wait for something other than a CPU or one another, or it is not known for what: no other rule applies."""
     interval, awaited = facts.interval, facts.awaited
     stage, usual_s = awaited.stage, awaited.stage.services.percentile(0.5)
     evidence = f"{100 * (1 - awaited.needs_cpu):.0f} % of that waiting for something other than a CPU"

@@ -13,15 +13,16 @@ from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.stalls import START
 
 _MOST_OF_IT = 0.5  # share of the wait that would be gone if a source's samples took as long as the others'
-_NUM_KNOWN = 8  # samples; how long those of a source take is not known from fewer
+_NUM_KNOWN = 8  # samples; from fewer it is not known how long a source's samples take
 _NOT_BY_SOURCE = frozenset({"training", "unknown", "gil", "oversubscription", "quota"})
-"""Kinds of limits under which the time in a stage is not that of its own work."""
+"""Kinds of limits under which the time in a stage is not spent on the stage's own work."""
 
 
 @dataclass(frozen=True)
 class SourceStats:
-    """One of several sources. Times in seconds, summed over workers, in `read` and the stages that are the source's own; those
-    that are common do not tell sources apart. Samples that were read ahead count in `num_items`, `num_bytes` and the times."""
+    """One of several sources. Times are in seconds, summed over workers, in `read` and in the source's own stages;
+    common stages are not counted, as they serve all sources. Samples that were read ahead count in `num_items`,
+    `num_bytes` and the times."""
 
     name: str
     weight: float  # its share as planned, over the positions of these batches
@@ -93,7 +94,7 @@ class Stats(Snapshot):
         return rows
 
     def _times_of(self, source: str) -> dict[str, Any]:
-        """What was read of a source, and the time of the stages that are its own."""
+        """What was read from a source, and the time of its own stages."""
         own, wall_s = [row for row in self.stages if row.source == source], max(self.wall_s, 1e-12)
         read = [row for row in own if row.kind == "read"]
         read_s, busy_s = sum(row.busy_s for row in read), sum(row.busy_s for row in own)
@@ -119,10 +120,11 @@ class Stats(Snapshot):
 
 
 def _limiting_source(stats: Stats, verdict: Verdict) -> str | None:
-    """The source that alone holds the loop up, and what says so; None: there is none, or it is not known.
+    """The source that alone holds the loop up, and how that is seen; None if there is none, or if it is not known.
 
-    If its samples took as long in `read` and its own stages as those of the other sources do, at least half of the wait would
-    be gone. So the largest source is not named for its size, and none is named for what all of them wait for.
+    A source is named if at least half of the wait would be gone, were its samples as fast in `read` and its own stages
+    as the other sources' samples. So the largest source is not named for its size, and none is named for what all of
+    them wait for.
     """
     interval = Interval.of(stats)
     if verdict.kind in _NOT_BY_SOURCE or interval.share_after_start < HARMLESS:

@@ -14,7 +14,7 @@ _MOST_NAMED = 3
 
 
 class Part(BaseModel):
-    """A part of a report. Fields that a newer version has added are passed over when it is read."""
+    """A part of a report. When it is read, fields that a newer version has added are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -33,7 +33,7 @@ class Setting(Part):
 
 
 class Remedy(NamedTuple):
-    """What to change: the words for a reader, and the settings that they come to."""
+    """What to change: the words for a reader, and the settings that they mean."""
 
     text: str
     settings: tuple[Setting, ...] = ()
@@ -59,14 +59,14 @@ class Verdict(NamedTuple):
     """What limits the loop.
 
     `stage` is what the loop waited for longest: a stage's name, or `start`, `memory`, `wakeup`, `network`, `worker restart` or
-    `release`; None: training is the limit. `percent` of the interval's wall time were lost to it (for None: not lost to
-    loading). `confidence` is from 0 to 1. `kind` says in one word how it limits: training, computing, gil, oversubscription,
-    lock, latency, bandwidth, stragglers, waiting, memory, depth, start, wakeup, network, restart, quota, failed, unknown.
-    `source` begins with the name of the one of several sources that alone holds the loop up, if one does, and says how that is
-    seen. `settings`: the values to set for `change`; empty where it is nothing to be set. `is_exact`: `change` names them all.
-    `or_kind`: another kind that fits the figures about as well, or training, if little is lost; None: `kind` fits best.
-    `causes`: all that the loop waited for, the longest first, whose stage is `stage` unless training is the limit; `settings`
-    are for all of them that the headline names.
+    `release`; None if training is the limit. `percent` of the interval's wall time were lost to it (if it is None, this
+    share was not lost to loading). `confidence` is from 0 to 1. `kind` says in one word how it limits: training,
+    computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting, memory, depth, start, wakeup,
+    network, restart, quota, failed, unknown. `source` begins with the name of the one of several sources that alone
+    holds the loop up, if one does, and says how that is seen. `settings`: the values to set for `change`; empty if no
+    setting does it. `is_exact`: `change` names them all. `or_kind`: another kind that fits the figures about as well,
+    or training, if little is lost; None if `kind` fits best. `causes`: all that the loop waited for, the longest first,
+    whose stage is `stage` unless training is the limit; `settings` are for all of them that the headline names.
     """
 
     stage: str | None
@@ -87,7 +87,7 @@ class Verdict(NamedTuple):
         return headline(self.stage, self.kind, self.or_kind, self.causes)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values, without the settings: a report has those of the pipeline's file."""
+        """JSON values, without the settings: a report has the settings as keys of the pipeline's file."""
         values = {name: value for name, value in self._asdict().items() if name not in ("settings", "is_exact")}
         causes = [cause.model_dump(mode="json") for cause in self.causes]
         return {**values, "causes": causes, "headline": self.headline}
@@ -142,14 +142,14 @@ def _of_one(stage: str, kind: str, or_kind: str | None) -> str:
 
 
 def named_together(causes: Sequence[Cause]) -> list[Cause]:
-    """The first cause, and those that the loop waited for nearly as long: within a third of it, at most three in all."""
+    """The first cause, and causes that the loop waited for nearly as long: within a third of it, at most three in all."""
     by_stage = {cause.stage: cause for cause in reversed(causes)}
     ranked = [cause for cause in causes if by_stage[cause.stage] is cause]
     return [cause for cause in ranked if cause.percent >= _NEARLY * ranked[0].percent][:_MOST_NAMED]
 
 
 def _kinds_of(named: Sequence[Cause], causes: Sequence[Cause]) -> list[str]:
-    """The kind of each, or the two that cannot be told apart."""
+    """The kind of each cause, or the two kinds that cannot be told apart."""
     return [" or ".join(other.kind for other in causes if other.stage == one.stage) for one in named]
 
 

@@ -1,4 +1,4 @@
-"""Runs stages on work items, in order and within a budget of memory, and measures who waits for whom."""
+"""Runs stages on work items, in order and within a memory budget, and measures which part waits for which."""
 
 from __future__ import annotations
 

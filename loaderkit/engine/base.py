@@ -1,6 +1,7 @@
 """The engine: takes chunks through the stages, hands work items over in order, and measures what it does.
 
-A chunk runs through all stages of a pool without a hand-off. In which thread is decided in `threaded.py` and `inline.py`.
+A chunk runs through all stages of a pool without a hand-off. Which thread runs it is decided in `threaded.py` and
+`inline.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class WorkerPool:
         *,
         tries_one_worker: bool = True,
     ) -> None:
-        """`stages`: those of all pools."""
+        """`stages`: the stages of all pools."""
         self.number = number
         self.plan = plan
         self.sample_stages = [(number, _run_of(stages[number]), stages[number].part) for number in plan.sample_stages]
@@ -63,7 +64,7 @@ class WorkerPool:
 
 
 def _run_of(stage: Stage) -> Callable[..., Any] | None:
-    """What runs a stage; None if one worker at a time does."""
+    """The function that runs a stage; None if one worker at a time runs it."""
     return None if stage.in_turn or stage.lock is not None else stage.run
 
 
@@ -113,7 +114,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _land(self, chunk: Chunk) -> WorkItem | None:
-        """Count a chunk as landed; its work item, if that was the last one and it is not cancelled."""
+        """Count a chunk as landed; returns its work item, if that was the last chunk and the item is not cancelled."""
 
     @abstractmethod
     def resize(self, stage: str, num_workers: int) -> None:
@@ -121,7 +122,7 @@ class Engine(ABC):
 
     @abstractmethod
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        """Set how many batches are read ahead, and in how many bytes; None: unchanged. From any thread."""
+        """Set how many batches are read ahead, and in how many bytes; None leaves a value unchanged. From any thread."""
 
     def set_processes(self, num: int, refused: Callable[[str], None]) -> None:
         """This engine is in one process, the trainer's or a worker's. Raises ConfigError."""

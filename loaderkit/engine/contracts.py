@@ -57,20 +57,21 @@ class Plan(Protocol):
         """Free the memory that is not in use; no worker is left."""
 
     def seek(self, epoch: int, position: int, shard: Shard | None = None) -> None:
-        """Continue at another position, with the work items of `shard` of several plans; None: of the same one as before."""
+        """Continue at another position, with the work items of `shard` where several plans share them; None keeps the
+        shard."""
 
     def begins_at(self, epoch: int, position: int, shard: Shard | None = None) -> tuple[int, int] | None:
-        """The `next_position` after such a `seek`; None if open work items are not those that it would open."""
+        """The `next_position` after such a `seek`; None if the open work items differ from those that it would open."""
 
     def redeal(self, border: tuple[int, int], shard: Shard | None) -> None:
-        """Open the work items of another shard from (epoch, position) `border` on; None: open no more. No item behind the
-        border has been opened."""
+        """Open the work items of another shard from (epoch, position) `border` on, or no more of them if `shard` is
+        None. No item behind that position has been opened yet."""
 
     def share(self, shard: Shard) -> None:
         """Note how many plans share the machine's memory from now on."""
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        """Set how far to read ahead; None: unchanged."""
+        """Set how far to read ahead; None leaves a value unchanged."""
 
     def key(self, index: int) -> str:
         """The name of the item at `index`, for messages."""
@@ -98,10 +99,10 @@ class Executor(Protocol):
         """Set the number of workers of the pool that runs a stage. Raises ConfigError."""
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        """Set how many batches are read ahead, and in how many bytes; None: unchanged. Raises ConfigError."""
+        """Set how many batches are read ahead, and in how many bytes; None leaves a value unchanged. Raises ConfigError."""
 
     def set_processes(self, num: int, refused: Callable[[str], None]) -> None:
-        """Let another number of processes make the batches, as soon as those that are to come are ready; nothing is dropped.
+        """Let another number of processes make the batches, as soon as the new ones are ready; nothing is dropped.
         `refused` is called with the reason if that turns out to be impossible later. Raises ConfigError, WorkerDiedError."""
 
     def stats(self, tuning: Tuning, run: int) -> Snapshot:
@@ -121,7 +122,7 @@ class Executor(Protocol):
 
 
 class LoopLog(Protocol):
-    """What a loader tells of the loop that takes its batches, while it is profiled; in the loop's thread."""
+    """What a loader reports of the loop that takes its batches, while it is profiled; called in the loop's thread."""
 
     def reset(self) -> None:
         """The executor's counters begin again, after an error."""

@@ -97,7 +97,7 @@ class InlineEngine(Engine):
         return work_item
 
     def _carry(self, chunk: Chunk, worker_clock: WorkerClock) -> Chunk | WorkItem | None:
-        """Take a chunk through every pool; its work item, if that is complete."""
+        """Take a chunk through every pool; returns its work item, if that is complete."""
         item: Chunk | WorkItem | None = chunk
         num_torch_threads = torch_threads.get_num_threads()
         try:

@@ -1,4 +1,4 @@
-"""Whether a loader, or the executor of one, may still be used; what is said where it may not stands here alone."""
+"""Whether a loader, or its executor, may still be used. All messages of why it may not be used are here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from loaderkit.errors import ClosedError
 
 
 class Lifetime:
-    """It begins in this process, and ends with a close. Methods are for any thread."""
+    """The time in which an object may be used: from its creation in this process until it is closed. Methods are for
+    any thread."""
 
     def __init__(self) -> None:
         self.is_closed = False

@@ -38,7 +38,7 @@ class Series:
         self._points: list[Snapshot] = []
 
     def add(self, stats: Snapshot) -> None:
-        """Add a snapshot, if it is one of those to keep."""
+        """Add a snapshot, if it is to be kept."""
         if self._points and self._points[-1].run != stats.run:
             self._points = []
             self._every, self._num_looks = 1, 0
@@ -59,7 +59,7 @@ class Series:
 
 
 class Monitor:
-    """The thread. `read` gives a snapshot; `act` passes it to the tuner."""
+    """The monitor's thread. `read` gives a snapshot; `act` passes it to the tuner."""
 
     def __init__(self, read: Callable[[], Snapshot], series: Series, act: Callable[[Snapshot], None]) -> None:
         self._read = read

@@ -1,4 +1,4 @@
-"""Which stages share a pool of workers."""
+"""Decides which stages share a pool of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How a worker ended, and whether another one may take its place: for executors whose workers can die without the trainer."""
+"""How a worker ended, and whether another one may take its place. For executors whose workers can die while the trainer
+lives."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _UNHARMED = (
 
 
 class Death(NamedTuple):
-    """The end of a worker that the trainer has not asked for."""
+    """The end of a worker that the trainer did not ask for."""
 
     who: str
     what: str  # the predicate to `who`
@@ -52,8 +53,8 @@ class Restarts:
         self._places: set[Place] = set()  # of the batches that workers died of
 
     def refuse(self, death: Death, place: Place) -> WorkerDiedError | None:
-        """The error, if no other worker may take the dead one's place; else None, and one restart more has happened. `place` is
-        that of the first batch that it had not finished."""
+        """The error, if no other worker may take the dead one's place; else None, and one more restart is counted.
+        `place` is the place of the first batch that it had not finished."""
         if not self.limit or self._impossible or not death.may_pass:
             return death.error(note=self._impossible if death.may_pass else "")
         making = "" if death.is_early else f" before it had finished {_say(place)}"

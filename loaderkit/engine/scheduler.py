@@ -62,13 +62,13 @@ class Budget:
         self._plan.release(work_item)
 
     def wake_worker(self, count: int = 1) -> None:
-        """Wake workers that wait for room or work, if any do."""
+        """Wake workers that wait for room or work, if there are any."""
         self.changed.notify(count)
 
     @property
     def is_quick(self) -> bool:
-        """True if a batch takes less than a hand-off. Only where workers announce complete batches before they wait, so that
-        none goes unannounced."""
+        """True if a batch takes less than a hand-off. This is only so where workers announce complete batches before
+        they wait, so that no batch stays unannounced."""
         sample_s = self.chunk_sizer.sample_s
         return self._is_whole and sample_s is not None and sample_s * self._plan.batch_size < _QUICK_S
 
@@ -79,8 +79,8 @@ class Budget:
 
     @property
     def burst(self) -> int:
-        """How many quick batches are handed over at a time: half of the room, so that both sides keep working;
-        all of it where only one thread can run at a time."""
+        """How many quick batches are handed over at a time: half of those that there is room for, so that both sides
+        keep working; all of them where only one thread can run at a time."""
         room = self._plan.room[0]
         return room if self._one_works() else -(-room // 2)
 
@@ -266,7 +266,7 @@ class WorkQueue:
             self._prepare()
 
     def land(self, chunk: Chunk) -> WorkItem | None:
-        """Count a chunk as landed; its work item, if that was the last one and it is not cancelled."""
+        """Count a chunk as landed; returns its work item, if that was the last chunk and the item is not cancelled."""
         work_item, size = chunk.work_item, len(chunk)
         took_s = self._clock() - chunk.marks[0][0]
         with self._lock:
@@ -371,7 +371,8 @@ class Scheduler:
             self.budget.changed.notify_all()
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        """Set how far to read ahead; None: unchanged. Raises ConfigError if the memory holds not even one batch."""
+        """Set how far to read ahead; None leaves a value unchanged. Raises ConfigError if the memory holds not even one
+        batch."""
         with self.lock:
             self._plan.set_depth(num_batches, memory_bytes)
             self.budget.changed.notify_all()

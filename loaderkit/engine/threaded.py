@@ -187,8 +187,8 @@ class ThreadEngine(Engine):
         self.scheduler.fail(error)
 
     def _stop(self, join_s: float) -> None:
-        """Cancel and join; a worker that is still inside a stage after `join_s`, or in what nothing can end after a second, is
-        left behind, with a warning."""
+        """Cancel and join; a worker that is still inside a stage after `join_s`, or after a second in code that nothing
+        can end, is left behind, with a warning."""
         self.scheduler.close()
         for turn in self.turns:
             if turn is not None:

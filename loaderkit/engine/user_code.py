@@ -1,9 +1,9 @@
-"""The locks under which user code runs that is not declared to stand several threads.
+"""The locks under which user code runs, if it is not declared to be safe in several threads.
 
     loader's lock ──> object's lock ──> the data set or function
 
-The loader's keeps apart objects that share what cannot be seen here, such as a tokenizer that two functions use. The object's
-keeps apart loaders that were given the same object.
+The loader's lock keeps apart objects that share something which cannot be seen here, such as a tokenizer that two
+functions use. The object's lock keeps apart loaders that were given the same object.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class _QueuePlace:
 class FairLock:
     """A reentrant lock that threads get in the order in which they ask.
 
-    A thread that takes `threading.RLock` again right after it let go gets it before those that wait, chunk after chunk, and
-    the loop may wait for one of theirs. So each waits for the one before it (the queue lock of Craig, and of Landin and
-    Hagersten). A place is held by `with` alone, which Ctrl-C cannot break: an interrupted thread leaves its place, and the one
-    behind it waits for the one before.
+    A thread that takes `threading.RLock` again right after releasing it gets it before the threads that wait, chunk
+    after chunk, and the loop may wait for one of theirs. So each waits for the one before it (the queue lock of Craig,
+    and of Landin and Hagersten). A place is held by `with` alone, which Ctrl-C cannot break: an interrupted thread
+    leaves its place, and the one behind it waits for the one before.
     """
 
     def __init__(self) -> None:
@@ -58,8 +58,8 @@ class FairLock:
         return place is not None and place.thread == threading.get_ident() and place.inside.locked()
 
     def run(self, function: Callable[[], R], look: Callable[[], None] | None = None) -> R:
-        """What the function returns, which runs with the lock held. `look` is called where it must be waited for, and several
-        times a second except in the main thread; what it raises ends the wait."""
+        """Run the function with the lock held, and return its result. If there is a wait for the lock, `look` is called
+        at its start, and several times a second except in the main thread; an error of `look` ends the wait."""
         if self.is_held():
             return function()
         place = _QueuePlace()
@@ -88,7 +88,7 @@ class FairLock:
 
 
 class _ObjectLock(FairLock):
-    """That of one object, which it keeps alive: its id is that of no other object meanwhile."""
+    """The lock of one object. It keeps the object alive, so no other object can get the same id meanwhile."""
 
     def __init__(self, owner: Any) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _ObjectLock(FairLock):
 
 
 _of_objects: WeakValueDictionary[int, _ObjectLock] = WeakValueDictionary()
-"""By the ids of the objects: loaders of this process that were given the same object have to find the same lock."""
+"""The locks by the ids of the objects: loaders of this process that were given the same object have to find the same lock."""
 _finding = threading.Lock()
 
 
@@ -112,7 +112,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def owner_of(function: Any) -> Any:
-    """The object whose code runs: that of a bound method, and what a `partial` calls."""
+    """The object whose code runs: a bound method's object, or the function that a `partial` calls."""
     while isinstance(function, partial):
         function = function.func
     owner = getattr(function, "__self__", None)
@@ -120,7 +120,7 @@ def owner_of(function: Any) -> Any:
 
 
 class UserLock:
-    """Held while one stage's user code runs: the loader's lock, and that of its `owner`."""
+    """Held while one stage's user code runs: the loader's lock, and the lock of `owner`."""
 
     def __init__(self, of_loader: FairLock, owner: Any = None) -> None:
         """Without an `owner` only the loader's is held."""
@@ -146,8 +146,8 @@ class UserLock:
         return run
 
     def first_held(self, function: Callable[P, R]) -> Callable[P, R]:
-        """The function, whose first call alone runs with the locks held: it may import modules, which another thread would
-        find half made."""
+        """The function, of which only the first call runs with the locks held: it may import modules, which another
+        thread would find half imported."""
         guarded, has_returned = self.held(function), False
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -26,7 +26,7 @@ class HangReport(NamedTuple):
 
 
 class Patience:
-    """One wait, for a batch or a sample: how long to wait at a time, and when to warn or raise.
+    """One wait, for a batch or a sample: how long to wait until the next look, and when to warn or raise.
 
     A quarter of the limit passes until the first warning, the limit until the second, which is the error if `raises`; then
     a warning comes whenever the limit has passed again.
@@ -93,7 +93,7 @@ def describe_wait(
 
 
 def keys_of(chunk: Chunk, key_of: Callable[[int], str]) -> list[str]:
-    """The key of the sample a stage works on; of the first and the last if it takes all at once."""
+    """The key of the sample a stage works on; or the keys of the first and the last if it takes all at once."""
     current = chunk.current  # a worker may write it meanwhile
     if isinstance(current, list):
         current = min(len(current), len(chunk) - 1)

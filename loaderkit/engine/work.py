@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 
 
 class SourceCounts(NamedTuple):
-    """What a work item holds of each mixed source, in their order; () stands for zeros."""
+    """How much of each mixed source a work item holds, in the order of the sources; () stands for zeros."""
 
     samples: tuple[int, ...] = ()  # that the loop gets; with `pack` documents
     tokens: tuple[int, ...] = ()  # of those, if they are known
@@ -119,7 +119,7 @@ class Delivery(Protocol):
 
     @property
     def num_skipped(self) -> int:
-        """Of its items, those that are left out since they failed."""
+        """The number of its items that are left out because they failed."""
 
     @property
     def by_source(self) -> SourceCounts | None:
@@ -164,7 +164,8 @@ class Chunk:
         self.marks: list[tuple[float, int]] = []
         self.scratch: dict[str, Any] = {}
         self.slowest: tuple[float, int] | None = None
-        # For hang reports: the row of the item a stage works on, or the list of its results so far; None: all at once.
+        # For hang reports: the row of the item a stage works on, or the list of its results so far; None if all at
+        # once.
         self.current: int | list[Any] | None = None
 
     def __len__(self) -> int:
@@ -208,7 +209,7 @@ class Stage:
     kind: str
     scope: Literal["sample", "batch"]
     run: Callable[..., Any]
-    workers: int | None = None  # None: shares the automatic pool
+    workers: int | None = None  # None if it shares the automatic pool
     close: Callable[[], None] | None = None  # frees its resources; it may run again after that
     interrupt: Callable[[], None] | None = None  # ends its waits, before its workers are joined
     waits_for: Callable[[int], str | None] = lambda thread_id: None
@@ -221,7 +222,9 @@ class Stage:
     content: str = ""  # what it acts on, where stages of its kind may act on different things; for what is said of it
     owner: Any = None  # the user's object that it runs code of, if one thread at a time may
     lock: UserLock | None = None
-    """Held while it runs, which it takes itself: what waits for it is to take it before, so that waiting is not its time."""
+    """The lock that it takes and holds while it runs. A caller that has to wait for the lock takes it beforehand, so
+    that waiting is not the stage's time."""
     part: Callable[[Any], Chunk | None] | None = None
-    """Of a chunk, the items that it acts on, as a chunk, or None for none. Without it: all."""
+    """A function that gives the items of a chunk on which it acts, as a chunk, or None if there are none. Without it
+    the stage acts on all."""
     pool: str = ""  # neighbours with the same name share a pool, also with `workers`

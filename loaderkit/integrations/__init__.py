@@ -1,1 +1,1 @@
-"""What joins loaderkit to other frameworks: one module a framework, which is imported only where it is used."""
+"""Joins loaderkit to other frameworks: one module for each framework, imported only where it is used."""

@@ -31,11 +31,11 @@ class BatchesDataset(IterableDataset[Any]):
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of `epoch`."""
+        """Make the next iteration epoch `epoch`."""
         self._loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's, which torchdata's StatefulDataLoader saves."""
+        """The loader's state, which torchdata's StatefulDataLoader saves."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
     from loaderkit.integrations.ray import RayRows
     pipeline = loaderkit.Pipeline.iterable(RayRows(dataset), length=dataset.count()).read().batch(64)
 
-Ray Data executes the data set; loaderkit makes its rows to batches, with states, accounts and the stages behind.
+Ray Data executes the data set; loaderkit makes batches of its rows, with saved states, accounts and the later stages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PRESERVE = (
 class RayRows:
     """The rows of a `ray.data.Dataset` for `Pipeline.iterable`: dicts of NumPy arrays and scalars, strings and bytes.
 
-    The order is Ray Data's, which may be another one each time unless `preserve_order` of its options is set. A state holds the
+    The order is Ray Data's, which may differ each time unless `preserve_order` of its options is set. A state holds the
     number of rows and a hash of them: the data set is executed again up to there, and if the rows are others, that is an error.
 
     It is read by one process, which is connected to Ray, for one rank. Several ranks read a shard each: `RayRows(shard)` of
@@ -35,7 +35,8 @@ class RayRows:
     """
 
     def __init__(self, dataset: Any) -> None:
-        """A Dataset, a DataIterator, or a function that makes one of the number of an epoch. Raises ConfigError."""
+        """`dataset` is a Dataset, a DataIterator, or a function that makes one from the number of an epoch. Raises
+        ConfigError."""
         if not hasattr(dataset, "iter_batches") and not callable(dataset):
             raise ConfigError(
                 f"RayRows: a ray.data.Dataset, a shard of one, or a function of the epoch, not {type(dataset).__name__}"
@@ -47,7 +48,7 @@ class RayRows:
         self._hash = xxhash.xxh3_64()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Raises SourceError if the rows are not those of the state that was loaded."""
+        """Raises SourceError if the rows differ from those that the loaded state has counted."""
         dataset = self._opened()
         saved, self._saved = self._saved, {"rows": 0}
         self._num_rows, self._hash = 0, xxhash.xxh3_64()

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 
 def tensors(file: str) -> TensorDataset:
-    """The tensors of one `torch.save([...])`, whose first dimension is that of the samples; the file is mapped, not read.
+    """The tensors of one `torch.save([...])`, whose first dimension counts the samples; the file is mapped, not read.
 
     Raises OSError, and what torch.load raises for another file.
     """
@@ -18,8 +18,8 @@ def tensors(file: str) -> TensorDataset:
 
 
 def arrow_files(files: Sequence[str], format: str | None = None, columns: Sequence[str] | None = None) -> Any:  # noqa: A002
-    """Arrow files of Hugging Face's `datasets`, one behind the other, as one data set; `format` and `columns` are those of its
-    `with_format`. Raises what `datasets` raises."""
+    """Arrow files of Hugging Face's `datasets`, one behind the other, as one data set; `format` and `columns` are the
+    arguments of its `with_format`. Raises what `datasets` raises."""
     import datasets
 
     parts = [datasets.Dataset.from_file(file) for file in files]

@@ -1,4 +1,5 @@
-"""What a loader counts, for other programs: Prometheus reads it over HTTP, `log` writes it to TensorBoard, W&B and others."""
+"""Gives what a loader counts to other programs: Prometheus reads it over HTTP, `log` writes it to TensorBoard, W&B and
+others."""
 
 from __future__ import annotations
 

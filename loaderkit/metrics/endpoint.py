@@ -1,9 +1,10 @@
-"""The addresses at which this process shows metrics, and the loaders that each shows.
+"""The addresses at which this process serves metrics, and the loaders that each address shows.
 
 Loader ──> export ──> Endpoint of its address ──> MetricsServer, while a loader is open
                         └── ExportedLoader ...      ──scrape──> prometheus.written ──> points of all of them
 
-Several loaders share an address. A loader that is closed keeps its counters there, and one of the same name goes on with them.
+Several loaders may share an address. A closed loader's counters stay there, and a later loader with the same name
+continues them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Endpoint:
     server: MetricsServer | None = None
 
     def admit(self, name: str, rank: int, action: str, first: Stats) -> ExportedLoader:
-        """A new loader; the second open one of a name gets another: training, training-2."""
+        """Add a new loader. If an open loader has its name already, it gets another one: training, training-2."""
         names = {loader.name for loader in self.loaders if loader.is_open}
         unique = next(one for one in (name, *(f"{name}-{n}" for n in range(2, len(names) + 3))) if one not in names)
         before = next((loader for loader in self.loaders if loader.name == unique), None)
@@ -47,7 +48,8 @@ class _Endpoint:
         return loader
 
     def open(self) -> None:
-        """Listen, unless it does. A port that is taken is a warning. Raises ConfigError for an address that cannot be."""
+        """Listen, unless it does already. A port that is in use is a warning. Raises ConfigError for an impossible
+        address."""
         if self.server is not None:
             return
         from loaderkit.metrics.prometheus import written  # the package is an extra
@@ -95,8 +97,8 @@ class Export:
     """A loader's place at an endpoint: `loader` is what is shown of it there."""
 
     def __init__(self, prometheus: int | str, *, name: str, rank: int, action: str, first: Stats) -> None:
-        """Listens at `prometheus`, a port or "HOST:PORT", which is that of a machine's first rank; others have the next ones.
-        `first`: the statistics before anything has run. Raises ConfigError, MissingExtraError."""
+        """Listens at `prometheus`, a port or "HOST:PORT", which the first rank of a machine has; others have the next
+        ports. `first`: the statistics before anything has run. Raises ConfigError, MissingExtraError."""
         try:
             import prometheus_client  # noqa: F401 - an extra
         except ImportError as error:
@@ -134,7 +136,7 @@ class Export:
         self._finalizer.atexit = False
 
     def before_run(self) -> None:
-        """An executor is about to be made; a process that was forked since joins an endpoint of its own."""
+        """An executor is about to be made. If the process was forked since the last one, it joins an endpoint of its own."""
         loader = None if self._loader is None else self._loader()
         if loader is not None and os.getpid() != self._pid:
             self._detach()

@@ -45,7 +45,7 @@ class ExportedLoader:
         self._loader = weakref.ref(loader)
 
     def before_run(self) -> None:
-        """An executor is about to be made. What the one before it has counted is taken in, for it is forgotten then."""
+        """An executor is about to be made. The counts of the earlier executor are added now, as they are lost afterwards."""
         if self.has_run:
             self._read()
 
@@ -65,7 +65,7 @@ class ExportedLoader:
         return points
 
     def _read(self) -> Stats | None:
-        """Take the loader's statistics in; None if it has none."""
+        """Read the loader's statistics and add them; None if it has none."""
         loader = None if self._loader is None else self._loader()
         if loader is None or not self.is_open:
             return None

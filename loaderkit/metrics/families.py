@@ -1,7 +1,7 @@
 """The metrics of a loader: their names, labels and meanings, and their values in a snapshot.
 
-Names are those of OpenMetrics without `_total`, which counters get when they are written out. Every one has the labels
-`pipeline` and `rank`, and those that stand here.
+Names are as in OpenMetrics, without `_total`, which counters get when they are written out. Every metric has the
+labels `pipeline` and `rank`, and the labels given here.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ FAMILIES = {
     "node_workers": Family("Processes that load on a node", "gauge", ("node",)),
     "store_held_bytes": Family("Bytes fetched ahead of `read` that are in memory", "gauge"),
 }
-"""What there is besides `store_*`, which connectors count."""
+"""All other metrics of a loader but `store_*`, which connectors count."""
 
 CHECKPOINT_FAMILIES = {
     "checkpoint_saves": Family("Saves of CheckpointManager that are over, by how they ended", labels=("outcome",)),
@@ -103,7 +103,7 @@ CHECKPOINT_FAMILIES = {
     "checkpoint_last_step": Family("Step of the last checkpoint that was committed", "gauge"),
     "checkpoint_last_time_seconds": Family("When it was committed, in seconds since 1970", "gauge"),
 }
-"""Those of the process, without `pipeline` and `rank`, once there was a save."""
+"""The metrics of the process, without `pipeline` and `rank`, shown once there was a save."""
 
 
 def family_of(name: str) -> Family:
@@ -177,7 +177,7 @@ def outlives_runs(name: str, stats: Stats) -> bool:
 
 
 def causes(stats: Stats) -> list[str]:
-    """What a loop may always wait for; more are possible."""
+    """The causes for which a loop may always wait; more are possible."""
     return [*(row.name for row in stats.stages), START, MEMORY, WAKEUP]
 
 

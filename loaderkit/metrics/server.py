@@ -1,7 +1,7 @@
 """The HTTP server for metrics: Python's own, with a bound on its connections and one deadline for a request.
 
-One thread waits for connections, and does nothing between two; each request has one. Whatever clients do, they hold no more
-than `_MOST_REQUESTS` descriptors and threads of the training.
+One thread waits for connections, and does nothing else; each request has a thread of its own. Whatever clients do, they
+use no more than `_MOST_REQUESTS` descriptors and threads of the training process.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ _PATHS = ("/metrics", "/")
 logger = logging.getLogger("loaderkit")
 
 Write = Callable[[str], tuple[bytes, str]]
-"""From the header Accept to a body and its content type."""
+"""A function from the header Accept to a body and its content type."""
 
 
 @dataclass
 class _Request:
-    """A connection, and when it is ended by the server; never again once it was."""
+    """A connection, and the time at which the server ends it. It is ended only once."""
 
     connection: socket.socket
     deadline_s: float
     is_asked: bool = False  # all that the client has to say is there
 
     def end(self) -> None:
-        """Its thread, which waits for the client, goes on."""
+        """End the connection. Its thread, which waits for the client, then continues."""
         with suppress(OSError):  # it has ended by itself
             self.connection.shutdown(socket.SHUT_RDWR)
         self.deadline_s = math.inf
 
 
 class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Listens once it is made. `close` ends it with all its threads."""
+    """Listens from its creation on. `close` ends it with all its threads."""
 
     allow_reuse_address = True  # a port whose last connections have just ended is free
     daemon_threads = True
@@ -74,7 +74,7 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self.handle_request()
 
     def _end_late_ones(self) -> float | None:
-        """End the requests whose deadline has come; the seconds until the next one's, None if there is none."""
+        """End the requests whose deadline has come; returns the seconds until the next deadline, or None if there is none."""
         now_s = time.monotonic()
         for request in self._open():
             if request.deadline_s <= now_s:
@@ -111,7 +111,8 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             raise
 
     def _has_place(self) -> bool:
-        """True once there is a place for one more request; False if even the oldest, which is ended for it, goes on."""
+        """True once there is a place for one more request; False if even the oldest request, which is ended for it,
+        does not stop."""
         if self._places.acquire(blocking=False):
             return True
         ongoing = [request for request in self._open() if request.deadline_s < math.inf]
@@ -155,7 +156,7 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
                 thread.join()
 
     def forget(self) -> None:
-        """Let go of the socket in a fork's child, where no thread serves it; the parent's goes on."""
+        """Close the socket in a fork's child, where no thread serves it; the parent's server continues."""
         self.socket.close()
         for request in self._requests.values():
             request.connection.close()

@@ -25,7 +25,7 @@ class Totals:
         self._last: Stats | None = None
 
     def begin(self, first: Stats, action: str) -> None:
-        """A loader begins, whose counters are 0; `first` names its stages."""
+        """A loader with counters of 0 begins; `first` names its stages."""
         with self._lock:
             self._end_run(())
             self._last = None
@@ -35,7 +35,7 @@ class Totals:
                 self._stalls.setdefault(cause, 0.0)
 
     def add(self, stats: Stats, action: str) -> None:
-        """Take a snapshot in; one that is older than the last is left out."""
+        """Add a snapshot; it is ignored if it is older than the last one."""
         with self._lock:
             last = self._last
             if last is None:
@@ -58,7 +58,7 @@ class Totals:
                 self._now[key] = max(self._now.get(key, 0.0), value)
 
     def _end_run(self, going_on: Iterable[_Key]) -> None:
-        """Put the counters of a run that is over aside, but for some that go on."""
+        """Add the counters of a run that is over to the ended runs, except for those that continue in the next run."""
         kept = {key: self._now[key] for key in going_on}
         for key, value in self._now.items():
             if key not in kept:
@@ -66,7 +66,7 @@ class Totals:
         self._now = kept
 
     def points(self) -> list[Point]:
-        """All counters, as far as snapshots were taken in."""
+        """All counters, up to the last snapshot that was added."""
         with self._lock:
             stalls = [Point("stall_seconds", (cause,), seconds) for cause, seconds in self._stalls.items()]
             ended, now = self._ended, self._now

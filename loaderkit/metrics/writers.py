@@ -22,7 +22,7 @@ class LoggedLoader(Protocol):
 class _LastWritten(NamedTuple):
     """The statistics of a loader when they were last written to a writer."""
 
-    writer: Callable[[], Any] | None  # a weak reference; None: its class has none
+    writer: Callable[[], Any] | None  # a weak reference; None if its class has none
     stats: Stats
 
 

@@ -1,7 +1,7 @@
 """The public face of the C modules: every kernel as a function. Call them as `native.NAME(...)`.
 
-`_kernels` is required: all that decides bytes is done there, and in one way. `_jpeg` is optional: without it JPEGs are decoded
-whole, to the same pixels. Raises ImportError without `_kernels`.
+`_kernels` is required: all code that decides bytes is in it, in one implementation. `_jpeg` is optional: without it
+JPEGs are decoded whole, to the same pixels. Raises ImportError without `_kernels`.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ SPARE_COLUMNS: int = getattr(_jpeg, "BESIDE", 0)
 """The columns that `decode_pieces` may write beyond the part requested."""
 
 ZEROS = 0
-"""The address in a row of `fill_part` that stands for zeros."""
+"""The address in a row of `fill_part` that means zeros."""
 NO_CRC = -1
-"""The checksum in a row of `fill_part` that is not wanted."""
+"""The checksum in a row of `fill_part` that means that none is wanted."""
 
 
 def fill_part(
@@ -128,10 +128,10 @@ def fill_part(
 ) -> float:
     """Put memory, uint8 [N], together from pieces, and hash it; returns the seconds that the hashes took.
 
-    Each row of `rows`, int64 [R, 4], is a piece: its begin and end in memory, the address from which it is copied, and the
-    CRC-32 of what comes before it, in whose place that of both is put. Pieces are in order; what lies in none of them stays.
-    The XXH3 of each block of `block` bytes that `is_hashed` has, bool [B], is put into `hashes`, uint64 [B]. The caller answers
-    for the addresses. Raises ValueError.
+    Each row of `rows`, int64 [R, 4], is a piece: its begin and end in memory, the address from which it is copied, and
+    the CRC-32 of what comes before it, which is replaced by the CRC-32 of both. Pieces are in order; bytes in none of
+    them stay as they are. For each block of `block` bytes that is True in `is_hashed`, bool [B], the XXH3 is put into
+    `hashes`, uint64 [B]. The caller is responsible for valid addresses. Raises ValueError.
     """
     address = address_of_hash()
     if address is not None:

@@ -1,4 +1,4 @@
-"""Which loaderkit a process has. Processes make the same batches only if all have the same."""
+"""Identifies the loaderkit that a process has, since processes make the same batches only if all have the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("loaderkit")
 
 
 class Identity(NamedTuple):
-    """`digest` is of all Python sources; `modules` are the optional C modules there are."""
+    """`digest` covers all Python sources; `modules` are the optional C modules that are there."""
 
     version: str
     folder: str
@@ -28,7 +28,7 @@ class Identity(NamedTuple):
 
 @cache
 def identity() -> Identity:
-    """That of this process; 30 ms, once."""
+    """The identity of this process; computed once, in 30 ms."""
     digest = blake2b(digest_size=16)
     for path in sorted(_ROOT.rglob("*.py")):
         digest.update(f"{path.relative_to(_ROOT)}\0".encode())
@@ -38,8 +38,8 @@ def identity() -> Identity:
 
 
 def check_same(program: Identity, here: Identity | None = None) -> None:
-    """Raise ConfigError if this process's loaderkit (`here`) is another than that of the program it works for, and warn if its
-    CPU resizes in another way: pictures would differ by who makes them."""
+    """Raise ConfigError if this process's loaderkit (`here`) differs from the one of the program it works for, and warn
+    if its CPU resizes in another way: pictures would differ by the process that makes them."""
     here = here or identity()
     if here.digest != program.digest:
         raise ConfigError(

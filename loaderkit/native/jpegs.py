@@ -8,7 +8,8 @@ import simplejpeg
 def is_cut(data: memoryview) -> bool:
     """True for a JPEG that was truncated, even if an end marker or filler was appended.
 
-    Of a file with several faults simplejpeg names the first alone, so a cut that is another is missed; `_jpeg` finds all.
+    If a file has several faults, simplejpeg names only the first, so a cut that is not the first is missed; `_jpeg`
+    finds all.
     """
     for mode in ("GRAY", "CMYK"):  # all but four-channel images convert to grey
         try:

@@ -1,4 +1,4 @@
-"""From the stage configs of a plan to stages that run: bound to the source, the seed and the policy for bad samples."""
+"""Compiles the stage configs of a plan to stages that run: bound to the source, the seed and the policy for bad samples."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class CompiledStages:
     lowering: DaliLowering | None  # the stages that were compiled to one DALI pipeline
     stages: list[Stage]
     pools: list[PoolPlan]
-    on_seek: Callable[[int, int, Shard], None] | None  # called with (epoch, position, shard) on a seek and a new deal
+    on_seek: Callable[[int, int, Shard], None] | None  # called with (epoch, position, shard) on a seek or a new shard
     connectors: list[Connector]  # that stages read from
 
     @property
     def device(self) -> torch.device | None:
-        """The GPU to which `transfer` brings batches; None: they stay on the CPU."""
+        """The GPU to which `transfer` brings batches, or None if they stay on the CPU."""
         return None if self.context.stream is None else self.context.stream.device
 
     @property
@@ -163,7 +163,7 @@ def _counters_of_all(connectors: Sequence[Connector]) -> dict[str, float]:
 
 
 class _ReadAhead(NamedTuple):
-    """A connector that reads ahead, what it reads, and how much all loading processes together may."""
+    """A connector that reads ahead, what it reads, and how much all loading processes together may read ahead."""
 
     connector: ReadAheadConnector
     forecast: Forecast
@@ -187,7 +187,7 @@ def _seek_all(reading: Sequence[_ReadAhead], epoch: int, position: int, shard: S
 def _compile_parts(
     plan: OpenedPipeline, connectors: Sequence[Connector | None], context: CompileContext, read: StageConfig
 ) -> list[Stage]:
-    """`read` of a mixture: for each source one that reads it, with the stages that it has of its own behind."""
+    """The `read` of a mixture: for each source a stage that reads it, followed by the source's own stages."""
     assert isinstance(plan.source, MixtureSource)
     stages = []
     for number, member in enumerate(plan.config.members):
@@ -203,7 +203,7 @@ def _compile_parts(
         for config in (own, *member.stages):
             stage = part.compile(config)
             stages.append(for_part(stage, plan.source, number, read.name, reads=config is own))
-    # Own stages have no `workers`: those of `read` are for all of them.
+    # A source's own stages have no `workers`: the workers of `read` are for all of them.
     return [replace(stage, workers=stages[0].workers) for stage in stages]
 
 
@@ -212,8 +212,8 @@ def _compile(
     lowering: DaliLowering | None,
     compile_parts: Callable[[CompileContext, StageConfig], list[Stage]] | None,
 ) -> list[Stage]:
-    """All stages: those that work on chunks, then those that work on batches. `compile_parts` gives those of a mixture's
-    `read`."""
+    """All stages: those that work on chunks, then those that work on batches. `compile_parts` gives the stages in the
+    `read` of a mixture."""
     before = context.before_batch
     stages: list[Stage] = []
     for config in context.stages:
@@ -320,5 +320,5 @@ def _ahead_of(
 
 
 def _choice(plan: OpenedPipeline, part: SourcePart) -> Chosen:
-    """What a forecast of one source reads of the mixture."""
+    """The part of the mixture that a forecast of one source covers."""
     return Chosen(partial(plan.order.spans, part.name), part.is_own, part.own_of)

@@ -1,5 +1,5 @@
-"""`decode: {device: gpu}` and `{device: dali-cpu}`: the stages that DALI runs, as one stage, and the CPU's path for images that
-DALI cannot decode."""
+"""Lowers stages to DALI, for `decode: {device: gpu}` and `{device: dali-cpu}`: the stages that DALI runs become one
+stage, beside the CPU's path for images that DALI cannot decode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from loaderkit.stages.image.normalize import NormalizeArgs, finish_of, normalize
 
 @dataclass(frozen=True)
 class DaliLowering:
-    """The stages that DALI runs: all from `decode` to `batch`, and `normalize`, if only `transfer` stands before it."""
+    """The stages that DALI runs: all from `decode` to `batch`, and `normalize`, if only `transfer` comes before it."""
 
     decode: StageConfig
     between: tuple[StageConfig, ...]  # decode and batch

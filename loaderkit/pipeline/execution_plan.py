@@ -40,7 +40,7 @@ logger = logging.getLogger("loaderkit")
 
 @dataclass(frozen=True)
 class ExecutionPlan(OpenedPipeline):
-    """A pipeline to run: one that is opened, with its stages.
+    """A pipeline to run: an opened one, with its stages.
 
     It is plain data: a worker process makes its engine from the pickle, without listing the source again.
     """
@@ -51,7 +51,7 @@ class ExecutionPlan(OpenedPipeline):
     @property
     def may_move(self) -> bool:
         """True if worker processes may take over from threads, for user code that is not declared; see
-        `executors/process_move.py`. Of an iterable each process would take all."""
+        `executors/process_move.py`. An iterable may not move, as each process would take all of it."""
         is_auto = self.config.prefetch.executor == "auto" and self.executor == "thread"
         may = is_auto and not self.is_shared and not self.config.kind.is_stream
         return may and any(stage.lock is not None for stage in self.compiled.stages)
@@ -86,7 +86,7 @@ class ExecutionPlan(OpenedPipeline):
 
     @property
     def trainer_stages(self) -> list[Stage]:
-        """The stages that stay in the trainer's process with `executor: process`: those from a `transfer` to CUDA on."""
+        """The stages that stay in the trainer's process with `executor: process`: the stages from a `transfer` to CUDA on."""
         stages = self.compiled.stages
         return [] if self.compiled.device is None else stages[[stage.kind for stage in stages].index("transfer") :]
 
@@ -106,7 +106,8 @@ def compile_pipeline(
     slowdown: Slowdown | None = None,
 ) -> ExecutionPlan:
     """Open and list the source, and compile the stages; no thread is started. `slowdown` slows one stage down. Without
-    `rank` and `world_size`, or a `place`, the plan is for those of now, as a guess. Raises LoaderkitError."""
+    `rank` and `world_size`, or a `place`, the plan is for the present rank and world size, as a guess. Raises
+    LoaderkitError."""
     kind = config.kind
     if not kind.has_samples:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where `executor: auto` begins: in threads, or where functions are seeded in worker processes."""
+"""Decides where `executor: auto` begins: in threads, or in worker processes if functions are seeded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ logger = logging.getLogger("loaderkit")
 
 
 def in_processes(config: PipelineConfig) -> PipelineConfig:
-    """The config with `executor: process`, and what it does not say of them left to the tuner. Raises ConfigError if a stage
-    cannot run there."""
+    """The config with `executor: process`; settings of processes that it does not give are left to the tuner. Raises
+    ConfigError if a stage cannot run there."""
     prefetch, given = config.prefetch, config.prefetch.model_fields_set
     update: dict[str, Any] = {"executor": "process"}
     if "processes" not in given and not config.kind.is_stream:  # of which each reads all
@@ -32,8 +32,8 @@ def in_processes(config: PipelineConfig) -> PipelineConfig:
 
 
 def with_executor(config: PipelineConfig) -> PipelineConfig:
-    """The config to begin with. While a seeded function runs no other code may draw from the process's generators, so it begins
-    in processes, or where it cannot be sent inline."""
+    """The config to begin with. While a seeded function runs, no other code may draw from the process's generators, so
+    such a pipeline begins in processes, or inline if it cannot be sent."""
     if config.prefetch.executor != "auto" or config.executor_with_workers != "process":
         return config
     try:

@@ -1,4 +1,5 @@
-"""What tells one pipeline from another: in a saved state, and in the name of the kept lengths of its samples."""
+"""Computes what distinguishes one pipeline from another: for a saved state, and for the name under which its samples'
+lengths are kept."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ _ARRAYS = (np.ndarray, torch.Tensor)
 
 
 def arguments_of(stage: StageConfig, *, of: Literal["bytes", "lengths"]) -> dict[str, Any]:
-    """The arguments of a stage that decide what it makes of a sample. Arrays and tensors of other packages' are told by their
-    values; those in `args` of `call` by their class, as they stand in states of before.
+    """The arguments of a stage that decide what it makes of a sample. In stages of other packages, arrays and tensors
+    are described by their values; those in `args` of `call` by their class, as in states saved by earlier versions.
 
-    The `bytes` of a delivered sample do not depend on what is refused; arguments at their defaults are left out, so that a
-    release may add one, and `name`, which stands beside them. The `lengths` of all samples have 0 for what is refused, and are
-    measured again for any argument that is new.
+    For the `bytes` of a delivered sample, arguments that only refuse samples do not matter. Arguments at their defaults
+    are left out, so that a release may add one, and so is `name`, which is kept separately. For the `lengths` of all
+    samples, a refused sample has 0, and any new argument makes them be measured again.
     """
     kind, told = STAGES[stage.kind], _as_it_is if STAGES.is_ours(stage.kind) else _told
     left_out, contents = kind.args_of_speed | {"workers"}, kind.contents(stage.args)
@@ -73,7 +74,7 @@ def _told(value: Any) -> Any:
 
 
 def text_of(values: Any) -> str:
-    """JSON text of arguments. Functions and classes are in it by their names, other objects by that of their class."""
+    """JSON text of arguments. Functions and classes are in it by their names, other objects by the name of their class."""
     return json.dumps(values, sort_keys=True, default=_name_of)
 
 
@@ -118,7 +119,7 @@ def _of_sources(config: PipelineConfig, source: Source) -> dict[str, str]:
 
 
 def _of_member(args: MixtureArgs, member: MixedSourceConfig, part: Source) -> str:
-    """Short: a state with 20 sources is to stay below 1 KiB."""
+    """The fingerprint of one source of a mixture. It is short, as a state with 20 sources should stay below 1 KiB."""
     named = member.args.model_dump(mode="python", include={"fields", "label"}, exclude_none=True)
     values = (
         member.kind,

@@ -16,10 +16,10 @@ _CACHED_SHARE = 0.5  # of the memory that is free or holds cached files: data of
 
 
 def why_inline(config: PipelineConfig, source: Source, connector: Connector | None) -> str | None:
-    """The reason to make batches inline under `executor: thread`; None: no reason.
+    """The reason to make batches inline under `executor: thread`, or None if there is none.
 
-    The rule needs a pipeline that says nothing of `prefetch` and `workers`, stages without the user's code, and data in the
-    page cache.
+    The rule applies to a pipeline that sets nothing of `prefetch` and `workers`, with stages without the user's code,
+    and data in the page cache.
     """
     given = config.prefetch.model_fields_set - ({"executor"} if config.prefetch.executor == "auto" else set())
     if given or any(stage.args.workers != "auto" for stage in config.stages):

@@ -1,4 +1,4 @@
-"""The lengths of all samples, by which `pack`, `batch` with `tokens` and `mix: {by: tokens}` are planned."""
+"""Gets the lengths of all samples, from which `pack`, `batch` with `tokens` and `mix: {by: tokens}` are planned."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ logger = logging.getLogger("loaderkit")
 
 
 def pack_stage(config: PipelineConfig) -> StageConfig | None:
-    """The stage `pack`; None: there is none."""
+    """The stage `pack`, or None if there is none."""
     return next((stage for stage in config.stages if isinstance(stage.args, PackArgs)), None)
 
 
 def planned_stage(config: PipelineConfig) -> StageConfig | None:
-    """The stage that is planned by the lengths of samples: `pack`, or else `batch` with `tokens`; None: there is none."""
+    """The stage that is planned by the lengths of samples: `pack`, or else `batch` with `tokens`; None if there is
+    neither."""
     batches = (stage for stage in config.stages if isinstance(stage.args, BatchArgs) and stage.args.tokens is not None)
     return pack_stage(config) or next(batches, None)
 
@@ -102,13 +103,13 @@ def known_lengths(config: PipelineConfig, source: Source) -> NDArray[np.int64] |
 
 
 def _lengths_in(source: Source, field: str | None) -> NDArray[np.int64] | None:
-    """The lengths of a field, or of the one that the source has; None: it does not know them."""
+    """The lengths of a field, or of the source's only field; None if the source does not know them."""
     return source.lengths if source.length_field is not None and field in (None, source.length_field) else None
 
 
 def _measured(config: PipelineConfig, stage: StageConfig, source: Source) -> NDArray[np.int64] | None:
-    """The lengths that `loaderkit index --lengths` has kept; None: there are none. Raises ConfigError if some samples were bad
-    then, and none may be."""
+    """The lengths that `loaderkit index --lengths` has kept; None if there are none. Raises ConfigError if some samples
+    were bad then, and bad samples are errors."""
     found = length_index(config, source).load(len(source))
     if found is None:
         return None
@@ -150,9 +151,9 @@ def _described(stage: StageConfig) -> list[Any]:
 def measure_lengths(
     source: Source, stages: Sequence[Stage], wanted: StageConfig, prefetch: PrefetchArgs, *, raises: bool
 ) -> Generator[tuple[NDArray[np.int64], int], None, None]:
-    """Run all samples through the stages, which are those before `wanted` and `batch`, and yield their lengths in canonical
-    order, some at a time, and how many of those are bad: 0 is the length of these, which are warned about, and of those that
-    are dropped. Raises StageError, with `raises` also for a bad sample, and StallTimeout as `run_samples` does. Closes the
+    """Run all samples through the stages before `wanted` and `batch`. Yields their lengths in canonical order, some at
+    a time, and how many of them are bad. The length of a bad sample, which is warned about, and of a dropped one is 0.
+    Raises StageError, with `raises` also for a bad sample, and StallTimeout as `run_samples` does. Closes the
     stages."""
     size = len(source)
     chunks = (chunk_of(np.arange(begin, min(begin + _CHUNK, size))) for begin in range(0, size, _CHUNK))

@@ -1,4 +1,4 @@
-"""`OpenedPipeline`: a pipeline's config with its source opened and listed, and what order that gives its samples."""
+"""`OpenedPipeline`: a pipeline's config with its source opened and listed, and the order of the samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OpenedPipeline:
 
     config: PipelineConfig
     source: Source
-    connector: Connector | None  # None: samples are Python objects
+    connector: Connector | None  # None if samples are Python objects
     order: SampleOrder  # for one thread: `order.for_thread()`
     schedule: BatchSampler  # of the positions of `order`
     num_workers: int  # threads of all processes, at the start
@@ -37,7 +37,7 @@ class OpenedPipeline:
     moved_reason: str | None = None  # why processes have taken over from threads, if they have
     shard: Shard = WHOLE  # of this worker process
     has_given_ranks: bool = True  # False: the schedule's rank and world size are a guess, see `Loader`
-    part_connectors: tuple[OwnedConnector, ...] = ()  # those of several sources
+    part_connectors: tuple[OwnedConnector, ...] = ()  # of each of several sources
     place: Place = field(default_factory=lambda: Place(0, 1))  # with the ranks that need the same batches
     pinned_for: torch.device | None = None  # the GPU to which `transfer` brings batches elsewhere
 
@@ -66,12 +66,13 @@ class OpenedPipeline:
 
     @property
     def noted_errors(self) -> ErrorsArgs:
-        """What to do with bad samples here: of several ranks that share a reader, only that one writes the quarantine file."""
+        """What to do with bad samples on this rank: if several ranks share a reader, only the reader writes the
+        quarantine file."""
         errors = self.config.errors
         return errors.model_copy(update={"quarantine": None}) if self.is_shared and self.place.number else errors
 
     def num_samples(self, epoch: int = 0) -> int:
-        """The samples of an epoch, with `pack` its sequences. Raises TypeError if that is not known."""
+        """The number of samples of an epoch; with `pack`, of its sequences. Raises TypeError if that is not known."""
         self.schedule.check_length()
         return self.order.num_samples(epoch)
 

@@ -1,4 +1,4 @@
-"""From a config and its listed source to the order of an epoch: shuffled samples, mixed, and packed or cut by tokens."""
+"""Makes the order of an epoch from a config and its listed source: samples shuffled, mixed, and packed or cut by tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Int64 = NDArray[np.int64]
 
 
 def order_of(config: PipelineConfig, source: Source) -> SampleOrder:
-    """The order of a config's epochs. Raises ConfigError if it goes by lengths that are not known, or do not fit."""
+    """The order of a config's epochs. Raises ConfigError if it needs lengths that are not known, or that do not fit."""
     stage = planned_stage(config)
     if config.order.weights is not None:
         _check_weights(config, stage)
@@ -96,7 +96,7 @@ def _shuffled(config: PipelineConfig, kind: str, source: Source, seed: int) -> S
 
 
 def _check_weights(config: PipelineConfig, planned: StageConfig | None) -> None:
-    """Raise ConfigError for what does not go together with samples that are drawn again and again."""
+    """Raise ConfigError for settings that do not fit samples that are drawn with replacement."""
     expanding = next((stage for stage in config.stages if isinstance(stage.args, ExpandArgs)), None)
     if isinstance(config.source, MixtureArgs):
         raise ConfigError(
@@ -125,8 +125,9 @@ def _weighted(given: str | Mapping[str, float], kind: str, source: Source, seed:
 def _class_weights(
     given: Mapping[str, float] | None, classes: Int64, names: list[str] | None, where: str
 ) -> dict[int, float]:
-    """The weight of every class that has samples, by its number: that `given` for its name (for its number without names); else
-    1. Raises ConfigError, naming `where`, for a name that is no class, one left out, and for no weight at all."""
+    """The weight of every class that has samples, by its number: the weight `given` for its name (for its number if
+    there are no names); else 1. Raises ConfigError, naming `where`, for a name that is no class, one left out, and for
+    no weight at all."""
     present = np.unique(classes).tolist()
     if given is None:
         return dict.fromkeys(present, 1.0)

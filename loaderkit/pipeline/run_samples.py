@@ -1,5 +1,5 @@
-"""Runs samples through stages outside an engine: the first ones, those that are measured, bad ones again, and those that are
-written as shards.
+"""Runs samples through stages outside an engine: the first samples, samples that are measured, bad samples that are
+tried again, and samples that are written as shards.
 
     chunks ──run_samples──> the same chunks, in their order, with samples and failures
 """
@@ -26,7 +26,8 @@ _JOIN_S = 1.0  # s, as long as a closed engine waits for what nothing can end
 
 
 class StageRuns:
-    """Stages as functions of a chunk, (name, run) each, and where they are; in any number of threads, or `in_turn` in one."""
+    """Stages as functions of a chunk, (name, run) each, and a record of where they are. They run in any number of
+    threads, or `in_turn` in one."""
 
     def __init__(self, runs: Sequence[tuple[str, Callable[[SampleChunk], object]]], *, in_turn: bool = False) -> None:
         self._runs, self.in_turn = runs, in_turn
@@ -42,12 +43,13 @@ class StageRuns:
             self._places.pop(thread, None)
 
     def place(self) -> tuple[str, SampleChunk] | None:
-        """The stage that they are in, and the chunk; of several, the one that began first. From any thread."""
+        """The stage and the chunk at work; of several, the chunk that began first. From any thread."""
         return next(iter(self._places.copy().values()), None)
 
 
 def chunk_of(indices: NDArray[np.int64], positions: NDArray[np.int64] | None = None, epoch: int = 0) -> SampleChunk:
-    """The work on samples, int64 [n], which stand at `positions` of an epoch; None: at their own numbers."""
+    """The work on samples, int64 [n], at `positions` of an epoch, or, if that is None, at positions equal to their
+    numbers."""
     places = indices if positions is None else positions
     return SampleChunk(BatchWork(epoch=epoch, step=0, positions=places, indices=indices), 0, len(indices), indices)
 
@@ -60,13 +62,13 @@ def run_samples(
     prefetch: PrefetchArgs | None = None,
     key: Callable[[int], str] = str,
 ) -> Generator[SampleChunk, None, None]:
-    """Run chunks, and yield them in their order; their samples and failures are theirs. Raises what a stage raises for all
-    samples, in place of the chunk.
+    """Run chunks, and yield them in their order; a chunk then holds its samples and failures. Raises what a stage
+    raises for all samples, in place of the chunk.
 
     Without `num_threads` they run in the caller's thread, when they are asked for, as `executor: inline` does it. Else
     as many threads, one if `run` is in turn, run twice as many ahead, and a wait for longer than `prefetch.timeout` is reported
-    as an engine's is, with the stage, the `key` of the sample and stacks; raises StallTimeout if `on_timeout` says so. Close it
-    where it is not run to its end (`contextlib.closing`): its threads end then.
+    as an engine's is, with the stage, the `key` of the sample and stacks; raises StallTimeout if `on_timeout` says so.
+    If it is not run to its end, close it (`contextlib.closing`), which ends its threads.
     """
     if not num_threads:
         for chunk in chunks:

@@ -1,4 +1,4 @@
-"""`loaderkit.build` of a pipeline whose source is a checkpoint: yields its tensors as they are complete."""
+"""`loaderkit.build` for a pipeline whose source is a checkpoint: yields each tensor as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from loaderkit.stages.transfer import TransferArgs
 
 
 class TensorLoader:
-    """Iterates over (name, tensor) in the order of their bytes in the checkpoint. Every tensor is new and the consumer's.
+    """Iterates over (name, tensor) in the order of their bytes in the checkpoint. Every tensor is new and belongs to
+    the consumer.
 
     Tensors that are read and not yet taken count towards `prefetch.memory`, as staging memory does; one that is larger is read
     alone. `values` are the checkpoint's plain values. Close it; it is a context manager.

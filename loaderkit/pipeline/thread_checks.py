@@ -1,4 +1,4 @@
-"""Does user code give in several threads what it gives in one? What `loaderkit check` finds out from the first samples."""
+"""Checks whether user code gives in several threads what it gives in one, by the first samples, for `loaderkit check`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _SWITCH_S = 1e-5  # between threads; Python's 5 ms is longer than most items tak
 
 
 class SideBySide(NamedTuple):
-    """`stages` run user code before `batch`; of these `declared` are `thread_safe`. `fields` had other values in several
-    threads than in one, and `error` is what was raised there alone."""
+    """`stages` run user code before `batch`; of these `declared` are `thread_safe`. `fields` had other values in
+    several threads than in one, and `error` is an error that was raised only in several."""
 
     stages: list[str]
     declared: list[str]
@@ -36,8 +36,9 @@ class SideBySide(NamedTuple):
 
 
 def compare_side_by_side(plan: ExecutionPlan) -> SideBySide | None:
-    """The first samples made alone, twice, then in several threads at once; None without user code before `batch`, or where it
-    is an iterable's, or seeded, which never runs so. What differs alone, too, says nothing."""
+    """The first samples, made alone, twice, then in several threads at once. None if there is no user code before
+    `batch`, or if it belongs to an iterable or is seeded, as such code never runs so. Fields that already differ alone
+    are ignored."""
     context = plan.compiled.context
     core = plan.order.core
     if core.sources or plan.order.unit == "sequences" or plan.config.kind.is_stream or context.is_seeded:
@@ -90,7 +91,7 @@ def _is_declared(stage: StageConfig) -> bool:
 
 
 def _made(plan: ExecutionPlan, numbers: Iterable[int], num_threads: int = 0) -> Iterator[Mapping[str, Any] | Exception]:
-    """Samples as `batch` gets them, empty if they were dropped, or why they failed."""
+    """Samples as `batch` gets them, empty for dropped samples, or the error for failed ones."""
     stages = plan.compiled.stages[: len(plan.compiled.context.before_batch)]
     run = StageRuns([(one.name, one.run) for one in stages], in_turn=any(one.in_turn for one in stages))
     chunks = (chunk_of(np.array([number], np.int64)) for number in numbers)
@@ -101,7 +102,7 @@ def _made(plan: ExecutionPlan, numbers: Iterable[int], num_threads: int = 0) -> 
 
 
 def _without_locks(plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan, all of whose user code may run in several threads."""
+    """The same plan, but with all user code allowed to run in several threads."""
     source = copy(plan.source)
     source.owner = None
     stages = tuple(

@@ -66,7 +66,7 @@ PASS_MARKS = {"MLPerf Storage: 3D U-Net, ResNet-50": 90.0, "MLPerf Storage: Cosm
 
 @dataclass(frozen=True)
 class ReportSubject:
-    """What a report is on: a pipeline, or a loop that loads by something else."""
+    """What a report is about: a pipeline, or a loop that loads without loaderkit."""
 
     name: str
     rank: int
@@ -77,7 +77,7 @@ class ReportSubject:
     finished: Callable[[Report], Report]  # the report with what can be said once all of it is there
     list_s: float
     index_s: float
-    device: torch.device | None = None  # the GPU to which batches are copied; None: there may be one that the loop uses
+    device: torch.device | None = None  # the GPU to which batches are copied; None if not known
 
 
 def pipeline_subject(plan: ExecutionPlan, config_now: PipelineConfig) -> ReportSubject:
@@ -98,7 +98,7 @@ def pipeline_subject(plan: ExecutionPlan, config_now: PipelineConfig) -> ReportS
 
 
 def _with_samples(verdict: VerdictPart, passed: Stats, source: Source) -> VerdictPart:
-    """The verdict, and if it is on stragglers, which samples those are."""
+    """The verdict, and, if it is on stragglers, which samples these are."""
     named = say_stragglers(passed, verdict.stage, source) if "stragglers" in (verdict.kind, verdict.or_kind) else ""
     return verdict.model_copy(update={"evidence": f"{verdict.evidence}; {named}"}) if named else verdict
 
@@ -209,7 +209,7 @@ def described(config: PipelineConfig) -> dict[str, Any]:
 
 
 def machine(device: torch.device | None = None) -> Machine:
-    """Where this runs. `device`: a GPU; None: the one that this process uses, if it does."""
+    """Where this runs. `device`: a GPU; None means the one that this process uses, if it uses one."""
     gpu = _gpu_properties(device)
     return Machine(
         cpus=num_cpus(),
@@ -230,7 +230,7 @@ def _gpu_properties(device: torch.device | None) -> Any:
 
 
 def _gpu_address(device: torch.device | None) -> str | None:
-    """On the PCI bus, as the kernel writes it; None without a GPU, or if torch does not tell."""
+    """The GPU's address on the PCI bus, as the kernel writes it; None without a GPU, or if torch does not say."""
     gpu = _gpu_properties(device)
     if not hasattr(gpu, "pci_bus_id"):
         return None
@@ -265,7 +265,7 @@ def steps_of(log: StepLog, stall_s: float) -> Steps:
 
 def waiting_over_s(log: StepLog) -> float | None:
     """Seconds from the log's beginning after which the loop hardly waited any more, as where a cache is full after an epoch.
-    None: it waited in the second half of the time, too, or it is not known."""
+    None if it waited in the second half of the time, too, or if it is not known."""
     steps = log.kept()
     left_s = (1.0 - _NEARLY_ALL) * sum(stall_s for *_, stall_s in steps)
     if len(steps) < _LEAST_STEPS:

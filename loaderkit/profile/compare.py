@@ -35,7 +35,7 @@ _SAY: Mapping[Outcome, str] = {
 
 
 class Said(NamedTuple):
-    """A figure of both runs in words."""
+    """A figure of both runs, in words."""
 
     name: str
     before: str

@@ -44,7 +44,7 @@ class Condition(NamedTuple):
     bound: float
 
     def holds(self, report: Report) -> bool:
-        """True if the figure is so, and if it was not measured."""
+        """True if the figure meets the condition, and if it was not measured."""
         value = FIGURES[self.figure].of(report)
         return value is None or bool(_COMPARE[self.comparison](value, self.bound))
 

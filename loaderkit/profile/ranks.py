@@ -1,4 +1,4 @@
-"""`loaderkit profile --merge rank*.json`: compares the reports of all ranks of one job and finds the straggler.
+"""`loaderkit profile --merge rank*.json`: compares the reports of all ranks of a job and finds the straggler.
 
 In the collective of a step all ranks wait for the one whose batch came last, and that time counts as computing on the other
 ranks. So the straggler is the rank that waits for *data* longer than the others, and it lengthens every step by the difference.
@@ -17,11 +17,11 @@ from loaderkit.profile.report import SCHEMA_VERSION, Report
 from loaderkit.profile.report_parts import Step, VerdictPart
 from loaderkit.profile.statistics import LEAST_STEPS, NUM_WINDOWS, paired, windows
 
-_LEAST_SHARE = 0.02  # of a step: what is less is not worth a word
+_LEAST_SHARE = 0.02  # of a step: less is not worth reporting
 
 
 class RankRow(Part):
-    """One rank."""
+    """The figures of one rank."""
 
     rank: int
     samples_per_s: float
@@ -38,7 +38,7 @@ class RankRow(Part):
 
 
 class Merged(Part):
-    """All ranks of a job."""
+    """The figures of all ranks of a job."""
 
     schema_version: int = SCHEMA_VERSION
     name: str

@@ -1,4 +1,5 @@
-"""Reads the bytes of a checkpoint raw, by as many threads into reused memory: the speed of the store itself."""
+"""Reads the bytes of a checkpoint raw, by as many threads, into memory that is reused: this is the speed of the store
+itself."""
 
 from __future__ import annotations
 

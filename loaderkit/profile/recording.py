@@ -25,7 +25,7 @@ from loaderkit.profile.step_log import StepLog
 
 @dataclass(frozen=True)
 class ProfiledLoader:
-    """A loader as a report sees it."""
+    """The part of a loader that a report needs."""
 
     subject: Callable[[], ReportSubject]  # with the settings of now, tuned ones included
     stats: Callable[[], Stats]

@@ -1,7 +1,7 @@
-"""The two reports, on a training loop and on a restore: the same records for the terminal, HTML and JSON.
+"""The two reports, on a training loop and on a restore. The same records are shown in the terminal, as HTML and as JSON.
 
-Durations are in seconds and end in `_s`, sizes in bytes, shares of time in percent. What is None was not measured.
-`schema_version` grows when a field changes its meaning or goes; new fields may come without that.
+Durations are in seconds and end in `_s`, sizes are in bytes, shares of time in percent. None means that something was
+not measured. `schema_version` grows when a field changes its meaning or is removed; new fields may come without that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCHEMA_VERSION = 1
 
 
 class _Document(Part):
-    """What both kinds of reports have: a version, where they come from, and their JSON."""
+    """What both kinds of reports have: a version, their origin, and their JSON."""
 
     schema_version: int = SCHEMA_VERSION
     name: str = Field(description="of the pipeline")
@@ -72,7 +72,7 @@ class _Document(Part):
 
 
 class Report(_Document):
-    """Why training waits, what to change, and what that brings."""
+    """The report on a training loop: why it waits, what to change, and what that brings."""
 
     rank: int
     world_size: int
@@ -130,7 +130,7 @@ class Report(_Document):
 
 
 class RestoreReport(_Document):
-    """All there is to say about one pass over a checkpoint."""
+    """The report on a restore: one pass over a checkpoint."""
 
     kind: Literal["restore"] = "restore"
     url: str

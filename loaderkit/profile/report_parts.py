@@ -1,4 +1,4 @@
-"""The parts of a report. Everything in them is a plain value, and None was not measured."""
+"""The parts of a report. They hold plain values only; None means that something was not measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loaderkit.diagnosis.verdict import Cause, Part, Setting, headline
 
 
 class CausalCheck(Part):
-    """A test of the verdict: the blamed stage was slowed down on purpose for a moment."""
+    """A test of the verdict: the stage that it names was slowed down on purpose for a moment."""
 
     stage: str = Field(description="the stage that was slowed")
     delay_s: float = Field(description="put into it, for every item")
@@ -41,7 +41,7 @@ _NOT_SUGGESTED: Mapping[TrialOutcome, str] = {
 
 
 class SettingsTrial(Part):
-    """Settings that ran in turns with the pipeline as it is, window by window; or why they did not."""
+    """The result of settings that ran in turns with the pipeline as it is, window by window; or why they did not run."""
 
     settings: list[Setting]
     outcome: TrialOutcome = Field(
@@ -200,8 +200,8 @@ class StageRow(Part):
 
 
 class SourceRow(Part):
-    """One of several sources. Seconds are summed over workers, in `read` and in the stages that are the source's own; the time
-    in common stages is not told apart by source. What was read ahead counts in num_items, num_bytes and the seconds."""
+    """One of several sources. Seconds are summed over workers, in `read` and in the source's own stages; the time in
+    common stages is not split by source. Samples that were read ahead count in num_items, num_bytes and the seconds."""
 
     name: str
     weight: float = Field(description="its share as planned, over the positions of these batches")
@@ -335,7 +335,7 @@ class Steps(Part):
 
 
 class SavedObjectRow(Part):
-    """One file of a checkpoint that was saved. Seconds are those of all threads together."""
+    """One file of a checkpoint that was saved. Seconds are summed over all threads."""
 
     rank: int
     object: str
@@ -348,7 +348,7 @@ class SavedObjectRow(Part):
 
 
 class SaveRow(Part):
-    """One save of a checkpoint that was over in the report's time; behind the loop but for its pauses."""
+    """One save of a checkpoint that ended within the report's time. It ran behind the loop, except for its pauses."""
 
     step: int
     at_s: float = Field(description="when it was over, since the report begins")
@@ -362,7 +362,7 @@ class SaveRow(Part):
 
 
 class PassMark(Part):
-    """A share of the time that the accelerator has to compute, to pass."""
+    """A mark to reach: the least share of the time in which the accelerator has to compute, and whether it was reached."""
 
     name: str
     at_least_percent: float
@@ -444,7 +444,7 @@ class ComparedFigure(Part):
 
 
 class Comparison(Part):
-    """A report against an earlier one."""
+    """A report compared with an earlier one."""
 
     made_at: str = Field(description="the earlier report, or the last of several")
     num_runs: int = Field(description="how many earlier reports there are; figures before are their means")
@@ -455,7 +455,7 @@ class Comparison(Part):
 
 
 class Machine(Part):
-    """Where it was measured."""
+    """The machine on which it was measured."""
 
     cpus: int = Field(description="that this process may use, quota included")
     platform: str
@@ -466,7 +466,7 @@ class Machine(Part):
 
 
 class ObjectRow(Part):
-    """One object of the checkpoint. Seconds are those of all threads together."""
+    """One object of the checkpoint. Seconds are summed over all threads."""
 
     object: str
     num_bytes: int

@@ -1,4 +1,4 @@
-"""Makes the report on a restore: its speed beside that of a raw read, and where its threads spent their time, by object.
+"""Makes the report on a restore: its speed compared with a raw read, and how its threads spent their time, by object.
 
 open, list ──> restore, with the engine's stats ──> raw read of the same bytes by as many threads
 """

@@ -1,7 +1,7 @@
-"""The verdict's settings as those of the pipeline's file, and as YAML.
+"""Turns the verdict's settings into keys of the pipeline's file, and into YAML.
 
-Only settings that leave every batch as it is: more workers or batches ahead, more memory, another executor. A faster store,
-cheaper images or a cheaper function are the user's decision; the verdict names them in words.
+It includes only settings that leave every batch as it is: more workers or batches ahead, more memory, another executor.
+A faster store, cheaper images or a cheaper function are the user's decision; the verdict names them in words.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from loaderkit.profile.report_parts import SettingsTrial, VerdictPart
 
 
 def verdict_part(stats: Stats, config: PipelineConfig) -> VerdictPart:
-    """The verdict on an interval, with its settings as those of the pipeline's file."""
+    """The verdict on an interval, with its settings as keys of the pipeline's file."""
     if not stats.num_batches and not any(stats.stall_s.values()):
         stats = replace(stats, wall_s=0.0)  # no batch was requested
     verdict = stats.verdict()
@@ -35,7 +35,7 @@ def verdict_part(stats: Stats, config: PipelineConfig) -> VerdictPart:
 
 
 def settings_for(verdict: Verdict | Cause, stats: Stats, config: PipelineConfig) -> list[Setting]:
-    """The verdict's settings as those of the pipeline's file; empty where `build` would refuse them."""
+    """The verdict's settings as keys of the pipeline's file; empty if `build` would refuse them."""
     if stats.wall_s <= 0 or not stats.num_batches:
         return []
     tuning = stats.tuning.to_dict()
@@ -46,7 +46,7 @@ def settings_for(verdict: Verdict | Cause, stats: Stats, config: PipelineConfig)
 
 
 def _in_file(given: Setting, config: PipelineConfig, tuning: dict[str, Any]) -> list[Setting]:
-    """A setting of the running loader as the file has it."""
+    """A setting of the running loader in the form of the file."""
     section, _, rest = given.key.partition(".")
     if section == "stages":
         name, _, _ = rest.rpartition(".")

@@ -1,6 +1,7 @@
 """The samples that took longest in a stage, by name, and what stragglers have in common.
 
-Common is what nearly all slow samples share and few samples at large: a folder, an extension, a shard, a source, many bytes.
+A trait is common if nearly all slow samples share it and few of the other samples do: a folder, an extension, a shard,
+a source, many bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LARGE = 3.0  # times the usual bytes
 
 
 class Traits(NamedTuple):
-    """What is known of a sample without reading it. Empty, or None: not known."""
+    """What is known of a sample without reading it. A trait that is not known is empty, or None."""
 
     source: str
     shard: str
@@ -82,7 +83,7 @@ def say_stragglers(passed: Stats, stage: str | None, source: Source) -> str:
 
 
 def _bulk(ranked: Sequence[int], took_s: Mapping[int, float]) -> list[int]:
-    """Those of the slow samples that nearly all of their time went to: the others may have been slow for lack of a CPU."""
+    """The slow samples that took nearly all of the slow samples' time: the others may have been slow for lack of a CPU."""
     left_s, found = _NEARLY_ALL * sum(took_s.values()), list[int]()
     for index in ranked:
         if left_s <= 0:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Difference(NamedTuple):
-    """Other minus one, with its 95 % interval. `mean`: or the median."""
+    """The difference, other minus one, with its 95 % interval. `mean` may be the median instead."""
 
     mean: float
     low: float
@@ -57,7 +57,7 @@ def windows(items: Sequence[T], num_windows: int) -> list[Sequence[T]]:
 
 
 def compare(one: Sequence[T], other: Sequence[T], value: Callable[[Sequence[T]], float]) -> Difference:
-    """`value` of a window of `other`, minus that of `one`: the mean difference and its interval."""
+    """The mean of `value` over windows of `other`, minus the mean over windows of `one`, with its interval."""
     differences = [
         welch([value(w) for w in windows(one, number)], [value(w) for w in windows(other, number)])
         for number in NUM_WINDOWS
@@ -66,7 +66,7 @@ def compare(one: Sequence[T], other: Sequence[T], value: Callable[[Sequence[T]],
 
 
 def against(ones: Sequence[Sequence[T]], other: Sequence[T], value: Callable[[Sequence[T]], float]) -> Difference:
-    """`value` of `other`, minus that of one earlier run or of the mean of several.
+    """`value` of `other`, minus the value of one earlier run or the mean of several.
 
     With several runs the interval also covers what differs from run to run, which the windows of one run cannot show: it is at
     least the prediction interval for one more run of the same kind. Where noise comes at several levels, the highest one has to

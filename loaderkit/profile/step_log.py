@@ -132,7 +132,7 @@ class StepLog:
         return SAVES.pauses.waiting_s, SAVES.pauses.staging_s
 
     def _saving(self) -> float:
-        """Count what this step's saves held the loop up for; the seconds."""
+        """Count the seconds for which this step's saves held the loop up, and return them."""
         (waited_s, staged_s), self._pauses_s = self._pauses_s, self._pauses()
         waited_s, staged_s = self._pauses_s[0] - waited_s, self._pauses_s[1] - staged_s
         self.save_waiting_s += waited_s

@@ -22,7 +22,7 @@ from loaderkit.pipeline.config.stage_parsing import stage_names
 
 
 def edited(text: str, settings: Sequence[Setting]) -> str:
-    """The text of a pipeline's file with these values in it. Raises ConfigError where the file is not shaped for them."""
+    """The text of a pipeline's file with these values in it. Raises ConfigError if the file's form does not allow that."""
     for setting in settings:
         text = _set(text, setting.key, setting.value)
     return text
@@ -46,7 +46,7 @@ def diff_of(path: Path, settings: Sequence[Setting]) -> str | None:
         after = checked_edit(before, settings)
     except (ConfigError, *YAML_ERRORS):
         return None
-    # Lines as `patch` has them: str.splitlines would also cut at characters that may stand in a comment.
+    # Lines as `patch` has them: str.splitlines would also cut at characters that may be in a comment.
     lines = difflib.unified_diff([*StringIO(before)], [*StringIO(after)], str(path), str(path))
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
@@ -86,9 +86,9 @@ def _set_under(text: str, mapping: MappingNode, path: list[str], value: Any) -> 
     if node is None:
         return _insert(text, mapping, first, value)
     begin, end = node.start_mark.index, node.end_mark.index
-    if begin == end:  # nothing stands there, and the mark is that of the next key
+    if begin == end:  # there is no value, and the mark belongs to the next key
         begin = end = name_node.end_mark.index
-        if not text[end:].lstrip().startswith(":"):  # in braces a key may stand alone
+        if not text[end:].lstrip().startswith(":"):  # in braces a key may be alone
             return f"{text[:end]}: {_flow(value)}{text[end:]}"
         begin = end = text.index(":", end) + 1
     return _replace(text, begin, end, _flow(value))

@@ -1,1 +1,2 @@
-"""The ranks of a job: which one this is, messages between them, and bytes; a rank that fails or dies is named by the others."""
+"""The ranks of a job: which one this is, messages and bytes between them. A rank that fails or dies is named by the
+others."""

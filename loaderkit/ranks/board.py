@@ -31,9 +31,9 @@ _FAILED, _LEFT = "failed", "left"
 
 
 class Board:
-    """The messages in `store`, which all ranks share. This is number `rank` of them; `global_ranks` are theirs in
-    torch.distributed. `server` is kept as long as the board: rank 0's store may be the one that serves all others. `address`
-    is where other processes of this rank find the board, if they can."""
+    """The messages in `store`, which all ranks share. This rank has number `rank` among them; `global_ranks` are their
+    ranks in torch.distributed. `server` is kept as long as the board, because rank 0's store may be the one that serves
+    all others. `address` is where other processes of this rank find the board, if they can."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Board:
     def wait_for_count(self, key: str, number: int, *, about: str, timeout_s: float) -> bool:
         """Return once `count` was called so often for `key`, True, or after `timeout_s`, or if a rank failed, False."""
         deadline_s, poll_s = time.monotonic() + timeout_s, _FIRST_POLL_S
-        with suppress(RuntimeError):  # the store is gone, and so are those who would count
+        with suppress(RuntimeError):  # the store is gone, and so are the ranks that would count
             while self._store.add(key, 0) < number:
                 if time.monotonic() > deadline_s or self.has(f"{about}/{_FAILED}"):
                     return False
@@ -92,7 +92,7 @@ class Board:
 
     @contextmanager
     def alive(self, key: str) -> Iterator[None]:
-        """While the block runs, those who wait for this rank's messages `key` wait on, however long that takes."""
+        """While the block runs, ranks that wait for this rank's messages `key` keep waiting, however long that takes."""
         done = threading.Event()
 
         def beat() -> None:
@@ -112,13 +112,13 @@ class Board:
                 thread.join()
 
     def fail(self, key: str, error: BaseException) -> None:
-        """Tell those who wait for messages about `key` that this rank failed."""
+        """Tell the ranks that wait for messages about `key` that this rank failed."""
         with suppress(RuntimeError):
             self._store.compare_set(f"{key}/{_FAILED}", "", f"{self.rank}\n{_reason(error)}")
 
     def leave(self, what: str, error: BaseException) -> None:
-        """Tell all ranks that this one has left `what`, and posts nothing any more: who waits for it, now or later, waits no
-        longer."""
+        """Tell all ranks that this one has left `what`, and posts nothing any more: ranks that wait for it, now or
+        later, stop waiting."""
         with suppress(RuntimeError):
             self.post(f"{_LEFT}/{self.rank}", f"has left {what} by {_reason(error)}".encode(errors="replace"))
             self.post(_LEFT)
@@ -126,8 +126,9 @@ class Board:
     def collect(self, key: str, *, about: str = "", doing: str, timeout_s: float | None = None) -> list[bytes]:
         """The messages `{key}/{rank}` of all ranks; waits for them, at most `timeout_s` instead of the board's.
 
-        Failures and signs of life are looked for below `about`, default `key`. Raises PeerError that names the ranks that
-        failed or left, or that did not come within the timeout and gave no sign of life; `doing` says what for.
+        Failures and signs of life are looked up below `about`, by default `key`. Raises PeerError that names the ranks
+        that failed or left, or that sent nothing within the timeout and gave no sign of life; `doing` says what the
+        messages are for.
         """
         return self._wait({rank: f"{key}/{rank}" for rank in range(len(self))}, about or key, doing, timeout_s)
 
@@ -221,7 +222,7 @@ class BoardAddress(NamedTuple):
 def board_with_address(board: Board) -> Board:
     """Another board of the same ranks, which has an address. Every rank calls it.
 
-    Raises ConfigError if the store of torch.distributed is none to connect to, and PeerError.
+    Raises ConfigError if the store of torch.distributed is of a kind that cannot be connected to, and PeerError.
     """
     server = kept = default_store()
     while isinstance(server, c10d.PrefixStore):

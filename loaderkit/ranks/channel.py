@@ -1,9 +1,9 @@
 """Connections between the ranks that need the same batches: what the first of them sends goes down a tree to all others.
 
 All bytes go over a gloo group of these ranks alone, whose name they agree on in the store of torch.distributed; no other rank
-takes part, and no group of training is used. A send waits until its receiver is ready, for as long as that takes. That a rank
-has died shows in its connections, which break at once; and that its machine has, in the signs of life that every rank leaves
-in the store. The first rank that notices writes that down there, so that all ranks name the same one.
+takes part, and no group of training is used. A send waits until its receiver is ready, for as long as that takes. The
+death of a rank breaks its connections at once; the death of its machine shows in the store, where every rank leaves
+signs of life. The first rank that notices a death writes it to the store, so that all ranks name the same rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CUT_TAG = 2**20  # of a message that no rank sends
 _BEAT_S = 5.0  # between two signs of life
 _CONNECT_S = 60.0  # for ranks that are all there
 _FAREWELL_S = 2.0
-_MAX_CHARACTERS = 1000  # of an error, in the word of a rank that has left
+_MAX_CHARACTERS = 1000  # of an error, in the message of a rank that has left
 _BEFORE_TIMEOUT = 0.75  # of the timeout, where waits raise at it: the rank is named before
 _FIRST_POLL_S, _MAX_POLL_S = 0.002, 0.1
 _PATIENT = 10  # times the timeout: how long a rank that has not begun is waited for, unless waits are to raise
@@ -48,7 +48,8 @@ class PeerChannel:
     """
 
     def __init__(self, peers: Sequence[int], number: int, name: str, *, timeout_s: float, raises: bool) -> None:
-        """`name` is the same on all of them. `raises`: a rank is given up after `timeout_s`; else later."""
+        """`name` is the same on all of them. `raises`: a rank that does not answer is given up after `timeout_s`;
+        without it later."""
         self.peers = tuple(peers)
         self.number = number
         self.parent = (number - 1) // _NUM_CHILDREN
@@ -61,10 +62,10 @@ class PeerChannel:
         self._store: Any = None
         self._gloo: Any = None
         self._lock = threading.Lock()  # of `_gloo`
-        self._farewell = (number, "has left the loop before this one")  # whose fault that is, and what to say of it
+        self._farewell = (number, "has left the loop before this one")  # the rank at fault, and the reason
         self._has_left = threading.Event()
         self.failure: PeerError | None = None  # of a rank, as soon as it is known
-        self._reasons: dict[str, tuple[int, str]] = {}  # by the text of an error, which number it blames, and for what
+        self._reasons: dict[str, tuple[int, str]] = {}  # by the text of an error: the rank at fault, and why
         self._watcher: threading.Thread | None = None
 
     @property
@@ -84,7 +85,7 @@ class PeerChannel:
         self._watcher = watcher
 
     def connect(self, about: Mapping[str, str]) -> None:
-        """Connect with the others; `about` is what has to be the same on all. Raises ConfigError that names a difference,
+        """Connect with the others; `about` has to be the same on all ranks. Raises ConfigError that names a difference,
         PeerError that names the ranks that did not come, and ClosedError after `leave`."""
         self._store.set(f"joined/{self.number}", "\n".join(f"{key}\t{value!r}" for key, value in about.items()))
         self._await_all("joined", may_leave=True)
@@ -107,13 +108,14 @@ class PeerChannel:
             raise _closed()
 
     def _await_all(self, key: str, *, may_leave: bool) -> None:
-        """Return once all ranks have left the word `key`. `may_leave`: `leave` ends that."""
+        """Return once all ranks have written the message `key`. With `may_leave`, `leave` ends the wait."""
         begin_s, poll_s, warn_s = time.monotonic(), _FIRST_POLL_S, self._warn_s
         missing = [*range(len(self.peers))]
         while missing := [n for n in missing if not self._store.check([f"{key}/{n}"])]:
             if self.failure is not None:
                 raise self.failure
-            # One that leaves has left its word before, if it came so far: all find the same difference, say.
+            # A rank that leaves has written its message first, if it came so far: then all find the same difference,
+            # for example.
             if gone := [n for n in missing if self._has_gone_without(key, n)]:
                 raise self._gone(gone[0])
             waited_s, absent = time.monotonic() - begin_s, [self.peers[n] for n in missing]
@@ -132,7 +134,7 @@ class PeerChannel:
             poll_s = min(2 * poll_s, _MAX_POLL_S)
 
     def _has_gone_without(self, key: str, peer: int) -> bool:
-        """True if a rank has left, and not left the word `key` before. The order of the two looks decides."""
+        """True if a rank has left without having written the message `key`. The two checks must be made in this order."""
         return self._store.check([f"left/{peer}"]) and not self._store.check([f"{key}/{peer}"])
 
     def _check_same(self, said: Sequence[str]) -> None:
@@ -161,7 +163,7 @@ class PeerChannel:
             self._wait(child, work)
 
     def receive(self, parts: Sequence[torch.Tensor], first_tag: int = 0) -> None:
-        """Fill tensors with those that the parent sends from number `first_tag` on. Raises PeerError."""
+        """Fill tensors with the tensors that the parent sends, from number `first_tag` on. Raises PeerError."""
         try:
             works = [self._connected().recv([part], self.parent, tag) for tag, part in enumerate(parts, first_tag)]
         except RuntimeError as error:
@@ -185,14 +187,14 @@ class PeerChannel:
     # ---------------------------------------------------------------------------------------------------- failures
 
     def fail(self, reason: str) -> PeerError:
-        """End the connections of all ranks for a fault of this one; the error."""
+        """End the connections of all ranks because of a fault of this one; returns the error."""
         try:
             return self._failed(self._note(self.number, reason))
         except RuntimeError:  # the store is gone
             return self._failed(self._blame(self.number, reason))
 
     def leave(self, error: BaseException | None = None) -> None:
-        """End all waits and close the connections, and leave word why: `error`, if there was one."""
+        """End all waits, close the connections, and write the reason to the store: `error`, if there was one."""
         if isinstance(error, PeerError) and str(error) in self._reasons:
             self._farewell = self._reasons[str(error)]
         elif error is not None:
@@ -200,7 +202,7 @@ class PeerChannel:
             self._farewell = (self.number, f"has left the loop after an error ({text})")
         self._has_left.set()
         if self._watcher is not None and self._watcher is not threading.current_thread():
-            self._watcher.join(_FAREWELL_S)  # it writes the word, and the store may not answer any more
+            self._watcher.join(_FAREWELL_S)  # it writes the message, and the store may not answer any more
         self._cut()
 
     def _cut(self) -> None:
@@ -224,7 +226,7 @@ class PeerChannel:
                 self._store.set(f"beat/{self.number}", str(number))
                 failure = self._noted() or self._silent(heard)
             except RuntimeError:
-                continue  # the store is gone; connections tell who is
+                continue  # the store is gone; broken connections show which rank is
             if failure is not None:
                 self._failed(failure)
                 return
@@ -247,7 +249,7 @@ class PeerChannel:
         return None
 
     def _explained(self, peer: int, error: RuntimeError) -> Exception:
-        """What a transfer with `peer` ended with, in words."""
+        """The error for a transfer with `peer` that failed, with the reason in words."""
         if isinstance(error, (PeerError, ClosedError)):
             return error
         if self._has_left.is_set():
@@ -265,12 +267,13 @@ class PeerChannel:
             )
 
     def _gone(self, peer: int) -> PeerError:
-        """The error for a rank that has left. No note of it: others may be about to take what was sent to them, and end."""
+        """The error for a rank that has left. It is not written to the store: others may still be about to receive
+        their last batches, and end."""
         number, _, reason = self._store.get(f"left/{peer}").decode().partition("\n")
         return self._blame(int(number), reason)
 
     def _failed(self, failure: PeerError) -> PeerError:
-        """Close the connections, so that the others notice, who then find the note."""
+        """Close the connections, so that the others notice, and find the failure in the store."""
         self.failure = failure
         self._cut()
         return failure
@@ -283,7 +286,7 @@ class PeerChannel:
         return self._blame(int(number), reason)
 
     def _note(self, peer: int, reason: str) -> PeerError:
-        """Write a failure down, unless another one is; the one that is."""
+        """Write a failure to the store, unless there is one already; returns the one that is there."""
         self._store.compare_set("failed", "", f"{peer}\n{reason}")
         return self._noted() or self._blame(peer, reason)
 

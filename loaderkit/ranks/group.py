@@ -112,7 +112,7 @@ class RankGroup:
     # ------------------------------------------------------------------------------------------------------ failures
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks of an error of this one, and close the connections."""
+        """Tell the other ranks of an error of this rank, and close the connections."""
         if not isinstance(error, PeerError):
             with suppress(RuntimeError):
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -132,7 +132,7 @@ class RankGroup:
         self._gloo = None
 
     def _wait_for_all(self, what: str) -> None:
-        """Until all ranks are counted there, for 2 s at most."""
+        """Wait until all ranks are counted there, for 2 s at most."""
         deadline_s = time.monotonic() + _FAREWELL_S
         with suppress(RuntimeError):
             while self._store.add(what, 0) < len(self) and time.monotonic() < deadline_s:
@@ -141,7 +141,7 @@ class RankGroup:
     def watch(self, done: threading.Event, tick: Callable[[], None]) -> PeerError | None:
         """Answer liveness checks until `done`. Returns a failure of another rank that the transferring thread has not noticed.
 
-        Called by the thread that waits for the transferring one; None: there was no such failure.
+        Called by the thread that waits for the transferring one. Returns None if there was no such failure.
         """
         while not done.wait(_POLL_S):
             tick()
@@ -175,7 +175,7 @@ class RankGroup:
         return self._blame([int(rank)], reason) if rank else None
 
     def _check_liveness(self, error: RuntimeError, owner: int | None) -> PeerError:
-        """Ask all ranks for an answer; the error that names those at fault."""
+        """Ask all ranks for an answer; returns the error that names the ranks at fault."""
         self._store.set("alarm", "1")
         self._answer()
         deadline_s = time.monotonic() + min(_ANSWER_S, self._timeout_s)

@@ -1,8 +1,9 @@
-"""Ranks get pieces of one another's tensors over connections of their own, without a collective.
+"""Lets ranks get pieces of one another's tensors over connections of their own, without a collective.
 
-Each rank that others need something of listens, and gives bytes on request from where they lie. The rank that writes a file
-asks for them part by part, so no rank holds more than a part. No rank needs to be in step with another. A rank that fails
-says why and closes its connections, and the machine closes those of one that died: the others notice at once.
+Each rank that has something others need listens, and gives bytes on request from where they lie. The rank that writes a
+file asks for them part by part, so no rank holds more than a part. Ranks need not be in step with one another. A rank
+that fails says why and closes its connections, and the machine closes the connections of a rank that died: the others
+notice at once.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Address(NamedTuple):
 
 
 class Piece(Protocol):
-    """A source of bytes, which any thread may ask."""
+    """A source of a piece's bytes, which any thread may ask for."""
 
     num_bytes: int
 
@@ -111,7 +112,7 @@ class PieceServer:
                 raise PeerError(f"rank {failed[0]} {self._left[failed[0]]}", ranks=(failed[0],))
 
     def close(self, reason: str = "") -> None:
-        """Close all connections; those who still ask hear the `reason`. Idempotent."""
+        """Close all connections; ranks that still ask get the `reason`. Idempotent."""
         with self._changed:
             self._closed = True
             connections, main = [*self._connections, self._listener], [*self._main.values()]
@@ -172,7 +173,7 @@ class PieceServer:
             connection.close()
 
     def _give(self, connection: socket.socket) -> str:
-        """Answer until the other closes; "" if it said that it has all, else why it has not."""
+        """Answer until the other rank closes. Returns "" if it has said that it has everything, else why it has not."""
         with self._changed:
             self._changed.wait_for(lambda: self._pieces is not None or self._closed)
         while data := connection.recv(_REQUEST.size, socket.MSG_WAITALL):
@@ -238,7 +239,7 @@ class PieceClient:
         return PeerError(f"rank {rank} {said}", ranks=(rank,))
 
     def close(self, reason: str = "") -> None:
-        """Close all connections; with a `reason`, ranks that still wait for this one hear it. Idempotent."""
+        """Close all connections; with a `reason`, ranks that still wait for this one get it. Idempotent."""
         for rank in self._addresses.keys() - self._main.keys():
             with suppress(PeerError):
                 self._main[rank] = self._connected(rank, is_main=True, timeout_s=_FAREWELL_S)

@@ -1,4 +1,4 @@
-"""The rank and the world size of a loader: given, those of a mesh's data dimensions, or those of the process."""
+"""The rank and the world size of a loader: as given, from a mesh's data dimensions, or from the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 DATA_DIMS = ("dp_replicate", "dp_shard")
-"""The dimensions of a mesh that share out the samples, if none are named."""
+"""The dimensions of a mesh among which the samples are divided, if none are named."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def given_place(
     mesh: DeviceMesh | None = None,
     data_dims: str | Sequence[str] | None = None,
 ) -> Place | None:
-    """The place that the arguments of `build` give; None: they give none. Raises ConfigError."""
+    """The place that the arguments of `build` give, or None if they give none. Raises ConfigError."""
     if mesh is not None:
         if rank is not None or world_size is not None:
             raise ConfigError("give either mesh, or rank and world_size: a mesh has the rank and the world size in it")
@@ -52,8 +52,8 @@ def given_place(
 
 
 def place_in_mesh(mesh: DeviceMesh, data_dims: str | Sequence[str]) -> Place:
-    """The place of this process in a mesh, whose dimensions `data_dims` share out the samples in row-major order of the mesh;
-    ranks that differ in the other dimensions alone get the same. Raises ConfigError."""
+    """The place of this process in a mesh, in which the samples are divided along the dimensions `data_dims`, in
+    row-major order of the mesh; ranks that differ only in other dimensions get the same samples. Raises ConfigError."""
     names = getattr(mesh, "mesh_dim_names", None)
     if not hasattr(mesh, "get_coordinate"):
         raise ConfigError(f"mesh is a torch.distributed DeviceMesh, as init_device_mesh makes it, not {mesh!r}")
@@ -113,7 +113,7 @@ def ranks_now() -> tuple[int, int]:
 
 
 def other_ranks(before: tuple[int, int], now: tuple[int, int]) -> ConfigError:
-    """The error of a loader that is another rank, or of another world size, than it was."""
+    """The error for a loader whose rank or world size has changed."""
     return ConfigError(
         f"this loader is rank {before[0]} of {before[1]} since it first iterated or gave its length, and this process is rank "
         f"{now[0]} of {now[1]} now: samples would be repeated or left out. Call init_process_group before, or pass rank= and "
@@ -122,7 +122,7 @@ def other_ranks(before: tuple[int, int], now: tuple[int, int]) -> ConfigError:
 
 
 def checked(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """A rank and a world size. Raises ConfigError if they are none."""
+    """A rank and a world size, checked. Raises ConfigError if they are invalid."""
     if rank is None or world_size is None:
         raise ConfigError("give both rank and world_size, or neither")
     try:

@@ -1,4 +1,4 @@
-"""The store of torch.distributed, in which the ranks of a job leave one another words."""
+"""The store of torch.distributed, through which the ranks of a job leave messages for one another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def default_store() -> Any:
 
 
 def own_connection(store: Any, prefix: str) -> Any:
-    """The words of `store` below `prefix`, over a connection of their own: calls over one exclude one another."""
+    """The keys of `store` below `prefix`, over a connection of its own, because calls over one connection exclude one
+    another."""
     clone = getattr(store, "clone", None)  # from torch 2.8 on
     return c10d.PrefixStore(prefix, store if clone is None else clone())
 

@@ -17,15 +17,16 @@ from loaderkit.sampling.packing import Pieces
 
 
 class ItemStream(Protocol):
-    """What the items of a batch come from, if they come in their own order only."""
+    """Where the items of a batch come from, if they come in their own order only."""
 
     def take(self, indices: list[int], up_to: int) -> tuple[list[Any], Any]:
-        """The items with these numbers, fewer at the end, and the state of what they come from behind item `up_to`."""
+        """The items with these numbers, fewer at the end, and the source's state behind item `up_to`."""
 
 
 class Starts(NamedTuple):
-    """The field of the begins of the parts of sequences of `length`. A slot has those of its sequence, counted from the batch's
-    first number: int32 [parts]. A batch has one tensor of all, and the end of the last: int32 [all parts + 1]."""
+    """The field with the starts of the parts of sequences of `length` tokens. A slot has the starts of its sequence,
+    counted from the batch's first token: int32 [parts]. A batch has one tensor of all starts, and the end of the last
+    part: int32 [all parts + 1]."""
 
     length: int
 
@@ -50,7 +51,7 @@ class FieldSpec:
 
 
 class SampleFailure(NamedTuple):
-    """A bad sample, as the quarantine file and the statistics record it; a slot of -1 is whole without it."""
+    """A bad sample, as the quarantine file and the statistics record it. With the slot -1 no slot of the batch lacks it."""
 
     slot: int
     sample: int
@@ -106,7 +107,7 @@ class BatchWork(WorkItem):
         self.step = step  # counted from the position where the epoch was entered
         self.positions = positions  # global positions, one per slot
         self.indices = indices  # sample numbers, replaced samples' included
-        self.wrapped = wrapped  # bool [B]: the slots with a repeated sample; None: none
+        self.wrapped = wrapped  # bool [B]: the slots with a repeated sample; None if there are none
         self.specs: Mapping[str, FieldSpec] = {}  # the layout of its fields
         self.fields: dict[str, Slots] = {}  # the fields in the slab
         self.values: dict[str, list[Any]] = {}  # the other fields, one value per slot
@@ -163,7 +164,8 @@ class SampleChunk(Chunk):
         return int(self.work_item.positions[self.slot_of(row)])
 
     def index_of(self, row: int) -> int:
-        """The index in the source of the sample at `row`; `indices` are also of what is made of it, for random numbers."""
+        """The index in the source of the sample at `row`; `indices` may instead be the indices of what is made of it,
+        for random numbers."""
         return int(self.indices[row])
 
     def slot_of(self, row: int) -> int:
@@ -181,7 +183,7 @@ class SampleChunk(Chunk):
         return slice(self.lo, self.hi)
 
     def in_slots(self, values: list[Any]) -> tuple[int, list[Any]]:
-        """Of values by row: the first slot, and the values of the slots from it on; None where a slot is another chunk's."""
+        """From values by row: the first slot, and the values of the slots from it on, None for a slot of another chunk."""
         return self.lo, values
 
     def let_go(self) -> None:
@@ -189,10 +191,10 @@ class SampleChunk(Chunk):
 
 
 class PackedChunk(SampleChunk):
-    """Slots [lo, hi) of a batch of sequences. Up to `pack` its rows are the pieces: of row i the sample is `samples[i]`, with
-    index `indices[i]`; then they are the slots.
+    """Slots [lo, hi) of a batch of sequences. Up to `pack` its rows are the pieces: row i is of the sample
+    `samples[i]`, with index `indices[i]`. After it the rows are the slots.
 
-    `tokens` are those of all slots, [hi - lo, length], if `read` has written them where they belong.
+    `tokens` are the tokens of all slots, [hi - lo, length], if `read` has written them to their final places.
     """
 
     __slots__ = ("pieces", "sequences", "tokens")

@@ -1,4 +1,4 @@
-"""Chunks of a batch several of whose slots are made of one sample, and samples of which two batches need parts."""
+"""Chunks of a batch in which several slots are made of one sample, and samples that two batches share."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ _LOOK_S = 0.05
 
 
 class MadeSample(NamedTuple):
-    """What the stages before `expand` made of a sample: `sample`, or why it is bad, or neither: it was dropped."""
+    """What the stages before `expand` made of a sample: the `sample`, or the error that makes it bad; neither if it was
+    dropped."""
 
     sample: Sample | None
     error: StageError | None = None
 
 
 class Handover:
-    """A sample of which batches that come one behind another need parts: the first of them makes it, the others take it."""
+    """A sample that consecutive batches share: the first of them makes it, the others take it."""
 
     def __init__(self, epoch: int, sample: int, maker: BatchWork) -> None:
         self.epoch, self.sample = epoch, sample
-        self._maker: BatchWork | None = maker  # None: it is there
+        self._maker: BatchWork | None = maker  # None once it is there
         self._made = MadeSample(None)
         self._is_there = threading.Event()
 
@@ -42,7 +43,8 @@ class Handover:
         self._is_there.set()
 
     def take(self, work_item: BatchWork) -> MadeSample:
-        """Wait for it, for a batch. Its maker is at work, in another thread, or was. Raises what has stopped its maker."""
+        """Wait for it, for a batch. The batch that makes it is at work in another thread, or was. Raises the error that
+        has stopped that batch."""
         while not self._is_there.wait(_LOOK_S):
             maker = self._maker
             if maker is not None and maker.error is not None:
@@ -53,10 +55,10 @@ class Handover:
 
 
 class ExpandedChunk(SampleChunk):
-    """Slots [lo, hi) of a batch of which `num` are made of one sample. Up to `expand` its rows are these samples, without one
-    that is `borrowed` of the batch before; then they are the slots.
+    """Slots [lo, hi) of a batch in which `num` slots are made of one sample. Up to `expand` its rows are these samples,
+    except for a first one that is `borrowed` from the batch before. After it the rows are the slots.
 
-    `lent`: its last sample, for the batch behind.
+    `lent`: the last sample, if the next batch needs it, too.
     """
 
     __slots__ = (
@@ -97,19 +99,19 @@ class ExpandedChunk(SampleChunk):
 
     @property
     def num_failed(self) -> int:
-        """Of a sample that has failed before `expand` all slots have, and it counts once."""
+        """If a sample has failed before `expand`, all of its slots have; it counts once."""
         return len(self.failures) - self._num_copied
 
     def slot_of(self, row: int) -> int:
         return self.lo + (row if self.is_expanded else int(self._own_slots[row]))
 
     def index_of(self, row: int) -> int:
-        if self.is_expanded or row >= len(self.indices):  # reports ask for that of the last slot at any time
+        if self.is_expanded or row >= len(self.indices):  # reports ask for the index of the last slot at any time
             return int(self.expanded[row]) // self.num
         return int(self.indices[row])
 
     def number_of(self, row: int) -> int:
-        """Of a slot, which of its sample's `num` it is."""
+        """Which of its sample's `num` slots this one is."""
         return int(self.expanded[row]) % self.num
 
     def replacement(self, row: int, index: int) -> ExpandedChunk:
@@ -123,7 +125,8 @@ class ExpandedChunk(SampleChunk):
         return MadeSample(self.samples[row], self.failures.get(row))
 
     def unfold(self) -> list[Sample | None]:
-        """From now on the rows are the slots. The sample that each is to be made of; None for one that is bad or dropped."""
+        """From now on the rows are the slots. Returns for each slot the sample it is made of, or None for one that is
+        bad or dropped."""
         made = [self.made(row) for row in range(len(self.samples))]
         if self.borrowed is not None:
             made.insert(0, self.taken)
@@ -143,11 +146,12 @@ class ExpandedChunk(SampleChunk):
 
 
 class ExpandedChunks:
-    """Makes the chunks of batches, in order, that a sample at the border of two is made once for. From one thread at a time."""
+    """Makes the chunks of batches, in order, so that a sample shared by two batches is made once. From one thread at a
+    time."""
 
     def __init__(self, num: int) -> None:
         self._num = num
-        self._last: Handover | None = None  # of which the batch behind may need a part
+        self._last: Handover | None = None  # a part of which the next batch may need
 
     def make(self, work_item: BatchWork, lo: int, hi: int, expanded: NDArray[np.int64]) -> ExpandedChunk:
         """The work on slots [lo, hi); the chunks of a batch are made one behind another, and share no sample."""
@@ -163,7 +167,7 @@ class ExpandedChunks:
         return ExpandedChunk(work_item, lo, hi, expanded, self._num, borrowed=borrowed, lent=lent)
 
     def single(self, work_item: BatchWork, lo: int, hi: int, samples: NDArray[np.int64]) -> ExpandedChunk:
-        """The work on single samples: of each the part that its position in the epoch says."""
+        """The work on single samples: for each the part that its position in the epoch determines."""
         numbers = work_item.positions[lo:hi] % self._num
         return ExpandedChunk(work_item, lo, hi, samples * self._num + numbers, self._num)
 

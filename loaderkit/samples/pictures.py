@@ -1,4 +1,4 @@
-"""The formats of pictures, told by their first bytes."""
+"""Recognises the formats of pictures by their first bytes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ _EXTENSIONS = {name: name for name in FORMATS} | {"jpeg": "jpg", "tiff": "tif", 
 
 
 def picture_extension(data: memoryview) -> str | None:
-    """The usual extension for a picture that begins like this; None for what is none, or in no format that is opened."""
+    """The usual extension for a picture that begins like this; None if it is no picture, or in a format that is not
+    opened."""
     return _EXTENSIONS.get(looks_like(data) or "")
 
 
 def looks_like(data: memoryview) -> str | None:
-    """What a file with these first bytes is; None: not known."""
+    """What a file with these first bytes is, or None if that is not known."""
     head = bytes(data[:32])
     return next((name for name, pattern in _BEGINNINGS.items() if pattern.match(head)), None)

@@ -1,4 +1,4 @@
-"""A sample, and where its bytes lie."""
+"""A sample as the ranges where its bytes lie."""
 
 from __future__ import annotations
 

@@ -62,13 +62,13 @@ class Slots:
 
 
 TakeBytes = Callable[[int], Bytes]
-"""Lends memory of a size, uninitialised, as long as anything over it lives."""
+"""Gives uninitialised memory of a size, which is kept as long as anything over it lives."""
 
 LEAST_LENT = 512 * 1024
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, take_bytes: TakeBytes | None) -> torch.Tensor:
-    """An uninitialised tensor on the CPU, in memory that is lent if it is large: small memory costs no page faults."""
+    """An uninitialised tensor on the CPU, in leased memory if it is large: small memory costs no page faults."""
     num_bytes = prod(shape) * dtype.itemsize
     if take_bytes is None or num_bytes < LEAST_LENT:
         return torch.empty(shape, dtype=dtype, device="cpu")

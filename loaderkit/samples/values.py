@@ -62,8 +62,8 @@ class Pictures(NamedTuple):
 
 
 class InPlace(NamedTuple):
-    """A field of `num_bytes` that `read` has written already, into its slot, or as `tensor` into memory that is lent to the
-    batch. For the first sample, of which only the layout matters, nothing is written."""
+    """A field of `num_bytes` that `read` has written already, into its slot, or as `tensor` into memory leased to the
+    batch. For the first sample, which only shows the layout, nothing is written."""
 
     num_bytes: int
     tensor: torch.Tensor | None = None
@@ -89,8 +89,8 @@ class FieldGroup(NamedTuple):
 
 
 def as_array(values: list[Any]) -> Any:
-    """A list of numbers, or of such lists of one length, as an array: int64, float64 (also where some are whole) or bool; any
-    other list, and one without items, as it is. Raises FormatError for whole numbers beyond int64."""
+    """A list of numbers, or of such lists of one length, as an array: int64, float64 (also where some are whole) or
+    bool; any other list, and an empty one, as it is. Raises FormatError for whole numbers beyond int64."""
     kind = type_of_all(values)
     if kind is None and {*map(type, values)} == {int, float}:
         kind = float

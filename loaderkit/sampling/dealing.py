@@ -1,4 +1,5 @@
-"""Whose turn it is among several loading processes, and where one begins that takes the place of another or joins them.
+"""Decides which of several loading processes makes each batch, and where a process begins that replaces another or
+joins them.
 
 deal to 2:  0 1 0 1 0 1 | 0 1 2 0 1 2   deal to 3
                         ^ border, at a full round of turns behind all that any process may have opened
@@ -16,7 +17,8 @@ Place = tuple[int, int]
 
 
 class Seat(NamedTuple):
-    """Where a process begins: put at `base`, it makes the batches of `shard` counted from there; `first` is the first."""
+    """Where a process begins: from `base` on it makes the batches of `shard`, counted from there; `first` is its first
+    batch."""
 
     base: Place
     shard: Shard
@@ -26,32 +28,34 @@ class Seat(NamedTuple):
 class BatchDealing:
     """Deals batches to `num_processes` in turns, from the last seek on: process i makes the batches i, i + num_processes, ...
 
-    A process needs only a position to begin at and its number, so another one can take its place at any batch: it is given
-    the position at which a round of turns began, and passes over as many batches as its number says, as after any seek.
+    A process needs only its number and a position to begin at, so another one can replace it at any batch. The new one
+    is given the position at which a round of turns began, and skips as many batches as its number says, as after any
+    seek.
 
-    `redeal` names a border, from which on another number of processes has turns. Those that are there on both sides keep their
-    numbers. A seek moves the border to the place that it goes to.
+    `redeal` sets a border: a position from which on batches are dealt to another number of processes. Processes that
+    make batches on both sides of it keep their numbers. A seek moves the border to the place that it goes to.
     """
 
     def __init__(self, schedule: BatchSampler, num_processes: int) -> None:
         self._schedule = schedule
-        self.num_processes = num_processes  # that have turns now
+        self.num_processes = num_processes  # that make batches now
         self.next_position: Place = (0, 0)  # of the next batch to be delivered
         self.turn = 0  # the number of the process that makes it
-        self._round = self.next_position  # of the batch of process 0 in the round that the next batch is of
+        self._round = self.next_position  # of process 0's batch in the round of the next batch
         self.border: Place | None = None  # of the first batch that is dealt to another number of processes
-        self.num_behind = num_processes  # that have turns behind the border
+        self.num_behind = num_processes  # that make batches behind the border
         self.num_left = 0  # batches until the border
 
     def seek(self, epoch: int, position: int) -> None:
-        """Begin a round at another position, behind the border if there is one."""
+        """Begin a round of turns at another position; if there is a border, it is passed with that."""
         self.next_position = self._round = (epoch, position)
         self.turn = 0
         self.num_processes, self.border = self.num_behind, None
 
     def redeal(self, num_processes: int, num_ahead: int) -> Place:
-        """Deal to another number of processes as soon as none of them has opened what is dealt to another, and return that
-        border. `num_ahead`: how many batches a process may have opened that are not delivered. One border at a time."""
+        """Deal to another number of processes from the first position on at which no process has opened a batch that
+        another one would make, and return that position, the border. `num_ahead`: how many batches a process may have
+        opened that are not delivered. There is one border at a time."""
         assert self.border is None, "a border is ahead already"
         num_rounds = num_ahead + (self.turn > 0)
         self.num_left = num_rounds * self.num_processes - self.turn
@@ -90,8 +94,8 @@ class BatchDealing:
             self._round = self.next_position
 
     def seat(self, number: int, num_finished: int = 0) -> Seat | None:
-        """Where a process with this number begins, if it makes those of its batches that are neither delivered yet nor among
-        `num_finished` that wait for that; None if it has no more: it has no turn behind the border."""
+        """Where a process with this number begins that makes its remaining batches: those neither delivered nor among
+        the `num_finished` that wait for delivery. None if none remain, as it makes no batches behind the border."""
         num_here = self._num_left_of(number)
         if num_here is None or num_finished < num_here:
             shard = Shard(number, self.num_processes)
@@ -108,7 +112,7 @@ class BatchDealing:
         return Seat(base, shard, self._after(base, number))
 
     def _num_left_of(self, number: int) -> int | None:
-        """The batches of a process until the border that are not delivered; None without a border."""
+        """How many batches of a process, up to the border, are not delivered; None without a border."""
         if self.border is None:
             return None
         if number >= self.num_processes:

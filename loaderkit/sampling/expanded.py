@@ -1,4 +1,4 @@
-"""The order of samples of which several are made of one.
+"""The order of an epoch in which several samples are made of one.
 
     positions   0 1 2 3 | 4 5 6 7 | ...       with `num` 4
     samples     a a a a | b b b b | ...       those at the inner positions 0, 1, ...
@@ -87,5 +87,5 @@ class ExpandedOrder(SampleOrder):
 
 
 def _times(number: int, num: int) -> int:
-    """The positions that `number` samples take; of a number that is not known, that."""
+    """The number of positions for `number` samples; an unknown number stays unknown."""
     return number if number >= UNKNOWN else number * num

@@ -1,4 +1,4 @@
-"""Sources that take turns by weight: of any first n turns a source has its share within one.
+"""Interleaves sources by weight: among any first n turns the number of a source's turns is within one of its share.
 
 The j-th turn of a source with the share w may come from position floor((j - 1) / w) on and must have come by position
 ceil(j / w): then its number of turns differs from n w by less than 1, at every n. Among the sources that may have a turn, the
@@ -47,7 +47,8 @@ def whole_weights(weights: Sequence[Fraction], most_total: int = MOST_TOTAL) -> 
 
 
 class _Turns(NamedTuple):
-    """Consecutive turns: whose each is, that source's turns before it in the block, and those of all before the block."""
+    """Consecutive turns: the source of each, the number of that source's earlier turns in the block, and the turns of
+    all sources before the block."""
 
     sources: NDArray[np.uint16]
     places: NDArray[np.int32]
@@ -55,7 +56,8 @@ class _Turns(NamedTuple):
 
 
 class Interleaving:
-    """Whose turn each position is, and which of its own turns: functions of the position alone, in bounded memory.
+    """The source whose turn each position is, and the number of that turn among the source's own: functions of the
+    position alone, in bounded memory.
 
     One thread at a time may call it. 5 M positions a second with 50 sources, more with fewer or where they repeat.
     """
@@ -129,7 +131,7 @@ class Interleaving:
         return _Turns(sources.astype(np.uint16), places.astype(np.int32), np.array(before, np.int64))
 
     def _lags_at(self, position: int) -> Int64:
-        """By source: position x weight - turns before x total; what it has too few, times the total."""
+        """For each source: position x weight - turns before x total, which is how many turns it lacks, times the total."""
         start = max(0, position - self._memory)
         lags = [start * weight % self._total for weight in self._weights.tolist()]
         # Any of the sources may be ahead, in the right number.

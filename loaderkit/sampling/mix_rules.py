@@ -1,7 +1,7 @@
 """The rules of a mixture: which sources take turns from a position on, with which weights, and when an epoch ends.
 
-They are the same whether weights are shares of samples (`mixture`) or of tokens (`token_mixture`), which only differ in whose
-turn it is.
+They are the same whether weights are shares of samples (`mixture`) or of tokens (`token_mixture`), which differ only in
+which source has each turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Stop = Literal["first", "all", "never"]
 
 
 class MixedSource(NamedTuple):
-    """One of the sources: its samples, and the passes over them after which it is used up in an epoch; None: never."""
+    """One of the sources: its samples, and the passes over them after which it is used up in an epoch, or None for never."""
 
     name: str
     num_samples: int
@@ -41,7 +41,8 @@ class WeightChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """Positions [begin, end) of an epoch, in which the weights stay. `sources` are the numbers of those that have any."""
+    """Positions [begin, end) of an epoch in which the weights do not change. `sources` are the numbers of the sources
+    that have any."""
 
     begin: int
     end: int
@@ -49,7 +50,7 @@ class Segment:
     sources: tuple[int, ...]
     weights: tuple[int, ...]  # of `sources`, whole numbers
     used_up: int | None  # the source that its end uses up
-    tokens_before: tuple[int, ...] = ()  # where weights are shares of tokens: those of every source before it
+    tokens_before: tuple[int, ...] = ()  # where weights are shares of tokens: each source's before it
 
     @property
     def shares(self) -> dict[int, float]:
@@ -73,7 +74,7 @@ class MixRules:
         self, position: int, used_up: Collection[int], most_total: int = MOST_TOTAL
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(numbers, whole weights with a sum of at most `most_total`) of the sources that take turns from a position on. Raises
-        ConfigError if there is none, if the share of one is below `LEAST_SHARE`, or if no end of the epoch would come."""
+        ConfigError if there is none, if the share of one is below `LEAST_SHARE`, or if the epoch would never end."""
         weights, later = self._weights_at(position)
         numbers = [number for number, weight in enumerate(weights) if weight > 0 and number not in used_up]
         if not numbers:
@@ -95,7 +96,7 @@ class MixRules:
         return tuple(numbers), tuple(shares)
 
     def next_change(self, position: int) -> int | None:
-        """The first position behind this one at which the weights change; None: they never do."""
+        """The first position behind this one at which the weights change; None if they never do."""
         return next((change.at for change in self.changes if change.at > position), None)
 
     def is_over(self, position: int, used_up: Collection[int]) -> bool:

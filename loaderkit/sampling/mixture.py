@@ -134,7 +134,7 @@ class SourceOrders:
     """
 
     def __init__(self, sources: Sequence[MixedSource], orders: Sequence[SampleOrder]) -> None:
-        """`orders` are those of the sources; what they call an epoch is a pass."""
+        """`orders` are the orders of the sources; what they call an epoch is a pass."""
         self._sizes = [source.num_samples for source in sources]
         self._orders = orders
         self._firsts = [sum(self._sizes[:number]) for number in range(len(self._sizes))]
@@ -220,9 +220,9 @@ def _of_passes(order: SampleOrder, passes: Int64, places: Int64) -> Int64:
 def explained(
     sources: Sequence[MixedSource], segments: Sequence[Segment], totals: Sequence[int], tokens: Sequence[int] = ()
 ) -> list[Mapping[str, object]]:
-    """The course of an epoch, segment by segment: `begin`, `end` (None: no end), `used_up`, and by source its share in it, its
-    samples and its passes up to the end. `totals` are the samples of every source in the epoch. `tokens`, where weights are
-    shares of these: those, which are told, too."""
+    """What an epoch takes from each source, segment by segment: `begin`, `end` (None if it has none), `used_up`, and
+    for each source its share in the segment, its samples and its passes up to the end. `totals` are the samples of
+    every source in the epoch. `tokens` are its tokens, which are given, too, where weights are shares of tokens."""
     rows: list[Mapping[str, object]] = []
     after = [*(segment.before for segment in segments[1:]), totals]
     tokens_after = [*(segment.tokens_before for segment in segments[1:]), tokens]

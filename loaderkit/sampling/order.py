@@ -3,8 +3,8 @@
     TokenBatches( PackedOrder( MixedOrder( Mixture, [GlobalOrder, BlockOrder] ) ) )
       a batch       sequences    samples of several sources      samples of one
 
-A saved state, a rank and a loading process count positions and nothing else. What lies at a position, a sample, a sequence or a
-whole batch, is a pure function of (seed, epoch, position).
+Saved states, ranks and loading processes count positions and nothing else. At a position there is a sample, a sequence
+or a whole batch, which is a pure function of (seed, epoch, position).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Int64 = NDArray[np.int64]
 
 
 class BatchSamples(NamedTuple):
-    """The samples, or sequences, of some batches, those of batch i from bounds[i] to bounds[i + 1]: int64 [slots],
-    [batches + 1]. `positions`: int64 [slots], those of the epoch. `wrapped`: bool [slots], those that another rank has as well;
-    None: there are none."""
+    """The samples, or sequences, of some batches; batch i has those from bounds[i] to bounds[i + 1]: int64 [slots],
+    [batches + 1]. `positions`: their positions in the epoch, int64 [slots]. `wrapped`: which ones another rank has as
+    well, bool [slots], or None if there are none."""
 
     indices: Int64
     positions: Int64
@@ -35,8 +35,8 @@ class BatchSamples(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What must be read for some positions: samples, and for which slot each is read, from 0: int64 [reads] both. `pieces` are
-    (first number, length) of what is needed of each, int64 [reads] both; None: all of it."""
+    """What must be read for some positions: samples, and the slot, from 0, for which each is read: int64 [reads] both.
+    `pieces` are the needed part of each, (first number, length), int64 [reads] both; None if all of it is needed."""
 
     samples: Int64
     slots: Int64
@@ -47,7 +47,7 @@ class Reads(NamedTuple):
 class SampleOrder(ABC):
     """The order of an epoch. One thread at a time may call it: `for_thread` gives others their own.
 
-    What is defined here holds where positions are those of samples of one source.
+    The methods defined here are right where each position is a sample of one source.
     """
 
     unit: Literal["samples", "sequences", "batches"] = "samples"
@@ -59,7 +59,7 @@ class SampleOrder(ABC):
     """Where blocks of neighbours come together: the first sample of every block and, last, the number of samples."""
     block_spread = 0  # the positions, about, from a block's first sample to its last one
     sources: Sequence[MixedSource] = ()
-    """Those that take turns; none: there is one source."""
+    """The sources that take turns; empty if there is only one source."""
     repeats = False  # True: a sample may come several times in an epoch, each time with random numbers of its own
     share_of: Literal["samples", "tokens"] = "samples"
     """What the weights of sources are shares of."""
@@ -67,7 +67,7 @@ class SampleOrder(ABC):
 
     @abstractmethod
     def num_positions(self, epoch: int) -> int:
-        """The positions of an epoch; `UNKNOWN` if it has no end, or only its end tells."""
+        """The positions of an epoch; `UNKNOWN` if it has no end, or if they are known only at its end."""
 
     @abstractmethod
     def indices(self, epoch: int, positions: Int64) -> Int64:
@@ -84,15 +84,16 @@ class SampleOrder(ABC):
         return self
 
     def num_samples(self, epoch: int) -> int:
-        """The samples of an epoch; of packed ones the sequences."""
+        """The number of samples in an epoch; if they are packed, of sequences."""
         return self.num_positions(epoch)
 
     def samples_of(self, indices: Int64) -> Int64:
-        """The samples of the source that the slots of batches are made of, where each is made of one: int64 [n] both."""
+        """The samples of the source that the slots of batches are made of, if each slot is made of one sample: int64
+        [n] both."""
         return indices
 
     def keys(self, epoch: int, indices: Int64, keys_of: Callable[[Int64], list[str]]) -> list[str]:
-        """The names of what is in the slots of a batch, from `keys_of` samples."""
+        """The names of what is in the slots of a batch; `keys_of` gives the keys of samples."""
         return keys_of(indices)
 
     def lengths_of(self, samples: Int64) -> Int64:
@@ -100,11 +101,11 @@ class SampleOrder(ABC):
         raise AssertionError(f"{type(self).__name__} knows no lengths")
 
     def others(self, index: int, draws: NDArray[np.float64]) -> Int64 | None:
-        """As `Source.others`, where the order says which samples may come; None: it does not."""
+        """As `Source.others`, if the order decides which samples may come; None if it does not."""
         return None
 
     def digests(self) -> dict[str, str]:
-        """The parts of a state's fingerprint that tell this order from another one of the same sources and shuffle."""
+        """The parts of a state's fingerprint in which this order differs from others with the same sources and shuffle."""
         return {}
 
     def slots_of(self, batch_size: int) -> tuple[int, int]:
@@ -112,8 +113,8 @@ class SampleOrder(ABC):
         return batch_size, batch_size
 
     def in_batches(self, epoch: int, positions: Int64, batch_size: int, start: int, world_size: int) -> BatchSamples:
-        """What one rank's next batches hold. Their `positions` are those of a `BatchSampler`, counted from `start`; those past
-        the end wrap."""
+        """What one rank's next batches hold. Their `positions` come from a `BatchSampler` that began at `start`;
+        positions past the end wrap."""
         num_positions, wrapped = self.num_positions(epoch), None
         if positions[-1] >= num_positions:
             wrapped = positions >= num_positions
@@ -132,7 +133,7 @@ class SampleOrder(ABC):
         return np.zeros(0, np.bool_)
 
     def positions_before(self, epoch: int, position: int) -> int:
-        """The first position of `core` that nothing before `position` depends on."""
+        """The first position of `core` on which nothing before `position` depends."""
         return position
 
     def num_before(self, epoch: int, position: int) -> tuple[int, int]:
@@ -154,14 +155,14 @@ class SampleOrder(ABC):
         return []
 
     def explained(self) -> list[Mapping[str, object]]:
-        """The course of an epoch, segment by segment; see `mixture.explained`."""
+        """What an epoch takes from each source, segment by segment; see `mixture.explained`."""
         return []
 
 
 class WrappedOrder(SampleOrder):
     """An order of what is made of samples, planned by their lengths. From any thread.
 
-    What is defined here holds where positions are those of the inner order.
+    The methods defined here are right where positions are positions of the inner order.
     """
 
     epochs_differ = True

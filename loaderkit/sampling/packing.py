@@ -1,12 +1,13 @@
-"""Packing samples of unequal length into sequences of one length: which samples, or pieces of them, are in every sequence.
+"""Packs samples of unequal length into sequences of one length: decides which samples, or pieces of them, are in every
+sequence.
 
     positions of an epoch ──windows──> samples ──lengths──> pieces ──best fit, decreasing──> bins ──by cost──> sequences
 
 A window is `window` consecutive positions of the epoch's order. Its samples are cut into pieces of at most `length`, and the
 pieces packed into bins. The bins of one window, or of a span of several where they have few, are put into an order. The
-sequences of an epoch are those of its spans, one behind another, so sequence p is a pure function of (seed, epoch, p), whatever
-the number of ranks. An epoch's plan is the number of bins of every span; what is in the bins of a span is computed when it is
-needed.
+sequences of an epoch are the sequences of its spans, one behind another, so sequence p is a pure function of (seed,
+epoch, p), whatever the number of ranks. An epoch's plan is the number of bins of every span; what is in the bins of a
+span is computed when it is needed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ _MOST_WINDOWS = 64  # of a span
 
 
 class Pieces(NamedTuple):
-    """What some sequences hold: `samples`, from number `firsts` on `lengths` of each, at the place `places` of the sequences
-    laid end to end: int64 [pieces]. Those of sequence i are from bounds[i] to bounds[i + 1]: int64 [sequences + 1]."""
+    """What some sequences hold, int64 [pieces]: of each of `samples`, `lengths` tokens from number `firsts` on, at
+    `places` in the sequences laid end to end. The pieces of sequence i are those from bounds[i] to bounds[i + 1]: int64
+    [sequences + 1]."""
 
     samples: Int64
     firsts: Int64
@@ -40,7 +42,7 @@ class Pieces(NamedTuple):
     bounds: Int64
 
     def take(self, sequences: Int64, length: int) -> Pieces:
-        """The pieces of some of the sequences, which are of `length`."""
+        """The pieces of some of the sequences, which have `length` tokens each."""
         numbers = np.frombuffer(native.take_pieces(*self, sequences, length), np.int64)
         num = (len(numbers) - len(sequences) - 1) // 4
         columns = numbers[: 4 * num].reshape(4, num)
@@ -53,7 +55,8 @@ of every window): puts the sizes of windows into bins. int64: [n], [windows + 1]
 
 
 class PackedOrder(WrappedOrder):
-    """The sequences of every epoch. From any thread; in memory the lengths, 8 bytes a span and epoch, and some spans."""
+    """The order of packed sequences. From any thread. In memory it has the lengths, 8 bytes for each span and epoch,
+    and some spans."""
 
     unit = "sequences"
     length: int
@@ -70,9 +73,9 @@ class PackedOrder(WrappedOrder):
         keeps_order: bool = False,
         fill: Fill = native.best_fit,
     ) -> None:
-        """`lengths`: of every sample of `order`, by its index (in a mixture modulo their number). `is_even`: neighbouring
-        sequences cost about the same in attention, so that ranks take as long; else their order is random, or with
-        `keeps_order` that of the bins. `fill` puts pieces into bins."""
+        """`lengths`: of every sample of `order`, by its index (in a mixture modulo their number). `is_even`:
+        neighbouring sequences cost about the same in attention, so that ranks take equally long. Otherwise their order
+        is random, or, with `keeps_order`, the order of the bins. `fill` puts pieces into bins."""
         super().__init__(order.for_thread())  # which is called under the lock
         self.length = length
         self._lengths = lengths
@@ -103,7 +106,7 @@ class PackedOrder(WrappedOrder):
         return min(num_spans * self._span, self.num_packed(epoch))
 
     def keys(self, epoch: int, indices: Int64, keys_of: Callable[[Int64], list[str]]) -> list[str]:
-        """Of every sequence the keys of its documents; of a piece also which of its tokens: "4 17[8192:9000] 5"."""
+        """For every sequence the keys of its documents, and for a piece also its tokens: "4 17[8192:9000] 5"."""
         pieces = self.pieces(epoch, indices)
         samples, firsts, lengths = pieces.samples, pieces.firsts, pieces.lengths
         keys = keys_of(samples)
@@ -123,7 +126,7 @@ class PackedOrder(WrappedOrder):
     def pieces(self, epoch: int, sequences: Int64) -> Pieces:
         """What sequences of an epoch hold: int64 [n], each in [0, num_samples(epoch))."""
         key = epoch, sequences.tobytes()
-        pieces = self._taken.get(key)  # those of a batch are asked for twice, for its tokens and for its keys
+        pieces = self._taken.get(key)  # a batch's are asked for twice: for its tokens and for its keys
         if pieces is None:
             pieces = self._pieces(epoch, sequences)
             with self._lock:
@@ -150,7 +153,8 @@ class PackedOrder(WrappedOrder):
         return Pieces(samples, firsts, lengths, places, np.concatenate(([0], np.cumsum(counts))))
 
     def num_before(self, epoch: int, position: int) -> tuple[int, int]:
-        # All sequences of the spans before come before this one; those of its own span have samples from anywhere in it.
+        # All sequences of earlier spans come before this one; sequences of its own span have samples from anywhere in
+        # the span.
         starts = self._starts_of(epoch)
         number = int(np.searchsorted(starts, position, side="right")) - 1
         begin = min(number * self._span, num_positions := self.num_packed(epoch))
@@ -178,7 +182,7 @@ class PackedOrder(WrappedOrder):
             return starts
 
     def num_packed(self, epoch: int) -> int:
-        """The samples of an epoch that are packed, with those of length 0, which are in no sequence."""
+        """The number of samples of an epoch that are packed, including samples of length 0, which are in no sequence."""
         return self._inner.num_positions(epoch)
 
     def _count(self, epoch: int) -> Int64:
@@ -193,8 +197,8 @@ class PackedOrder(WrappedOrder):
         return np.concatenate(([0], np.cumsum(np.concatenate(counts)))).astype(np.int64)
 
     def _packed(self, lengths: Int64) -> tuple[Int64, Int64, Int64, Int64]:
-        """Of windows of samples of these lengths: how many whole sequences each sample fills before the rest, the length of the
-        rest, its bin in the window, or -1; and the number of those bins of every window."""
+        """For windows of samples of these lengths: how many whole sequences each sample fills, the length of the rest,
+        the bin of the rest in its window, or -1; and the number of these bins in every window."""
         whole = np.maximum(lengths - 1, 0) // self.length  # of a multiple the last piece is a rest like any
         rest = lengths - whole * self.length
         bounds = np.append(np.arange(0, len(lengths), self._window, dtype=np.int64), len(lengths))
@@ -255,7 +259,7 @@ def _numbers_in_runs(counts: Int64) -> Int64:
 
 
 def _stable_order(numbers: Int64, below: int) -> Int64:
-    """The places of numbers in [0, below) in ascending order; those of equal ones stay in order."""
+    """The places of numbers in [0, below) in ascending order; equal numbers stay in order."""
     # NumPy sorts 16 bits by radix, in a tenth of the time.
     return np.argsort(numbers.astype(np.uint16) if below <= 1 << 16 else numbers, kind="stable")
 
@@ -286,8 +290,9 @@ def _even_order(bins: Int64, lengths: Int64, key: int) -> Int64:
     """Bins by cost, the sum of squares, in sweeps of about 2,048: one from the cheapest to the dearest, the next back, and so
     on.
 
-    Neighbours cost about the same, at the turns and from one span to the next as well, so however many ranks take them in
-    turns, they take as long. Each sweep has bins of all costs, drawn by `key` from those that cost about the same.
+    Neighbours cost about the same, also where a sweep turns and from one span to the next. So ranks that take them in
+    turns take equally long, however many they are. Each sweep has bins of all costs, drawn by `key` from bins that cost
+    about the same.
     """
     costs = np.bincount(bins, weights=lengths.astype(np.float64) ** 2)
     num = len(costs)

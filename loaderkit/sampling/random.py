@@ -1,7 +1,7 @@
 """Keyed random numbers: keys, uniform draws, permutations and generators.
 
-They are pure functions of integers, vectorised with NumPy, without state. Changing any constant here changes the order of
-every data set and the augmentation of every sample, and so breaks saved states: the test vectors in
+They are pure functions of integers, without state, vectorised with NumPy. Changing any constant here changes the order
+of every data set and the augmentation of every sample, and so breaks saved states: the test vectors in
 `tests/sampling/test_random.py` are frozen.
 """
 

@@ -20,7 +20,7 @@ from loaderkit.sampling.order import Int64, SampleOrder
 from loaderkit.sampling.random import Bijection, key_of, uniforms
 
 UNKNOWN = 1 << 60
-"""The number of samples of what ends when it ends."""
+"""The number of samples of a source whose end is known only when it is reached."""
 
 
 class SequentialOrder(SampleOrder):
@@ -212,7 +212,7 @@ class _Layout(NamedTuple):
 
 
 class EpochSizes(Protocol):
-    """The number of samples of every epoch, where epochs differ."""
+    """The number of samples of every epoch, for orders whose epochs differ."""
 
     def num_positions(self, epoch: int) -> int: ...
 
@@ -223,9 +223,10 @@ class BatchSampler:
 
     Position p goes to rank p mod world_size. Dropping, every rank has floor(left / (batch_size world_size)) batches; else
     every rank has ceil(left / world_size) samples, and positions past the end are marked as wrapped. Where samples cannot be
-    repeated (`wraps`), the last batch has what is left, and there is none unless every rank has a sample for it. With `sizes`
-    the number of samples is that of one epoch, and `of_epoch` gives others. With `keeps_neighbours`, of what wraps, a rank's
-    batch is a run of consecutive positions, and all ranks together have the same ones in every step.
+    repeated (`wraps`), the last batch has what is left, and there is none unless every rank has a sample for it. With
+    `sizes` the number of samples is that of one epoch, and `of_epoch` gives the sampler of another. With
+    `keeps_neighbours`, where samples wrap, a rank's batch is a run of consecutive positions; all ranks together have
+    the same positions in every step as without it.
     """
 
     num_samples: int
@@ -268,7 +269,7 @@ class BatchSampler:
 
     @property
     def knows_length(self) -> bool:
-        """False if only the end of the samples tells how many there are."""
+        """False if the number of samples is known only at their end."""
         return self.num_samples < UNKNOWN
 
     def check_length(self) -> None:

@@ -1,7 +1,7 @@
 """The share of one of several loading processes.
 
-Every process gets the whole: the position to continue from, and the totals of all resources. It computes its share, so the
-processes need no communication.
+Every process is told the whole: the position to continue from, and the totals of all resources. It computes its share,
+so the processes need no communication.
 """
 
 from __future__ import annotations

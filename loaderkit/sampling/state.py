@@ -25,12 +25,13 @@ class State:
     position: int
     seed: int
     fingerprint: dict[str, str]
-    source: tuple[Any, ...] | None = None  # the source's own state there, if it has one; None: a source that never has
+    source: tuple[Any, ...] | None = None  # the source's own state there, if any; None for a source that never has one
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of JSON values, if the source's own state is one. The fingerprint is a list, as torch.distributed.checkpoint
-        flattens dicts: its load would fail for want of a part's key before `check` could name the difference. The source's own
-        state is in a tuple, which it leaves whole, and always there: it loads only what a fresh loader's state has."""
+        flattens dicts: its load would fail for a missing key before `check` could name the difference. The source's own
+        state is in a tuple, because torch does not flatten tuples, and is always there, because torch loads only what a
+        fresh loader's state has."""
         return {
             "version": STATE_VERSION,
             "epoch": self.epoch,
@@ -75,9 +76,9 @@ class State:
         num_samples: Callable[[int], int],
         accept: Collection[str] | str = (),
     ) -> None:
-        """Raise `StateError` naming what differs, if this state belongs to another data set or pipeline, unless all of it is in
-        `accept`; that is warned about. `num_samples` of an epoch is asked for last, as it may take a plan of all epochs before.
-        Raises ConfigError for a name in `accept` that no part has."""
+        """Raise `StateError` naming what differs, if this state belongs to another data set or pipeline, unless all of
+        it is in `accept`, which gives a warning. `num_samples` of an epoch is called last, as it may take a plan of all
+        epochs before. Raises ConfigError for a name in `accept` that no part has."""
         if not isinstance(accept, Collection):
             raise ConfigError(f"accept={accept!r}: expected the names of what may differ, such as ['seed', 'mix']")
         accept = {accept} if isinstance(accept, str) else set(accept)
@@ -86,7 +87,7 @@ class State:
         parts = {
             part: _apart(part, self.fingerprint.get(part, "nothing"), fingerprint.get(part, "nothing"))
             for part in sorted({*self.fingerprint, *fingerprint})
-            if (part != "classes" or part in self.fingerprint)  # once states had them in the digest of `data` alone
+            if (part != "classes" or part in self.fingerprint)  # earlier states had them in the digest of `data` alone
             if not (part == "bad_shards" and is_same_data)  # another way to leave out the same
         }
         differences = {part: pair for part, pair in parts.items() if pair[0] != pair[1]}
@@ -182,7 +183,7 @@ def _is_accepted(part: str, accept: Collection[str]) -> bool:
 
 
 def _moves_samples(differences: dict[str, tuple[str, str]]) -> bool:
-    """False if only what is made of the samples differs, and not which comes when."""
+    """False if only what is made of the samples differs, and not their order."""
     return any(
         part not in ("classes", "fields", "stages")
         and (not part.startswith("stages.") or any(value.startswith(("pack ", "batch ", "expand ")) for value in pair))
@@ -191,7 +192,8 @@ def _moves_samples(differences: dict[str, tuple[str, str]]) -> bool:
 
 
 def _apart(part: str, before: str, now: str) -> tuple[str, str]:
-    """Both values of a part; of the sources of a mixture and its changes only those that differ, if that is not their order."""
+    """Both values of a part. For the sources of a mixture and its changes only the entries that differ, unless only
+    their order does."""
     if part not in ("sources", "mix") or before == now:
         return before, now
     words, words_now = before.split(), now.split()

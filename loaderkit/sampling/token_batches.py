@@ -1,10 +1,11 @@
-"""Batches of about as many tokens each: how windows of samples are cut into them, and which samples a rank's batches have.
+"""Makes batches of about equally many tokens: cuts windows of samples into batches, and decides which samples a rank's
+batches have.
 
     positions of an epoch ──windows──> samples ──by length──> batches ──by cost──> steps of as many batches as there are ranks
 
 A batch is a bin of `PackedOrder`, so batch b of an epoch is a pure function of (seed, epoch, b), whatever the number of ranks,
 and a schedule deals batches out as it deals samples. A batch that is padded takes its longest sample times the number of its
-samples, and holds those of neighbouring lengths; one that is not takes the sum, for which best fit is best.
+samples, and holds samples of neighbouring lengths; a batch that is not padded takes the sum, for which best fit is best.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def _cut(sizes: list[int], area: int) -> list[int]:
 
 
 def _least_area(sizes: list[int], capacity: int) -> int:
-    """The least area with which the bins are as few as with `capacity`: else the last one has what the others leave."""
+    """The least area that gives no more bins than `capacity`, so that bins are even: else the last one would only have
+    what the others leave."""
     if not sizes:
         return capacity
     num_bins = len(_cut(sizes, capacity))
@@ -101,7 +103,7 @@ def _least_area(sizes: list[int], capacity: int) -> int:
 
 
 class TokenBatches(WrappedOrder):
-    """The batches of every epoch, which are the sequences of a `PackedOrder`."""
+    """The order of batches cut by tokens. The batches of an epoch are the sequences of a `PackedOrder`."""
 
     unit = "batches"
 
@@ -120,8 +122,8 @@ class TokenBatches(WrappedOrder):
     def in_batches(self, epoch: int, positions: Int64, batch_size: int, start: int, world_size: int) -> BatchSamples:
         """See `SampleOrder`, with batches of one position, n > 0 of them.
 
-        If there is no batch left for some ranks in the last step, all ranks share those that there are. So nothing comes twice,
-        unless they have fewer samples than there are ranks.
+        If no batch is left for some ranks in the last step, all ranks share the batches that are left. So no sample
+        comes twice, unless they have fewer samples than there are ranks.
         """
         num_batches, last, wrapped = self.num_positions(epoch), int(positions[-1]), None
         rank = (last - start) % world_size
@@ -148,9 +150,10 @@ class TokenBatches(WrappedOrder):
 
 
 def _share_of(bounds: Int64, rank: int, world_size: int) -> tuple[Int64, bool]:
-    """The rows of one of `world_size` ranks, at least as many as there are batches, and whether another rank has them, too.
+    """One rank's share of the rows of batches, where there are fewer batches than ranks; and whether another rank has
+    them, too.
 
-    A batch is dealt out to one rank or more, so that no share takes more than a batch may."""
+    Each batch goes to one rank or more, so that no share takes more than a batch may."""
     sizes = np.diff(bounds)
     num_ranks = np.ones(len(sizes), np.int64)  # of every batch
     for _ in range(world_size - len(sizes)):

@@ -1,4 +1,4 @@
-"""Several sources as one sequence, of which each source has its share of tokens: `mix: {by: tokens}`.
+"""Several sources as one sequence, in which each source has its share of tokens: `mix: {by: tokens}`.
 
 Samples have lengths. Let T tokens have come in a segment, and P of them from a source with the share w. Its next sample, of the
 length l, may come once P <= w T, and should be over at T = (P + l) / w. Of the samples that may come, the one that should be
@@ -7,8 +7,9 @@ Bennett and Zhang: Worst-case Fair Weighted Fair Queueing, 1996); with samples o
 `interleaving`.
 
 The place of a source at a position depends on the lengths of all samples before, in their random order, so no formula leads to
-a position: one walks. A plan keeps where the sources stood at every 65,536th position, and from there a block is walked again
-when it is needed. It is made as far as positions are asked for, and to the end of an epoch for its number of samples.
+a position: one walks. A plan keeps how far the sources were at every 65,536th position, and walks a block again from
+there when it is needed. It is made as far as positions are asked for, and to the end of an epoch for its number of
+samples.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ _KEPT_BLOCKS, _KEPT_EPOCHS = 4, 3
 
 
 class _Stand(NamedTuple):
-    """Where the sources stand at a position of an epoch: int64 [sources] each."""
+    """How far the sources are at a position of an epoch: int64 [sources] each."""
 
     position: int
     places: Int64  # in their own sequences, from epoch 0 on
     tokens: Int64  # since the epoch began
-    lags: Int64  # in the segment, what they have less than their share, times the sum of the weights
-    segment: Segment | None  # that goes on here; None: one begins
+    lags: Int64  # in the segment, how much less than their share they have, times the sum of the weights
+    segment: Segment | None  # that continues here; None if one begins
 
 
 class _Walk:
-    """The way through an epoch from a stand on."""
+    """Walks through an epoch from a `_Stand` on."""
 
     def __init__(self, mixture: TokenMixture, begin: Int64, stand: _Stand) -> None:
         """`begin`: the places of the sources at the begin of the epoch."""
@@ -63,7 +64,7 @@ class _Walk:
         return _Stand(self.position, self.places.copy(), self.tokens.copy(), self._lags.copy(), self._segment)
 
     def turns(self, num: int) -> Int64:
-        """The indices of the next `num` samples, or of those that are left of the epoch."""
+        """The indices of the next `num` samples, or of as many as are left in the epoch."""
         parts: list[Int64] = []
         end = self.position + num
         while self.position < end and not self.is_over:
@@ -136,7 +137,7 @@ class _Walk:
 
 
 class _WalkedEpoch:
-    """An epoch as far as it was walked: where the sources stand at the begin of each of its blocks."""
+    """An epoch as far as it was walked: how far the sources are at the start of each of its blocks."""
 
     def __init__(self, begin: Int64) -> None:
         zeros = np.zeros(len(begin), np.int64)
@@ -144,13 +145,13 @@ class _WalkedEpoch:
         self.stands = [_Stand(0, begin, zeros, zeros, None)]
         self.segments: list[Segment] = []  # those that have ended
         self.end: _Stand | None = None
-        self._walk: _Walk | None = None  # on from the last stand
+        self._walk: _Walk | None = None  # from the last stand on
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_walk": None}
 
     def next_block(self, mixture: TokenMixture) -> Int64:
-        """The samples of the block from the last stand on, of an epoch whose end is not known."""
+        """The samples of the block that follows the walked part of an epoch whose end is not known."""
         walk = self._walk or _Walk(mixture, self.begin, self.stands[-1])
         indices = walk.turns(_BLOCK)
         self.segments += walk.ended
@@ -164,8 +165,9 @@ class _WalkedEpoch:
 
 
 class TokenMixture(SampleOrder):
-    """The samples of all positions. From any thread; in memory 24 bytes a source for every 65,536 positions that were walked,
-    of the last epochs, and some blocks. About 5 M positions a second. Indices are those of `SourceOrders`.
+    """The order of a mixture by tokens. From any thread. In memory it has 24 bytes a source for every 65,536 positions
+    that were walked, of the last epochs, and some blocks. About 5 M positions a second. Indices are as in
+    `SourceOrders`.
     """
 
     epochs_differ = True
@@ -181,8 +183,9 @@ class TokenMixture(SampleOrder):
         orders: Sequence[SampleOrder],
         lengths: Int64,
     ) -> None:
-        """`changes` begin with one at 0, in ascending order. `orders` are those of the sources. `lengths` are those of all
-        samples, source by source. Raises ConfigError if a source has a weight and no tokens, and as `num_positions` does."""
+        """`changes` begin with one at 0, in ascending order. `orders` are the orders of the sources. `lengths` are the
+        lengths of all samples, source by source. Raises ConfigError if a source has a weight and no tokens, and as
+        `num_positions` does."""
         self.rules = MixRules(sources, changes, stop)
         self.sources = self.rules.sources
         self._orders = SourceOrders(sources, orders)
@@ -258,8 +261,8 @@ class TokenMixture(SampleOrder):
             return [one for one in [*course.segments, *([last] if last else [])] if one.begin < position]
 
     def explained(self) -> list[Mapping[str, object]]:
-        """The course of the first epoch, segment by segment, see `explained`. An epoch that has no end is walked up to its
-        last change of weights."""
+        """What the first epoch takes from each source, segment by segment, see `explained`. An epoch that has no end is
+        walked up to its last change of weights."""
         with self._lock:
             course, last = self._course(0), self.rules.changes[-1].at
             if self.rules.stop != "never":

@@ -1,4 +1,4 @@
-"""From the values of a sample to the bytes of its members, and to the records of an array."""
+"""Turns the values of a sample into the bytes of its members, or into records of an array."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class EncodedField(NamedTuple):
-    """One field of a sample: what its bytes hold ("jpg", "cls", "npy", ...), and True if they are those of the source."""
+    """One field of a sample: the format of its bytes ("jpg", "cls", "npy", ...), and True if the bytes are the source's."""
 
     content: str
     data: bytes
@@ -38,7 +38,7 @@ class Original(NamedTuple):
 
 
 def original_of(value: Any, image: Image) -> Original | None:
-    """What a picture was decoded from; None if that is no file's bytes, or it was not decoded in full."""
+    """The bytes from which a picture was decoded; None if they are no file's, or if it was not decoded in full."""
     if image.whole is not None or image.reduction != 1:
         return None
     if type(value) is Encoded:
@@ -63,7 +63,7 @@ def encoded_field(  # noqa: PLR0911 - a kind of value each
     value: Any, original: Original | None, *, quality: int, decodes_later: bool
 ) -> EncodedField:
     """A value as bytes. `decodes_later`: the stage `decode` is left for training, so pictures among bytes are named as such.
-    Raises ValueError for what cannot be written."""
+    Raises ValueError for a value that cannot be written."""
     if type(value) is Encoded:
         return EncodedField(value.extension.rpartition(".")[2], bytes(value.data), is_raw=True)
     if type(value) is Image:
@@ -92,7 +92,7 @@ def encoded_field(  # noqa: PLR0911 - a kind of value each
 
 
 def array_of(value: Any) -> NDArray[Any]:
-    """The record of a value: images as uint8 [C, H, W]. Raises ValueError for what is no array."""
+    """The record of a value: images as uint8 [C, H, W]. Raises ValueError for a value that is no array."""
     if type(value) is Image:
         return np.ascontiguousarray(packed(value.pixels).transpose(2, 0, 1))
     if type(value) is Clip:

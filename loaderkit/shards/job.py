@@ -1,4 +1,4 @@
-"""One shard: made of its samples, and written whole or not at all.
+"""Makes one shard of its samples, and writes it whole or not at all.
 
 positions ──order──> indices ──chunks, a few at a time──> SampleMaker ──in order──> TarShard ──> shard-000003.tar, .idx
                                                                                └──> records ──> part-000003.bin
@@ -67,7 +67,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What became of one shard; without samples there is no file. `name` is its key below the destination."""
+    """The result of one shard; without samples there is no file. `name` is its key below the destination."""
 
     name: str
     num_samples: int
@@ -95,7 +95,8 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """What all shards have in common, and the first position of each and the end: int64 [shards + 1]. It can be pickled."""
+    """What all shards have in common, and the positions where each begins, with the end: int64 [shards + 1]. It can be
+    pickled."""
 
     plan: ExecutionPlan  # the stages that run, and `batch`, which does not
     destination: Destination
@@ -137,7 +138,7 @@ class ShardJob:
 
 def pack_job(job: ShardJob) -> bytes:
     """The job for other processes and machines. A data set given by name is opened again there, as it may hold open files.
-    Raises ConfigError if something of it cannot be sent."""
+    Raises ConfigError if a part of it cannot be sent."""
     config, plan = job.plan.config, job.plan
     reopen = config.kind.reopen(config.source, len(plan.source))
     if reopen is not None:
@@ -152,8 +153,8 @@ def pack_job(job: ShardJob) -> bytes:
 
 
 def unpack_job(data: bytes) -> ShardJob:
-    """The job that `pack_job` was given; Pillow's limits become those of its process. Raises ConfigError if another loaderkit
-    has packed it."""
+    """The job that `pack_job` was given. Pillow's limits are set as in the process that packed it. Raises ConfigError
+    if another loaderkit has packed it."""
     job: ShardJob
     program, packed = pickle.loads(data)  # noqa: S301 - of our own process
     check_same(Identity(*program))
@@ -202,7 +203,7 @@ def make_shard(job: ShardJob, number: int, on_samples: Callable[[int, int], None
 
 
 def check_own(connector: Connector, job: ShardJob) -> None:
-    """Raise LoaderkitError unless the plan at the destination is still that of this run."""
+    """Raise LoaderkitError unless the plan at the destination is still this run's."""
     try:
         found = read_json(connector, UNFINISHED)
     except ObjectChangedError:
@@ -285,7 +286,8 @@ def _described(error: StageError, position: int, index: int) -> dict[str, Any]:
 
 
 def _threads_for(plan: ExecutionPlan) -> int:
-    """As many as requests are made ahead in training, where reads wait for a store; 0: none but the caller's."""
+    """The number of threads: as many as training makes requests ahead, where reads wait for a store; 0 means only the
+    caller's thread."""
     args, connector = plan.config.source, plan.connector
     if connector is None or not traits_of(connector).is_remote or not isinstance(args, StoreArgs):
         return 0
@@ -328,8 +330,8 @@ def write_parts(
     """Write an object of `size` bytes, whose parts `part_at(start, length)` gives, from several threads if the store is remote;
     whole, or leave nothing of it. Raises ConnectorError, LoaderkitError if another run has begun, and what `part_at` raises.
 
-    The plan is looked at when all bytes are written, and another run that has written its own plan removes what is not
-    committed by then: so nothing of this run appears among that one's shards.
+    The plan is checked when all bytes are written. Another run that has written its own plan removes what is not
+    committed by then, so nothing of this run appears among the other's shards.
     """
     writes = writes_of(connector)
     part_bytes = writes.part_bytes_of(size)

@@ -21,8 +21,8 @@ _META = re.compile(r"__[^/]*__($|/)")  # WebDataset's metadata, at the top of an
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """What all samples have in common, as the sample `example` has it: field -> True if it is written as the bytes that it is
-    in the source; of an array also the type and shape of its one field."""
+    """What all samples have in common, taken from the sample `example`: for each field, True if its bytes are written
+    as they are in the source; for an array also the dtype and shape of its one field."""
 
     fields: Mapping[str, bool]
     example: str
@@ -69,8 +69,8 @@ _STATES = {True: "still encoded", False: "decoded"}
 
 
 class Extensions:
-    """The extension of every field's members, by what they hold: "jpg", "cls", or with the field's name, "mask.png", unless
-    `kind: tar` takes the one alone for that field."""
+    """The extensions of every field's members, by what they hold: "jpg", "cls", or with the field's name, "mask.png",
+    if `kind: tar` would not take the extension alone for that field."""
 
     def __init__(self, fields: Iterable[str]) -> None:
         self._names: dict[str, str] = {}
@@ -92,8 +92,8 @@ class Extensions:
 def tar_key(key: str) -> str:
     """The name of a sample in a tar, without extensions, from its key in the source.
 
-    What a tar of samples cannot hold in a name is replaced: a dot in the last part (behind it the extension would begin), a
-    blank (an index cannot hold it), an absolute path, a name of metadata.
+    Parts that a tar of samples cannot have in a name are replaced: a dot in the last part (the extension would begin
+    there), a blank (an index cannot hold it), an absolute path, a name of metadata.
     """
     folders, base = _parts(key)
     stem, dot, _ = base.rpartition(".")
@@ -101,8 +101,9 @@ def tar_key(key: str) -> str:
 
 
 def clashing_keys(keys_of: Callable[[Int64], list[str]], num: int) -> dict[int, str]:
-    """The names of the samples (of `num`) that would have one in common with others, by number, so that all names differ; the
-    others have their `tar_key`. Their extension becomes part of them ("x_jpg", "x_png"), then their number if need be."""
+    """New names for the samples (of `num`) whose names would be equal to others', by number, so that all names differ;
+    the others have their `tar_key`. Their extension becomes part of them ("x_jpg", "x_png"), then their number if need
+    be."""
     hashes = np.empty(num, np.uint64)
     for begin in range(0, num, _BLOCK):
         keys = keys_of(np.arange(begin, min(begin + _BLOCK, num), dtype=np.int64))

@@ -1,4 +1,4 @@
-"""Plans shards before any is written: what runs, what a sample looks like, and which samples are in which shard.
+"""Plans shards before any is written: which stages run, what a sample looks like, and which samples are in which shard.
 
 A few samples, evenly spread over the order, are made as a trial. If samples are copied as they are, their sizes are those in
 the source; else each counts as much as the mean of the trial.
@@ -41,7 +41,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Options:
-    """What the command says besides the pipeline: the destination, the format, the bytes of a shard, the quality of JPEGs."""
+    """The command's options besides the pipeline: the destination, the format, the bytes of a shard, the quality of JPEGs."""
 
     out: str
     format: Format = "tar"
@@ -51,7 +51,7 @@ class Options:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The job, how the stages were split, the bytes it is expected to write, and what makes it this job and no other."""
+    """The job, how the stages were split, the bytes it is expected to write, and a fingerprint that no other job has."""
 
     config: PipelineConfig
     job: ShardJob
@@ -59,7 +59,7 @@ class ShardPlan:
     num_samples: int
     expected_bytes: int
     extensions: dict[str, list[str]]  # by field, of all samples
-    is_copy: bool  # else `extensions` are those of the samples that were tried
+    is_copy: bool  # else `extensions` come from the samples that were tried
     fingerprint: dict[str, str]
 
 
@@ -108,8 +108,8 @@ def plan_shards(config: PipelineConfig, options: Options) -> ShardPlan:
 
 
 def _running(config: PipelineConfig, split: Split) -> PipelineConfig:
-    """The pipeline that is run: of the stages only those that run now, on the CPU. A bad sample has no slot that another one
-    could take, so `replace` leaves it out, as `skip` does."""
+    """The pipeline that is run: it has only the stages that run now, on the CPU. A bad sample has no slot that another
+    one could take, so `replace` leaves it out, as `skip` does."""
     errors = config.errors
     if errors.on_bad_sample == "replace":
         errors = errors.model_copy(update={"on_bad_sample": "skip"})
@@ -125,7 +125,7 @@ def _running(config: PipelineConfig, split: Split) -> PipelineConfig:
 
 
 def _destination(config: PipelineConfig, options: Options) -> Destination:
-    """Where shards go: a bucket is reached as that of the source is."""
+    """Where shards go: a bucket is reached with the settings of the source's bucket."""
     out = options.out
     url, args = absolute_url(out, Path.cwd()), StoreArgs()
     if not out:
@@ -155,8 +155,8 @@ def _real(url: str) -> str:
 
 
 def _tried(plan: ExecutionPlan, maker: SampleMaker, form: Format) -> tuple[SampleLayout, float, dict[str, set[str]]]:
-    """What most samples look like, the bytes that one takes on average, and what each field's members hold, by some of them.
-    Raises StageError, SourceError if all are bad."""
+    """What most samples look like, the average bytes of one, and what each field's members hold, from some of the
+    samples. Raises StageError, SourceError if all are bad."""
     num, order = len(plan.source), plan.order.for_thread()
     positions = np.unique(np.linspace(0, num - 1, min(num, NUM_TRIED)).astype(np.int64))
     first_error: StageError | None = None
@@ -210,8 +210,8 @@ def _layout_of(sample: dict[str, Any], key: str, form: Format) -> SampleLayout:
 
 
 def _sizes(plan: ExecutionPlan, mean_bytes: float, contents: dict[str, set[str]], *, is_copy: bool) -> Int64:
-    """The bytes of every sample, in the order in which they are written: int64 [samples]. Of samples that are copied `contents`
-    gets what each field holds."""
+    """The bytes of every sample, in the order in which they are written: int64 [samples]. If samples are copied,
+    `contents` gets what each field holds."""
     num, order = len(plan.source), plan.order.for_thread()
     if not is_copy:
         ends = (np.arange(num + 1) * mean_bytes).astype(np.int64)
@@ -284,7 +284,7 @@ def _fingerprint(plan: ExecutionPlan, job: ShardJob, options: Options, split: Sp
 
 
 def _code(args: CallArgs) -> str:
-    """A digest of the text of a user's function; "-" where there is none. What it calls is not seen."""
+    """A digest of the text of a user's function; "-" if there is no text. Functions that it calls are not included."""
     function = load_function(args.function) if isinstance(args.function, str) else args.function
     try:
         text = inspect.getsource(function if inspect.isroutine(function) else type(function))

@@ -1,5 +1,5 @@
-"""Makes shards on a Ray cluster, each as a task that is tried again if its worker or node dies. The only module of this room
-that imports ray."""
+"""Makes shards on a Ray cluster, each as a task that is tried again if its worker or node dies. The only module of this
+package that imports ray."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _WORTH_PROCESSES = 32 * 10**6  # bytes to write: starting processes takes 3 s
 
 @dataclass(frozen=True)
 class PackProgress:
-    """How far it is: bytes written of those expected, samples of all, shards of all."""
+    """How far the run is: bytes written of those expected, and how many of all samples and of all shards."""
 
     num_bytes: int
     total_bytes: int
@@ -44,8 +44,8 @@ class PackProgress:
 
 @dataclass(frozen=True)
 class Workers:
-    """Who makes the shards: `processes` of this machine (None: one a CPU, if there is much to do); or with `ray` tasks on a
-    cluster, that many at once (None: one a CPU of it)."""
+    """What makes the shards: `processes` of this machine (None means one a CPU, if there is much to do); or, with
+    `ray`, tasks on a cluster, that many at once (None means one for each CPU of the cluster)."""
 
     processes: int | None = None
     ray: bool = False
@@ -54,8 +54,8 @@ class Workers:
 
 @dataclass(frozen=True)
 class PackResult:
-    """What is there now. `was_whole`: it was before, and nothing was written; `num_found`: shards that an earlier run
-    had made."""
+    """What is there now. `was_whole`: everything was there before, and nothing was written; `num_found`: shards that an
+    earlier run had made."""
 
     manifest: Mapping[str, Any]
     pipeline: PipelineConfig
@@ -76,7 +76,7 @@ def found_so_far(plan: ShardPlan) -> tuple[int, bool]:
 
 
 def pack_shards(plan: ShardPlan, workers: Workers, on_progress: Callable[[PackProgress], None]) -> PackResult:
-    """Write what is missing. Raises LoaderkitError; what is done then stays, and the next call goes on."""
+    """Write what is missing. Raises LoaderkitError; what is done then stays, and the next call continues."""
     check_left(plan.config, plan.split, plan.job.layout)
     begin_s = time.perf_counter()
     with closing(plan.job.destination.open()) as connector:
@@ -126,7 +126,7 @@ def _mend(
     workers: Workers,
     on_progress: Callable[[PackProgress], None],
 ) -> None:
-    """Make the shards again that were lost since all were there. Raises SourceError if they are not as they were."""
+    """Make shards again that were lost after the run had finished. Raises SourceError if they are not the same as before."""
     job = state.own(connector, plan.job, plan.fingerprint)
     numbers = [number for number in range(job.num_shards) if job.name(number) in lost]
     records: dict[int, ShardRecord] = {}
@@ -145,7 +145,7 @@ def _mend(
 
 
 def _whole(connector: Connector, plan: ShardPlan) -> dict[str, Any] | None:
-    """The manifest of what is there; None without one. Raises ConfigError if it is of other shards."""
+    """The manifest that is there, or None. Raises ConfigError if it belongs to other shards."""
     manifest = read_json(connector, MANIFEST)
     if manifest is not None:
         state.check_fingerprint(
@@ -252,7 +252,7 @@ def _note(bad: BadSamples, record: ShardRecord) -> None:
 
 
 def _manifest(plan: ShardPlan, records: list[ShardRecord]) -> dict[str, Any]:
-    """What is the same however the shards were made."""
+    """The manifest. It is the same however the shards were made."""
     job, config = plan.job, plan.config
     there = [record for record in records if record.num_samples]
     classes = job.plan.source.classes

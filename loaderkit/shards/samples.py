@@ -34,7 +34,7 @@ _CONTENT = re.compile(r"[a-z0-9_+-]+")
 
 
 class MadeChunk(NamedTuple):
-    """Consecutive samples: of each its members by field, or the record of its field; None for those that were bad or
+    """Consecutive samples: for each its members by field, or the record of its field; None for a sample that was bad or
     dropped."""
 
     samples: list[dict[str, Any] | None]
@@ -48,8 +48,8 @@ class SampleMaker:
     def __init__(
         self, plan: ExecutionPlan, *, quality: int, decodes_later: bool, as_array: bool, wanted: tuple[str, ...] | None
     ) -> None:
-        """`plan` has the stages that run, and `batch`, which does not. Records are made of the fields `wanted`; None:
-        of all."""
+        """`plan` has the stages that run, and `batch`, which does not. Records are made of the fields `wanted`, or of
+        all if it is None."""
         self._plan, self._wanted = plan, wanted
         self._quality, self._decodes_later, self._as_array = quality, decodes_later, as_array
         context = plan.compiled.context
@@ -90,7 +90,7 @@ class SampleMaker:
                 yield MadeChunk(chunk.samples, failures, len(chunk.dropped))
 
     def fail(self, position: int, index: int, reason: str) -> StageError:
-        """The error of a sample that was made, and does not fit the others."""
+        """Note the error of a sample that was made and does not fit the others."""
         chunk = chunk_of(np.array([index], np.int64), np.array([position], np.int64))
         self._failed(chunk, 0, ValueError(reason))
         return chunk.failures[0]
@@ -108,7 +108,7 @@ class SampleMaker:
         self._reader.read(chunk)
 
     def _decode(self, run: Callable[[SampleChunk], object], chunk: SampleChunk) -> None:
-        """Run a stage that decodes, and keep what it decoded pictures from."""
+        """Run a stage that decodes, and keep the bytes from which it decoded pictures."""
         before = [dict(sample or {}) for sample in chunk.samples]
         run(chunk)
         for row, values in enumerate(before):
@@ -117,7 +117,7 @@ class SampleMaker:
                     self._of_thread.originals[row][field] = found
 
     def _write(self, chunk: SampleChunk) -> None:
-        """Put in the place of samples what is written of them."""
+        """Replace samples by what is written of them."""
         for row, sample in enumerate(chunk.samples):
             if sample is not None:
                 chunk.samples[row] = self._written(chunk, row, sample, self._of_thread.originals[row])

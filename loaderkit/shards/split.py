@@ -1,4 +1,4 @@
-"""Which stages run once, when shards are written, and which are left for training."""
+"""Decides which stages run once, when shards are written, and which are left for training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loaderkit.stages.call import CallArgs, load, needs_rng
 
 @dataclass(frozen=True)
 class Split:
-    """The sample stages behind `read`: those that run, those that are left, and why the first of these is."""
+    """The sample stages behind `read`: those that run, those that are left, and why the first of the latter is left."""
 
     run: tuple[StageConfig, ...]
     left: tuple[StageConfig, ...]
@@ -26,9 +26,9 @@ class Split:
 
 
 def split_stages(config: PipelineConfig, *, keeps_encoded: bool) -> Split:
-    """The stages up to the first one that is random or plans the order. With `keeps_encoded` a `decode` that would be the last
-    of them is left, too, if fields are bytes until then: these are written as they are. Raises ConfigError for a source that
-    cannot be packed."""
+    """The stages up to the first one that is random or plans the order. With `keeps_encoded`, a `decode` that would be
+    the last of them is left for training, too, if fields are bytes until then: the bytes are written as they are.
+    Raises ConfigError for a source that cannot be packed."""
     _check_source(config)
     before = config.stages[1 : config.stages.index(config.stage("batch"))]
     num, reason = len(before), ""

@@ -1,4 +1,5 @@
-"""What is there already: the plan of shards that were begun, the records of those that are done, the manifest of all.
+"""What is there already at the destination: the plan of shards that were begun, the records of finished shards, the
+manifest of all.
 
 .loaderkit-shards/plan.json   first, with a token of the run that writes; while it is there, `kind: tar` refuses to read the
                               shards, since some may be missing
@@ -29,7 +30,7 @@ assert UNFINISHED.startswith(FOLDER)
 
 
 def check_fingerprint(found: Mapping[str, Any], fingerprint: Mapping[str, str], where: str, what: str) -> None:
-    """Raise ConfigError unless shards that are there are those of this job."""
+    """Raise ConfigError unless the shards that are there belong to this job."""
     before: Mapping[str, str] = found.get("fingerprint", {})
     names = [name for name in {**before, **fingerprint} if before.get(name) != fingerprint.get(name)]
     if names:
@@ -41,7 +42,7 @@ def check_fingerprint(found: Mapping[str, Any], fingerprint: Mapping[str, str], 
 
 
 def planned(connector: Connector, job: ShardJob, fingerprint: Mapping[str, str]) -> ShardJob | None:
-    """The job as it was planned when it was begun; None if it was not. Raises ConfigError if another one was."""
+    """The job as it was planned when it was begun, or None if it was not begun. Raises ConfigError if another job was."""
     found = read_json(connector, UNFINISHED)
     if found is None:
         return None
@@ -66,8 +67,9 @@ def begin(connector: Connector, job: ShardJob, fingerprint: Mapping[str, str]) -
 
 
 def own(connector: Connector, job: ShardJob, fingerprint: Mapping[str, str]) -> ShardJob:
-    """Write the plan in the name of this run, then remove what is not committed, by runs that died or by one that is at work:
-    that one stops, and nothing that it still writes appears. Raises LoaderkitError if another one has begun just now."""
+    """Write the plan in the name of this run, then remove what is not committed, by runs that died or by a run that is
+    at work: that run stops, and nothing that it still writes appears. Raises LoaderkitError if another one has begun
+    just now."""
     plan = _described(job, fingerprint)
     job = replace(job, digest=_digest(plan), run=secrets.token_hex(8))
     writes_of(connector).put(UNFINISHED, json.dumps({"version": VERSION, "run": job.run, **plan}).encode())
@@ -125,7 +127,8 @@ def done(connector: Connector, job: ShardJob) -> dict[int, ShardRecord]:
 
 
 def lost(connector: Connector, manifest: Mapping[str, Any]) -> list[str]:
-    """The names of shards, or of the array, that the manifest has and that are not there in their size, with their index."""
+    """The names of shards, or of the array, that the manifest has and that are missing, of another size, or without
+    their index."""
     sizes = {info.key: info.size for info in connector.list("")}
     if manifest["format"] == "array":
         return [] if sizes.get(manifest["array"]) == manifest["num_bytes"] else [manifest["array"]]
@@ -137,8 +140,8 @@ def lost(connector: Connector, manifest: Mapping[str, Any]) -> list[str]:
 
 
 def finish(connector: Connector, manifest: Mapping[str, Any], job: ShardJob) -> None:
-    """Write the manifest, then remove what is needed no more. Raises LoaderkitError if not all is there as it was written, or
-    another run has begun."""
+    """Write the manifest, then remove what is no longer needed. Raises LoaderkitError if not all is there as it was
+    written, or another run has begun."""
     if job.format == "tar":
         names = {shard["name"] for shard in manifest["shards"]}
         there = [info.key for info in connector.list("") if info.key.endswith(".tar") and "/" not in info.key]
@@ -180,7 +183,7 @@ def _clear_uncommitted(connector: Connector) -> None:
 
 
 def merged_extensions(records: Iterable[ShardRecord]) -> dict[str, list[str]]:
-    """Of all shards, the extensions of every field's members."""
+    """The extensions of every field's members in all shards."""
     merged: dict[str, set[str]] = {}
     for record in records:
         for field, extensions in record.extensions.items():

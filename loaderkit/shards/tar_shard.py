@@ -1,4 +1,4 @@
-"""One shard as a tar: the bytes of the archive, and of the index beside it."""
+"""Makes one shard as a tar: the bytes of the archive, and of the index beside it."""
 
 from __future__ import annotations
 

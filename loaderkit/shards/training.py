@@ -1,4 +1,4 @@
-"""The pipeline that trains from shards: their source in the place of the first, and the stages that are left."""
+"""Makes the pipeline that trains from shards: their source instead of the original one, and the stages that are left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loaderkit.stages.image.decode import DecodeArgs
 
 
 def training_pipeline(plan: ShardPlan, extensions: Mapping[str, Sequence[str]]) -> PipelineConfig:
-    """The pipeline that reads the shards. `extensions` are those of every field's members in a tar."""
+    """The pipeline that reads the shards. `extensions` are the extensions of every field's members in a tar."""
     config, split, job = plan.config, plan.split, plan.job
     args = job.destination.args
     if job.format == "tar":
@@ -64,7 +64,7 @@ def check_left(config: PipelineConfig, split: Split, layout: SampleLayout) -> No
 
 
 def _with_decode(config: PipelineConfig, plan: ShardPlan, left: Sequence[StageConfig]) -> tuple[StageConfig, ...]:
-    """The sample stages that are left, with a `decode` that makes of the shards' bytes what was written."""
+    """The sample stages that are left, with a `decode` that turns the shards' bytes into the values that were written."""
     split, layout = plan.split, plan.job.layout
     for number, stage in enumerate(left):
         if isinstance(stage.args, DecodeArgs):

@@ -20,7 +20,7 @@ from loaderkit.errors import LoaderkitError, WorkerDiedError
 from loaderkit.shards.job import ShardJob, ShardRecord, make_shard, pack_job, unpack_job
 
 OnSamples = Callable[[int, int], None]
-"""Gets the samples and bytes of the shard at work that are made so far."""
+"""Called with the samples and bytes of the current shard that are made so far."""
 
 
 class MadeShard(NamedTuple):
@@ -74,8 +74,9 @@ def _made(pool: ProcessPoolExecutor, numbers: Sequence[int]) -> Iterator[MadeSha
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Ctrl-C comes at the end of the block. Processes that are begun in it inherit that it is blocked, and so an early one
-    prints nothing there; in this one another thread may take the signal, and Python then raises in the main thread."""
+    """Delay Ctrl-C to the end of the block. Processes that are started in it inherit that the signal is blocked, so an
+    early Ctrl-C prints nothing there. In this process another thread may take the signal, and Python then raises in the
+    main thread."""
     came: list[int] = []
     is_handled = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is not None
     handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if is_handled else None
@@ -99,7 +100,7 @@ _path = ""
 
 
 def _begin_process(parent: int, stop: Any, path: str) -> None:
-    """Ctrl-C is the parent's, which asks this process to stop; and it ends with the parent."""
+    """Ignore Ctrl-C, which is for the parent: it asks this process to stop. The process ends with its parent."""
     global _stop, _path
     _stop, _path = stop, path
     signal.signal(signal.SIGINT, lambda *_: None)

@@ -1,11 +1,11 @@
-"""Reads large arrays straight into their slots: it parses an array's header, and if its dtype and shape are the slot's, its
-numbers are read there without a copy. Where shapes may differ the memory is lent for each array.
+"""Reads large arrays straight into their slots. It parses an array's header; if dtype and shape are the slot's, the
+numbers are read there without a copy. Where shapes may differ, memory is leased for each array.
 
     header (256 bytes) ──> is it the slot's dtype and shape? ──> read_into(slots[slot]) ──> InPlace
                        ──> may the shape be any? ──> read_into(memory that is lent) ──> InPlace
                                                       no ──> None: through memory of the chunk, as usual
 
-Of the first sample, which only tells the layout of a batch, the numbers are not read.
+The numbers of the first sample are not read, as it only shows the layout of a batch.
 
 Allowed for fields that no stage but `decode` sees before `batch`.
 """
@@ -30,15 +30,15 @@ from loaderkit.sources.formats.npy import NpyHeader, parse_npy_header, read_npy_
 from loaderkit.sources.formats.npz import NpzMember, read_npz_members
 
 LEAST_BYTES = 512 * 1024
-"""Smaller arrays are read through memory, since the second read costs more than the copy it saves. From the page cache, direct
-and through memory, in us: .npy of 64 KiB 22 and 12, 256 KiB 30 and 23, 1 MiB 112 and 146, 4 MiB 369 and 634; .npz of 256 KiB
-111 and 74, 1 MiB 223 and 222, 4 MiB 492 and 712."""
+"""Smaller arrays are read through memory, since a second read costs more than the copy it saves. From the page cache,
+direct and through memory, in us: .npy of 64 KiB 22 and 12, 256 KiB 30 and 23, 1 MiB 112 and 146, 4 MiB 369 and 634;
+.npz of 256 KiB 111 and 74, 1 MiB 223 and 222, 4 MiB 492 and 712."""
 
 
 @dataclass(frozen=True)
 class InPlaceReads:
-    """Reads arrays into slots. `decoded` are the fields that `decode` turns into arrays (None: all), `touched` those that other
-    stages change before `batch`."""
+    """Reads arrays into slots. `decoded` are the fields that `decode` turns into arrays (None means all), `touched` the
+    fields that other stages change before `batch`."""
 
     connector: Connector
     decoded: frozenset[str] | None
@@ -124,7 +124,7 @@ class InPlaceReads:
         )
 
     def _is_for(self, chunk: SampleChunk, field: str, header: NpyHeader) -> bool:
-        """True if an array's bytes in the file are those of its tensor in the batch, and no other stage changes them."""
+        """True if an array's bytes in the file are the bytes of its tensor in the batch, and no other stage changes them."""
         dtype, specs = header.dtype, chunk.work_item.specs
         is_plain = dtype.isnative and dtype.names is None and header.is_c_order
         if field in self.touched or not is_plain or type_in_numpy(dtype.name) is None:

@@ -1,6 +1,6 @@
-"""Shards that are damaged or missing: an error, or left out, as `errors.on_bad_shard` says.
+"""Shards that are damaged or missing: they are an error, or are left out, as `errors.on_bad_shard` says.
 
-A source finds out while it is listed and indexed, so the samples of a shard that is left out are in no order, on any rank.
+A source finds them while it is listed and indexed, so samples of a shard that is left out are in no order, on any rank.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ OPTION = "to go on without damaged shards: `errors: {on_bad_shard: skip}`"
 
 
 class BadShard(NamedTuple):
-    """A shard that is left out: its key in the source, how the store calls it, and what is wrong. `num_kept`: its samples
-    before the damage, which stay. `source`: the name of the mixed source that it is of."""
+    """A shard that is left out: its key in the source, the store's name for it, and what is wrong. `num_kept`: its
+    samples before the damage, which stay. `source`: the name of its mixed source."""
 
     key: str
     origin: str
@@ -39,7 +39,7 @@ class BadShard(NamedTuple):
 
 
 class BadShards:
-    """The bad shards of one source, found while it is opened. From one thread, but for what `tried` makes."""
+    """The bad shards of one source, found while it is opened. For one thread, except for the function that `tried` makes."""
 
     def __init__(self, action: OnBadShard = "raise") -> None:
         self.skips = action == "skip"
@@ -52,8 +52,8 @@ class BadShards:
 
     @staticmethod
     def tried(load: Callable[[_Argument], _Result]) -> Callable[[_Argument], _Result | LoaderkitError]:
-        """`load` of a shard, that returns the error of one which is damaged or missing. Others, of a store that may work again,
-        are raised: another rank, or a later start, would have that shard."""
+        """A version of `load` that returns the error of a shard that is damaged or missing. Other errors, of a store
+        that may work again, are raised: another rank, or a later start, would have that shard."""
 
         def call(shard: _Argument) -> _Result | LoaderkitError:
             try:
@@ -90,7 +90,8 @@ def said(shards: Sequence[BadShard]) -> str:
 
 
 def names_of(shards: Sequence[BadShard]) -> str:
-    """All of them for a saved state: by name, with how many samples stay; of many the first, and a digest of all."""
+    """All bad shards for a saved state, by name, with the number of samples that stay; if they are many, the first ones
+    and a digest of all."""
     texts = [f"{one.name} from sample {one.num_kept} on" if one.num_kept else one.name for one in shards]
     if len(texts) <= _MOST_IN_STATES:
         return ", ".join(texts)

@@ -1,4 +1,4 @@
-"""The contract of sources: what a source tells of its samples, the reader that reads them, and its kind.
+"""The contract of sources: what a source says of its samples, the reader that reads them, and the source's kind.
 
 SourceKind.open(args, connector) ──> Source ──reader(ReadContext)──> Reader ──read(chunk)──> the samples of a chunk
 """
@@ -37,7 +37,8 @@ def shortened(classes: list[str]) -> str:
 
 
 class PackedSize(NamedTuple):
-    """Of all samples together: the reads that they take, their bytes, and the bytes of the objects in which they lie."""
+    """The size of all samples together: the reads that they take, their bytes, and the bytes of the objects in which
+    they lie."""
 
     num_reads: int
     num_bytes: int
@@ -48,16 +49,17 @@ class PackedSize(NamedTuple):
 
 
 class InPlaceFields(NamedTuple):
-    """The fields whose arrays may be read straight into their slots: those that `decode` turns into arrays (`decoded`; None:
-    all), without those that other stages change before `batch` (`touched`)."""
+    """The fields whose arrays may be read straight into their slots: fields that `decode` turns into arrays (`decoded`;
+    None means all), without fields that other stages change before `batch` (`touched`)."""
 
     decoded: frozenset[str] | None
     touched: frozenset[str]
 
 
 class WindowRule(NamedTuple):
-    """A stage that cuts one window out of `fields` along their last `num_dims` dimensions. `place(lengths, draws, load)` gives
-    its slices from their lengths, its draws and, for `foreground`, that field's array, if asked for; None: it needs all."""
+    """A stage that cuts one window out of `fields` along their last `num_dims` dimensions. `place(lengths, draws,
+    load)` gives the window's slices from the lengths of these dimensions and the stage's draws; `load` gives the array
+    of the field `foreground`, if the window depends on it. None if the whole arrays are needed."""
 
     fields: tuple[str, ...]
     num_dims: int
@@ -77,7 +79,7 @@ class ReadContext:
     """What a reader is told of the pipeline that it reads for. All but the first two only permit what is faster: a reader may
     ignore them, and fill `chunk.samples` with values of their own memory."""
 
-    connector: Connector | None  # to read through, which may read ahead; None: the kind has no `root`
+    connector: Connector | None  # to read through, which may read ahead; None without a `root`
     failed: Callable[[SampleChunk, int, BaseException], None]
     """(chunk, row, error): marks the sample at that row as bad. The pipeline's `errors` say what follows."""
     is_last: bool = False
@@ -86,7 +88,7 @@ class ReadContext:
     may_reuse: bool = False  # what is read may lie in memory of the chunk that the next one overwrites
     in_place: InPlaceFields | None = None
     windows: Windows | None = None
-    """The next stage cuts windows: those may be read alone, all of its fields as `CutWindow`."""
+    """The next stage cuts windows: the reader may read these alone, if it gives all of the rule's fields as `CutWindow`."""
     packed_length: int | None = None
     """`pack` follows, and makes sequences of that many tokens: chunks are `PackedChunk`s, whose `tokens` may be set."""
 
@@ -108,7 +110,7 @@ class Reader(ABC):
         """Read the samples with the numbers `chunk.source_indices` into `chunk.samples`, row by row; returns the bytes read.
 
         A sample that cannot be read is marked by `ReadContext.failed`. `chunk.current` is the row at work, or None, for reports
-        of what hangs. Raises nothing but what concerns all samples.
+        of what hangs. Raises only errors that concern all samples.
         """
 
     def close(self) -> None:  # noqa: B027 - a hook, as the two below
@@ -118,7 +120,7 @@ class Reader(ABC):
         """End the waits of `read`: its threads are to stop."""
 
     def waits_for(self, thread_id: int) -> str | None:
-        """What that thread waits for in code that nothing can end, for messages; None: nothing."""
+        """What that thread waits for in code that nothing can end, for messages; None if there is no such wait."""
         return None
 
 
@@ -126,7 +128,7 @@ class Reader(ABC):
 
 
 class RowGroups(Protocol):
-    """Of a source that reads and decodes its samples in groups, which it holds in memory."""
+    """What a source has that reads and decodes its samples in groups, and holds these in memory."""
 
     @property
     def group_bytes(self) -> NDArray[np.int64]:
@@ -144,7 +146,7 @@ class RowGroups(Protocol):
 
 
 class ItemsInOrder(Protocol):
-    """Of a source whose items come in their own order only."""
+    """What a source has whose items come in their own order only."""
 
     saved: Any  # its own state behind the last batch that was delivered
 
@@ -166,7 +168,7 @@ class ItemsInOrder(Protocol):
 
 
 class Source(ABC):
-    """A finite set of samples in canonical order, numbered from 0. What is not abstract is a hook that has a default."""
+    """A finite set of samples in canonical order, numbered from 0. Methods that are not abstract are hooks with a default."""
 
     classes: list[str] | None = None
     labels: NDArray[Any] | None = None  # of every sample, where they are known without reading: int or float [samples]
@@ -178,10 +180,10 @@ class Source(ABC):
     runs_user_code = False  # True: reading runs code of the user's, which may not be safe in several threads
     owner: Any = None  # the user's object that reading runs code of, if one thread at a time may
     length_field: str | None = None  # the field whose `lengths` it knows without reading
-    lengths: NDArray[np.int64] | None = None  # of that field in every sample: int64 [samples]
-    row_groups: RowGroups | None = None  # in which samples are decoded and held; None: each is read by itself
-    in_order: ItemsInOrder | None = None  # how items are read that come in their own order only; None: at any time
-    bad_shards: Sequence[BadShard] = ()  # those that were left out of it
+    lengths: NDArray[np.int64] | None = None  # the length of that field in every sample: int64 [samples]
+    row_groups: RowGroups | None = None  # in which samples are decoded; None if each is read by itself
+    in_order: ItemsInOrder | None = None  # for items that come in their own order only, else None
+    bad_shards: Sequence[BadShard] = ()  # shards that were left out of it
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -240,8 +242,8 @@ class Source(ABC):
     def piece_ranges(
         self, samples: NDArray[np.int64], firsts: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> Ranges | None:
-        """The bytes of pieces of samples: `lengths[i]` items of sample `samples[i]`, from item `firsts[i]` on. None: they are
-        read whole."""
+        """The bytes of pieces of samples: `lengths[i]` items of sample `samples[i]`, from item `firsts[i]` on. None if
+        they are read whole."""
         return None
 
     def others(self, index: int, draws: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -249,11 +251,12 @@ class Source(ABC):
         return (draws * len(self)).astype(np.int64)
 
     def number(self, index: int) -> int:
-        """The sample's place in the canonical order: `index`, unless that also says in which pass over the samples it comes."""
+        """The sample's place in the canonical order: `index`, unless the index also says in which pass over the samples
+        it comes."""
         return index
 
     def source_name(self, index: int) -> str | None:
-        """The name of the mixed source that the sample is of; None: there is only this one."""
+        """The name of the mixed source that the sample belongs to; None if this is the only source."""
         return None
 
     def oddities(self) -> list[str]:
@@ -281,7 +284,7 @@ def _nothing(*args: Any) -> dict[str, Any]:
 
 
 class OwnedConnector(NamedTuple):
-    """A source's connector, if it has one, and whether it is closed with the source; else the caller gave it."""
+    """A source's connector, if it has one, and whether it is closed with the source; if not, the caller gave it."""
 
     connector: Connector | None
     is_owned: bool
@@ -289,7 +292,7 @@ class OwnedConnector(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceKind:
-    """A kind of source: its arguments, how it is opened, and what its arguments alone tell of the samples.
+    """A kind of source: its arguments, how it is opened, and what can be known of the samples from its arguments alone.
 
     A checkpoint has tensors in place of samples, and no `open`; a mixture is opened source by source.
     """
@@ -297,10 +300,10 @@ class SourceKind:
     args: type[SourceArgs]
     open: Callable[..., Source] | None = None
     """(args, the connector at `root`, if there is one) -> the samples, listed."""
-    root: Callable[[Any], str] | None = None  # the URL at which the connector starts; None: there is no connector
-    fields: Callable[[Any], Mapping[str, str] | None] = _none  # field -> image, text, ...; None: only the data tells
+    root: Callable[[Any], str] | None = None  # the URL at which the connector starts, if any
+    fields: Callable[[Any], Mapping[str, str] | None] = _none  # field -> image, text, ..., if known
     reopen: Callable[[Any, int], Callable[[], Source] | None] = _none
-    """(args, number of samples) -> how a loading process opens it; None: the source is pickled."""
+    """(args, number of samples) -> how a loading process opens it, or None if the source is pickled."""
     encoded: Literal["all", "some", "none"] = "none"
     """Which fields are the bytes of files up to `decode`, so that `loaderkit pack` may write them as they are."""
     has_blocks: bool = True  # False: `order.shuffle: block` is refused
@@ -331,6 +334,6 @@ class SourceKind:
         return source, OwnedConnector(connector, is_owned)
 
     def is_elsewhere(self, args: SourceArgs) -> bool:
-        """True if the samples lie in another place than the file system."""
+        """True if the samples lie elsewhere than in the file system."""
         scheme, separator, _ = ("" if self.root is None else self.root(args)).partition("://")
         return bool(separator) and scheme != "file"

@@ -1,4 +1,4 @@
-"""Settings that choose files, and the mapping from extensions to fields."""
+"""Settings that choose files, and that map extensions to fields."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ _FIELDS = (
     | dict.fromkeys(AUDIO_EXTENSIONS, "audio")
     | {"nii.gz": "nii"}
 )
-"""Extension -> its field, where no `fields` are given; of others the field is named as the extension."""
+"""Extension -> its field, where no `fields` are given; any other extension is its own field's name."""
 
 
 class FieldMap:

@@ -1,4 +1,4 @@
-"""The ranges that a rank will read, in order of first need, coalesced into slices worth a request each.
+"""Forecasts the ranges that a rank will read, in order of first need, coalesced into slices that are worth a request each.
 
     positions ──> samples ──> of a block that this rank owns: the block, once ──> slices by first need
                           └─> others: their ranges, coalesced
@@ -31,8 +31,8 @@ _MOST_COUNTED = 2_000_000  # samples, in about a second
 
 
 class Chosen(NamedTuple):
-    """Of a mixture, the samples of one source: by epoch the positions [begin, end) among which they are, which of the indices
-    there are its own, and what these are in the source."""
+    """The samples of one source in a mixture: `spans` gives, by epoch, the positions [begin, end) among which they are,
+    `is_own` which of the indices there are the source's own, and `own_of` their indices in the source."""
 
     spans: Callable[[int], Sequence[tuple[int, int]]]
     is_own: Callable[[NDArray[np.int64]], NDArray[np.bool_]]
@@ -40,7 +40,7 @@ class Chosen(NamedTuple):
 
 
 class RowGroupReads:
-    """Which row groups must be read for samples that come one after another, by the rule by which they are held."""
+    """Finds which row groups must be read for a sequence of samples, by the rule by which row groups are held."""
 
     def __init__(self, groups: RowGroups) -> None:
         self._groups = groups
@@ -109,7 +109,7 @@ class Forecast:
         shard: Shard = WHOLE,
         chosen: Chosen | None = None,
     ) -> None:
-        """`shard` is that of this loading process."""
+        """`shard` is the shard of this loading process."""
         self._source = source
         self._order = order.for_thread()
         self._schedule = schedule
@@ -186,7 +186,7 @@ class Forecast:
         return mine
 
     def _of_reads(self, epoch: int, reads: Reads, number: int) -> list[RangeSlice]:
-        """The slices of what is read for slots from `number` on, in the rank's order."""
+        """The slices that are read for the slots from `number` on, in the rank's order."""
         if reads.pieces is not None:
             return self._of_pieces(reads, *reads.pieces, number)
         indices, slices = reads.samples, list[RangeSlice]()
@@ -206,7 +206,7 @@ class Forecast:
     def _of_pieces(
         self, reads: Reads, firsts: NDArray[np.int64], lengths: NDArray[np.int64], number: int
     ) -> list[RangeSlice]:
-        """The slices of pieces of samples that can be read in pieces, and of all that is read of others."""
+        """The slices of pieces, for samples that can be read in pieces, and of whole samples for others."""
         owners, ranges = reads.slots + number, None
         if self._chosen is None:
             ranges = self._source.piece_ranges(reads.samples, firsts, lengths)
@@ -218,8 +218,8 @@ class Forecast:
         return sorted(slices, key=lambda range_slice: range_slice.first)
 
     def _slices(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> list[RangeSlice]:
-        """The slices of samples with these indices and `numbers` in the rank's order. Of row groups they are those that are not
-        held when a sample first needs them."""
+        """The slices of samples with these indices and `numbers` in the rank's order. For row groups they are the
+        groups that are not held when a sample first needs them."""
         if self._chosen is not None:
             indices = self._chosen.own_of(indices)
         groups = self._source.row_groups

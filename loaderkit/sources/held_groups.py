@@ -1,4 +1,4 @@
-"""Decoded groups of rows that are held in memory, within a bound, for all workers of a process."""
+"""Holds decoded groups of rows in memory, within a bound, for all workers of a process."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _VERSION = 2
 
 
 class LengthIndex:
-    """The file of the lengths of one source's samples behind some stages; `made_of` says of which."""
+    """The file with the lengths of one source's samples after some stages; `made_of` identifies the source and the stages."""
 
     def __init__(self, cache_dir: Path, made_of: str) -> None:
         self._made_of = f"{_VERSION} {made_of}"

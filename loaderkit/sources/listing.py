@@ -1,4 +1,5 @@
-"""Compact tables of strings and of listed objects, the objects that patterns mean, and the cutting of samples into blocks."""
+"""Compact tables of strings and of listed objects, the objects that patterns match, and the cutting of samples into
+blocks."""
 
 from __future__ import annotations
 
@@ -148,9 +149,9 @@ def list_matching(
     leave_out: Callable[[str], None] = lambda key: None,
     bad_shards: BadShards | None = None,
 ) -> list[ObjectInfo]:
-    """The objects that match, in canonical order; named ones also where the store does not list. `leave_out` gets the keys of
-    the others that are listed and not hidden, `bad_shards` what is named and not there. Raises SourceError, naming `root`, if a
-    pattern matches nothing, and what the connector raises."""
+    """The objects that match, in canonical order; named ones also where the store does not list. `leave_out` gets the
+    keys of other objects that are listed and not hidden, `bad_shards` objects that are named and missing. Raises
+    SourceError, naming `root`, if a pattern matches nothing, and what the connector raises."""
     infos: list[ObjectInfo] = []
     try:
         for info in connector.list(patterns.prefix):
@@ -170,7 +171,7 @@ def list_matching(
 
 
 def extension_of(key: str) -> str:
-    """That of a file, as it is written; "" without one."""
+    """The extension of a file, as it is written; "" without one."""
     base = key[key.rfind("/") + 1 :]
     return base[base.rfind(".") + 1 :] if "." in base else ""
 
@@ -226,7 +227,7 @@ def refuse_unmatched(
 
 
 def _describe_folder(connector: Connector, name: str) -> str:
-    """What to write for a name that is a folder's; "" if it is none."""
+    """What to write instead of a name that is a folder's; "" if it is no folder."""
     inside: list[str] = []
     with suppress(LoaderkitError):
         inside = [info.key.rpartition("/")[2] for info in islice(connector.list(f"{name}/"), 100)]

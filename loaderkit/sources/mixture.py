@@ -1,4 +1,4 @@
-"""Several sources as one index space, source by source; which of them comes when is the order's (`sampling/mixture.py`).
+"""Several sources as one index space, source by source. The order (`sampling/mixture.py`) decides which sample comes when.
 
 A `SourcePart` is one of them under the indices of the whole, so that a sample has one index, and with it one set of random
 numbers, in all stages. An index also says in which pass over the samples it comes: it is the sample's number plus the number of
@@ -28,13 +28,13 @@ Member = tuple[str, SourceKind, SourceArgs]
 
 
 class SourcePart(Source):
-    """One source of a mixture, under the mixture's indices. Its own order and blocks are those of `inner`."""
+    """One source of a mixture, under the mixture's indices. Its own order and blocks are the order and blocks of `inner`."""
 
     def __init__(
         self, name: str, inner: Source, first: int, total: int, reopen: Callable[[], Source] | None = None
     ) -> None:
-        """Its samples have the numbers from `first` on, of `total`. `reopen` opens `inner` in another process, which does not
-        get it then."""
+        """Its samples have the numbers from `first` on, of `total`. `reopen` opens `inner` in another process, to which
+        it is then not sent."""
         self.name = name
         self.first = first
         self.total = total
@@ -101,14 +101,14 @@ class SourcePart(Source):
 class MixtureSource(Source):
     """All parts together. `read` takes each sample from its own part.
 
-    `classes` are those of all, if they agree.
+    `classes` are the classes of all sources, if they agree.
     """
 
     def __init__(
         self, parts: Sequence[SourcePart], describe: Sequence[Callable[[str], str]], *, share_labels: bool
     ) -> None:
-        """`describe` give the names of objects in the stores of the parts. `share_labels`: no stage of a part's own can change
-        its labels, so that parts with other classes cannot be mixed. Raises ConfigError if they are."""
+        """`describe` give the names of objects in the stores of the parts. `share_labels`: no own stage of a part can
+        change its labels, so that parts with different classes cannot be mixed. Raises ConfigError in that case."""
         self.parts = tuple(parts)
         self._describe = tuple(describe)
         self._total = sum(map(len, parts))
@@ -153,7 +153,7 @@ class MixtureSource(Source):
         return f"{part.name}: {self._describe[self.parts.index(part)](part.origin(index))}"
 
     def reader(self, context: ReadContext) -> Reader:
-        """Each part has one of its own: `read` is a stage for each."""
+        """Each part has a reader of its own, because `read` is a stage for each part."""
         raise TypeError("a mixture is read part by part")
 
     def others(self, index: int, draws: NDArray[np.float64]) -> Int64:

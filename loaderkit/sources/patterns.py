@@ -1,4 +1,4 @@
-"""Braces and glob patterns in the names of files."""
+"""Braces and glob patterns in file names."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _range(body: str) -> list[str] | None:
 
 
 _OF_SYSTEMS = ("@eaDir", "#recycle", "#snapshot", "__MACOSX")
-"""Folders that a NAS or an operating system leaves behind: thumbnails, what was deleted."""
+"""Folders that a NAS or an operating system leaves behind: thumbnails, deleted files."""
 _HIDDEN = re.compile(rf"(?:^|/)(?:\.|(?:{'|'.join(_OF_SYSTEMS)})/)")
 
 
@@ -83,7 +83,8 @@ def is_hidden(key: str) -> bool:
 
 
 def said_of_form(name: str, others: Iterable[str]) -> str:
-    """For messages: that one of `others` is the same name in another Unicode form, as macOS and Linux write it; else ""."""
+    """A sentence for messages if one of `others` is the same name in another Unicode form, as macOS and Linux write it;
+    else ""."""
     composed = normalize("NFC", name)
     for other in others:
         if other != name and normalize("NFC", other) == composed:
@@ -97,12 +98,12 @@ def said_of_form(name: str, others: Iterable[str]) -> str:
 class Patterns:
     """Globs over whole keys, case-sensitive: `**` any number of directories, `*` `?` `[..]` inside one, and braces.
 
-    A part of a key that starts with a dot, or a folder that a NAS leaves behind (`@eaDir`), is matched only by a part of a
-    pattern that does, or is that. A key that is written exactly like a pattern is meant by it.
+    A part of a key that starts with a dot is matched only by a part of a pattern that does, and a folder that a NAS
+    leaves behind (`@eaDir`) only by its name. A pattern that is written exactly like a key matches this key.
     """
 
     def __init__(self, patterns: str | Iterable[str], exact: Container[str] = ()) -> None:
-        """`exact`: those of the patterns that are no globs but names."""
+        """`exact`: the patterns that are names and no globs."""
         self.written = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         expanded = dict.fromkeys(
             itertools.chain.from_iterable([text] if text in exact else expand_braces(text) for text in self.written)
@@ -111,7 +112,7 @@ class Patterns:
         self._globs = {text: re.compile(_regex(text), re.DOTALL) for text in expanded if text not in self._literals}
         self._order = list(expanded)
         heads = [re.split(r"[*?\[]", text, maxsplit=1)[0] for text in expanded]
-        # The common prefix of the least and the greatest head is that of all.
+        # The common prefix of the least and the greatest head is the common prefix of all.
         low, high = min(heads), max(heads)
         same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
         self.prefix = low[:same]
@@ -124,12 +125,12 @@ class Patterns:
         return key in self._literals or key in self.written or any(glob.fullmatch(key) for glob in self._globs.values())
 
     def narrowed(self, keys: Iterable[str]) -> Patterns:
-        """The same, but that a pattern which is the name of one of `keys` means this one alone."""
+        """The same patterns, except that a pattern which is the name of one of `keys` matches only this one."""
         exact = {key for key in keys if key in self.written} - self._literals
         return Patterns(self.written, exact) if exact else self
 
     def stem(self, key: str) -> str | None:
-        """What the wildcards of the first pattern that matches stand for, without an extension; None if none matches.
+        """What the wildcards of the first matching pattern have matched, without an extension; None if no pattern matches.
 
         `images/**/*.jpg` and `images/*/*.jpg` give "a/007" for images/a/007.jpg, `masks/*_mask.png` gives "007" for
         masks/007_mask.png, and `images/*` gives "007" for images/007.jpg.

@@ -1,4 +1,4 @@
-"""Sources whose samples are byte ranges of objects, and the reader of these.
+"""Sources whose samples are byte ranges of objects, and the reader for them.
 
 source.table(indices) ──> Ranges ──> connector.read_many(…) ──> Encoded(view of the chunk's memory, extension)
 
@@ -33,7 +33,8 @@ _Values = tuple[list[Any], Errors]
 
 
 class RangeSource(Source):
-    """A source whose samples are byte ranges, a field each. It has `table`, or `ranges` if samples differ in their fields."""
+    """A source whose samples are byte ranges, one for each field. It has `table`, or `ranges` if samples differ in
+    their fields."""
 
     has_ranges = True
 
@@ -44,7 +45,7 @@ class RangeSource(Source):
 
 
 class RangeReader(Reader):
-    """Fills `chunk.samples`. All fields of a chunk's samples, except those that `fetch` reads, lie in one buffer."""
+    """Fills `chunk.samples`. All fields of a chunk's samples lie in one buffer, except the fields that `fetch` reads."""
 
     def __init__(
         self,
@@ -56,9 +57,9 @@ class RangeReader(Reader):
         fetch: Callable[[SampleChunk, int, FieldRange], Any] | None = None,
         reuse: bool = True,
     ) -> None:
-        """`value_of` makes a field's value of its bytes and its extension. `as_bytes`: no stage decodes them, so samples get
-        copies. `fetch` reads one field of the sample at a row of a chunk by itself; None if it must be read with the others.
-        With `reuse` the buffer is the same from chunk to chunk."""
+        """`value_of` makes a field's value of its bytes and its extension. `as_bytes`: no stage decodes the bytes, so
+        samples get copies. `fetch` reads one field of the sample at a row of a chunk by itself; None if it must be read
+        with the others. With `reuse` the buffer is the same from chunk to chunk."""
         self._source, self._failed, self._fetch = source, context.failed, fetch
         self._value_of, self._as_bytes, self._reuse = value_of, as_bytes, reuse
         self._read_many, self._read_into = bulk_calls(context.store)
@@ -129,7 +130,7 @@ class RangeReader(Reader):
 
 
 class _Plan:
-    """The ranges of samples whose fields differ: of each sample its row in the chunk, its (field, extension)s and its
+    """The ranges of samples whose fields differ: for each sample its row in the chunk, its (field, extension)s and its
     constants, and all ranges in that order."""
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ from loaderkit.sources.base import ReadContext, Reader
 
 
 class SampleReader(Reader):
-    """Calls `get(index)`, from several threads at once, for each sample: a fresh dict, field -> value. What it raises, or
-    anything else that it returns, makes that sample a bad one."""
+    """Calls `get(index)`, from several threads at once, for each sample: a fresh dict, field -> value. If it raises, or
+    returns anything else, that sample is bad."""
 
     def __init__(self, get: Callable[[int], Sample], context: ReadContext) -> None:
         self._get, self._failed = ending_forks(get), context.failed

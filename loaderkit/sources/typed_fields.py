@@ -31,11 +31,11 @@ def checked_names(value: dict[str, str]) -> dict[str, str]:
 
 
 Names = Annotated[dict[str, str], Field(min_length=1), AfterValidator(checked_names)]
-"""Name of a field -> what it is called in the data."""
+"""Name of a field -> the key that it is made of in the data."""
 
 
 class FieldOrigin(NamedTuple):
-    """A field, the key that it is made of, and its type; None: that of the data."""
+    """A field, the key that it is made of, and its type, or None for the data's own type."""
 
     field: str
     key: str
@@ -43,7 +43,7 @@ class FieldOrigin(NamedTuple):
 
     @classmethod
     def parse(cls, field: str, text: str) -> FieldOrigin:
-        """From what `fields` says of it: "key", "float32" (of the field's own name) or "key float32"."""
+        """Parse an entry of `fields`: "key", "float32" (of the key with the field's own name) or "key float32"."""
         key, _, last = text.rpartition(" ")
         if last not in DTYPES:
             return cls(field, text, None)
@@ -55,7 +55,8 @@ class FieldOrigin(NamedTuple):
         return value if self.dtype is None else self.typed(value)
 
     def typed(self, value: Any) -> Any:
-        """Numbers, lists of them, arrays or a tensor in the declared type. Raises FormatError for what that cannot hold."""
+        """Numbers, lists of them, arrays or a tensor in the declared type. Raises FormatError for numbers that the type
+        cannot hold."""
         assert self.dtype is not None
         try:
             if isinstance(value, torch.Tensor):
@@ -88,7 +89,7 @@ def pick(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _holds(dtype: np.dtype[Any], array: np.ndarray[Any, Any]) -> bool:
-    """True if a dtype can hold the numbers of an array: as a float rounded, else as they are."""
+    """True if a dtype can hold the numbers of an array: rounded if it is a float, else exactly."""
     if dtype.kind == "f":
         with np.errstate(over="ignore"):
             return bool((np.isinf(array.astype(dtype)) == np.isinf(array)).all())

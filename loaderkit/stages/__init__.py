@@ -1,4 +1,4 @@
-"""The stages, which act on samples and batches: one module a stage, with its arguments and its kind."""
+"""The stages, which act on samples and batches: one module for each stage, with its arguments and its kind."""
 
 from __future__ import annotations
 

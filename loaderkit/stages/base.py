@@ -1,4 +1,4 @@
-"""The contract of stages: their common arguments, and one stage of a pipeline as its config has it."""
+"""The contract of stages: their common arguments, and a stage as the config of a pipeline has it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FieldNames = Annotated[
     Annotated[tuple[str, ...], Field(min_length=1)] | None,
     BeforeValidator(as_tuple),
 ]
-"""The fields a stage acts on; None: all fields of the right type."""
+"""The fields a stage acts on, or None for all fields of the right type."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`batch`: write the samples of a chunk into the slots of their batch.
+"""`batch`: writes the samples of a chunk into the slots of their batch.
 
 The layout of a batch is derived once (`layout.py`). A sample that does not fit is an error that names it and the example.
 """
@@ -107,13 +107,13 @@ class BatchArgs(StageArgs):
 
     @property
     def forms(self) -> Mapping[str, Literal["list", "pad"]]:
-        """Of the fields whose tensors differ in shape, how they are delivered."""
+        """How the fields whose tensors differ in shape are delivered."""
         named = self.pad_value if isinstance(self.pad_value, Mapping) else {}
         return {**self.ragged, **dict.fromkeys(named, "pad")}
 
     @property
     def masks(self) -> Mapping[str, str | None]:
-        """The name of every attention mask, and the field that it is of; None: of all that are padded."""
+        """The name of every attention mask, and the field that it is for, or None for all padded fields."""
         given = self.attention_mask
         return {} if given is None else {given: None} if isinstance(given, str) else given
 

@@ -1,10 +1,11 @@
-"""`call`: a user's function, applied to samples before `batch` or to batches after it; `filter`: one that drops samples.
+"""`call`: a user's function, applied to samples before `batch` or to batches after it. `filter`: a user's function that
+drops samples.
 
 The function gets a dict (images as torch uint8 [C, H, W], and `__key__`), the arguments of `args`, and, if its signature
 has a parameter `rng`, a `numpy.random.Generator` that depends on (seed, epoch, sample, stage name) alone. It changes the
 dict in place, or returns a dict with the fields that it sets; the others stay. `del sample["field"]` drops one. With
-`seeded` the global generators are seeded for each call by the same generator. Of a class with `__call__` each process makes one
-object, with the arguments of `args`, and that is called.
+`seeded` the global generators are seeded for each call by the same generator. If it is a class with `__call__`, each
+process makes one object of it, with the arguments of `args`, and calls that.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _LEVELS = (torch.uint8, torch.uint16)
 class CallArgs(StageArgs):
     """Call a user's function with the sample, or behind `batch` with the batch: a dict, field -> value.
 
-    It changes the dict in place, or returns a dict that is merged into it: fields it names are set, the others stay as they
-    are. `del sample["field"]` drops a field; not to return it does not.
+    It changes the dict in place, or returns a dict that is merged into it: fields it names are set, the others stay as
+    they are. `del sample["field"]` drops a field; leaving it out of the returned dict does not.
     """
 
     function: str | Callable[..., Any] = Field(
@@ -96,8 +97,8 @@ class FilterArgs(CallArgs):
     """Drop the samples for which a user's function returns False.
 
     It gets a sample as `call` does, and returns True to keep it, or False. It must change no value in place, such as the pixels
-    of an image, since it is given the values themselves: `call` is for that. Batches are shorter by what is dropped. A dropped
-    sample is no bad one; a sample for which the function fails is.
+    of an image, since it is given the values themselves: `call` is for that. A batch is shorter by the samples that are
+    dropped. A dropped sample does not count as bad; a sample for which the function fails does.
     """
 
     on_empty_batch: Literal["raise", "skip"] = Field(
@@ -146,7 +147,8 @@ def makes_functions(function: Callable[..., Any]) -> bool:
 
 
 def _made(name: str, function: Callable[..., Any], args: CallArgs) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """What is called, and the arguments of each call: of a class an object, made with them. Raises ConfigError."""
+    """What is called, and the arguments of each call. For a class an object is made with the arguments, and called.
+    Raises ConfigError."""
     if not makes_functions(function):
         return function, args.args
     try:
@@ -178,8 +180,9 @@ def call_on_sample(function: Callable[..., Any], sample: Sample, key: str, rng: 
 
 
 def taken_of(sample: Sample, copies: Mapping[str, Any], result: Sample) -> Sample:
-    """What a function left of a sample, as other stages know it: what it did not touch of `copies`, which it was given in the
-    place of encoded bytes, is these again, and tensors that were images are images."""
+    """What a function left of a sample, in the form for other stages. The function was given `copies` in place of
+    encoded bytes: those that it did not touch are replaced by the encoded bytes again, and tensors that were images
+    become images."""
     result.pop(_KEY, None)
     for name, data in copies.items():
         if result.get(name) is data:
@@ -211,7 +214,7 @@ def _pictures_of(values: list[Any], before: Pictures) -> Pictures | None:
 
 
 def _as_before(value: torch.Tensor, image: Image) -> Image | None:
-    """What became of an image, uint8 or uint16 [C, H, W], as an image; None if it is none."""
+    """What a function left of an image, uint8 or uint16 [C, H, W], as an image; None if it is no image any more."""
     is_here = value.device.type == "cpu" and value.layout is torch.strided
     if is_here and value.shape[0] == image.pixels.shape[2]:
         return Image(value.permute(1, 2, 0).numpy())
@@ -223,7 +226,7 @@ def _as_before(value: torch.Tensor, image: Image) -> Image | None:
 def filter_sample(
     function: Callable[..., Any], sample: Sample, key: str, rng: np.random.Generator | None
 ) -> Sample | None:
-    """The sample, if the function keeps it, which is given its values themselves."""
+    """The sample, if the function keeps it. The function is given the values themselves, not copies."""
     kept = function(given_of(sample, key), rng)
     if isinstance(kept, (np.generic, np.ndarray, torch.Tensor)):
         kept = kept.item()
@@ -257,7 +260,7 @@ def call_on_batch(
 
 
 def merged(given: dict[str, Any], returned: Any) -> dict[str, Any]:
-    """The fields given, as the function left them, and over them those that it returned."""
+    """The given fields as the function left them, updated with the fields that it returned."""
     if returned is None or returned is given:
         return given
     if not isinstance(returned, Mapping):  # such as a tokenizer's BatchEncoding, too

@@ -78,8 +78,8 @@ class StageKind:
     runs_in_dali: bool = True  # if it has `ops`
     needs_images: bool = False
     is_single: bool = False  # at most one in a pipeline
-    packs: bool = False  # samples before it are those of its sequences
-    expands: bool = False  # samples behind it are several of each before
+    packs: bool = False  # samples before it are put into its sequences
+    expands: bool = False  # it makes several samples of each
     decodes: bool = False  # fields after it are no longer encoded bytes
     takes_16_bits: bool = False  # images may be uint16
     shrinks: bool = False  # images are cropped or resized, so seldom large after it
@@ -89,12 +89,12 @@ class StageKind:
     leaves_values: bool = False  # it changes no array or tensor in place
     runs_user_code: bool = False  # one thread at a time runs it, and nothing is known of what it calls
     takes_tensors: bool = False  # it also acts on the tensors of a checkpoint
-    args_of_speed: frozenset[str] = frozenset()  # besides `workers`: with them it is faster, or elsewhere, and the same
+    args_of_speed: frozenset[str] = frozenset()  # besides `workers`: they change its speed or place, not its result
     args_of_refusal: frozenset[str] = frozenset()  # they say what is refused, and change nothing of what is delivered
     stream: Callable[[Any], Stream | None] | None = None  # its stream, if it copies batches to a GPU
     keeps_values: Callable[[Any], bool] = _no  # it commutes with `normalize`
     slot_dtype: Callable[[Any], str | None] = _none
-    """The dtype of the images that it can write into their slots directly after `batch`; None: it cannot."""
+    """The dtype of the images that it can write into their slots directly after `batch`; None if it cannot."""
     objects: Callable[[Any], Mapping[str, Any]] = _nothing
     """Key -> object that the user gave for it and that is pickled to loading processes."""
     paths: frozenset[str] = (
@@ -121,10 +121,10 @@ class CompileContext:
     on_bad_sample: Literal["raise", "skip", "replace"]
     stages: tuple[StageConfig, ...]
     kinds: Mapping[str, StageKind]
-    stream: Stream | None  # None: batches stay on the CPU
+    stream: Stream | None  # None if batches stay on the CPU
     early_stream: Stream | None  # the same, for stages before `transfer` that have tensors on a GPU
     in_slots: StageConfig | None  # the stage after `batch` that writes slots chunk by chunk
-    output: tuple[str, ...] | None = None  # the fields that the loop gets; None: all
+    output: tuple[str, ...] | None = None  # the fields that the loop gets, or None for all
     sample_runs: list[Callable[[SampleChunk], Any]] = field(default_factory=list)  # the stages before `batch`, compiled
     mixed: str | None = None  # the name of the source, if it is one of several: stages get its rows of chunks
     is_seeded: bool = False  # a stage, also one of another source, seeds the global generators
@@ -150,7 +150,7 @@ class CompileContext:
 
     @property
     def may_reuse(self) -> bool:
-        """False if samples before `batch` go through what may keep the memory that it is given."""
+        """False if samples before `batch` go through code that may keep the memory it is given."""
         return all(self.kind_of(stage).is_contained for stage in self.before_batch)
 
     @property
@@ -216,7 +216,7 @@ class CompileContext:
 
 
 def annotations_of(stages: Iterable[StageConfig], kinds: Mapping[str, StageKind]) -> Annotations:
-    """Those that the `decode` among the stages names."""
+    """The annotations that the `decode` among the stages names."""
     decoding = (stage.args for stage in stages if kinds[stage.kind].decodes)
     found: Annotations = getattr(next(decoding, None), "annotations", Annotations({}, ()))
     return found
@@ -229,8 +229,8 @@ def _for_masks(args: StageArgs) -> StageArgs:
 
 
 def _not_contained(function: Callable[..., Any]) -> Callable[..., None]:
-    """The function, given encoded fields in memory of their own, as that of those that were read serves other samples later;
-    it returns no jobs, which only ours have."""
+    """The function, which gets encoded fields in memory of their own, because the memory they were read to is used
+    again for later samples. It returns no jobs, which only our own stages do."""
 
     def run(sample: Sample, draws: NDArray[np.float64], memory: dict[str, Any] | None) -> None:
         for name, value in sample.items():

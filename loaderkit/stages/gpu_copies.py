@@ -1,11 +1,12 @@
-"""Copies of a batch's tensors to a GPU, how fast they were by the GPU's own clock, and whether the loop waited for them.
+"""Copies a batch's tensors to a GPU, and measures how fast the copies were, by the GPU's own clock, and whether the
+loop waited for them.
 
 Torch's calls give up the GIL, and a worker may get it back only milliseconds later, while a batch is copied in less than one:
 38 MB in 0.7 ms. A wait between two events would count as copying, and no clock of the host tells the two apart. So the
-largest tensor is copied in two halves, with an event on either side of the second. If the GPU has not come to the first event
-when the second is asked for, it goes from one half to the other without a pause, and the time between the events is that of
-the second half. Else the batch is not timed. Calls that keep the GIL would hold up all of Python where another thread has
-the driver's lock, which pinning takes for 10 ms.
+largest tensor is copied in two halves, with an event on either side of the second. If the GPU has not reached the first
+event when the second is requested, it goes from one half to the other without a pause, and the time between the events
+is the time of the second half. Else the batch is not timed. Calls that keep the GIL would hold up all of Python where
+another thread has the driver's lock, which pinning takes for 10 ms.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class TimedCopy(NamedTuple):
-    """The copy of a batch: its bytes, the seconds that they take on the device at the rate of those that were timed, and when
-    all were there, by `perf_counter`."""
+    """The copy of a batch: its bytes, the seconds they take on the device at the rate of the copies that were timed,
+    and when all of them were there, by `perf_counter`."""
 
     num_bytes: int
     seconds: float
@@ -81,8 +82,8 @@ class BatchCopies:
         return target
 
     def start(self, stream: Any, *, timed: bool) -> None:
-        """Ask for the copies of what was added; the tensors must live until `wait` returns. `timed`: nobody else asks for
-        anything on the stream meanwhile."""
+        """Start the copies of the added tensors, which must live until `wait` returns. `timed`: nothing else is queued
+        on the stream meanwhile."""
         self._pairs.sort(key=lambda pair: -pair[1].nbytes)
         halves = _halves(*self._pairs[0]) if timed and self._pairs else None
         if halves is not None:
@@ -99,8 +100,8 @@ class BatchCopies:
             self._half_bytes = second[1].nbytes
 
     def wait(self) -> TimedCopy | None:
-        """Return when all is there: how long that took, without the tensors that torch copies in its own way (sparse and nested
-        ones, those that could not be pinned). None if it was not timed."""
+        """Wait until all copies are there; returns how long that took, without tensors that torch copies in its own way
+        (sparse and nested ones, and tensors that could not be pinned). None if it was not timed."""
         self._done.synchronize()
         ended_s = perf_counter()
         if not self._half_bytes:
@@ -159,8 +160,8 @@ class CopyAccount:
                 self._exposed_s += min(timed.seconds, max(0.0, timed.ended_s - asked_s))
 
     def counters(self) -> dict[str, float]:
-        """The bytes copied, those of them in batches that were timed, the seconds these take on the device (by CUDA events
-        around a part of each), and for how many of those the loop waited."""
+        """The bytes copied, how many of these were in batches that were timed, the seconds these took on the device (by
+        CUDA events around a part of each), and for how many of these seconds the loop waited."""
         with self._lock:
             return {
                 "num_bytes": self._num_bytes,

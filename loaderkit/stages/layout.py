@@ -1,4 +1,4 @@
-"""The layout of a batch, from a few samples: which fields it has, and for each its type, its shape and where it lies.
+"""Finds the layout of a batch from a few samples: which fields it has, and for each its type, its shape and where it lies.
 
 Tensors, arrays, images and numbers are fields of a slab; texts, bytes and other objects become lists. Where samples are not
 typed (JSON, Python objects) no single one decides: a field is what most of them say.
@@ -32,11 +32,11 @@ _UNTYPED = (type(None), bool, str, *_NUMBERS_OF_PYTHON)
 def specs_of(
     examples: Examples, ragged: Mapping[str, str], image_dtype: str | None = None, *, has_untyped_arrays: bool = False
 ) -> dict[str, FieldSpec]:
-    """The layout of the fields of a batch of such samples. `image_dtype` is that of normalized images. `has_untyped_arrays`:
-    arrays were lists of JSON.
+    """The layout of the fields of a batch of such samples. `image_dtype` is the dtype of normalized images.
+    `has_untyped_arrays`: arrays were lists of JSON.
 
-    A batch has the fields that at least half of the examples have. A None, or a list without items, says nothing of a field's
-    type; whole numbers beside others make it float64. Raises TypeError, ValueError for values that fit no batch.
+    A batch has the fields that at least half of the examples have. A None, or an empty list, says nothing of a field's
+    type; a field with whole and other numbers is float64. Raises TypeError, ValueError for values that fit no batch.
     """
     names = Counter(name for _, sample in examples for name in sample)
     fields = [name for name, num in names.items() if 2 * num >= len(examples)]
@@ -181,8 +181,8 @@ def ragged_tensor(value: Any) -> torch.Tensor:
 
 
 def widens(value: Any, dtype: str, spec: FieldSpec) -> bool:
-    """True for whole numbers, int64, in a field of float64: that of untyped data in which both stand. Raises ValueError where
-    float64 would hold another number."""
+    """True for whole numbers, int64, in a float64 field of untyped data that has both. Raises ValueError where float64
+    would hold another number."""
     if not spec.widens or (dtype, spec.dtype) != _NUMBERS:
         return False
     array = value.cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)

@@ -1,4 +1,4 @@
-"""Stages that act on the samples of one mixed source: they get the rows of a chunk that are of it, as a chunk.
+"""Runs stages on the samples of one mixed source: such a stage gets the source's rows of a chunk, as a chunk of its own.
 
 chunk, rows 0 1 2 3 4 ──> read.web: rows 0 1 3, as a chunk of 3 ──> their samples back into rows 0 1 3
                       ──> read.code: rows 2 4
@@ -18,7 +18,8 @@ from loaderkit.sources.mixture import MixtureSource, SourcePart
 
 
 class MixedChunk(SampleChunk):
-    """The samples of slots that lie apart, so that it has few sources: each costs a read of its own, 15 us and more."""
+    """A chunk of samples whose slots lie apart, so that they come from few sources: each source costs a read of its
+    own, 15 us and more."""
 
     __slots__ = ("slot_numbers",)
 
@@ -46,7 +47,7 @@ class MixedChunk(SampleChunk):
 
 
 class ChunkPart(SampleChunk):
-    """The rows of a chunk that are of one source. Its own row r is row `rows[r]` of the chunk."""
+    """The rows of a chunk that belong to one source. Row r of the part is row `rows[r]` of the chunk."""
 
     __slots__ = ("own_current", "rows", "whole")
 
@@ -60,7 +61,7 @@ class ChunkPart(SampleChunk):
 
     @property
     def current(self) -> Any:
-        """The row at work; the whole chunk is told which of its own that is."""
+        """The row at work; setting it sets the corresponding row of the whole chunk."""
         return self.own_current
 
     @current.setter

@@ -1,4 +1,4 @@
-"""`read`: the source's own reader, told what comes behind it."""
+"""`read`: runs the source's own reader, which is told what comes after it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _named(context: CompileContext) -> str:
 
 
 def _one_at_a_time(reader: Reader) -> Callable[[SampleChunk], int]:
-    """`read` under a lock: an engine gives turns, and what runs the stages outside one does not."""
+    """`read` under a lock: an engine gives turns, but code that runs the stages outside an engine does not."""
     lock = threading.Lock()
 
     def read(chunk: SampleChunk) -> int:
@@ -67,8 +67,8 @@ def _one_at_a_time(reader: Reader) -> Callable[[SampleChunk], int]:
 
 
 def values_reader(stage: StageConfig, context: CompileContext) -> Reader:
-    """A reader that leaves all values in `chunk.samples`, encoded bytes as `Encoded`, whatever comes behind it; that of `read`
-    may put them into slots."""
+    """A reader that leaves all values in `chunk.samples`, encoded bytes as `Encoded`, whatever comes behind it; the
+    reader in `read` may put them into slots."""
     return context.source.reader(ReadContext(context.connector, context.failed(stage), may_reuse=context.may_reuse))
 
 
@@ -88,7 +88,7 @@ def _read_context(stage: StageConfig, context: CompileContext) -> ReadContext:
 
 
 def _windows(context: CompileContext, following: StageConfig) -> Windows | None:
-    """What the stage behind cuts, with the draws that it makes itself for each chunk."""
+    """The windows that the next stage cuts, with the draws that it makes itself for each chunk."""
     kind = context.kind_of(following)
     if kind.window is None:
         return None
@@ -97,7 +97,7 @@ def _windows(context: CompileContext, following: StageConfig) -> Windows | None:
 
 @dataclass(frozen=True)
 class _Draws:
-    """Can be pickled, as a lambda cannot."""
+    """A function of draws that can be pickled, which a lambda cannot."""
 
     keys: StageKeys
     num: int

@@ -1,4 +1,4 @@
-"""Runs a stage's function over a chunk: draws are computed for the whole chunk, failures are caught per sample."""
+"""Runs a stage's function over a chunk. Draws are made for the whole chunk; failures are caught for each sample."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StageKeys(dict[int, int]):
     """Epoch -> the key of a stage's random numbers in it, from (seed, epoch, stage name)."""
 
     def __init__(self, seed: int, stage: str, *, by_position: bool = False) -> None:
-        """`by_position`: of samples that come several times in an epoch, each has numbers of its own every time."""
+        """`by_position`: a sample that comes several times in an epoch gets other numbers each time."""
         super().__init__()
         self._by_position = by_position
         self._seed = seed
@@ -70,7 +70,7 @@ class StageKeys(dict[int, int]):
         return numbers
 
     def numbers(self, chunk: SampleChunk) -> NDArray[np.int64]:
-        """What the random numbers of each row are of: int64 [samples of the chunk]."""
+        """The number, an index or a position, from which each row's random numbers are made: int64 [samples of the chunk]."""
         if not self._by_position:
             return chunk.indices
         return np.array([chunk.position_of(row) for row in range(len(chunk.samples))], np.int64)
@@ -191,11 +191,11 @@ def replace_failed(
     *,
     by_position: bool = False,
 ) -> list[SampleFailure]:
-    """Fill every failed slot of a chunk with another sample, one of `others`; returns all failures, those of replacements
-    included.
+    """Fill every failed slot of a chunk with another sample, one of `others`; returns all failures, including failures
+    of replacements.
 
     Attempt j for sample i of epoch e is a function of (seed, e, i, j) alone, so batches do not depend on the concurrency; with
-    `by_position`, where a sample comes several times, of the position in the place of i. The
+    `by_position`, where a sample comes several times, of the position instead of i. The
     replacement goes through all stages under its own index; if `filter` drops it, the slot is dropped.
     """
     failures = []

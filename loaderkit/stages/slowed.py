@@ -1,4 +1,4 @@
-"""Slows one stage down by a share of its own time, to measure how the throughput follows: it does if the stage limits.
+"""Slows one stage down by a share of its own time, to measure how far the throughput falls: it falls if the stage limits.
 
 After Coz (Curtsinger and Berger, "Coz: finding code that counts with causal profiling", SOSP 2015), which speeds up one line of
 code virtually by slowing down all others. Here the one stage is slowed down instead, which leaves the others alone.

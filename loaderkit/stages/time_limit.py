@@ -28,10 +28,11 @@ class NotCalledError(TimeoutError):
 
 
 class TimeLimit:
-    """Calls functions of one stage, for `limit_s` seconds at most. Any number of threads at once."""
+    """Calls the functions of one stage, for `limit_s` seconds at most. Any number of threads at once."""
 
     def __init__(self, stage: str, limit_s: float, *, is_alone: bool = False) -> None:
-        """`is_alone`: one call runs at a time, so the next one waits for one that was abandoned, as long as for its own."""
+        """`is_alone`: one call runs at a time, so the next one also waits for an abandoned one, for as long as its own
+        limit."""
         self._stage = stage
         self._limit_s = limit_s
         self._is_alone = is_alone

@@ -169,7 +169,7 @@ class TransferStream:
         return result
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, bound to the stream, for calls in another thread than that of `run`."""
+        """The function, bound to the stream, for calls in a thread other than the one of `run`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self._current():

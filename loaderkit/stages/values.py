@@ -1,4 +1,4 @@
-"""The values of samples: which are images, and the tensor of each value.
+"""The values of samples: decides which are images, and makes the tensor of each value.
 
 Images between stages are uint8 [H, W, C] in NumPy, passed to users as torch uint8 [C, H, W]: decoders write and resizers read
 rows of pixels, where a crop is a free view. Only `call` and `batch` use torch's layout.
@@ -126,7 +126,7 @@ def _stacked(pictures: Pictures) -> torch.Tensor:
 
 
 def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], str] | None:
-    """The shape and dtype of the tensor of an array or a number; None if only torch can tell."""
+    """The shape and dtype of the tensor made from an array or a number; None if only torch knows them."""
     if isinstance(value, np.ndarray) and type_in_numpy(value.dtype.name) is not None:
         return value.shape, value.dtype.name
     dtype = NUMBER_DTYPES.get(type(value))

@@ -1,4 +1,5 @@
-"""The contract suites that loaderkit runs on its own connectors, sources and stages, for those of other packages.
+"""The contract suites that loaderkit runs on its own connectors, sources and stages, for connectors, sources and stages
+of other packages.
 
     class TestZip(loaderkit.testing.ConnectorContract):
         @pytest.fixture

@@ -1,4 +1,4 @@
-"""What every connector promises: the order of listings, prefixes, ranges, errors, threads."""
+"""The promises of every connector: the order of listings, prefixes, ranges, errors, threads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundE
 class Store:
     """A connector with objects in it.
 
-    `place` turns a test's key into the connector's, where that differs; `replace(key, data)` changes one object, None: a store
-    of this kind never changes. `is_sent`: worker processes are given the connector.
+    `place` turns a test's key into the connector's, where that differs; `replace(key, data)` changes one object; it is
+    None if a store of this kind never changes. `is_sent`: worker processes are given the connector.
     """
 
     connector: Connector
@@ -63,9 +63,9 @@ class ConnectorContract:
     as a `Store`. A test uses one store at a time. It may be read only."""
 
     letters: str = _LETTERS
-    """Of which the tests make keys."""
+    """The letters of which the tests make keys."""
     unusual_keys: Collection[str] = _UNUSUAL
-    """Without those that the store cannot call an object."""
+    """Unusual keys for the tests. A subclass leaves out keys that the store cannot have as names of objects."""
 
     @pytest.fixture
     def make_store(self) -> MakeStore:
@@ -73,7 +73,7 @@ class ConnectorContract:
         raise NotImplementedError(f"{type(self).__name__} gives the fixture make_store: see ConnectorContract")
 
     def num_examples(self, most: int) -> int:
-        """How many cases are drawn where `most` would be thorough."""
+        """The number of cases to draw, where `most` would be thorough."""
         return most
 
     # ------------------------------------------------------------------------------------------------- listing
@@ -155,7 +155,8 @@ class ConnectorContract:
                 store.read("a", start, 4)
 
     def test_reading_many_is_reading_each(self, make_store: MakeStore) -> None:
-        """Ranges in any order, overlapping or with gaps; what one of them lacks is that one's error, the same as alone."""
+        """Ranges in any order, overlapping or with gaps; a range that fails gives its own error, the same as when it is
+        read alone."""
         for seed in range(self.num_examples(80)):
             rng = np.random.default_rng(seed)
             data = rng.bytes(int(rng.integers(1, 60))) * 700

@@ -1,4 +1,4 @@
-"""What every source promises, whatever its samples are made of."""
+"""The promises of every source, whatever its samples are made of."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class SourceContract:
 
 
 def _as_it_is(sample: dict[str, Any], number: int) -> None:
-    """Every one of several samples is the one that they are made of."""
+    """A function for `expand`: every one of the samples is equal to the one it is made of."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What every stage promises: the same bytes in every executor, exact resuming, arguments that are checked."""
+"""The promises of every stage: the same bytes in every executor, exact resuming, arguments that are checked."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from loaderkit.testing.runs import EXECUTORS, IN_PROCESSES, assert_resumes, asse
 
 
 class StageContract:
-    """A subclass gives `stage`, a name or a mapping {name: arguments} as it stands in a pipeline, and the fixture `samples`:
-    those that it acts on, as a data set would give them (images as uint8 arrays [H, W, 3]). `batch` has the arguments of the
-    stage `batch`, such as `ragged` for images of several sizes."""
+    """A subclass gives `stage`, a name or a mapping {name: arguments} as it stands in a pipeline, and the fixture
+    `samples`: the samples that it acts on, as a data set would give them (images as uint8 arrays [H, W, 3]). `batch`
+    has the arguments of the stage `batch`, such as `ragged` for images of several sizes."""
 
     stage: str | Mapping[str, Any]
     batch: Mapping[str, Any] = {"size": 3}
@@ -79,7 +79,7 @@ class StageContract:
                 assert_same([one], [alone[key]], f"sample {key}")
 
     def test_the_same_behind_decode(self, pipeline: dict[str, Any]) -> None:
-        """Of pictures that `decode` made, whose memory serves others later, if the stage `is_contained`."""
+        """For pictures that `decode` made, whose memory is used again for later ones, if the stage `is_contained`."""
         source = pipeline["source"]
         if STAGES[self.name].scope != "sample" or not any(_is_picture(value) for value in source["object"][0].values()):
             pytest.skip("it acts on batches, or on no pictures")

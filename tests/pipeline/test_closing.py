@@ -206,6 +206,7 @@ class TestImport:
             "extend",
             "metrics",
             "restore",
+            "start",
             "watch",
         }
         for name in loaderkit.__all__:

@@ -25,7 +25,7 @@ _IN_YAML: Mapping[str, str] = MappingProxyType(
 
 
 class Problems:
-    """Collects problems while a config is read, and holds the line of every key. `what` names a config that is no file."""
+    """Collects problems while a config is read, and knows the line of every key. `what` names the config if it is no file."""
 
     def __init__(self, file: Path | None, what: str = "the pipeline") -> None:
         self.file = file

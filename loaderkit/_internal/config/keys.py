@@ -1,4 +1,4 @@
-"""Keys of a pipeline's file, for errors of rooms that do not know the file: what to change, by the name that it has there."""
+"""Keys of a pipeline's file, for error messages of modules that do not know the file: an error names the key to change."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _LINE_ENDS = re.compile("[\x85\u2028\u2029\ufeff]")
 
 
 class _Resolver(VersionedResolver):
-    """YAML 1.2, in which yes, no, on and off are truth values as they were in YAML 1.1; y and n are texts."""
+    """YAML 1.2, but yes, no, on and off are truth values as they were in YAML 1.1; y and n are texts."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         if kind is ScalarNode and implicit[0] and _OLD_BOOLEAN.fullmatch(value):
@@ -43,8 +43,8 @@ class _Resolver(VersionedResolver):
 
 
 class _Representer(SafeRepresenter):
-    """Writes in double quotes a text with a line end of Unicode, which YAML folds anywhere else, and one that begins with a
-    question mark or colon, which in a list or mapping on one line would begin a key or value."""
+    """Writes in double quotes two kinds of text: one with a line end of Unicode, which YAML folds anywhere else, and
+    one that begins with a question mark or colon, which would begin a key or value in a list or mapping on one line."""
 
     def represent_str(self, data: str) -> Any:
         is_quoted = data.startswith(("?", ":")) or _LINE_ENDS.search(data)
@@ -75,7 +75,8 @@ def compose(text: str) -> Node | None:
 
 
 def to_yaml(value: Any, *, flow: bool | None = None, width: int = 100) -> str:
-    """The YAML text of a plain value. `flow`: in braces and brackets; None: only its innermost mappings and lists."""
+    """The YAML text of a plain value. `flow`: whether it is written in braces and brackets; None means only its
+    innermost mappings and lists."""
     yaml = _yaml()
     yaml.default_flow_style, yaml.width = flow, width
     yaml.representer.sort_base_mapping_type_on_output = False

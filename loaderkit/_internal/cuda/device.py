@@ -1,4 +1,4 @@
-"""Resolves the device that a config names, and tells the errors of kernels from those of the call that meets them."""
+"""Resolves the device that a config names, and tells errors of earlier kernels from errors of the call that reports them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ KERNEL_FAILURES = {
     718: "invalid program counter",
     719: "unspecified launch failure",
 }
-"""CUDA's errors, by number, that a kernel leaves behind: every later call of the process meets them, whoever makes it."""
+"""CUDA's errors, by number, that a kernel leaves behind: every later call of the process meets them, whichever code
+makes it."""
 
 
 def raise_kernel_failure(error: BaseException, where: str) -> None:
-    """Raise DeviceError if an error that was met in `where` is that of a kernel, whoever launched it."""
+    """Raise DeviceError if an error that was met in `where` came from a kernel, whichever code launched it."""
     text = str(error)
     if isinstance(error, RuntimeError) and "CUDA" in text and any(one in text for one in KERNEL_FAILURES.values()):
         raise DeviceError(
@@ -59,8 +60,8 @@ def resolve_device(wanted: str) -> torch.device:
 
 
 def _of_this_rank(current: int, num_devices: int) -> int:
-    """The device of this process among those of its job, if the current one is the first, as it is until one is set: else all
-    ranks of a machine would copy to one GPU."""
+    """The device with this process's number among the processes of its job on this machine, if the current device is
+    the first one, as it is until one is set. Otherwise all ranks of a machine would copy to one GPU."""
     rank = local_rank()
     if current or not 0 < rank < num_devices:
         return current

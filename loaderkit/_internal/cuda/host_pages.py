@@ -1,5 +1,5 @@
-"""Host memory that begins at a page; registered with CUDA where it is copied from or to, so that such copies are fast and
-asynchronous. torch's own pinned memory is rounded up to a power of two, and stays pinned until the process ends."""
+"""Host memory that begins at a page. Where it is copied from or to, it is registered with CUDA, so that copies are fast
+and asynchronous. torch's own pinned memory is rounded up to a power of two, and stays pinned until the process ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ logger = logging.getLogger("loaderkit")
 
 
 def pages(num_bytes: int, *, is_registered: bool = False) -> Bytes:
-    """Memory that begins at a page, uint8 [N]; of large pages where the kernel has them. `is_registered`: it will be."""
+    """Memory that begins at a page, uint8 [N], in large pages where the kernel has them. `is_registered`: it will be
+    registered with CUDA."""
     # Of private memory that a device writes to, the kernel copies every page at a fork.
     sharing = mmap.MAP_SHARED if is_registered else mmap.MAP_PRIVATE
     memory = mmap.mmap(-1, max(num_bytes, 1), flags=sharing | mmap.MAP_ANONYMOUS)
@@ -39,8 +40,8 @@ def pages(num_bytes: int, *, is_registered: bool = False) -> Bytes:
 def make_pages(memory: Bytes, lo: int = 0, hi: int | None = None) -> bool:
     """Have the kernel make the pages of the bytes [lo, hi) now; they keep what they hold. False if it cannot.
 
-    Several threads can at once. CUDA makes them one after another: of a GiB it registers pages that are there in 0.06 s, and
-    others in 0.35 s.
+    Several threads can do this at once, while CUDA makes pages one after another: it registers a GiB of existing pages
+    in 0.06 s, and of others in 0.35 s.
     """
     num_bytes = (len(memory) if hi is None else hi) - lo
     return bool(_madvise(memory.ctypes.data + lo, num_bytes, _MADV_POPULATE_WRITE) == 0)
@@ -61,7 +62,8 @@ def _slices(memory: Bytes) -> list[tuple[int, int]]:
 
 
 class HostPins:
-    """Registers memory with CUDA until the system refuses it once: the limit of locked memory is reached then. Any thread."""
+    """Registers memory with CUDA, until the system refuses once, because the limit of locked memory is reached. Any
+    thread."""
 
     def __init__(self) -> None:
         self._is_refused = False
@@ -92,7 +94,8 @@ class HostPins:
 
 
 class PinnedSlices:
-    """Memory whose slices are registered by threads, in order: copies to the first begin while the others are."""
+    """Memory whose slices are registered by threads, in order: copies to the first slices begin while later ones are
+    registered."""
 
     def __init__(self, memory: Bytes, device: torch.device, pins: HostPins) -> None:
         threads = _threads()
@@ -100,8 +103,8 @@ class PinnedSlices:
         threads.shutdown(wait=False)
 
     def cut(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """[lo, hi) of the parts of [begin, end), in order, each once its slice is registered. CUDA refuses a copy whose memory
-        is registered in part; one over two slices could be that."""
+        """The parts [lo, hi) of [begin, end), in order, each once its slice is registered. A copy over two slices is
+        cut, as CUDA refuses a copy whose memory is registered only in part."""
         while begin < end:
             number = begin // _SLICE_BYTES
             self._slices[number].result()

@@ -1,4 +1,4 @@
-"""Pinned memory, from which copies to a GPU run asynchronously; and the loaders' message where the system gives none."""
+"""Pinned memory, from which copies to a GPU run asynchronously, and the message of loaders where the system refuses it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cannot_pin(error: RuntimeError) -> bool:
 
 
 class PinnedMemory:
-    """Gives pinned memory until the system refuses it once: the limit of locked memory is reached then."""
+    """Gives pinned memory, until the system refuses once, because the limit of locked memory is reached."""
 
     def __init__(self, device: torch.device) -> None:
         """`device`: the CUDA device that the memory is copied to."""
@@ -65,7 +65,7 @@ class RegisteredMemory:
             self._pinned.add((start, size))
             return
         if code in KERNEL_FAILURES:
-            return  # not that of pinning: `transfer` meets it next, and raises it
+            return  # the error of a kernel: `transfer` meets it next, and raises it
         self._is_refused = True  # the limit of locked memory is reached: the next part would be refused as well
         logger.warning(
             "shared memory cannot be pinned (CUDA error %d): copies to the GPU are slower and block a worker", code

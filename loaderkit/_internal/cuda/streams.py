@@ -1,7 +1,8 @@
-"""CUDA streams that are lent, and lent again.
+"""CUDA streams that are used again: a user takes one from the pool, and gives it back.
 
-torch's allocator keeps freed memory for the stream that it was allocated on, and `torch.cuda.Stream()` deals 32 of them in
-turn: each loader and each restore with a new stream would leave its memory where none of the next finds it.
+torch's allocator keeps freed memory for the stream that it was allocated on, and `torch.cuda.Stream()` gives out 32
+streams in turn. If each loader and each restore took a new stream, its memory would stay with that stream, and no later
+one would find it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 
 class StreamPool:
-    """The streams of each device that nobody uses now. Any thread, also in a destructor: there is no lock."""
+    """The unused streams of each device. Any thread, also in a destructor: there is no lock."""
 
     def __init__(self) -> None:
         self._free: dict[torch.device, list[Any]] = {}
@@ -28,12 +29,12 @@ class StreamPool:
             return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def give_back(self, device: torch.device, stream: Any) -> None:
-        """Lend the stream to others from now on."""
+        """Let others take the stream from now on."""
         self._free.setdefault(device, []).append(stream)
 
 
 STREAMS = StreamPool()
-"""Those of this process, as the allocator's memory is the process's."""
+"""The pool of this process, as the allocator's memory belongs to the process."""
 
 
 class DeviceStreams:
@@ -48,13 +49,13 @@ class DeviceStreams:
 
     @property
     def device(self) -> torch.device | None:
-        """One of the devices; None: there is none."""
+        """One of the devices, or None if there is none."""
         return next(iter(self._streams), None)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make them the current streams of this thread. What it starts on them has ended when the block ends, also by an error:
-        memory that was copied from may be written to then."""
+        """Make them the current streams of this thread. All that the thread starts on them has ended when the block
+        ends, also by an error, so memory that was copied from may be written to then."""
         with ExitStack() as entered:
             for device, stream in self._streams.items():
                 # With another device current, leaving the stream would begin a context there: on GPU 0 in every rank.

@@ -46,7 +46,7 @@ def num_cpus_of_rank() -> int:
 
 
 def cpu_quota() -> float | None:
-    """CPUs that the quotas of this process's cgroups leave it; None without one."""
+    """The CPUs that the quotas of this process's cgroups leave it; None without a quota."""
     quotas = [_quota_of(folder) for folder in cgroup_folders("cpu")]
     return min((quota / period for quota, period in quotas if quota > 0 and period > 0), default=None)
 
@@ -78,7 +78,7 @@ class CpuTimes(NamedTuple):
 
 
 def cpu_times_so_far() -> CpuTimes | None:
-    """None if the kernel does not tell, or a quota limits the process."""
+    """None if the kernel does not say, or if a quota limits the process."""
     if _has_quota():
         return None
     available = os.sched_getaffinity(0)
@@ -98,8 +98,8 @@ def cpu_times_so_far() -> CpuTimes | None:
 
 
 def free_memory(root: Path = _ROOT) -> tuple[int | None, str]:
-    """Bytes that can be allocated before the system kills a process (None if the kernel does not tell), and what sets that
-    limit: the machine or a cgroup."""
+    """Bytes that can be allocated before the system kills a process (None if the kernel does not say), and what sets
+    that limit: the machine or a cgroup."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
@@ -115,8 +115,8 @@ def free_memory(root: Path = _ROOT) -> tuple[int | None, str]:
 
 
 def oom_kills(root: Path = _ROOT) -> int | None:
-    """How many processes of this one's cgroup the kernel has killed because memory was short; outside of a cgroup those of the
-    machine. None if the kernel does not tell."""
+    """How many processes the kernel has killed in this process's cgroup because memory was short; outside of a cgroup,
+    how many on the machine. None if the kernel does not say."""
     files = [folder / name for folder in cgroup_folders("memory", root) for name in _OOM_FILES]
     for file in (*files, root / "proc/vmstat"):
         try:

@@ -1,4 +1,5 @@
-"""A Python process of this package that ends with the one that started it; both sides. Nothing heavy is imported here."""
+"""Starts a Python process of this package that ends with its parent; the parent's side and the child's. It imports
+nothing heavy."""
 
 from __future__ import annotations
 
@@ -68,8 +69,8 @@ def _keep(
 
 
 def _inherited(descriptor: int) -> int | None:
-    """Popen's argument for stdout or stderr: DEVNULL where the descriptor is closed, or the process would open another file
-    under its number."""
+    """Popen's argument for stdout or stderr: DEVNULL if the descriptor is closed, as otherwise the process would open
+    another file under its number."""
     try:
         return None if os.get_inheritable(descriptor) else subprocess.DEVNULL
     except OSError:
@@ -77,8 +78,8 @@ def _inherited(descriptor: int) -> int | None:
 
 
 class ChildProcess:
-    """A fresh interpreter that runs `program` with `arguments`, and gets the `descriptors` under the same numbers, which are
-    not those of stdin, stdout and stderr. `environment`: default this process's."""
+    """A fresh interpreter that runs `program` with `arguments`. It gets the `descriptors` under the same numbers, which
+    must not be the numbers of stdin, stdout and stderr. `environment` defaults to this process's environment."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Its own, or minus the number of the signal; None if it has not ended, or the code is lost."""
+        """The exit code, or minus the number of the signal; None if the process has not ended, or the code is lost."""
         return self._life.exit_code
 
     def wait(self, timeout_s: float) -> bool:
@@ -158,8 +159,8 @@ def how_it_ended(exit_code: int | None) -> str:
 def bind_to(parent: int) -> None:
     """End with the parent, and ignore the signals that are meant for it."""
     # The parent handles Ctrl-C and SIGTERM (it may save a checkpoint first), and this process ends when it does. Until here
-    # they were blocked. Not SIG_IGN: processes of the user's code would inherit it and never end by SIGTERM, as those of a
-    # multiprocessing.Pool do.
+    # they were blocked. Not SIG_IGN: processes of the user's code would inherit it and never end by SIGTERM, as
+    # processes of a multiprocessing.Pool do.
     for number in MEANT_FOR_THE_PARENT:
         signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)

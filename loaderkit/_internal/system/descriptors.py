@@ -1,6 +1,6 @@
-"""Descriptors that are passed to other processes: their numbers are never those of stdin, stdout and stderr.
+"""Opens descriptors for other processes: their numbers are never 0, 1 or 2, which are stdin, stdout and stderr.
 
-Where one of those is closed the system would hand out its number, and every print would write into that file.
+Where a program has closed one of these, the system would hand out its number, and every print would write into the new file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the short files in which the kernel keeps its counters."""
+"""Reads the short files in which the kernel shows its counters."""
 
 from __future__ import annotations
 

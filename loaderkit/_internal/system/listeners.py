@@ -1,4 +1,4 @@
-"""Which process listens on a port of this machine, for messages."""
+"""Finds the process that listens on a port of this machine, for error messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def listener_of(port: int) -> str | None:
 
 def _open_in(folder: Path) -> Iterator[str]:
     for descriptor in os.listdir(folder):
-        with suppress(OSError):  # it was closed, as that of the listing
+        with suppress(OSError):  # it was closed meanwhile, as the descriptor of the listing itself is
             yield os.readlink(folder / descriptor)
 
 

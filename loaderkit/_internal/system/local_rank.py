@@ -1,4 +1,4 @@
-"""The number of this process among those that a launcher started on this machine."""
+"""The local rank: the number of this process among those that a launcher started on this machine."""
 
 from __future__ import annotations
 

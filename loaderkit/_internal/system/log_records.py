@@ -1,4 +1,4 @@
-"""Log records of other processes, which the loggers of the trainer's process handle."""
+"""Passes log records of other processes to the loggers of the trainer's process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ logger = logging.getLogger("loaderkit")
 
 
 def forward_logs(send: Callable[[dict[str, Any]], object], level: int) -> None:
-    """From now on this process's records go to `send`, each as a dict for `relay`, with its text made and bounded in length.
-    One that cannot be sent is printed to stderr rather than lost."""
+    """From now on this process's records go to `send`, each as a dict for `relay`, with its text formatted and bounded
+    in length. A record that cannot be sent is printed to stderr rather than lost."""
     logger.addHandler(_Forwarder(send))
     logger.setLevel(level)
     logger.propagate = False

@@ -8,9 +8,10 @@ _ROOT = Path("/")
 
 
 def numa_conflict(gpu: str | None, root: Path = _ROOT) -> str | None:
-    """Why what this process may use lies on different NUMA nodes, and what to do; None: it does not, or nothing tells.
+    """Why the CPUs, memory or GPU of this process lie on different NUMA nodes, and what to do. None if they do not, or
+    if it is not known.
 
-    `gpu` is its address on the PCI bus. What is seen is what the kernel allows: affinity and cpusets, not where pages lie.
+    `gpu` is its address on the PCI bus. The function sees what the kernel allows, affinity and cpusets, not where pages lie.
     """
     system = root / "sys/devices/system/node"
     nodes = {int(folder.name[4:]): _listed(folder / "cpulist") for folder in system.glob("node[0-9]*")}

@@ -1,4 +1,4 @@
-"""The kernel's counters of other processes: what those that load do, and which programs use the CPUs."""
+"""Reads the kernel's counters of other processes: what loading processes do, and which programs use the CPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ProcessCounters:
         return type(self)(*(getattr(self, name) + getattr(other, name) for name in _COUNTERS))
 
     def minus(self, earlier: ProcessCounters) -> Self:
-        """The rise since `earlier`; memory stays that of now."""
+        """The rise since `earlier`; memory is the present memory."""
         rise = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS if name != "rss_bytes"}
         return type(self)(**rise, rss_bytes=self.rss_bytes)
 
@@ -40,7 +40,7 @@ _COUNTERS = tuple(field.name for field in fields(ProcessCounters))
 
 
 def process_counters(pid: int) -> ProcessCounters | None:
-    """The counters of a process of this user; None if there is none with that number, or one that has ended. Takes 0.1 ms."""
+    """The counters of a process of this user; None if no process has that number, or if it has ended. Takes 0.1 ms."""
     row = _stat(pid)
     if row is None or row.state in "ZX":
         return None
@@ -70,13 +70,13 @@ def thread_times(pid: int | str, thread: int | None = None) -> tuple[float, floa
 
 
 def thread_delayed_s() -> float:
-    """How long this thread was ready to run so far while no CPU was free, in seconds; 0 where the kernel does not tell."""
+    """How long this thread was ready to run so far while no CPU was free, in seconds; 0 where the kernel does not say."""
     row = content("/proc/thread-self/schedstat").split()
     return int(row[1]) * 1e-9 if row else 0.0
 
 
 def process_started_s(pid: int) -> float | None:
-    """When a process was started, by CLOCK_BOOTTIME; None if there is none with that number."""
+    """When a process was started, by CLOCK_BOOTTIME; None if no process has that number."""
     row = _stat(pid)
     return None if row is None else row.started_s
 
@@ -97,8 +97,8 @@ def programs() -> dict[int, Program]:
 
 
 def busiest(before: Mapping[int, Program], now: Mapping[int, Program], own: int) -> list[tuple[str, float]]:
-    """What other programs used in between, as (name with number, CPU seconds), the busiest first: neither the process `own` nor
-    those that it has started."""
+    """What other programs used in between, as (name with number, CPU seconds), the busiest first. The process `own` and
+    those that it has started are left out."""
     used = []
     for pid, program in now.items():
         if own in (pid, program.parent):

@@ -1,5 +1,6 @@
-"""Threads of a program that ends. From Python 3.12 on none can be begun once the main thread has returned, while Python waits
-for those that run and are no daemons: a save that is written behind training must then do without new ones."""
+"""Starts threads while the program may be ending. From Python 3.12 on no thread can be started once the main thread has
+returned, although Python still waits for the running threads that are not daemons. A save that is written behind
+training must then do without new threads."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ if _at_end is not None:
 
 
 class ProgramEndsError(RuntimeError):
-    """A thread could not be begun, as the program ends."""
+    """A thread could not be started, because the program is ending."""
 
 
 def program_ends() -> bool:
-    """True once the main thread has returned. Threads that are no daemons may run on."""
+    """True once the main thread has returned. Threads that are no daemons may still run."""
     return _ending.is_set() or not threading.main_thread().is_alive()
 
 

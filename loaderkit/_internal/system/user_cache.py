@@ -1,4 +1,4 @@
-"""The user's cache directory: what was found out about a file once is kept there."""
+"""The user's cache directory, which keeps what was found out about files, so that it is found out once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def default_cache_dir() -> Path:
 
 
 def path_in_cache(cache_dir: Path, folder: str, what: str, extension: str) -> Path:
-    """Where something is kept about `what`, such as the full name of an object."""
+    """The path for what is kept about `what`, such as the full name of an object."""
     return (
         Path(cache_dir)
         / folder
@@ -38,7 +38,7 @@ def path_in_cache(cache_dir: Path, folder: str, what: str, extension: str) -> Pa
 
 def keep(path: Path, write: Callable[[IO[bytes]], object]) -> bool:
     """Create or replace a file by what `write` writes, whole or not at all. False if this machine's disk does not take it, as
-    when it is full: that only costs time at the next start. Raises what else `write` raises, such as errors of a store."""
+    when it is full: that only costs time at the next start. Raises the other errors of `write`, such as errors of a store."""
     try:
         replace_file(path, write)
     except LoaderkitError:

@@ -1,1 +1,1 @@
-"""Finds a checkpoint, tells its format, reads its contents and its manifest."""
+"""Finds a checkpoint, recognises its format, reads its contents and its manifest."""

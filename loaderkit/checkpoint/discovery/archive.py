@@ -1,4 +1,4 @@
-"""The members of tar archives as objects, over any connector that holds the archives."""
+"""Reads the members of tar archives as objects, over any connector that holds the archives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loaderkit.sources.formats.tar_index.index import Member
 
 @dataclass
 class _Archive:
-    """One archive as it was when its members were read; `lock` is held while they are."""
+    """One archive as it was when its members were read; `lock` is held while they are read."""
 
     info: ObjectInfo
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -26,8 +26,9 @@ class TarConnector(ConnectorLayer):
     """Objects called "<archive's key>/<member's name>": the regular files inside the `.tar` objects of `inner`.
 
     `members` gives the members of one archive in archive order; it is called once an archive, when that archive is
-    first needed, from any thread. Of members with one name the last counts, as when a tar is extracted. Names are
-    only ever looked up, never used as paths. `archive` is the key of one that may be called otherwise.
+    first needed, from any thread. Of members with the same name the last counts, as when a tar is extracted. Names are
+    only ever looked up, never used as paths. `archive` is the key of one object that is an archive whatever its name
+    is.
     """
 
     def __init__(self, inner: Connector, members: Callable[[ObjectInfo], Sequence[Member]], archive: str = "") -> None:
@@ -49,7 +50,7 @@ class TarConnector(ConnectorLayer):
             if info.key.endswith(".tar") or info.key == self._archive_key
             if (info.key + "/").startswith(prefix) or prefix.startswith(info.key + "/")
         ]
-        # "a.tar-b.tar/x" comes before "a.tar/x", so the archives' own order is not that of the members.
+        # "a.tar-b.tar/x" comes before "a.tar/x", so the order of the archives is not the order of their members.
         infos.sort(key=lambda info: _order(info.key + "/"))
         while infos:
             # A store may hold both "a.tar" and "a.tar/b.tar"; their members then interleave.
@@ -68,7 +69,7 @@ class TarConnector(ConnectorLayer):
         return modified_s_of(self.inner, self._find(key)[0].info.key)
 
     def writes(self) -> None:
-        """None: members of an archive are not written one by one."""
+        """Gives None, because members of an archive are not written one by one."""
 
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the member's bytes from `start` on, or raise; see `Connector.read_into`.

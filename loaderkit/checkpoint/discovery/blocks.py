@@ -1,4 +1,5 @@
-"""Reads whole objects on several threads, in parts, and hashes their blocks: to write a manifest, to verify, to copy."""
+"""Reads whole objects in parts, on several threads, and hashes their blocks: for writing a manifest, verifying and
+copying."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The objects of a checkpoint as its manifest names them: to parse its description takes tens of milliseconds."""
+"""Lists the objects of a checkpoint from its manifest, since parsing its description takes tens of milliseconds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _MOST_BYTES = 1 << 20  # of a manifest that is read here
 
 
 def objects_by_manifest(infos: Mapping[str, ObjectInfo], fetch: Fetch) -> tuple[Description, list[ObjectInfo]] | None:
-    """The kind of description and the objects of a checkpoint whose directory has `infos`, by name: where its files have the
-    sizes of its manifest, and the description, in safetensors also the beginning of each file, has the checksums. Else None."""
+    """The kind of description and the objects of a checkpoint whose directory has `infos`, by name: if its files have
+    the sizes in its manifest, and its description has the checksums (in safetensors also the beginning of each file).
+    Else None."""
     descriptions = [known for known in DESCRIPTIONS if known.key in infos]
     checksums = _checksums_in(infos.get(NAME), fetch)
     if len(descriptions) != 1 or checksums is None or descriptions[0].key not in checksums:
@@ -35,7 +36,8 @@ def objects_by_manifest(infos: Mapping[str, ObjectInfo], fetch: Fetch) -> tuple[
 
 
 def _checksums_in(manifest: ObjectInfo | None, fetch: Fetch) -> Mapping[str, Checksums] | None:
-    """Those of a manifest, by name; None without one, for what is none, and while the checkpoint is saved again."""
+    """The checksums in a manifest, by name. None if there is no manifest, if the object is none, or while the
+    checkpoint is saved again."""
     if manifest is None or manifest.size > _MOST_BYTES:
         return None
     (data,) = fetch([ByteRange(manifest.key, 0, manifest.size, manifest.etag)])

@@ -13,9 +13,9 @@ Format = Literal["dcp", "safetensors"]
 
 
 class Description(NamedTuple):
-    """`format` is what a summary calls it, `key` the file's name, `suffix` ends those of the files it names. From its bytes:
-    the names of the files it needs, and the content of the files that go with it, which only other programs read. Both raise
-    FormatError."""
+    """`format` is what a summary calls it, `key` the file's name; the names of the files that it names end with
+    `suffix`. Its bytes give the names of the files it needs, and the content of the files that go with it, which only
+    other programs read. Both functions raise FormatError."""
 
     format: Format
     key: str
@@ -42,5 +42,5 @@ DESCRIPTIONS = (DCP, SAFETENSORS)
 
 
 def description_in(names: Container[str]) -> Description | None:
-    """That of the checkpoint whose directory has these names; None if it has none."""
+    """The description of the checkpoint whose directory has these names, or None if it has none."""
     return next((known for known in DESCRIPTIONS if known.key in names), None)

@@ -1,4 +1,4 @@
-"""Tells which files of a location are the checkpoint, and in which format.
+"""Decides which files of a location are the checkpoint, and in which format.
 
 The first bytes of all files are read at once and kept: they hold most headers whole.
 """
@@ -74,8 +74,8 @@ class CheckpointFiles:
 
 
 class FoundCheckpoint(NamedTuple):
-    """The files of a checkpoint, all files beside them by name, and where they are: below the location that was asked for if a
-    file there says so."""
+    """The files of a checkpoint, all files beside them by name, and where they are. That may be below the location that
+    was asked for, if a file there says so."""
 
     files: CheckpointFiles
     infos: dict[str, ObjectInfo]
@@ -142,7 +142,8 @@ def _folders_in(below: Iterable[str]) -> list[str]:
 
 def _parts(infos: Iterable[str], below: Iterable[str], folders: Sequence[str]) -> CheckpointFiles | None:
     """The descriptions in folders below, as accelerate and transformers save by FSDP: one of a model, one of its optimizer.
-    None if there are weights here, parts of several models, or a schedule, which is saved behind the optimizer, without one."""
+    None if there are weights here, or parts of several models, or a schedule but no optimizer, as the schedule is saved
+    after the optimizer."""
     if any(name.endswith(SUFFIXES) and not is_beside(name) for name in infos):
         return None
     found = [match for match in map(_PART.fullmatch, below) if match]
@@ -158,7 +159,7 @@ def _parts(infos: Iterable[str], below: Iterable[str], folders: Sequence[str]) -
 
 
 def _description(location: CheckpointLocation, infos: dict[str, ObjectInfo]) -> str | None:
-    """The file that names those of the checkpoint. Raises CheckpointError for one that was not committed."""
+    """The file that names the checkpoint's files. Raises CheckpointError for a checkpoint that was not committed."""
     if METADATA in infos and STATE in infos:
         raise _two_formats(location, ("dcp", METADATA), ("state", STATE))
     if METADATA in infos or STATE in infos:
@@ -290,7 +291,7 @@ def _usual_files(infos: dict[str, ObjectInfo]) -> list[str]:
 
 
 def _kind_of(location: CheckpointLocation, info: ObjectInfo, head: bytes) -> Kind | None:
-    """As `kind_of`. Raises CheckpointError for what is no checkpoint although its name says so."""
+    """As `kind_of`. Raises CheckpointError for a file that is no checkpoint although its name says so."""
     kind = kind_of(head, info.size)
     if kind is not None and kind != "tar":
         return kind

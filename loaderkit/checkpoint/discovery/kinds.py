@@ -1,4 +1,4 @@
-"""Tells what a file of a checkpoint is, by its name and by its first bytes."""
+"""Recognises what a file of a checkpoint is, by its name and by its first bytes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from loaderkit.checkpoint.formats.state_file import STATE
 METADATA = ".metadata"
 INDEX = ".index.json"
 DESCRIBING = (METADATA, INDEX, STATE)
-"""Ends the names of the files that readers take for the sign of a whole checkpoint."""
+"""Ends the names of the files whose presence tells readers that a checkpoint is whole."""
 USUAL_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (*USUAL_SUFFIXES, ".tar")
 SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(\..*)", re.DOTALL)
 """The name of one of several files: (stem, number, how many, suffix)."""
 INDEX_NAME = re.compile(r".+(\.\w+)\.index(?:\.[\w-]+)?\.json")
-"""The name of an index of shards, as of model.safetensors.index.json: (their suffix). Before ".json" may stand a variant."""
+"""The name of an index of shards, as of model.safetensors.index.json: (their suffix). There may be a variant before
+".json"."""
 HEAD_BYTES = 512
 """The bytes of a file that `kind_of` looks at."""
 # What frameworks write beside the weights: transformers, accelerate, Lightning, DeepSpeed, Megatron.
@@ -42,7 +43,7 @@ def step_in(name: str) -> int | None:
 
 
 def is_description(name: str) -> bool:
-    """True for a file that names those of the checkpoint in whose directory it is."""
+    """True for a file that names the files of the checkpoint in its directory."""
     return name in (METADATA, STATE) or INDEX_NAME.fullmatch(name) is not None
 
 
@@ -57,7 +58,7 @@ def is_pretrained(name: str) -> bool:
 
 
 def kind_of(head: bytes, size: int) -> Kind | None:
-    """What a file of `size` bytes is, as far as its first bytes tell; None for what is none of a checkpoint's."""
+    """What a file of `size` bytes is, as far as its first bytes say, or None if it is no file of a checkpoint."""
     if head.startswith(zip_records.MAGIC):
         return "torch"
     if head.startswith(_LEGACY):

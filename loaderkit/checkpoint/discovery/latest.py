@@ -24,8 +24,8 @@ _given: deque[tuple[str, str]] = deque(maxlen=64)  # (URL, prefix) of what `late
 
 
 def prefix_of(url: str | os.PathLike[str]) -> str | None:
-    """The prefix whose newest checkpoint this very string names, as `latest` has returned it; None for any other URL, also of
-    the same text: who has written it means that checkpoint."""
+    """The prefix, if this very string object is what `latest` has returned for it. None for any other URL, even an
+    equal text: a user who wrote the URL means that one checkpoint."""
     return next((prefix for given, prefix in tuple(_given) if given is url), None)
 
 
@@ -34,11 +34,12 @@ def latest(
 ) -> str:
     """The URL of the newest complete checkpoint directly below `prefix`: "runs/a" holding "step-100/", "step-2000/".
 
-    Newer is the larger step that the name tells ("step-2000" after "step-300"). Names without a step are older: those with
-    another number, then those without ("handpicked.pt"), then the best ("model_best.pt"), which may be of any step; what is
-    left equal is told by when it was written. A checkpoint is complete if its format says so, every file that it needs is there
-    and long enough and, with a manifest, its sizes and its description are unchanged. Others are skipped with a warning that
-    says why. Where no name tells a step, `prefix` may be the checkpoint itself.
+    Newer is the larger step in the name ("step-2000" after "step-300"). Names without a step are older: those with
+    another number, then those without ("handpicked.pt"), then the best ("model_best.pt"), which may be of any step;
+    checkpoints that are equal by then are ordered by when they were written. A checkpoint is complete if its format
+    says so, every file that it needs is there and long enough and, with a manifest, its sizes and its description are
+    unchanged. Others are skipped with a warning that says why. Where no name has a step, `prefix` may be the checkpoint
+    itself.
 
     If it is removed before `loaderkit.restore` has read it, as `keep` of a running job does, that restores the next newest.
     Raises CheckpointError if there is none, ConnectorError if the store cannot be reached.
@@ -84,9 +85,9 @@ def _candidates(prefix: str | os.PathLike[str], given: Mapping[str, Connector]) 
 def examined(
     prefix: str | os.PathLike[str], names: Iterable[str], verify: Verify, given: Mapping[str, Connector]
 ) -> Iterator[tuple[str, Exception | None]]:
-    """(name, what is wrong with it, None if it is a whole checkpoint) of those names below a prefix that may be checkpoints.
+    """(name, what is wrong with it, or None for a whole checkpoint) of the names below a prefix that may be checkpoints.
 
-    Of one that is gone that is a NothingThereError. Raises ConnectorError if the store cannot be reached.
+    For a checkpoint that is gone the error is a NothingThereError. Raises ConnectorError if the store cannot be reached.
     """
     for name in names:
         url = url_below(prefix, name) if name else prefix
@@ -103,7 +104,7 @@ def examined(
 
 
 def is_there(url: str | os.PathLike[str], given: Mapping[str, Connector]) -> bool:
-    """False if nothing is there; True also if that cannot be told."""
+    """False if nothing is there; True also if that cannot be known."""
     try:
         locate(url, given).close()
     except NothingThereError:

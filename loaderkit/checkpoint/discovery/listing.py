@@ -33,8 +33,8 @@ class CheckpointSummary:
     """One checkpoint, or what is left of one.
 
     `problem` is "" for a whole one, else what is missing or wrong. `num_bytes` and `num_files` count the files that belong to
-    it; of one that is not whole, all files there. `time_s` is when it was committed, in seconds since 1970 by the clock of the
-    store; None where that does not say.
+    it; for one that is not whole they count all files that are there. `time_s` is when it was committed, in seconds
+    since 1970 by the clock of the store; None where the store does not say.
     """
 
     name: str
@@ -56,7 +56,8 @@ def by_age(name: str, time_s: float | None = None) -> tuple[Any, ...]:
     """A sort key by which the newest comes last.
 
     The names of the best, which may be of any step, come first; then those without a number, with numbers ("epoch-9" before
-    "epoch-10"), and with a step ("step-300" before "step-2000"). What is equal then is told by `time_s`, when it was written.
+    "epoch-10"), and with a step ("step-300" before "step-2000"). Names that are equal by then are ordered by `time_s`,
+    when they were written.
     """
     parts = [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in _DIGITS.split(name)]
     kind, step = _age(name)
@@ -64,7 +65,7 @@ def by_age(name: str, time_s: float | None = None) -> tuple[Any, ...]:
 
 
 def _age(name: str) -> tuple[int, int]:
-    """The part of `by_age` that the step tells, or that there is none."""
+    """The part of `by_age` that comes from the step, or from its absence."""
     step = step_in(name)
     if step is not None:
         return _STEPS, step
@@ -116,11 +117,11 @@ def url_below(prefix: str | os.PathLike[str], name: str) -> str:
 def list_checkpoints(
     url: str | os.PathLike[str], connectors: Mapping[str, Connector] | None = None
 ) -> list[CheckpointSummary]:
-    """The checkpoints directly below `url`, the newest last, as `latest` tells it; or the one that `url` itself is.
+    """The checkpoints directly below `url`, the newest last, in the order of `latest`; or the one that `url` itself is.
 
-    A directory holds checkpoints if a name in it has a step ("step-100", "checkpoint-100.pt"), or if it is none itself. What is
-    being written, or was left half-written, is listed with its problem; other files are left out. Raises CheckpointError if
-    nothing is there, and ConnectorError if the store cannot be reached.
+    A directory holds checkpoints if a name in it has a step ("step-100", "checkpoint-100.pt"), or if it is no
+    checkpoint itself. What is being written, or was left half-written, is listed with its problem; other files are left
+    out. Raises CheckpointError if nothing is there, and ConnectorError if the store cannot be reached.
     """
     given, root = connectors or {}, os.fspath(url)
     location = locate(url, given)
@@ -163,7 +164,7 @@ def _present(summaries: Iterable[CheckpointSummary | None]) -> list[CheckpointSu
 def _by_manifest(
     location: CheckpointLocation, root: str, name: str, infos: list[ObjectInfo]
 ) -> CheckpointSummary | None:
-    """The summary of a checkpoint whose manifest tells it; None where its description has to be read."""
+    """The summary of a checkpoint from its manifest; None where its description has to be read."""
     prefix = f"{location.prefix}{name}/"
     found = objects_by_manifest({info.key.removeprefix(prefix): info for info in infos}, fetch_of(location.connector))
     if found is None:
@@ -182,7 +183,7 @@ def _by_manifest(
 
 
 def _summary(url: str, given: Mapping[str, Connector]) -> CheckpointSummary | None:
-    """None for what is no checkpoint. Raises CheckpointError if nothing is there."""
+    """The summary of a checkpoint, or None for what is no checkpoint. Raises CheckpointError if nothing is there."""
     location = locate(url, given)
     try:
         fetch = fetch_of(location.connector)
@@ -213,7 +214,7 @@ def _summary(url: str, given: Mapping[str, Connector]) -> CheckpointSummary | No
 
 
 def _broken(connector: Connector, url: str, infos: list[ObjectInfo], problem: str) -> CheckpointSummary:
-    """The summary of what is not whole; all of its files count."""
+    """The summary of a checkpoint that is not whole; all of its files count."""
     return CheckpointSummary(
         name=_name_in(url),
         url=url,

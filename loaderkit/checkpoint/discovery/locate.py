@@ -19,7 +19,8 @@ from loaderkit.errors import CheckpointError, ObjectNotFoundError
 from loaderkit.sources.formats.tar_index import load_index
 
 SAVING = ".saving-"
-"""Begins the name of a directory that is being written, and of one beside it that tells by whom."""
+"""Begins the name of a directory that is being written, and the name of a file beside it that says which process writes
+it."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
@@ -28,8 +29,8 @@ class NothingThereError(CheckpointError):
 
 
 class CheckpointLocation(NamedTuple):
-    """Where a checkpoint is: its one object `single`, or without it the directory `prefix` ("" or "name/"), in which the file
-    `named` says what belongs to it; "": that is to be found out."""
+    """Where a checkpoint is: its one object `single`, or else the directory `prefix` ("" or "name/"). The file `named`
+    in the directory says which files belong to it; with "" that is still to be found out."""
 
     url: str
     connector: Connector
@@ -44,7 +45,7 @@ class CheckpointLocation(NamedTuple):
             self.connector.close()
 
     def of(self, checkpoint: Checkpoint) -> CheckpointLocation:
-        """Where a checkpoint is that was opened here: a file may have named a folder below."""
+        """The location of a checkpoint that was opened here, since a file may have named a folder below."""
         return self._replace(url=checkpoint.name, prefix=checkpoint.prefix)
 
     def objects(self) -> Iterator[ObjectInfo]:
@@ -108,7 +109,7 @@ def _find(url: str, connector: Connector, key: str, owned: bool) -> CheckpointLo
 
 
 def _of_file(url: str, connector: Connector, info: ObjectInfo, owned: bool) -> CheckpointLocation:
-    """The location of a file; of one that says what belongs to a checkpoint its directory."""
+    """The location of a file, or its directory if the file says what belongs to a checkpoint."""
     folder, slash, name = info.key.rpartition("/")
     if is_description(name):
         return CheckpointLocation(url, connector, folder + slash, None, owned, name)

@@ -59,8 +59,9 @@ def needed_objects(checkpoint: Checkpoint) -> list[ObjectInfo]:
 def manifest_of(
     objects: Mapping[str, Any], block_bytes: int = MAX_BLOCK_BYTES, replacing: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The content of a manifest. `objects` are num_bytes, hashes and, where it differs, block_bytes by name; `replacing` are
-    those of the objects that are being replaced, after which these are the checkpoint's."""
+    """The content of a manifest. `objects` are num_bytes, hashes and, where it differs, block_bytes by name;
+    `replacing` is the same for the objects that are being replaced: they are the checkpoint's until the save is
+    committed."""
     manifest = {"version": _VERSION, "hash": hashing.NAME, "block_bytes": block_bytes, "objects": dict(objects)}
     return manifest | ({"replacing": dict(replacing)} if replacing else {})
 
@@ -71,9 +72,9 @@ def write_manifest(
     connectors: Mapping[str, Connector] | None = None,
     block_bytes: int = MAX_BLOCK_BYTES,
 ) -> dict[str, Any]:
-    """Read a checkpoint once and write the checksums of its blocks beside it; the manifest that was written.
+    """Read a checkpoint once and write the checksums of its blocks beside it; returns the manifest.
 
-    Raises CheckpointError for one that is not whole, or that lies where nothing can be written; ConfigError.
+    Raises CheckpointError for a checkpoint that is not whole, or that is where nothing can be written; ConfigError.
     """
     if not 4096 <= block_bytes <= MAX_BLOCK_BYTES:
         raise ConfigError(f"block_bytes is {block_bytes}: expected 4096 to {MAX_BLOCK_BYTES}")
@@ -101,7 +102,7 @@ def write_manifest(
 def read_manifest(
     location: CheckpointLocation, checkpoint: Checkpoint, verify: Verify, fetch: Fetch
 ) -> dict[str, Checksums]:
-    """The checksums of a checkpoint's objects by key; their sizes are compared at once. Empty without a manifest, and with
+    """The checksums of a checkpoint's objects by key; their sizes are compared at once. Empty without a manifest; with
     "auto" also if the store does not say whether there is one.
 
     Raises CheckpointError if `verify` is True and there is none, or if an object differs from the manifest in size.
@@ -217,7 +218,7 @@ def block_of(info: ObjectInfo, checksums: Checksums, number: int) -> ByteRange:
 
 
 def damaged_block(blocks: Sequence[ByteRange], checksums: Mapping[str, Checksums], fetch: Fetch) -> ByteRange | None:
-    """The first of some blocks whose bytes are not those of the checksums, which are by key."""
+    """The first of some blocks whose bytes differ from their checksums, which are given by key."""
     for begin in range(0, len(blocks), _MAX_COMPARED):
         some = blocks[begin : begin + _MAX_COMPARED]
         for block, data in zip(some, fetch(some), strict=True):

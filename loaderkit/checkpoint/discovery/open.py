@@ -39,8 +39,8 @@ _MAX_RESTS = 64  # read at once
 
 
 def open_checkpoint(location: CheckpointLocation, fetch: Fetch, *, export: bool = False) -> Checkpoint:
-    """The checkpoint at a location; `export`: or the export. `fetch` reads many ranges at once. It may be in a folder below,
-    as its name and prefix then say: see `CheckpointLocation.of`.
+    """The checkpoint at a location, or with `export` the export. `fetch` reads many ranges at once. The checkpoint may
+    be in a folder below; its name and prefix then say so: see `CheckpointLocation.of`.
 
     Raises CheckpointError, FormatError, ConnectorError.
     """

@@ -83,8 +83,8 @@ def open_deepspeed(checkpoint: Checkpoint, chosen: CheckpointFiles, fetch: Fetch
 
 
 def open_common(checkpoint: Checkpoint, info: ObjectInfo, fetch: Fetch) -> None:
-    """Add what Megatron saves beside a checkpoint of torch.distributed.checkpoint. What only its code could make, such as the
-    program's arguments, lies beside. Raises CheckpointError, FormatError."""
+    """Add what Megatron saves beside a checkpoint of torch.distributed.checkpoint. What only its code could make, such
+    as the program's arguments, is named in `beside` and left out. Raises CheckpointError, FormatError."""
     (head,) = heads_of([info], fetch).values()
     name = info.key[len(checkpoint.prefix) :]
     try:
@@ -130,7 +130,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def entry_of(starts: dict[str, int], key: str, view: torch_zip.View) -> TensorEntry:
-    """The tensor that a view in the object `key` is; `starts` are those of its storages."""
+    """The tensor that a view in the object `key` is; `starts` are the starts of its storages."""
     base, item = starts[view.storage.key], view.dtype.itemsize
     shard = TensorShard(
         (0,) * len(view.shape), view.shape, key, base + view.offset * item, view.num_spanned * item, view.strides

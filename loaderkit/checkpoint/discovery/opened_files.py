@@ -40,7 +40,8 @@ def require_new(checkpoint: Checkpoint, name: str, info: ObjectInfo) -> None:
 
 
 def indexed_names(checkpoint: Checkpoint, chosen: CheckpointFiles, suffix: str) -> dict[str, set[str]] | None:
-    """File -> the names in it according to the index; None without an index. The other files of the kind lie beside."""
+    """File -> the names in it according to the index; None without an index. Other files of this kind are no part of
+    the checkpoint."""
     if chosen.index is None:
         return None
     info = checkpoint.objects[chosen.index]

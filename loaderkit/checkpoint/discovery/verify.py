@@ -34,7 +34,8 @@ def verify_checkpoint(
 ) -> Verification:
     """Read all files of a checkpoint once and compare every block with the manifest; a block that differs is read once more.
 
-    `progress` is called with the bytes of every part. Raises CheckpointError for one that has no manifest or is not whole.
+    `progress` is called with the bytes of every part. Raises CheckpointError for a checkpoint that has no manifest or
+    is not whole.
     """
     location = locate(url, connectors or {})
     try:
@@ -56,7 +57,7 @@ def verify_checkpoint(
 
 
 def damaged_ranges(connector: Connector, part: HashedPart, checksums: Mapping[str, Checksums]) -> list[tuple[int, int]]:
-    """The ranges [start, end) of a part whose bytes are not those of the manifest, even when they are read once more."""
+    """The ranges [start, end) of a part whose bytes differ from the manifest, even when they are read once more."""
     known = checksums[part.info.key]
     damaged: list[tuple[int, int]] = []
     for number, value in enumerate(part.hashes, part.first_block):

@@ -1,1 +1,1 @@
-"""Another process that writes copies of a state: shared memory for the copies, and calls of a function there."""
+"""A second process that writes copies of a state: shared memory for the copies, and calls of functions in that process."""

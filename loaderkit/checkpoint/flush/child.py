@@ -34,7 +34,7 @@ main(parent, connection)"""
 """The interpreter's -c program. `settings` is the descriptor of a file with sys.path and sys.argv, which may be too long for a
 command line."""
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-"""All it gets lies in host memory: a context on the GPU would take some of the GPU's."""
+"""The process needs host memory only: a context on the GPU would take some of the GPU's memory."""
 
 
 def main(parent: int, descriptor: int) -> NoReturn:

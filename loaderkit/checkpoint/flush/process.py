@@ -1,4 +1,4 @@
-"""The process that writes checkpoints, from training's side."""
+"""The process that writes checkpoints, from the side of the training process."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ class FlushProcess:
         self._is_closed = False
 
     def call(self, state: Any, *arguments: Any) -> Any:
-        """What the function returns for a copied state, which lies in the memory given, and for what can be pickled.
+        """Calls the function with a copied state, which lies in the given memory, and with arguments that can be
+        pickled; returns its result.
 
-        Raises what it raises, and CheckpointError if the process ends meanwhile; the next call starts another one.
+        Raises what the function raises, and CheckpointError if the process ends meanwhile; the next call starts another one.
         """
         self._is_closed = False
         try:
@@ -79,7 +80,7 @@ class FlushProcess:
         return outcome.result
 
     def close(self) -> None:
-        """End the process; where a thread is in a call, when that returns. Another call may follow. Idempotent."""
+        """End the process; if a thread is in a call, once that returns. Another call may follow. Idempotent."""
         self._is_closed = True  # first, as the thread looks when it has released the lock
         if self._calling.acquire(blocking=False):
             try:

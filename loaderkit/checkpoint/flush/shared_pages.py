@@ -1,4 +1,5 @@
-"""Memory for copies of a state that two processes map. It lies in files without a name: none is left when both have ended."""
+"""Memory for copies of a state that two processes map. It lies in files without a name, so nothing is left when both
+have ended."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from loaderkit.errors import CheckpointError
 
 
 class AreaOffset(NamedTuple):
-    """Where memory lies: the number of an area, and the first byte in it."""
+    """A place in the shared memory: the number of an area, and the first byte in it."""
 
     area: int
     start: int
@@ -35,7 +36,7 @@ class _SharedArea(NamedTuple):
 
 
 class SharedPages:
-    """The areas of the process that copies states. An area is kept as long as an array of it."""
+    """The areas in the process that copies states. An area is kept as long as any array in it."""
 
     def __init__(self) -> None:
         self._areas: dict[int, _SharedArea] = {}
@@ -69,7 +70,7 @@ class SharedPages:
         return list(self._areas)
 
     def place_of(self, address: int, num_bytes: int) -> AreaOffset | None:
-        """Where memory of this process lies; None: in no area."""
+        """Where memory of this process lies, or None if it is in no area."""
         for number, area in list(self._areas.items()):
             start = address - area.address
             if start >= 0 and start + num_bytes <= area.num_bytes:

@@ -35,7 +35,7 @@ class _SharingPickler(pickle.Pickler):
             return None
         kind = value.dtype, tuple(value.shape)
         if not value.numel():
-            return None, *kind  # torch does not pickle those of every type
+            return None, *kind  # torch does not pickle empty tensors of every type
         place = self._memory.place_of(value.data_ptr(), value.numel() * value.itemsize)
         if place is None or not value.is_contiguous():
             return None

@@ -1,1 +1,1 @@
-"""Formats of checkpoints, from bytes to entries. Callables given to them do the reading."""
+"""Formats of checkpoints: from bytes to entries. The functions get callables that do the reading."""

@@ -28,7 +28,8 @@ def absmax_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def quantized(values: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
-    """The codes of `values` [N], int8 [N]; `absmax` are those of its blocks. A block that is not finite has codes 0."""
+    """The codes of `values` [N], int8 [N]; `absmax` are the largest absolute values of its blocks. A block that is not
+    finite has codes 0."""
     scaled = _in_blocks(values.float()) / absmax[:, None] * _LARGEST
     codes: torch.Tensor = torch.nan_to_num(scaled, 0.0, 0.0, 0.0).round().to(torch.int8).flatten()[: len(values)]
     return codes
@@ -41,7 +42,8 @@ def dequantized(codes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of an export with `quantize: int8`, by name, as float32; those that are not quantised are as they were."""
+    """The tensors of an export with `quantize: int8`, by name, as float32; tensors that are not quantised stay as they
+    are."""
     scales = {name for name in tensors if name.endswith(ABSMAX) and name.removesuffix(ABSMAX) in tensors}
     return {
         name: dequantized(tensor, tensors[name + ABSMAX]) if name + ABSMAX in scales else tensor

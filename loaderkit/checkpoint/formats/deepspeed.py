@@ -1,4 +1,4 @@
-"""What DeepSpeed saves of a ZeRO run, merged: whole weights and the whole state of the optimizer, of any number of ranks.
+"""Merges what DeepSpeed saves of a ZeRO run: whole weights and the whole state of the optimizer, from any number of ranks.
 
     *zero_pp_rank_R_mp_rank_00_optim_states.pt    rank R's part of flat vectors: fp32 weights, and each state of the optimizer
     mp_rank_00_model_states.pt                    names and shapes of the parameters in their order in those, and the rest
@@ -27,7 +27,7 @@ from loaderkit.errors import FormatError
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 """The name of a rank's part of the optimizer: (rank among those that share the data, rank among those that share the model)."""
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-"""The name of a file with the rest; of ZeRO 3 each rank has one."""
+"""The name of a file with the rest; in a run of ZeRO 3 each rank has one."""
 _EXPERTS = re.compile(r"(?:expp_rank_|expert_|layer_\d+_expert_).*\.pt")
 _HANDLED = ("module", "optimizer", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes",
             "frozen_param_fragments", "universal_checkpoint_info")  # fmt: skip
@@ -69,8 +69,8 @@ def merge(models: Sequence[RankFile], parts: Sequence[RankFile]) -> dict[str, An
     """The nested state of a run: "module" and "optimizer" as `torch.distributed.checkpoint.state_dict` names them, and the rest
     of the first file. Tensors are `TensorEntry`; in the rest they are still a `View` of that file.
 
-    `models`: the files with the rest, by rank (of the ranks after the first only frozen parts are used); `parts`: those of the
-    optimizer. Weights are fp32, as the optimizer has them. Raises FormatError.
+    `models`: the files with the rest, by rank (of the ranks after the first only frozen parts are used); `parts`: the
+    files of the optimizer. Weights are fp32, as the optimizer has them. Raises FormatError.
     """
     try:
         run = _ZeroRun(models, parts)
@@ -83,8 +83,8 @@ def merge(models: Sequence[RankFile], parts: Sequence[RankFile]) -> dict[str, An
 
 
 def with_frozen(model: RankFile, names: Sequence[str], num_ranks: int) -> list[str]:
-    """Which of `names`, the files with the rest by rank, are needed besides the first, which is `model`: those of all ranks if
-    ZeRO 3 has cut parameters that are not trained. Raises FormatError if one of these is missing."""
+    """Which of `names`, the files with the rest by rank, are needed besides `model`, which is the first: those of all
+    ranks if ZeRO 3 has cut parameters that are not trained. Raises FormatError if one of these is missing."""
     ranks = [match[1] for match in map(MODEL_FILE.fullmatch, names) if match]
     if not isinstance(model.value, Mapping) or not model.value.get("frozen_param_fragments") or ranks[0] is None:
         return []
@@ -142,7 +142,8 @@ class _Line:
 
 
 class _Parameter(NamedTuple):
-    """A parameter: the number of its flat vector, and where in that it begins: of ZeRO 3 in that of each rank."""
+    """A parameter: the number of its flat vector, and where it begins there. With ZeRO 3 it begins there in each rank's
+    part."""
 
     group: int
     first: int
@@ -210,7 +211,7 @@ class _ZeroRun:
                 at += -(-prod(shape) // num_ranks) if self.is_sharded else prod(shape) + gap
             if not self.is_sharded:
                 size = sum(entry.shape[0] for entry in self._weights[number])
-                # Each part is a multiple of two elements, of which the last rank's are cut off, or are not.
+                # Each part is a multiple of two elements; the last rank's padding may be cut off or not.
                 if not at <= size < at + 2 * num_ranks:
                     raise FormatError(f"the parameters of group {number} are {at} elements, and its flat vector {size}")
         if self.is_sharded:
@@ -326,8 +327,8 @@ class _ZeroRun:
         return {"state": state, "param_groups": self._groups(bases[0])}
 
     def _is_flat(self, group: int, found: Sequence[Any]) -> bool:
-        """True if a state has as many elements as the weights, but for those that fill the last rank's part. Raises FormatError
-        if it has on some ranks only."""
+        """True if a state has as many elements as the weights, apart from the padding of the last rank's part. Raises
+        FormatError if that is so on some ranks only."""
         are_flat = {
             isinstance(view, View) and len(view.shape) == 1 and view.shape[0] >= weights.shape[0]
             for view, weights in zip(found, self._weights[group], strict=True)
@@ -367,8 +368,8 @@ def _entry(line: _Line, shape: Shape, pieces: Iterable[_Piece]) -> TensorEntry:
 
 
 def _difference(one: Any, other: Any, depth: int = 0) -> str | None:
-    """Where two states have different numbers or texts, such as the step; None where both have the same. Tensors, and what
-    only one has, do not count."""
+    """Where two states have different numbers or texts, such as the step; None if they are the same. Tensors, and
+    entries that only one state has, do not count."""
     if depth > _MAX_COMPARED:
         return None
     inside: Iterable[tuple[str, Any, Any]]

@@ -1,4 +1,4 @@
-"""Checks of a pickle's opcodes, for what would end or hang the process before the unpickler could refuse it."""
+"""Checks a pickle's opcodes for what would end or hang the process before the unpickler could refuse it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Plain values as JSON, and back, without loss: what JSON has no form for is an object with one key that begins with "$".
+"""Plain values as JSON, and back, without loss. A value that JSON has no form for is an object with one key that begins
+with "$".
 
     (1, 2)   {"$tuple": [1, 2]}        b"ab"    {"$bytes": "YWI="}        inf    {"$float": "000000000000f07f"}
 
@@ -30,7 +31,8 @@ _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def encode(name: str, value: Any) -> Any:
-    """The value `name` of a state, as `json.dumps` takes it. Raises ConfigError for what cannot be held without loss."""
+    """The value `name` of a state in a form that `json.dumps` takes. Raises ConfigError for a value that cannot be
+    stored without loss."""
     return _encoded(name, value, 0)
 
 
@@ -123,7 +125,7 @@ def _text(data: bytes) -> str:
 
 
 def decode(value: Any) -> Any:
-    """The value that `encode` had. Raises FormatError for what it never returns."""
+    """The value that was given to `encode`. Raises FormatError for data that `encode` never returns."""
     try:
         return _decoded(value, 0)
     except FormatError:

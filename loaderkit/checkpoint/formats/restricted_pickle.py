@@ -33,7 +33,7 @@ def shown(value: Any) -> str:
 
 
 class StandIn:
-    """The object that a pickle gets instead of what it names. `what` is the name, "package.module.name".
+    """The object that a pickle gets in place of what it names; `what` is the name, "package.module.name".
 
     No stand-in is a value of a restored checkpoint: one with `is_settled` is replaced by a value, any other is refused.
     """

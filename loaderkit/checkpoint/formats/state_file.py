@@ -1,4 +1,4 @@
-"""`loaderkit-state.json`: what makes one checkpoint of safetensors files. It names them and has what they cannot hold.
+"""`loaderkit-state.json`: makes one checkpoint of several safetensors files. It names them, and holds what they cannot hold.
 
 The files of a part of the state have the part's own names ("weight" in model.safetensors for "model.weight"), so that other
 programs load them. Here are the prefixes of names, names of tied tensors, plain values, and the paths in the nested state.
@@ -36,8 +36,8 @@ class TensorsFile:
 
 @dataclass(frozen=True)
 class StateFile:
-    """`files` by name; `values` as `plain_json.encode` gives them, `aliases` name -> the name of the same tensor. `export`: for
-    one, of what and how, and with what error."""
+    """`files` by name; `values` as `plain_json.encode` gives them; `aliases` map a name to the name of the same tensor.
+    `export` is for an export: what it was made of and how, and its error."""
 
     files: dict[str, TensorsFile]
     values: dict[str, Any] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def _check(state: StateFile) -> None:
 
 def companions_of(state: StateFile) -> dict[str, bytes]:
     """The files beside it that Hugging Face's loaders look for, by name: an index for a part of several files, and the
-    model's config.json. They follow from it, so that they are written again after a crash."""
+    model's config.json. They can be made from this file alone, so they are written again after a crash."""
     companions: dict[str, bytes] = {}
     weights: dict[str, dict[str, str]] = {}
     sizes: dict[str, int] = {}

@@ -1,7 +1,9 @@
-"""The archive that `torch.save` makes of one contiguous tensor, without the tensor: what comes before its bytes and after.
+"""The archive that `torch.save` makes of one contiguous tensor, without the tensor: the bytes before it and the bytes
+after it.
 
-So a tensor is written from its memory, chunk by chunk. The archive is a zip of seven records, none of them packed; the bytes of
-each start at a multiple of 64. Checksums follow the bytes that they are of, so all before a tensor is known without it.
+So a tensor can be written from its memory, chunk by chunk. The archive is a zip of seven records, none of them
+compressed; the bytes of each start at a multiple of 64. The checksum of a record comes after its bytes, so everything
+before the tensor is known without reading the tensor.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class WrittenRecord(NamedTuple):
 
     @property
     def flags(self) -> int:
-        """The bits that say how its name and its checksum are written."""
+        """The bits in the header that say how the record's name and checksum are written."""
         return _UTF8 | (_CRC_FOLLOWS if self.size else 0)
 
     def header(self) -> bytes:
@@ -150,7 +152,7 @@ def archive_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorArchive:
 
 
 def _ended(start: int, end: int, count: int) -> bytes:
-    """What ends an archive, whose directory of `count` records is [start, end)."""
+    """The end of an archive whose directory of `count` records is [start, end)."""
     end64 = _END64.pack(b"PK\6\6", _END64.size - 12, 0x031E, 45, 0, 0, count, count, end - start, start)
     last = _END.pack(b"PK\5\6", 0, 0, count, count, min(end - start, _WIDE), min(start, _WIDE), 0)
     return end64 + _END64_LOCATOR.pack(b"PK\6\7", 0, end, 1) + last

@@ -1,4 +1,5 @@
-"""The format of `torch.save`: a zip archive, never packed, with a pickle that describes the state and one record a storage.
+"""The format of `torch.save`: a zip archive without compression, with a pickle that describes the state and one record
+for each storage.
 
 The pickle (`data.pkl`) is read by `restricted_pickle`, so nothing in it runs.
 """

@@ -1,4 +1,4 @@
-"""The records of a zip archive that is not packed, from the directory at its end."""
+"""The records of an uncompressed zip archive, from the directory at its end."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Fetch = Callable[[Sequence[tuple[int, int]]], list[bytes]]
 
 
 class ZipRecord(NamedTuple):
-    """One record of an archive, as its directory describes it. The start of its bytes, behind the header, is not in there; they
-    end before `limit`, where the next record begins."""
+    """One record of an archive, as the zip's directory describes it. The directory does not say where the bytes start,
+    behind the record's header; they end before `limit`, where the next record begins."""
 
     name: str
     header: int

@@ -94,9 +94,9 @@ class Tiers:
             if self._uploads is not None and not self._is_claimed:
                 self._near.put(_CLAIM, json.dumps({"version": 1, "to": self._far.url}).encode())
                 self._is_claimed = True
-            if self._board is None or self._board.rank == 0:
-                self._far.occupy()
             yield
+            if self._board is None or self._board.rank == 0:  # now, as nothing local waits for a far store that is slow
+                self._far.occupy()
 
     def check_rewound(self, chosen: int, step: int) -> None:
         """Raise ConfigError on every rank if there are later whole steps than `step`: a job that went back to `chosen` would

@@ -1,1 +1,2 @@
-"""Which rank writes which bytes of a checkpoint: each byte once, and all ranks about as many. Arithmetic only."""
+"""Decides which rank writes which bytes of a checkpoint: each byte is written once, and all ranks write about as many.
+Arithmetic only."""

@@ -1,4 +1,4 @@
-"""Divides what several ranks hold alike among them, so that all ranks write about as many bytes.
+"""Divides what several ranks hold alike, so that all ranks write about as many bytes.
 
 Most blocks stay whole: they go, the largest first, to the rank with the least to write. Only as many of the largest blocks are
 cut as it takes to level the rest. How much of those each rank gets is water-filling, group of ranks by group of ranks, repeated
@@ -13,8 +13,9 @@ from math import gcd, prod
 from typing import NamedTuple
 
 MIN_CUT_BYTES = 16 * 2**10
-"""A block of fewer bytes is not cut: it may be what each rank has of its own under one name, as the state of a random number
-generator (5,056 bytes), or the statistics of a batch norm, of which parts of two ranks make no whole."""
+"""A block of fewer bytes is not cut: each rank may have a value of its own under that name, such as the state of a
+random number generator (5,056 bytes) or the statistics of a batch norm, and parts of two ranks' values make no whole
+one."""
 _ALIGNMENT = 64  # bytes: of items in a file, so that large ones can be written from where they lie
 _CUTS_PER_SHARE = 400  # a cut is made up to 1/400 of a rank's share off its place, where that saves it
 _MAX_SWEEPS = 50
@@ -36,7 +37,7 @@ class HeldBox(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Elements [first, end), in C order, of the block of that number."""
+    """Elements [first, end), in C order, of the block with the given number."""
 
     block: int
     first: int
@@ -78,7 +79,7 @@ def _whole(number: int, block: HeldBox) -> Span:
 
 
 def _to_cut(blocks: Sequence[HeldBox], numbers: Sequence[int], num_ranks: int) -> list[int]:
-    """Of the blocks of a group of ranks, the largest ones, as many as level what whole blocks leave uneven."""
+    """The largest blocks of a group of ranks: as many as must be cut to level what whole blocks leave uneven."""
     able = [number for number in numbers if blocks[number].can_cut and blocks[number].num_bytes >= MIN_CUT_BYTES]
     able.sort(key=lambda number: (-blocks[number].num_bytes, number))
     num_bytes = 0
@@ -92,7 +93,8 @@ def _to_cut(blocks: Sequence[HeldBox], numbers: Sequence[int], num_ranks: int) -
 def _fill(loads: Sequence[int], amounts: Mapping[Ranks, int]) -> dict[Ranks, list[float]]:
     """How many bytes of its group's amount each rank gets, in the order of the group, so that the sums are as even as can be.
 
-    One group after the other is poured anew onto what the others give: that makes the sum of squares smaller each time.
+    One group after the other is distributed again on top of the other groups' bytes; each time the sum of squares
+    becomes smaller.
     """
     levels = [float(load) for load in loads]
     shares = {ranks: [0.0] * len(ranks) for ranks in sorted(amounts, key=len)}

@@ -18,23 +18,23 @@ from loaderkit.errors import CheckpointError
 
 @dataclass(frozen=True)
 class DescribedPlan(SavePlan):
-    """A local plan that says what its items do not: which lie in the same memory, which cannot be cut, and what is in them."""
+    """A local plan that also says which of its items lie in the same memory, which cannot be cut, and what is in them."""
 
     tied: tuple[int, ...] = ()
-    """By item the number of the first one in the same memory."""
+    """For each item the number of the first item in the same memory."""
     uncut: frozenset[int] = frozenset()
     samples: tuple[bytes, ...] = ()
-    """By item some of what the tensor holds (`sample_of`), or a digest of the plain value; b"": not known."""
+    """By item some of what the tensor holds (`sample_of`), or a digest of the plain value; b"" if it is not known."""
     objects: tuple[str, ...] = ()
-    """Names of the objects whose state is that of one rank."""
+    """Names of the objects whose state is taken from one rank."""
 
 
 _Key = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype | None]
 
 
 class Held(NamedTuple):
-    """The items of a rank's local plan, with `tied`, `uncut`, `samples` and `objects` as in DescribedPlan. `left_out` are the
-    numbers of those that a lower rank holds with other values."""
+    """The items of a rank's local plan, with `tied`, `uncut`, `samples` and `objects` as in DescribedPlan. `left_out`
+    are the numbers of the items that a lower rank holds with other values."""
 
     items: list[WriteItem]
     tied: tuple[int, ...]
@@ -45,7 +45,7 @@ class Held(NamedTuple):
 
     @classmethod
     def of(cls, plan: SavePlan) -> Held:
-        """What a local plan says; nothing is taken for tied unless it is a DescribedPlan."""
+        """What a local plan says; items count as tied only if it is a DescribedPlan."""
         if isinstance(plan, DescribedPlan):
             return cls(plan.items, plan.tied, plan.uncut, plan.samples, plan.objects)
         return cls(plan.items, tuple(range(len(plan.items))), frozenset(), ())
@@ -81,16 +81,17 @@ def check_alike(held: Sequence[Held]) -> None:
 
 
 class Unlike(NamedTuple):
-    """Names of which ranks hold other tensors, or other plain values."""
+    """Names of what ranks hold differently: tensors, and plain values."""
 
     tensors: frozenset[str] = frozenset()
     values: frozenset[str] = frozenset()
 
 
 def without_unlike(held: Sequence[Held]) -> tuple[list[Held], Unlike]:
-    """What the ranks hold, where samples differ on the lowest rank only, as one tensor is that of one rank; and the names.
+    """What the ranks hold. Where samples of a tensor differ, only the lowest rank holds it, as a tensor is saved from
+    one rank. And the names of these.
 
-    Of an object, which is one thing, all is then that of one rank.
+    If any part of an object differs, the whole object is taken from one rank.
     """
     kept, apart = _objects_of_one_rank(held)
     known: dict[_Key, set[bytes]] = {}
@@ -108,7 +109,8 @@ def without_unlike(held: Sequence[Held]) -> tuple[list[Held], Unlike]:
 
 
 def _objects_of_one_rank(held: Sequence[Held]) -> tuple[list[Held], set[str]]:
-    """What the ranks hold, of each object that differs by rank only what the lowest rank has of it; and names that differ."""
+    """What the ranks hold, where an object that differs between ranks is kept only on the lowest rank that has it; and
+    the names that differ."""
     objects = {name for one in held for name in one.objects}
     inside = [[(number, owner) for number, owner in enumerate(_owners(one, objects)) if owner] for one in held]
     looks: dict[str, set[Any]] = {}
@@ -135,7 +137,7 @@ def _objects_of_one_rank(held: Sequence[Held]) -> tuple[list[Held], set[str]]:
 
 
 def _owners(held: Held, objects: set[str]) -> Iterator[str]:
-    """By item the object that it is of; "" for none."""
+    """For each item the object that it belongs to, or "" for none."""
     for item in held.items:
         parts = item.index.fqn.split(".") if objects else []
         names = (".".join(parts[:size]) for size in range(1, len(parts) + 1))
@@ -178,10 +180,11 @@ class ItemShare(NamedTuple):
 
 
 def divided(held: Sequence[Held], chosen: Sequence[Sequence[WriteItem]]) -> list[list[ItemShare]] | None:
-    """What each rank writes of the tensors, by rank. `chosen` are the items, each once, that a planner has dealt out.
+    """What each rank writes of the tensors, by rank. `chosen` are the items, each once, as a planner has assigned them
+    to ranks.
 
     What several ranks hold is divided among them; names of the same memory, on all ranks that hold them, stay together.
-    None: an item of `chosen` is not that of any rank, so the planner's word stands.
+    None if no rank holds an item of `chosen`: the planner's own plan is then used.
     """
     wanted = [_key(item) for items in chosen for item in items if item.tensor_data is not None]
     holders: dict[_Key, dict[int, int]] = {key: {} for key in wanted}
@@ -240,7 +243,7 @@ def part_of(item: WriteItem, box: Box) -> WriteItem:
 
 
 def is_default_planner(planner: SavePlanner) -> bool:
-    """True if each rank is to write what torch's default planner deals out, for the sake of bytes only."""
+    """True if torch's default planner assigns the items to ranks, and only balances bytes by it."""
     kind: Any = type(planner)
     return (
         isinstance(planner, DefaultSavePlanner)

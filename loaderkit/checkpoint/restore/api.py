@@ -74,10 +74,10 @@ def restore(
     one, False ignores it. `export`: `url` may be a copy in fewer bits that a CheckpointManager has made (`copies`), which is
     refused otherwise. `progress` is called in this thread as tensors become whole.
 
-    With `rank` and `world_size`, those of torch.distributed, all ranks call `restore` for the same names, and each gets
-    everything: each byte is read by one rank and sent to the others. `memory` is then shared by all ranks of a machine,
-    `concurrency` is the number of reading threads on each rank, and `timeout_s` how long a rank waits for another before it
-    raises an error that names it.
+    With `rank` and `world_size`, which must be torch.distributed's, all ranks call `restore` for the same names, and
+    each gets everything: each byte is read by one rank and sent to the others. `memory` is then shared by all ranks of
+    a machine, `concurrency` is the number of reading threads on each rank, and `timeout_s` how long a rank waits for
+    another before it raises an error that names it.
 
     Raises CheckpointError (partial, damaged, or not fitting; its `touched` names the tensors that were written to), PeerError
     (another rank failed), FormatError, ConnectorError, ConfigError.

@@ -29,7 +29,7 @@ class RankInfo(NamedTuple):
 
 
 class SharedBox(NamedTuple):
-    """A box in a shard, and the ranks that need it; None: all."""
+    """A box in a shard, and the ranks that need it, or None if all do."""
 
     offsets: Shape
     sizes: Shape
@@ -44,7 +44,7 @@ class SharedShard(NamedTuple):
 
 
 class SharedValue(NamedTuple):
-    """A plain value that several ranks need; None: all."""
+    """A plain value that several ranks need; `ranks` is None if all do."""
 
     name: str
     ranks: Ranks | None
@@ -134,7 +134,7 @@ def _share_bytes(shard: TensorShard, boxes: Mapping[tuple[Shape, Shape], Sequenc
     """True if different ranks need the same bytes, or bytes so interleaved that one read covers both."""
     if shard.is_archive and shard.length <= SMALL_ARCHIVE:
         return True  # it is read whole
-    strides = shard.strides or strides_of(shard.sizes)  # those of an archive are not known yet, and nearly always these
+    strides = shard.strides or strides_of(shard.sizes)  # an archive's are not known yet, and nearly always these
     extents = []
     for (offsets, sizes), ranks in boxes.items():
         if len(ranks) > 1:

@@ -91,7 +91,7 @@ class StreamReader(StorageReader):
 
     @property
     def stats(self) -> dict[str, Any] | None:
-        """The engine's stats of the last load, as `loader.stats().to_dict()`; those of shared ranges are in "shared"."""
+        """The engine's stats of the last load, as `loader.stats().to_dict()`; the stats of shared ranges are in "shared"."""
         if self._stats is None:
             return None
         shared = None

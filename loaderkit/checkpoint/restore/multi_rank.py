@@ -70,7 +70,8 @@ class RestoreSession:
         touched: set[str],
         num_local: int | None = None,
     ) -> None:
-        """`devices`: where the tensors are. `num_local` ranks share the memory of this machine; None: `agree` counts them."""
+        """`devices`: where the tensors are. `num_local` ranks share the memory of this machine; with None `agree`
+        counts them."""
         self.contents = source.contents
         self._group = group
         self._source = source

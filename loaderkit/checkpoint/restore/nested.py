@@ -1,4 +1,5 @@
-"""The nested state of what was restored: the containers that a checkpoint tells, and optimizers by numbers of parameters."""
+"""Makes the nested state of what was restored: the containers as the checkpoint has them, and optimizers by the numbers
+of parameters."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def _warn_of_numbers(name: str, paths: Iterable[Path]) -> None:
 
 
 def number_optimizers(source: OpenCheckpoint, structure: Structure, leaves: Iterable[str]) -> None:
-    """Give the contents the numbers of parameters in the place of their names, if those of `into` are numbers."""
+    """Replace the names of parameters in the contents by their numbers, if `into` has numbers."""
     numbered = numbered_names(source, structure)
     if numbered.names and not numbered.names.keys() & {*leaves}:
         source.contents = with_numbers(source.contents, numbered)

@@ -1,4 +1,5 @@
-"""The part of a checkpoint that an object of the state gets: tensors filled in place, then `load_state_dict`."""
+"""Gives an object of the state its part of a checkpoint: its tensors are filled in place, then its `load_state_dict` is
+called."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ _EXTRA_STATE = "_extra_state"  # torch's name in a `state_dict` for what `get_ex
 
 
 class ObjectPart:
-    """The part of an object such as a scheduler or a loader. `flat`: name -> tensor to be filled, or None for a plain value;
-    what the object lacks is made anew. `missing` and `problems`: what does not fit."""
+    """The part of the checkpoint for an object such as a scheduler or a loader. `flat` maps a name to the tensor to be
+    filled, or to None for a plain value; tensors that the object lacks are created. `missing` and `problems` say what
+    does not fit."""
 
     keeps_memory = False  # whether the object's tensors are filled for good, and not handed over anew
 
@@ -90,7 +92,7 @@ class ObjectPart:
             self.flat[full] = tensor
 
     def made(self, path: Path, entry: TensorEntry) -> torch.Tensor:
-        """A tensor for what the object does not have, or has otherwise."""
+        """A new tensor for an entry that the object does not have, or has in another form."""
         return torch.empty(entry.shape, dtype=entry.dtype)
 
     def load(self, flat: Mapping[str, Any]) -> None:
@@ -105,8 +107,8 @@ class ObjectPart:
 
 
 class ModulePart(ObjectPart):
-    """The part of a module, all of whose tensors are in the checkpoint and fit. What `get_extra_state` gives, and other plain
-    values, are taken as they were saved."""
+    """The part of the checkpoint for a module, all of whose tensors must be in the checkpoint and fit. Plain values,
+    such as the result of `get_extra_state`, are taken as they were saved."""
 
     keeps_memory = True
 
@@ -189,7 +191,7 @@ def keeps_shape(contents: Checkpoint, name: str, tensor: Any, entry: TensorEntry
 
 
 def difference(tensor: torch.Tensor, entry: TensorEntry) -> str | None:
-    """How a tensor differs from that of the checkpoint, so that it cannot be filled; None: it fits."""
+    """How a tensor differs from the checkpoint's, so that it cannot be filled; None if it fits."""
     if tuple(tensor.shape) != entry.shape:
         return f"has shape {list(tensor.shape)}, and {list(entry.shape)} in the checkpoint"
     if tensor.dtype != entry.dtype:

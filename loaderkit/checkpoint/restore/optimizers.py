@@ -1,7 +1,7 @@
-"""The part of a checkpoint that an optimizer gets: by names of parameters, as torch's `get_state_dict` gives it, or by numbers.
+"""Gives an optimizer its part of a checkpoint: by names of parameters, as torch's `get_state_dict` gives it, or by numbers.
 
-Groups and parameters are compared before anything is written, and the state keeps the types that it was saved in, where
-`load_state_dict` would cast it to those of the parameters.
+Groups and parameters are compared before anything is written. The state keeps the dtypes that it was saved in, where
+`load_state_dict` would cast it to the dtypes of the parameters.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LIKE_PARAMETER = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum",
      "ax", "prev", "step_size")
 )  # fmt: skip
-"""What torch's own optimizers have of a parameter in its shape."""
+"""The entries that torch's own optimizers keep for a parameter in the parameter's shape."""
 
 
 class SavedGroups(NamedTuple):
-    """The parameter groups of a saved optimizer: by group its parameters, which are names or numbers, and its options."""
+    """The parameter groups of a saved optimizer: for each group its parameters, as names or numbers, and its options."""
 
     params: list[list[Any]]
     options: list[set[str]]
@@ -41,7 +41,7 @@ class SavedGroups(NamedTuple):
 
 
 def saved_groups(source: OpenCheckpoint, paths: Iterable[Path]) -> dict[tuple[str, ...], SavedGroups]:
-    """The groups of the optimizers at these paths, by path; none of one that the checkpoint does not have."""
+    """The groups of the optimizers at these paths, by path; optimizers that the checkpoint does not have are left out."""
     contents = source.contents
     wanted = {texts(path) for path in paths}
     names: dict[tuple[str, ...], dict[int, str]] = {}
@@ -65,7 +65,8 @@ def saved_groups(source: OpenCheckpoint, paths: Iterable[Path]) -> dict[tuple[st
 
 
 class OptimizerPart(ObjectPart):
-    """The part of an optimizer; a state that it has none of yet is made like its parameters."""
+    """The part of a checkpoint for an optimizer. State that the optimizer does not have yet is created like its
+    parameters."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class OptimizerPart(ObjectPart):
         groups: SavedGroups | None,
         modules: Sequence[torch.nn.Module],
     ) -> None:
-        """`modules`: in which its parameters have their names. `groups`: None: the checkpoint has none."""
+        """`modules`: the modules in which its parameters have their names. `groups` is None if the checkpoint has none."""
         self._groups = groups
         self._params = [param for group in leaf.value.param_groups for param in group["params"]]
         self._names = parameter_names(leaf.value, modules)
@@ -102,7 +103,7 @@ class OptimizerPart(ObjectPart):
         super().add_all()
 
     def _difference(self, saved: SavedGroups) -> str | None:
-        """How the groups differ from those of the checkpoint; None: they fit."""
+        """How the groups differ from the checkpoint's groups; None if they fit."""
         here = self.object.param_groups
         if len(here) != len(saved.params):
             return f"{self.name!r} has {len(here)} parameter groups, and {len(saved.params)} in the checkpoint"
@@ -132,7 +133,7 @@ class OptimizerPart(ObjectPart):
         return None
 
     def _check_shapes(self) -> None:
-        """Note the first parameter of another shape than it had."""
+        """Note the first parameter whose shape has changed."""
         container = self.structure.at(())
         shapes = (None if container is None else container.shapes) or []
         saved = zip(self._groups.order if self._groups is not None else (), shapes, strict=False)
@@ -160,7 +161,7 @@ class OptimizerPart(ObjectPart):
                 return
 
     def _param_of(self, path: Path) -> torch.Tensor | None:
-        """The parameter that a tensor of the state is of."""
+        """The parameter to which a tensor of the state belongs."""
         is_state = len(path) == 3 and path[0] == "state" and type(path[1]) is int and path[1] < len(self._params)
         return self._params[path[1]] if is_state else None
 
@@ -208,7 +209,7 @@ def _is_amount(value: Any) -> bool:
 
 
 def _keep_types(state: Any, saved: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Take back the cast of a state to `dtype`, its parameter's."""
+    """Undo the cast of a state to `dtype`, the dtype of its parameter."""
     for key, value in saved.items():
         loaded = state.get(key)
         if isinstance(value, Mapping) and isinstance(loaded, dict):
@@ -222,8 +223,8 @@ def _keep_types(state: Any, saved: Mapping[str, Any], dtype: torch.dtype) -> Non
 
 
 class NumberedNames(NamedTuple):
-    """What optimizers saved by names of parameters are by numbers: names by the names in the checkpoint, paths by the new
-    names, the lists of numbers in their groups, and the structure."""
+    """Optimizers that were saved by names of parameters, as they are by numbers: the new names by the names in the
+    checkpoint, paths by the new names, the lists of numbers in their groups, and the structure."""
 
     names: dict[str, str]
     paths: dict[str, Path]
@@ -232,7 +233,8 @@ class NumberedNames(NamedTuple):
 
 
 def numbered_names(source: OpenCheckpoint, structure: Structure) -> NumberedNames:
-    """For the optimizers that a CheckpointManager has saved by names; what a user saved by names stays as it is."""
+    """The numbers for optimizers that a CheckpointManager has saved by names. An optimizer that a user saved by names
+    stays as it is."""
     contents = source.contents
     containers = dict(structure.containers)
     found = NumberedNames({}, {}, {}, replace(structure, containers=containers))

@@ -1,4 +1,4 @@
-"""Restores from a checkpoint that a running job may remove meanwhile, as its `keep` says."""
+"""Restores from a checkpoint that a running job may delete meanwhile, as `keep` of its manager says."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _MAX_REMOVED = 10  # checkpoints that are removed one after the other while they
 def restore_next(
     restore: Callable[[Url], Any], url: Url, error: Exception, connectors: Mapping[str, Connector], *, is_alone: bool
 ) -> Any:
-    """`restore` the next newest checkpoint after `error`, which restoring `url` met, if that is of `latest` and was removed.
+    """Call `restore` with the next newest checkpoint after `error`, if the `url` that could not be restored came from
+    `latest` and was removed.
 
-    Raises `error` if it was not. Of another URL the error says that it was removed, as it does where several ranks restore
-    (`is_alone` is False), which have to agree on the next.
+    Raises `error` if it was not removed. For another URL the error says that it was removed; so it does if several
+    ranks restore (`is_alone` is False), because they would have to agree on the next.
     """
     for number in range(1, _MAX_REMOVED + 1):
         url = _next(url, error, connectors, is_last=number == _MAX_REMOVED or not is_alone)

@@ -17,7 +17,8 @@ _GROUPS, _STATE, _PARAMS = ".param_groups.", ".state.", ".params"
 
 
 class Renaming:
-    """How names begin in a checkpoint, and how here. Of several beginnings that fit a name the longest counts, once.
+    """How names begin in a checkpoint, and how they begin here. If several beginnings fit a name, the longest is
+    replaced, once.
 
     A `*` stands for one part of a name, between dots, and is carried over: {"blocks.*.mlp.": "layers.*.ffn."}.
     """
@@ -46,7 +47,8 @@ class Renaming:
         return any(pattern.match(name) for name in names if not is_inner(name) for _, pattern, _ in self._rules)
 
     def path(self, path: Path) -> Path:
-        """The path here: of the new beginning as many keys as the old one had, and the rest in front of the next key."""
+        """The path here. The keys of the old beginning are replaced by keys of the new one; what is left of the new
+        beginning goes in front of the next key."""
         return self._path(path, ".".join(texts(path)))
 
     def container(self, path: Path) -> Path:
@@ -113,7 +115,8 @@ class Renaming:
         return path if is_inner(name) else self.path(path)
 
     def structure(self, structure: Structure) -> Structure:
-        """The containers by their paths here. One that takes the place of another gives its versions only."""
+        """The containers by their paths here. A container whose new path is another one's only gives its versions, if
+        the other has none."""
         containers = {path: one for path, one in structure.containers.items() if self.container(path) == path}
         for path, one in structure.containers.items():
             here = self.container(path)

@@ -1,4 +1,4 @@
-"""`ReadRequest`s for tensors, new or given. Shapes, dtypes and memory are checked before a byte of a tensor is read."""
+"""Makes `ReadRequest`s for tensors, new or given. Shapes, dtypes and memory are checked before a byte of a tensor is read."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _offsets_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _unfillable(tensor: torch.Tensor) -> str | None:
-    """Why no bytes can be written to a tensor; None: they can."""
+    """Why no bytes can be written to a tensor, or None if they can."""
     if is_dtensor(tensor):
         if any(one.is_partial() for one in tensor.placements):  # type: ignore[attr-defined]
             return "is a DTensor of partial sums, of which no rank has the value"
@@ -189,7 +189,7 @@ def _unfillable(tensor: torch.Tensor) -> str | None:
 def _difference(
     tensor: torch.Tensor, entry: TensorEntry, dtype: torch.dtype | str | None, device: torch.device | None
 ) -> str | None:
-    """How a tensor differs from that of the checkpoint; None: it fits."""
+    """How a tensor differs from the checkpoint's, or None if it fits."""
     if tensor.shape != entry.shape:
         return f"has shape {list(tensor.shape)}, and {list(entry.shape)} in the checkpoint"
     if device is not None and not _same_device(tensor.device, device):
@@ -210,7 +210,7 @@ def _same_device(one: torch.device, other: torch.device) -> bool:
 
 
 def _distinct(checkpoint: Checkpoint, targets: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names to read: of names for the same memory (tied weights) the last, as with load_state_dict.
+    """The names to read: if several are the same memory (tied weights), the last, as with load_state_dict.
 
     Raises CheckpointError for two tensors that share a part of their memory, or all of it where they are known to be two.
     """
@@ -249,7 +249,7 @@ def _distinct(checkpoint: Checkpoint, targets: Mapping[str, torch.Tensor]) -> li
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same view of the same memory, and for no others."""
+    """A key that is equal for tensors that are the same view of the same memory, and for no others."""
     tensor = local_of(tensor)
     if not tensor.numel() or tensor.is_meta or tensor.layout != torch.strided:
         return (id(tensor),)
@@ -257,12 +257,12 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def stores_memory_once(checkpoint: Checkpoint) -> bool:
-    """True if two tensors in it were not the same memory: a CheckpointManager has saved it."""
+    """True if a CheckpointManager has saved the checkpoint, so that no two of its tensors were the same memory."""
     return any(f"{OWN_KEY}.step" in names for names in (checkpoint.values, checkpoint.pickled))
 
 
 def warn_same_memory(checkpoint: Checkpoint, first: str, name: str) -> None:
-    """Say that of two tensors of the checkpoint only the last is restored. They may well be equal, as of tied weights."""
+    """Warn that only the last of two tensors of the checkpoint is restored. They may well be equal, as with tied weights."""
     logger.warning(
         "%s: %r %s, of which %r is taken. If they are not tied weights, %s%s",
         *(printable(checkpoint.name), name, SAME_MEMORY.format(first), name, GIVE_MEMORY[0].lower(), GIVE_MEMORY[1:]),

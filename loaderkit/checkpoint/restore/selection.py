@@ -40,7 +40,7 @@ def parse_dtype(dtype: Dtype) -> torch.dtype | str | None:
 
 
 def parse_keys(keys: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """The globs in `keys`; None: all names. Raises ConfigError if there are none."""
+    """The globs in `keys`, or None for all names. Raises ConfigError if there are none."""
     if keys is None:
         return None
     globs = (keys,) if isinstance(keys, str) else tuple(keys)
@@ -70,8 +70,8 @@ def parse_strict(strict: bool | Mapping[str, str | Iterable[str]]) -> Strictness
 
 
 def choose(checkpoint: Checkpoint, keys: str | Iterable[str] | None) -> tuple[list[str], list[str]]:
-    """(names of tensors, names of plain values) that match one of the globs `keys`; None: all. What is there for the reader
-    only, such as which containers a state has, is none of them.
+    """(names of tensors, names of plain values) that match one of the globs `keys`, or all if it is None. Values that
+    only the reader needs, such as the kinds of a state's containers, are left out.
 
     Upper and lower case differ. Raises CheckpointError if a glob matches nothing.
     """
@@ -94,7 +94,7 @@ def matches(name: str, globs: Sequence[str]) -> bool:
 
 
 def leaves_of_target(into: Any, contents: Checkpoint) -> dict[str, Leaf]:
-    """The leaves of `into` by name. A tuple of tensors is a plain value, as in most checkpoints, but those of torch.save.
+    """The leaves of `into` by name. A tuple of tensors is a plain value, as in all checkpoints but torch.save's.
 
     Raises ConfigError.
     """
@@ -145,8 +145,8 @@ def match_names(
 
 
 def _kept(checkpoint: Checkpoint, leaves: dict[str, Leaf], chosen: Set[str], strict: Strictness) -> set[str]:
-    """Names of the leaves that keep their values: `strict` lets the checkpoint lack them, and it does, or has a tensor of
-    another shape, of which a warning tells."""
+    """Names of the leaves that keep their values: `strict` lets the checkpoint lack them, and it does, or has a tensor
+    of another shape, of which a warning says so."""
     allowed = {name: leaf.value for name, leaf in leaves.items() if matches(name, strict.missing)}
     others = [
         name

@@ -45,8 +45,8 @@ _MAX_ARCHIVES = 1024  # whose heads and tails are read at once, in 8 MiB
 class OpenCheckpoint:
     """The contents of a checkpoint, the checksums of its objects by key, and the bound on staging memory.
 
-    Where several ranks share a machine's memory, `num_parts` says into how many equal parts it is divided; one is used.
-    Close it; it is a context manager.
+    Where several ranks share a machine's memory, the bound is divided into `num_parts` equal parts, and this rank uses
+    one. Close it; it is a context manager.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class OpenCheckpoint:
         export: bool = False,
         rename: Mapping[str, str] | None = None,
     ) -> OpenCheckpoint:
-        """Find the checkpoint, or with `export` the export, and read its description. Raises as `loaderkit.restore`."""
+        """Find the checkpoint, or with `export` the export, and read its description. Raises the same errors as
+        `loaderkit.restore`."""
         renaming = Renaming(rename) if rename else None
         try:
             memory_bytes = parse_bytes(memory)
@@ -89,7 +90,7 @@ class OpenCheckpoint:
             raise
 
     def renamed(self, renaming: Renaming) -> OpenCheckpoint:
-        """The same with its names as they are here. Raises CheckpointError."""
+        """The same checkpoint under the names that its parts have here. Raises CheckpointError."""
         structure = renaming.structure(self.structure())
         self.contents = renaming.renamed(self.contents)
         self._structure, self._renaming = structure, renaming
@@ -150,7 +151,7 @@ class OpenCheckpoint:
         num_parts: int = 1,
         **settings: Any,
     ) -> TransferSession:
-        """A session that reads `requests`, for tensors on `devices`; `settings` are those of `TransferSession`."""
+        """A session that reads `requests`, for tensors on `devices`; `settings` are arguments of `TransferSession`."""
         connector = self.contents.connector
         access = plan_access(connector, concurrency, requests, self.memory_bytes // num_parts)
         return TransferSession(
@@ -229,7 +230,7 @@ class OpenCheckpoint:
     # ------------------------------------------------------------------------------------------------- plain values
 
     def structure(self) -> Structure:
-        """What the checkpoint tells of its containers. Raises CheckpointError."""
+        """What the checkpoint says of its containers. Raises CheckpointError."""
         contents = self.contents
         if self._structure is not None:
             return self._structure

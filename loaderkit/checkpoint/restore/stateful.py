@@ -137,7 +137,7 @@ def _enters(contents: Checkpoint) -> Callable[[str, Any], bool]:
 
 
 def _load_alone(flat: dict[str, Any], reader: StreamReader) -> None:
-    """What `load` does in a job of one process, without its warning that it is one."""
+    """The result of `load` in a job of one process, without its warning about that."""
     planner, metadata = DefaultLoadPlanner(), reader.read_metadata()
     planner.set_up_planner(flat, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -147,7 +147,7 @@ def _load_alone(flat: dict[str, Any], reader: StreamReader) -> None:
 
 
 class _OnlySaved(NamedTuple):
-    """What a container of the state gets that only the checkpoint has: paths by name, and those of what is empty."""
+    """What a container of the state gets that only the checkpoint has: paths by name, and the paths of empty containers."""
 
     container: Any
     paths: dict[str, Path]
@@ -265,8 +265,8 @@ class _Targets:
             self._given[name] = leaf
 
     def part_shared(self) -> None:
-        """Part tensors that are the same memory here, and were not when they were saved: an average of weights that is the
-        weights themselves until its first update. The model keeps the memory."""
+        """Separate tensors that share memory here and did not when they were saved, such as an average of weights that
+        is the weights themselves until its first update. The model keeps the memory."""
         modules = {full: part for part in self._objects if part.keeps_memory for full in part.flat}
         others = {full: part for part in self._objects if not part.keeps_memory for full in part.flat}
         owners: dict[str, ObjectPart | None] = {**modules, **dict.fromkeys(self._given), **others}
@@ -341,7 +341,7 @@ class _Targets:
 
 
 def _inner(container: Any, key: Any) -> Any:
-    """The table or list under a key of a path, where keys of tables are text; None: there is none."""
+    """The table or list under a key of a path, in which keys of tables are text; None if there is none."""
     if isinstance(container, Mapping):
         found = next((value for other, value in container.items() if str(other) == str(key)), None)
     else:

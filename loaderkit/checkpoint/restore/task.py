@@ -1,4 +1,4 @@
-"""The task of one call of `loaderkit.restore`, its progress, and what an error says of the tensors."""
+"""One call of `loaderkit.restore` as a task: its progress, and what an error says of the tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def slowest_object(checkpoint: Checkpoint, reads: Iterable[ReadTotals]) -> str:
 
 @dataclass(frozen=True)
 class RestoreTask:
-    """The names to restore and the settings, the same for one rank and for several.
+    """The names to restore and the settings, which are the same for one rank and for several.
 
     `make_requests` is called once, with the checkpoint in which the layouts of the `tensors` are known.
     """

@@ -1,7 +1,8 @@
-"""Makes a save the checkpoint: once everything is durable, by one step; and clears what saves left that died before it.
+"""Commits a save: once everything is durable, one step makes it the checkpoint. It also clears what earlier saves left
+that died.
 
 A new checkpoint is written beside its place and renamed, or, where the store cannot rename, written in place, its description
-(`.metadata`, or that of another format) after all the files that it names. An existing one stays: the new files get other
+(`.metadata`, or another format's) after all the files that it names. An existing one stays: the new files get other
 names and lie beside the old ones, and replacing the description is the one step. While it is replaced the manifest holds for
 both. So readers see the old checkpoint or the new one. What goes with a description (`.index.json`) is written after it, and is
 not in the manifest: it follows from the description, and the next save completes it.
@@ -73,7 +74,8 @@ def begin(target: SaveTarget, writes: Writes, kind: Description = DCP, first_gen
 
 
 def clear_dead(target: SaveTarget, writes: Writes) -> list[Placement]:
-    """Clear what dead saves left in the directory that a checkpoint is in; where those write that save the same one now."""
+    """Clear what dead saves left in the directory that a checkpoint is in; returns where saves of the same checkpoint
+    write now."""
     found = unfinished_saves(target)
     running = [save for save in found if save.is_running]
     for save in found:
@@ -90,7 +92,7 @@ def clear_dead(target: SaveTarget, writes: Writes) -> list[Placement]:
 
 
 def _of(name: str, running: Iterable[UnfinishedSave]) -> list[Placement]:
-    """Where the files of that checkpoint go that are being written now."""
+    """Where running saves of that checkpoint put their files."""
     return [save.placement for save in running if save.name == name and save.placement is not None]
 
 
@@ -127,7 +129,7 @@ def clear(target: SaveTarget, writes: Writes, save: UnfinishedSave, others: Sequ
 
 
 def _complete(final: SaveTarget, writes: Writes, save: UnfinishedSave, kind: Description) -> None:
-    """Give a checkpoint the manifest that a save, which died after the one step, has left beside it."""
+    """Give a checkpoint the manifest that a save has left beside it which died after the one step."""
     with suppress(ObjectNotFoundError):
         saved = read_object(final.connector, save.folders[0] + NAME)
         described = read_object(final.connector, final.prefix + kind.key)
@@ -149,10 +151,11 @@ def commit(
     *,
     kind: Description = DCP,
 ) -> None:
-    """Make the save the checkpoint. `files` are those of all ranks, `description` is what names them.
+    """Make the save the checkpoint. `files` are the files of all ranks, `description` is the file that names them.
 
-    Raises CheckpointError if a file is not there as it was written, ConnectorError; then the previous checkpoint stands, or
-    if the error came after the one step, the new one. What cannot be cleared after that is a warning, and the next save's.
+    Raises CheckpointError if a file is not there as it was written, ConnectorError; then the previous checkpoint is
+    still there or, if the error came after the one step, the new one. What cannot be cleared after that is a warning,
+    and the next save clears it.
     """
     objects = {file.name: _entry(file.num_bytes, file.block_bytes, file.hexadecimal()) for file in files}
     commit_objects(target, writes, placement, objects, description, kind=kind)
@@ -215,7 +218,7 @@ def _replace(
     description: bytes,
     manifest: bytes,
 ) -> set[str]:
-    """Commit where the files lie already; the names of the files that are needed no more."""
+    """Commit files that are in their final place already; returns the names of the files that are no longer needed."""
     old = _description(target, kind)
     old_names = _names_in(old, kind)
     old_manifest = _manifest(target)
@@ -240,10 +243,10 @@ def _replace(
 
 
 def tidy(target: SaveTarget, writes: Writes, names: Iterable[str], kind: Description | None) -> None:
-    """Remove those of the files `names` that the checkpoint's description does not name, after the manifest is without them;
-    and write what goes with the description, if it is not there. `kind` None: there is no checkpoint.
+    """Remove the files among `names` that the checkpoint's description does not name, once the manifest no longer has
+    them; and write what goes with the description, if it is missing. `kind` is None if there is no checkpoint.
 
-    Raises FormatError if the description cannot be read, or is not that of the manifest; then nothing is removed.
+    Raises FormatError if the description cannot be read, or differs from the manifest; then nothing is removed.
     """
     described, manifest = None if kind is None else _description(target, kind), _manifest(target)
     needed: set[str] = set()
@@ -275,7 +278,8 @@ def _put_missing(target: SaveTarget, writes: Writes, companions: Mapping[str, by
 
 
 def _objects_of(manifest: Mapping[str, Any], description: bytes, kind: Description) -> dict[str, Any] | None:
-    """What a manifest has of the files that a description names, and of it; None if the manifest is of another description.
+    """The manifest's entries for the description and the files that it names; None if the manifest is for another
+    description.
 
     Raises FormatError if that cannot be read.
     """
@@ -305,7 +309,7 @@ def _names_in(description: bytes | None, kind: Description) -> set[str]:
 
 
 def _manifest(target: SaveTarget) -> dict[str, Any] | None:
-    """The manifest that is there; None without one, or if it is none."""
+    """The manifest that is there; None if there is none, or if the file is no manifest."""
     key = target.prefix + NAME
     try:
         data = read_object(target.connector, key)

@@ -53,7 +53,7 @@ from loaderkit.errors import CheckpointError, ConnectorError
 
 @dataclass(frozen=True)
 class CopiedCheckpoint:
-    """The copy's URL and size; `was_there`: an equal one was there already, and nothing was written."""
+    """The copy's URL and size; `was_there` is True if an equal copy was there already, and nothing was written."""
 
     url: str
     num_bytes: int
@@ -108,14 +108,14 @@ def copy_checkpoint(
 
 
 def _name_of(location: CheckpointLocation) -> str:
-    """The name of a checkpoint's file or directory; one that was packed has that of its archive."""
+    """The name of a checkpoint's file or directory; a checkpoint in an archive has the archive's name."""
     parts = location.url.rstrip("/").split("/")
     name = parts[-2] if location.named else parts[-1]
     return name.removesuffix(".tar") if location.single is None else name
 
 
 class _Flow(NamedTuple):
-    """How the bytes are copied."""
+    """How bytes are copied: `progress` is told of bytes, `pace` limits the speed, `direct` passes by the page cache."""
 
     progress: Callable[[int], None]
     pace: Callable[[int], None]
@@ -175,7 +175,7 @@ class _Source:
 
 
 def _commits(info: ObjectInfo) -> bool:
-    """True for a file that readers take for the sign of a whole checkpoint."""
+    """True for a file whose presence tells readers that a checkpoint is whole."""
     return info.key.endswith(DESCRIBING)
 
 
@@ -258,7 +258,7 @@ def _copy(source: _Source, target: SaveTarget, flow: _Flow) -> None:
 
 
 def _remove_cut_off(source: _Source, target: SaveTarget, present: list[ObjectInfo]) -> None:
-    """Remove what is there of a copy that was cut off. Raises CheckpointError for files that are none of its."""
+    """Remove what is there of a copy that was cut off. Raises CheckpointError for files that do not belong to it."""
     wanted = {target.prefix + source.name_of(info) for info in source.files}
     if others := [info.key for info in present if info.key not in wanted and not info.key.endswith(".tmp")]:
         raise _another(target, min(others))
@@ -299,7 +299,7 @@ def _make(source: _Source, target: SaveTarget, writes: Writes, placement: Placem
 
 
 def _discard(target: SaveTarget, writes: Writes, folder: str) -> None:
-    """Remove what was written and is no checkpoint, as far as the store allows; the rest is found by `find_debris`."""
+    """Remove what was written and is no checkpoint yet, as far as the store allows; `find_debris` finds the rest."""
     with suppress(ConnectorError):
         for info in listed(target.connector, folder):
             with suppress(ConnectorError):
@@ -345,7 +345,7 @@ def _write(
 
 
 class _Writers:
-    """The objects that are being written, each created with its first part; those not committed at the end are aborted."""
+    """The objects that are being written. Each is created with its first part; those not committed at the end are aborted."""
 
     def __init__(self, writes: Writes, key_of: Callable[[ObjectInfo], str], pace: Callable[[int], None]) -> None:
         self._writes, self._key_of, self._pace = writes, key_of, pace

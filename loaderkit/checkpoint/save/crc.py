@@ -37,7 +37,7 @@ def _multiply(a: int, b: int) -> int:
 
 
 class PieceCrc:
-    """The CRC-32 of `num_bytes` bytes, from that of pieces."""
+    """The CRC-32 of `num_bytes` bytes, from the CRC-32s of pieces of them."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_missing = num_bytes

@@ -50,8 +50,8 @@ _VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # of newer versions
 
 
 class Local(NamedTuple):
-    """What a rank adds to its plan: the token comes back with the coordinator's answer unless a planner sends a kept plan
-    instead."""
+    """What a rank adds to its plan. The token comes back with the coordinator's answer, unless a planner sends a kept
+    plan instead."""
 
     token: str
     held: Held
@@ -59,8 +59,8 @@ class Local(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What the coordinator answers: where this save's files go, the rank's number, and, in the place of the plan's tensors, the
-    parts of tensors that it writes (None: the plan's); or, for safetensors, its work."""
+    """What the coordinator answers: where this save's files go, the rank's number and, in place of the plan's tensors,
+    the parts of tensors that the rank writes (None if it writes the plan's); or, for safetensors, its work."""
 
     placement: Placement
     rank: int
@@ -83,8 +83,8 @@ _FILES = MetadataIndex("loaderkit:files")  # of the result that carries them
 
 @dataclass
 class _RunningSave:
-    """A save as its coordinator knows it. `is_to_clear`: no other rank writes, so that what is there of it when it ends is
-    cleared on the spot."""
+    """A save as its coordinator knows it. With `is_to_clear` no other rank writes, so what is left of it when it ends
+    is cleared at once."""
 
     placement: Placement
     heartbeat: Heartbeat
@@ -102,10 +102,10 @@ class StreamWriter(StorageWriter, AsyncStager):
     What several ranks hold is divided among them by bytes: a tensor of 16 KiB or more may be cut. Another planner than
     torch's default, one that is to save on the lowest rank, or one that keeps plans is left to its own.
 
-    `format="safetensors"`: whole tensors in files that Hugging Face's loaders read, in place of `dcp.load`. What stands under
-    the key "model" is in model.safetensors, or in model-00001-of-00002.safetensors and so on with an index, under the model's
-    own names; every other key has files of its own, and plain values are JSON. Ranks that have shards of a tensor send them
-    to the one that writes it, over connections of their own.
+    `format="safetensors"`: whole tensors in files that Hugging Face's loaders read, in place of `dcp.load`. What is
+    under the key "model" goes into model.safetensors, or in model-00001-of-00002.safetensors and so on with an index,
+    under the model's own names; every other key has files of its own, and plain values are JSON. Ranks that have shards
+    of a tensor send them to the one that writes it, over connections of their own.
 
     For `async_save` the state is copied to host memory first, which is kept for the next save with the same StreamWriter.
     """
@@ -120,10 +120,11 @@ class StreamWriter(StorageWriter, AsyncStager):
         connectors: Mapping[str, Connector] | None = None,
         copies: HostCopies | None = None,
     ) -> None:
-        """`unique_names`: files have names by the time, which no earlier save of the same checkpoint has given, so that a copy
-        of it can be replaced by one step, too. `copies` makes the copies for `async_save`; default in memory of this process.
+        """`unique_names`: the time is part of files' names, so that no earlier save of the same checkpoint has given
+        them, and a copy of it can be replaced by one step, too. `copies` makes the copies for `async_save`; default in
+        memory of this process.
 
-        Raises ConfigError for `workers` that are no number from 1 on, and another format.
+        Raises ConfigError if `workers` is no number from 1 on, and for an unknown format.
         """
         super().__init__()
         if format not in ("dcp", "safetensors"):
@@ -158,8 +159,9 @@ class StreamWriter(StorageWriter, AsyncStager):
 
     @property
     def stats(self) -> dict[str, Any] | None:
-        """What the last save took, on this rank or, at the coordinator, on all: by rank and file its bytes, and the seconds of
-        its workers together for staging, hashing, waiting for one another, writing and syncing; and those of the commit."""
+        """What the last save took, on this rank or, at the coordinator, on all: by rank and file its bytes, and the
+        seconds of its workers together for staging, hashing, waiting for one another, writing and syncing; and the
+        seconds of the commit."""
         return self._stats
 
     # ------------------------------------------------------------------------------------ what dcp.save asks, in order
@@ -177,14 +179,15 @@ class StreamWriter(StorageWriter, AsyncStager):
         return StorageMeta(checkpoint_id=self._url, save_id=self._save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises ConfigError without collectives, because then nothing tells when all ranks are done."""
+        """Raises ConfigError without collectives, because then nothing says when all ranks are done."""
         if not kwargs.get("use_collectives", True):
             raise ConfigError("StreamWriter commits a checkpoint once all ranks are done: leave use_collectives True")
         with self._alone():
             self._end()
 
     def prepare_local_plan(self, plan: SavePlan, *, is_alone: bool | None = None) -> SavePlan:
-        """The plan with this save's token and what this rank holds. `is_alone`: no other does; default as torch.distributed."""
+        """The plan with this save's token and what this rank holds. `is_alone`: no other rank holds anything; the
+        default is as torch.distributed says."""
         self._token, self._held = uuid.uuid4().hex, Held.of(plan)
         if self._kind == SAFETENSORS:
             self._whole = self._new_save(plan, is_alone)
@@ -269,7 +272,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         """Nothing to wait for."""
 
     def close(self) -> None:
-        """Give up the memory that is kept. Another save may follow."""
+        """Free the memory that is kept. Another save may follow."""
         self._copies.close()
         self._buffers = PartBuffers()
 
@@ -293,7 +296,8 @@ class StreamWriter(StorageWriter, AsyncStager):
         return self._target
 
     def _end(self) -> None:
-        """This save is over. What it has written and not committed is cleared: by the next where others may still write."""
+        """This save is over. What it has written and not committed is cleared; if other ranks may still write, the next
+        save does that."""
         running, self._running = self._running, None
         if running is not None:
             running.heartbeat.stop()
@@ -327,7 +331,7 @@ class StreamWriter(StorageWriter, AsyncStager):
         return results
 
     def _work(self, plan: SavePlan, share: Share, planner: SavePlanner) -> list[tuple[WriteItem, Box | None]]:
-        """The items to write, each with the box of it, or all of it."""
+        """The items to write, each with the box to be written, or None for all of it."""
         if share.parts is None or not is_default_planner(planner):
             return [(item, None) for item in plan.items]
         values = [(item, None) for item in plan.items if item.tensor_data is None]
@@ -420,8 +424,8 @@ class StreamWriter(StorageWriter, AsyncStager):
 
 
 def _clear_failed(target: SaveTarget) -> None:
-    """Clear what a save that has failed left on a disk, which may be full. In a store far away, which may not answer, the next
-    save does."""
+    """Clear what a failed save left on a disk, which may be full. In a remote store, which may not answer, the next
+    save does it."""
     if not traits_of(target.connector).is_remote:
         with suppress(ConnectorError):  # the error of the save says more
             clear_dead(target, writes_of(target.connector))
@@ -459,8 +463,8 @@ def _resolved(
 
 
 def _data_of(item: WriteItem, planner: SavePlanner) -> Any:
-    """What the planner gives for an item. A plain value with tensors is pickled with copies of them: those of a staged state
-    are views of one memory, all of which would be pickled."""
+    """What the planner gives for an item. A plain value with tensors is pickled with copies of them: the tensors of a
+    staged state are views of one memory, all of which would be pickled."""
     if item.type == WriteItemType.BYTE_IO and isinstance(planner, DefaultSavePlanner):
         value = planner.lookup_object(item.index)
         if (apart := _apart(value)) is not value:

@@ -7,7 +7,7 @@
 A tensor's archive ends with the tensor's checksum, so the part with that end waits until other workers have copied the tensor's
 other parts. Parts are begun in order, and a part waits only after all its own tensors are copied: the first one never waits. No
 part waits once none is being copied: a checksum that is not whole by then is an error.
-A training loop waits for each call that takes the GIL again, so a part is put together and hashed in one.
+Each call that takes the GIL again makes the training loop wait, so a part is put together and hashed by one call.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SaveTimes:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file that was written. `hashes` are those of its blocks, 8 bytes each, little-endian."""
+    """A file that was written. `hashes` are the hashes of its blocks, 8 bytes each, little-endian."""
 
     name: str
     num_bytes: int
@@ -252,8 +252,8 @@ class _Workers:
 
 
 class _Filler:
-    """Fills memory with a part of a file, and hashes it; what is there already, as in memory that is written from where it
-    lies, is not copied."""
+    """Fills memory with a part of a file, and hashes it. Bytes that are there already, as in memory that is written
+    from where it lies, are not copied."""
 
     def __init__(self, part: _FilePart, memory: NDArray[np.uint8]) -> None:
         self._part, self._memory = part, memory
@@ -264,7 +264,7 @@ class _Filler:
         self.times = SaveTimes()
 
     def fill(self) -> None:
-        """Copy all but the ends of archives, and hash the blocks that have none."""
+        """Copy everything but the ends of archives, and hash the blocks that have no such ends in them."""
         begin_s, done = time.perf_counter(), 0
         for piece in self._part.file.plan.pieces(self._part.begin, self._part.end):
             self._rows.append((done, piece.at, native.ZEROS, native.NO_CRC))
@@ -280,7 +280,7 @@ class _Filler:
         self.times.staging_s += time.perf_counter() - begin_s - hashing_s
 
     def can_finish(self) -> bool:
-        """True if the checksums are there that are still to be written."""
+        """True if all checksums that are still to be written are known."""
         return all(piece.item.crc.is_whole for piece in self._tails if isinstance(piece.item, TensorItem))
 
     def finish(self) -> None:
@@ -302,7 +302,8 @@ class _Filler:
         self.times.staging_s += time.perf_counter() - begin_s - hashing_s
 
     def _add(self, piece: ItemSlice) -> None:
-        """Note from where the bytes of a piece of an item are to be copied; those that do not lie in memory are now."""
+        """Note from where the bytes of a piece of an item are to be copied; bytes that do not lie in memory are copied
+        now."""
         item, lo, hi, at = piece
         if isinstance(item, BytesItem):
             self._add_bytes(np.frombuffer(item.data, np.uint8), lo, hi, at)

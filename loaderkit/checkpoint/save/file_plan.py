@@ -1,4 +1,4 @@
-"""Which bytes a file of a checkpoint consists of: items one after the other, each a tensor's archive or bytes as they are."""
+"""The contents of a file of a checkpoint: items one after the other, each a tensor's archive or bytes as they are."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class BytesItem:
 
 
 class ElementSource(Protocol):
-    """The bytes of a tensor's elements in C order, of which any range is copied."""
+    """A tensor's elements as bytes, in C order; any range of them can be copied."""
 
     num_bytes: int
     device: torch.device
@@ -85,8 +85,8 @@ Item = TensorItem | BytesItem | ElementsItem
 
 
 def _start_of(item: Item, end: int) -> int:
-    """Where an item begins, the one before ends at `end`: a large tensor that can be written from where it lies as it lies in
-    a page."""
+    """Where an item begins if the one before it ends at `end`: a large tensor that can be written from where it lies
+    begins at the same place in a page as in memory."""
     if isinstance(item, ElementsItem):
         return end
     start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -103,7 +103,7 @@ def address_of(memory: NDArray[np.uint8]) -> int:
 
 
 class ItemSlice(NamedTuple):
-    """The bytes [lo, hi) of an item that lie in a part, from the offset `at` on in it."""
+    """The bytes [lo, hi) of an item that lie in a part, at the offset `at` of the part."""
 
     item: Item
     lo: int

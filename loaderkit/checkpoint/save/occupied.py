@@ -1,6 +1,6 @@
 """Says in the directory of a run that this job saves there, and tells of others that do.
 
-<parent>/.saving-job.<attempt>.json     from the first save to `close`; what a dead job left is cleared by the next save
+<parent>/.saving-job.<attempt>.json     from the first save on until `close`; what a dead job left is cleared by the next save
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who saves a checkpoint, and whether it still does: so that what a dead process left is cleared, and nothing else."""
+"""Knows which process saves a checkpoint, and whether it still runs, so that only what dead processes left is cleared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_SILENCE_S = 900.0
 
 
 class Owner(NamedTuple):
-    """A process: its host, the machine and its namespace of process numbers, its number, and when it started."""
+    """A process: its host, the machine and its namespace of process numbers, its process number, and when it started."""
 
     host: str
     machine: str
@@ -28,7 +28,7 @@ class Owner(NamedTuple):
     started: int
 
     def is_alive(self) -> bool | None:
-        """False if it has ended; None if that cannot be told from here."""
+        """False if it has ended; None if this process cannot know."""
         if self.machine != this_process().machine:
             return None
         started = _started(self.pid)
@@ -46,7 +46,7 @@ def this_process() -> Owner:
 
 
 def _started(pid: int) -> int | None:
-    """When a process started, in ticks since the machine did; None if it has ended, 0 if that cannot be told from here."""
+    """When a process started, in ticks since the machine did; None if it has ended, 0 if this process cannot know."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -64,7 +64,7 @@ class Heartbeat:
     """Says that a save is running, until it is stopped or nothing refers to it, or the process ends."""
 
     def __init__(self, attempt: str, renew: Callable[[], Any], every_s: float = MAX_SILENCE_S / 3) -> None:
-        """`renew` is called every so many seconds in a thread; its errors are ignored."""
+        """`renew` is called in a thread, again after each interval; its errors are ignored."""
         self._thread = _Renewal(attempt, renew, every_s)
         with suppress(ProgramEndsError):  # the save is soon over, and on this machine the process says that it runs
             start_thread(self._thread)

@@ -1,4 +1,4 @@
-"""Where the files of one save go until they are committed, and the marker beside them that tells whose they are.
+"""Where the files of one save go until they are committed, and the marker beside them that says which process writes them.
 
 <parent>/.saving-<name>.<attempt>.json     the marker: written first, removed last
 <parent>/.saving-<name>.<attempt>.new/     renaming it shows whether the store can, to
@@ -185,7 +185,8 @@ def listed(connector: Connector, prefix: str) -> Iterator[ObjectInfo]:
 
 
 def own_keys(connector: Connector, prefix: str, keys: Iterable[str]) -> list[str]:
-    """What to delete of these objects below the directory `prefix`: in the place of those behind symbolic links the links."""
+    """What to delete of these objects below the directory `prefix`: objects behind symbolic links are replaced by the
+    links."""
     links = links_of(connector, prefix)
     behind = tuple(f"{link}/" for link in links)
     return [*links, *(key for key in keys if not key.startswith(behind))]

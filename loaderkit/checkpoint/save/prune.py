@@ -1,4 +1,4 @@
-"""Finds what saves that died have left behind, and removes it."""
+"""Finds and removes what saves that died have left behind."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _OWN_FILES = re.compile(rf".*\.(?:distcp|safetensors)|.*(?:{_DESCRIBING})|(?:\..
 
 @dataclass(frozen=True)
 class Debris:
-    """What is left of a save or a checkpoint, and why it is known that no one writes to it any more."""
+    """What is left of a save or a checkpoint, and how it is known that no process writes to it any more."""
 
     name: str
     num_bytes: int
     num_files: int
     reason: str
-    save: UnfinishedSave | None = field(default=None, repr=False)  # None: a directory of a step
+    save: UnfinishedSave | None = field(default=None, repr=False)  # None for a directory of a step
 
 
 def find_debris(
     url: str | os.PathLike[str], *, idle_s: float = IDLE_S, connectors: Mapping[str, Connector] | None = None
 ) -> list[Debris]:
-    """What can be removed below the directory `url`: what saves have left that are known to have died, and directories of steps
-    without a manifest and without all that a checkpoint needs, to which nothing was written for `idle_s` by the store's clock.
+    """What can be removed below the directory `url`: what saves have left that are known to have died, and incomplete
+    directories of steps without a manifest, if nothing was written to them for `idle_s` by the store's clock.
 
-    A whole checkpoint, one with a manifest, and any file that is no saver's is never among them.
+    A whole checkpoint, a checkpoint with a manifest, and a file that no save has written are never among them.
     """
     given = connectors or {}
     whole = {item.name for item in list_checkpoints(url, given) if item.is_whole}
@@ -99,7 +99,8 @@ def remove_debris(
 
 def remove_directory(connector: Connector, prefix: str, infos: Sequence[ObjectInfo]) -> None:
     """Remove a checkpoint, or what is left of one: its manifest first, then the bytes, and its description, which says whose
-    it is, last. What is cut off in between is no whole checkpoint any more. Of a symbolic link the link is removed."""
+    it is, last. If this is interrupted, what is left is no whole checkpoint. If it is a symbolic link, the link is
+    removed."""
     writes = writes_of(connector)
 
     def turn(key: str) -> tuple[bool, bool, bool]:

@@ -1,4 +1,4 @@
-"""A copy of a state in host memory that is kept between saves, so that training goes on while the copy is written."""
+"""Copies a state to host memory that is kept between saves, so that training continues while the copy is written."""
 
 from __future__ import annotations
 
@@ -56,10 +56,11 @@ class _StagingArea:
 
 
 class HostCopies:
-    """Copies states. A copy goes into the memory of an earlier one if that is large enough and no tensor of it is left.
+    """Copies states. A copy goes into the memory of an earlier copy, if that is large enough and none of its tensors is
+    in use any more.
 
-    `allocate` gives memory of at least that many bytes, uint8 [N], that begins at a page; default in memory of this process. It
-    is pinned while a state with tensors on a GPU is copied to it for the first time.
+    `allocate` gives memory of at least that many bytes, uint8 [N], that begins at a page; by default memory of this
+    process. It is pinned while a state with tensors on a GPU is copied to it for the first time.
     """
 
     def __init__(self, allocate: Callable[[int], NDArray[np.uint8]] | None = None) -> None:
@@ -68,7 +69,7 @@ class HostCopies:
         self._pins = HostPins()
 
     def copy(self, state: Any) -> Any:
-        """A deep copy of the state whose tensors are contiguous and on the CPU; one that is there twice is copied once.
+        """A deep copy of the state whose tensors are contiguous and on the CPU; a tensor that is in it twice is copied once.
 
         Tensors are found in tables, lists and tuples. All is copied when this returns.
         """
@@ -113,13 +114,13 @@ class HostCopies:
         return self._areas[-1]
 
     def close(self) -> None:
-        """Give up the memory that is kept, but for what copies lie in that are still in use. Other copies may follow."""
+        """Free the memory that is kept, except memory of copies that are still in use. Other copies may follow."""
         self._areas.clear()
 
 
 class _Found(NamedTuple):
-    """The tensors of a state by id: plain ones, and wrappers of tensors, the inner ones first. Others are left out, but for
-    their devices."""
+    """The tensors of a state by id: plain ones, and wrappers of tensors, with the inner ones first. Of other values
+    only the devices are noted."""
 
     plain: dict[int, torch.Tensor]
     wrapped: dict[int, torch.Tensor]
@@ -164,7 +165,8 @@ def _rewrapped(tensor: torch.Tensor, memo: Mapping[int, Any]) -> torch.Tensor:
 
 
 def _copied(tensor: torch.Tensor, memory: torch.Tensor, start: int, slices: PinnedSlices | None) -> torch.Tensor:
-    """A copy in the memory from `start` on; `slices` are those of the memory. From a GPU it may still be running on return."""
+    """A copy in the memory from `start` on; `slices` are the slices of the memory. From a GPU it may still be running
+    on return."""
     num_bytes = tensor.numel() * tensor.itemsize
     if not num_bytes:
         return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -1,4 +1,4 @@
-"""A tensor as a sequence of bytes, in C order, of which any range is copied; the tensor is not made contiguous for it."""
+"""A tensor as a sequence of bytes, in C order. Any range of it can be copied, without making the tensor contiguous."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SAME_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def plain_tensor(value: Any) -> torch.Tensor | None:
-    """The tensor itself if it is an ordinary dense one, whose elements are all there is to it; else None."""
+    """The tensor itself if it is an ordinary dense one, which consists of its elements alone; else None."""
     wait = getattr(value, "trigger_wait", None)  # what a collective will have filled
     if isinstance(value, torch.Tensor) and callable(wait):
         value = wait()
@@ -29,7 +29,7 @@ def plain_tensor(value: Any) -> torch.Tensor | None:
 
 
 def identity_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that have the same elements because these are the same memory."""
+    """A key that is equal for tensors whose elements are the same memory."""
     layout = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
     return tensor.data_ptr(), tensor.device, *layout
 
@@ -37,7 +37,7 @@ def identity_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 def sample_of(tensor: torch.Tensor) -> bytes:
     """8 bytes: a digest of a plain CPU tensor's bytes at 512 places, or of all of them if it has no more.
 
-    That of tensors that each rank has of its own differs. One byte that was changed is most likely not seen.
+    Different tensors on different ranks have different digests. A single changed byte is most likely missed.
     """
     memory = memory_of(tensor.resolve_conj().resolve_neg().contiguous())
     if len(memory) > _NUM_SAMPLES:
@@ -46,8 +46,8 @@ def sample_of(tensor: torch.Tensor) -> bytes:
 
 
 class TensorBytes:
-    """The elements' bytes of a plain tensor on any device. `memory` are all of them, uint8 [N], if they lie in host memory in
-    C order; `fixed` are, too, if the caller changes none."""
+    """The elements' bytes of a plain tensor on any device. `memory` is all of them, uint8 [N], if they lie in host
+    memory in C order; `fixed` is, too, if the caller does not change them."""
 
     def __init__(self, tensor: torch.Tensor, *, is_fixed: bool = False) -> None:
         """`is_fixed`: the caller does not change the tensor while it is being saved."""
@@ -80,7 +80,7 @@ class TensorBytes:
 
 
 def memory_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """The bytes of a contiguous tensor on the CPU, not copied; of any type, those without a twin in NumPy included."""
+    """The bytes of a contiguous tensor on the CPU, not copied; of any dtype, also one that NumPy lacks."""
     data = torch.empty(0, dtype=torch.uint8)
     offset = tensor.storage_offset() * tensor.itemsize
     data.set_(tensor.untyped_storage(), offset, (tensor.numel() * tensor.itemsize,), (1,))

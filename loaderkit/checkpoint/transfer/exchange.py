@@ -36,8 +36,9 @@ _JOIN_S = 15.0  # more than the engine waits for workers that hang
 
 @dataclass
 class ExchangeTotals:
-    """The counters of an exchange, which any thread may read. This rank read `read_bytes` and received `received_bytes`; it
-    spent `waited_s` on its own reads, `passing_s` on sending and receiving, `placing_s` on copies."""
+    """The counters of an exchange, which any thread may read. This rank read `read_bytes` and received
+    `received_bytes`. It spent `waited_s` waiting for its own reads, `passing_s` sending and receiving, and `placing_s`
+    on copies."""
 
     num_segments: int = 0  # owned ranges, of all ranks
     num_bytes: int = 0  # written to tensors
@@ -73,9 +74,9 @@ class RankExchange:
         devices: Collection[torch.device] = (),
         touched: set[str],
     ) -> None:
-        """`ranges` and `limits` must be the same on all ranks; `spans`, those of this rank, lie in its ranges, and their
-        tensors on `devices`. `touched` collects the names of the tensors that are written to. See `TransferSession` for the
-        memory, which is for reads alone."""
+        """`ranges` and `limits` must be the same on all ranks; `spans` are this rank's; they lie in its ranges, and
+        their tensors on `devices`. `touched` collects the names of the tensors that are written to. See
+        `TransferSession` for the memory, which is for reads alone."""
         self._group = group
         self._connector = connector
         self._objects = objects
@@ -169,7 +170,7 @@ class RankExchange:
     # -------------------------------------------------------------------------------------------- memory for the bytes
 
     def _direct(self, number: int) -> ByteSpan | None:
-        """The span whose own memory takes a whole range, if there is one."""
+        """The span whose own memory can hold a whole range, if there is one."""
         owned, spans = self._ranges[number], self._spans[number]
         if len(spans) == 1 and spans[0].target is not None:
             span = spans[0]
@@ -286,7 +287,7 @@ def run_in_thread(
         failed = group.watch(done, tick)
         if failed is not None:
             raise failed
-    except BaseException as error:  # Ctrl-C, or the other ranks have blamed this one, which hangs
+    except BaseException as error:  # Ctrl-C, or the other ranks have named this one, which hangs, as the one at fault
         group.fail(error)
         stop(error)
         if thread.ident is not None:

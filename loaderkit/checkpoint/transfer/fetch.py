@@ -1,4 +1,4 @@
-"""Reads of byte ranges by a few threads: into tensors, as a restore needs them, or into memory of their own.
+"""Reads byte ranges by a few threads: into tensors, as a restore needs them, or into memory of its own.
 
 each thread: the next chunk of reads ──> read, verified ──> place        the caller: one work item after the other
 """
@@ -61,7 +61,7 @@ logger = logging.getLogger("loaderkit")
 
 
 class Access(NamedTuple):
-    """The number of threads that read a store, and whether they read past the page cache."""
+    """How a store is read: the number of threads, and whether they read past the page cache."""
 
     num_workers: int
     direct: bool = False
@@ -70,8 +70,9 @@ class Access(NamedTuple):
 def num_workers_of(
     connector: Connector, concurrency: int | Literal["auto"], requests: Sequence[ReadRequest] | None = None
 ) -> int:
-    """Threads that read: one a CPU for files, and one in all where `requests` are small on average, because Python then takes
-    longer than reading. Most for a store with latency, fewer where the connector splits long `requests` itself.
+    """The number of threads that read: one a CPU for files, but only one if `requests` are small on average, because
+    Python then takes longer than reading. Most for a store with latency, fewer if the connector splits long `requests`
+    itself.
 
     Raises ConfigError for a `concurrency` that is no such number.
     """
@@ -113,7 +114,7 @@ def _mean_bytes(requests: Sequence[ReadRequest] | None) -> float | None:
 
 
 def _has_other_processes() -> bool:
-    """True if other processes may read the same: they should find it in the page cache."""
+    """True if other processes may read the same bytes, and should find them in the page cache."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return True
@@ -121,7 +122,7 @@ def _has_other_processes() -> bool:
 
 
 class Fill:
-    """Reads `requests`, and iterates once over the tensors as they become whole. With one worker, the caller reads.
+    """Reads `requests`, and iterates once over the tensors as they become whole. With one worker the caller's thread reads.
 
     It measures and tunes nothing, and keeps to no bound on new tensors; see `TransferSession` for that.
     """
@@ -139,7 +140,7 @@ class Fill:
         devices: Collection[torch.device] = (),
         touched: set[str] | None = None,
     ) -> None:
-        """The arguments are those of `TransferSession`."""
+        """The arguments are the same as those of `TransferSession`."""
         self.plan = TensorPlan(
             requests,
             limits=limits_of(
@@ -201,7 +202,7 @@ class Fill:
             work_item.chunks.clear()
 
     def _take(self, scratch: dict[str, Any]) -> Chunk | None:
-        """The next chunk, of which a thread has the memory `scratch`; None: there is none any more."""
+        """The next chunk, for a thread that has the memory `scratch`; None if there is none left."""
         with self._changed:
             while not self._chunks and (work_item := self.plan.open(1)) is not None:
                 self._open.append(work_item)

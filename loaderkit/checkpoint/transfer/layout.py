@@ -35,8 +35,9 @@ class ByteSpan:
 
 
 class ReadLimits(NamedTuple):
-    """`most_bytes` of one read; `coalesce_gap`: bytes that may be read without need to save a read; `least_direct`: a span with
-    fewer bytes is read together with its neighbours; `edge_bytes`: read besides a span, for the checksums of whole blocks."""
+    """`most_bytes`: the most bytes of one read. `coalesce_gap`: unneeded bytes that may be read to save a read.
+    `least_direct`: a span with fewer bytes is read together with its neighbours. `edge_bytes`: bytes that are read
+    besides a span, because checksums are of whole blocks."""
 
     most_bytes: int
     coalesce_gap: int
@@ -89,8 +90,9 @@ def part_spans(
 
 
 def _cuts(start: int, num_bytes: int, item: int, most_bytes: int) -> list[tuple[int, int]]:
-    """[lo, hi) of the reads of `num_bytes` from `start` of an object on. Long ones are cut at multiples of `most_bytes` in the
-    object, where blocks with checksums end, too, or as near to that as whole elements of `item` bytes allow."""
+    """The reads [lo, hi) of the `num_bytes` of an object from `start` on. Long ones are cut at multiples of
+    `most_bytes` in the object, where blocks with checksums end, too, or as near to that as whole elements of `item`
+    bytes allow."""
     if num_bytes <= most_bytes:
         return [(0, num_bytes)] if num_bytes else []
     step = max(item, most_bytes // item * item)

@@ -42,7 +42,8 @@ class ReadRequest:
 
 
 class CoalescedRead(NamedTuple):
-    """Neighbouring spans that are read at once: bytes [start, end) of an object. `is_direct`: one span, to its target."""
+    """Neighbouring spans that one read covers: bytes [start, end) of an object. `is_direct`: it is one span, read
+    straight into its target."""
 
     key: str
     start: int
@@ -64,7 +65,7 @@ class ReadChunk(Chunk):
 
 
 class TensorWork(WorkItem):
-    """Tensors being filled. `deliver` are those of their requests."""
+    """Tensors being filled. `deliver` are the functions of their requests."""
 
     __slots__ = ("deliver", "new_bytes", "num_bytes")
     deliver: list[Callable[[], list[tuple[str, Any]]]]
@@ -77,7 +78,7 @@ class TensorWork(WorkItem):
 
 @dataclass
 class ObjectTotals:
-    """Reads of one object, and the seconds that they and the work on their bytes took, of all threads together."""
+    """Reads of one object, and the seconds that these reads and the work on their bytes took, summed over all threads."""
 
     num_bytes: int = 0
     num_reads: int = 0
@@ -132,10 +133,10 @@ def limits_of(
 ) -> ReadLimits:
     """The limits with which all workers' staging memory stays within one of `num_parts` equal parts of `memory_bytes`.
 
-    `is_checked`: blocks have checksums, so a read extends to the borders of its blocks. Raises ConfigError.
+    `is_checked`: blocks have checksums, so a read extends to the boundaries of its blocks. Raises ConfigError.
     """
     # Each worker has one staging buffer, which may be a quarter larger than requested, and copies within it.
-    unit = MAX_BLOCK_BYTES if is_checked else 4096  # so that cuts are at borders of blocks
+    unit = MAX_BLOCK_BYTES if is_checked else 4096  # so that cuts are at boundaries of blocks
     most_bytes = min(chunk_bytes_of(connector), memory_bytes // (2 * num_workers * num_parts) // unit * unit)
     least = _MIN_CHECKED_CHUNK if is_checked else _MIN_CHUNK
     if most_bytes < least:

@@ -1,4 +1,4 @@
-"""Reads of tensors by the engine, with the same workers, clocks and watchdog as batches."""
+"""Reads tensors by the engine, with the workers, clocks and watchdog that batches have."""
 
 from __future__ import annotations
 

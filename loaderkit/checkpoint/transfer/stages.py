@@ -116,7 +116,7 @@ class TransferStages:
     # ------------------------------------------------------------------------------------------------------- read
 
     def read(self, chunk: Chunk) -> int:
-        """Do the reads of a chunk, to targets or to staging memory; the number of bytes.
+        """Make the reads of a chunk, to targets or to staging memory; returns the number of bytes.
 
         A read with a block that differs from its checksum is repeated once. Raises CheckpointError.
         """
@@ -168,7 +168,7 @@ class TransferStages:
             )
 
     def _read_extent(self, read: CoalescedRead, buffer: memoryview, begin: int) -> tuple[int, int] | None:
-        """Read from `begin` on; [lo, hi) in the object of the first block that differs from its checksum, if any."""
+        """Read from `begin` on; returns [lo, hi) in the object of the first block that differs from its checksum, if any."""
         checksums = self._checksums.get(read.key)
         verifier = None if checksums is None else _BlockVerifier(checksums, begin)
         if read.is_direct:
@@ -182,7 +182,7 @@ class TransferStages:
         return verifier.damaged
 
     def _read_part(self, read: CoalescedRead, start: int, part: memoryview, verifier: _BlockVerifier | None) -> float:
-        """Read and verify bytes from `start` on; the seconds that reading took."""
+        """Read and verify bytes from `start` on; returns the seconds that reading took."""
         if verifier is None or self._has_latency:
             return self._read_step(read, start, part, verifier)
         read_s = 0.0
@@ -205,9 +205,10 @@ class TransferStages:
     def _read_blocks(
         self, read: CoalescedRead, start: int, blocks: memoryview, verifier: _BlockVerifier
     ) -> float | None:
-        """Read whole blocks with a connector that hashes them while they are in the CPU's cache; the seconds that reading took.
+        """Read whole blocks with a connector that hashes them while they are in the CPU's cache; returns the seconds
+        that reading took.
 
-        None, and nothing is read, where the connector cannot.
+        Returns None, with nothing read, where the connector cannot do that.
         """
         address = self._address  # another thread may set it to None
         if address is None or self._read_hashed is None:
@@ -240,7 +241,7 @@ class TransferStages:
     # ------------------------------------------------------------------------------------------------------ place
 
     def place(self, chunk: Chunk) -> int:
-        """Copy staged bytes to their tensors, cast or transferred on the way; the number of bytes."""
+        """Copy staged bytes to their tensors, cast or transferred on the way; returns the number of bytes."""
         assert isinstance(chunk, ReadChunk)
         num_bytes = 0
         with (

@@ -1,6 +1,6 @@
 """`python -m loaderkit.cli.demo.child FOLDER`: trains from FOLDER's checkpoint, if there is one, until it is killed.
 
-Prints a line of JSON for every batch. A process that began anew saves once, after SAVED_BATCHES.
+It prints a line of JSON for every batch. A process that starts from the beginning saves once, after SAVED_BATCHES.
 """
 
 from __future__ import annotations

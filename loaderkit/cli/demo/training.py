@@ -1,4 +1,4 @@
-"""What the demo trains: a small network, and a pipeline with a slow function left in it."""
+"""What the demo trains: a small network, on a pipeline in which a slow function was left."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ _NUM_AT_ONCE = 8  # of a store that one waits for
 
 
 class _Shard(NamedTuple):
-    """One shard: as it was named, what holds it, and what it and its index are called there."""
+    """One shard: the name by which it was given, the connector that holds it, and the keys of the shard and its index
+    there."""
 
     name: str
     connector: Connector
@@ -89,7 +90,7 @@ def index(
 
 
 def _found(names: list[str], stack: ExitStack) -> list[_Shard]:
-    """The shards that are meant; for every folder of a store one connector, closed with `stack`."""
+    """The shards that the arguments name. Each folder of a store has one connector, which is closed with `stack`."""
     from loaderkit.connectors.factory import open_connector
     from loaderkit.connectors.file import FileConnector
 
@@ -119,7 +120,7 @@ def _index_key(key: str) -> str:
 
 
 def _in_folder(name: str) -> list[str]:
-    """The archives that `kind: tar` reads of a folder; of a folder of a store, the URL with their pattern."""
+    """The archives that `kind: tar` reads from a folder; for a folder of a store, the URL with their pattern."""
     match = _URL.match(name)
     if match is not None:
         # A name without a dot or a glob is no archive's.
@@ -132,7 +133,7 @@ def _in_folder(name: str) -> list[str]:
 
 
 def _keys(connector: Connector, folder: str, pattern: str) -> list[str]:
-    """What a name with globs and braces means; a shell expands them for paths only."""
+    """The keys that a name with globs and braces matches; a shell expands these for paths only."""
     from loaderkit.sources.patterns import Patterns
 
     patterns = Patterns(pattern)
@@ -157,7 +158,7 @@ def _refuse_shared_names(shards: list[_Shard]) -> None:
 
 
 def _remove_leftovers(shards: list[_Shard]) -> None:
-    """What a killed run has left beside files of this machine."""
+    """Remove what a killed run has left beside files of this machine."""
     from loaderkit.connectors.file_writes import TEMPORARY_NAME
 
     for folder in {os.path.dirname(shard.shown_index) for shard in shards}:

@@ -1,4 +1,5 @@
-"""`loaderkit index --lengths`: the lengths of a pipeline's samples, by which `pack`, or `batch` with `tokens`, is planned."""
+"""`loaderkit index --lengths`: measures the lengths of a pipeline's samples, from which `pack`, or `batch` with
+`tokens`, is planned."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from loaderkit.errors import ConfigError, ConnectorError
 
 
 def index_lengths(path: Path, as_json: bool) -> None:
-    """Take all samples through the stages before the one that is planned by their lengths, once, and keep those in the user's
-    cache directory. Raises LoaderkitError."""
+    """Take all samples, once, through the stages before the one that is planned by their lengths, and keep the lengths
+    in the user's cache directory. Raises LoaderkitError."""
     import numpy as np
 
     from loaderkit.pipeline.config.mixture import MixtureArgs, mixture_args

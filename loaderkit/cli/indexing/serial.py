@@ -14,8 +14,8 @@ _LINES = (".jsonl", ".ndjson", ".json", ".txt")
 
 
 class Indexed(NamedTuple):
-    """What is found in a file: the content of its index, the samples and all lines or records, and whether the index beside it
-    says the same (None: there is none)."""
+    """What is found in a file: the content of its index, the number of samples and of all lines or records, and whether
+    the index beside it says the same (None if there is no index)."""
 
     data: bytes
     num_samples: int
@@ -24,17 +24,17 @@ class Indexed(NamedTuple):
 
 
 def has_lines(key: str) -> bool:
-    """True if the name of a file is that of lines."""
+    """True if a file's name says that it holds lines."""
     return key.lower().endswith(_LINES)
 
 
 def has_records(key: str) -> bool:
-    """True if the name of a file is that of TFRecords."""
+    """True if a file's name says that it holds TFRecords."""
     return ".tfrec" in key.lower().rpartition("/")[2]
 
 
 def index_key(key: str) -> str | None:
-    """What the index of a file is called; None if it is neither of lines nor of records."""
+    """The key of a file's index; None if the file holds neither lines nor records."""
     from loaderkit.sources.serial.beside import key_beside
     from loaderkit.sources.serial.records import keys_beside
 

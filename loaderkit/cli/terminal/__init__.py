@@ -1,1 +1,1 @@
-"""How commands are asked and answer: their arguments and options, output, progress."""
+"""The terminal side of commands: their arguments and options, output and progress."""

@@ -1,4 +1,4 @@
-"""The progress of work that is measured in bytes."""
+"""A progress bar for work that is measured in bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECONDS_A_LINE = 5.0
 
 
 class ByteProgress(NamedTuple):
-    """Bytes done, of how many, in how long; `note` stands behind them."""
+    """Shows the bytes that are done, of how many, in how long, with `note` behind them."""
 
     num_bytes: int
     total_bytes: int
@@ -23,7 +23,7 @@ class ByteProgress(NamedTuple):
 
 @contextmanager
 def byte_progress(now: Callable[[], ByteProgress]) -> Iterator[Callable[[], None]]:
-    """A bar on stderr if that is a terminal, else a line every few seconds; call what it gives now and then."""
+    """A bar on stderr if that is a terminal, else a line every few seconds; it gives a function to be called now and then."""
     screen = console.stderr()
     if not screen.is_terminal:
         yield _lines(now)

@@ -1,5 +1,5 @@
-"""Results go to stdout, everything else to stderr, so that a pipe gets the result alone. Names from data may hold anything:
-none of them is markup here, or an order to the terminal."""
+"""Results go to stdout and everything else to stderr, so that a pipe gets the result alone. Names from data may hold
+any text: here none of it is markup, or a command to the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loaderkit.profile.render.summary import PlainConsole
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error of anyone's
-    """Ctrl-C ended the work in an orderly way; the message says how far it was."""
+    """Ctrl-C ended the work in an orderly way; the message says how far it had come."""
 
 
 def stdout() -> Console:

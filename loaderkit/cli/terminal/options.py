@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Settings:
-    """What the command line says to `main` itself."""
+    """The options of the command line that are for `main` itself."""
 
     debug: bool = False
     then: Callable[[], int] | None = None  # run once the command line is done with, and give the exit code
@@ -68,7 +68,7 @@ def described(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConf
 
 
 def open_plan(pipeline: Path, assignments: Sequence[str] | None, *, on_this_thread: bool = False) -> ExecutionPlan:
-    """What the pipeline is to run, its source listed; nothing runs yet. Raises LoaderkitError."""
+    """The plan of the pipeline, with its source listed; nothing runs yet. Raises LoaderkitError."""
     from loaderkit.pipeline.execution_plan import compile_pipeline
     from loaderkit.ranks.place import ranks_now
 

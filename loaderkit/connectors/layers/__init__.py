@@ -1,1 +1,1 @@
-"""Connectors around connectors: retries, a disk cache, read-ahead."""
+"""Connectors that wrap another one: retries, a disk cache, read-ahead."""

@@ -5,7 +5,7 @@
 
 A large object, or one named *.tar, is kept in blocks of 4 MiB, so the pass that indexes an archive fills the cache. Of any
 other object each range is kept as it is read, usually the whole object. A read's etag is part of the entry's name, so the
-bytes of a cached object never mix with those of the object that replaced it.
+bytes of a cached object never mix with bytes of the object that replaced it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _WAIT_S = 30.0  # for another process that fetches the same block; after that it
 
 
 class CacheConnector(ConnectorLayer):
-    """`inner`, cached in the folder of `args`. `owns_inner`: closing this closes `inner`. `store` tells it from others whose
-    objects have the same names in messages; by default its traits do.
+    """`inner`, cached in the folder of `args`. With `owns_inner`, closing this closes `inner`. `store` names the store,
+    so that objects of other stores with the same names are told apart in messages; by default it comes from the traits.
 
-    Objects without an etag are not kept, since a replacement could not be told.
+    Objects without an etag are not kept, since a replacement could not be noticed.
     """
 
     def __init__(self, inner: Connector, args: CacheArgs, *, owns_inner: bool = True, store: str | None = None) -> None:
@@ -79,7 +79,7 @@ class CacheConnector(ConnectorLayer):
             _Blocks(self, key, etag, size).read(start, buffer)
 
     def counters(self) -> dict[str, float]:
-        """The counters of `inner`, and those of the cache."""
+        """The counters of `inner`, and the cache's own."""
         counts = super().counters()
         counts["over_read_bytes"] = counts.get("over_read_bytes", 0) + self._over_read_bytes
         disk = self._disk

@@ -1,4 +1,5 @@
-"""Accounts for a cache folder's size: how many bytes it holds, which entries are evicted, and the locks between processes."""
+"""Accounts for the size of a cache folder: how many bytes it holds and which entries are evicted; and has the locks
+between processes."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ class DiskAccount:
                         yield _Entry(status.st_atime_ns, status.st_size, file.path)
 
     def _clear_temporary(self) -> int:
-        """Remove the files of dead writers; returns the bytes of those that living writers have open."""
+        """Remove the files of dead writers; returns the bytes of files that living writers have open."""
         total = 0
         for file in _scan(f"{self._folder}/temporary"):
             with suppress(OSError), opened(file.path, OPEN) as fd:

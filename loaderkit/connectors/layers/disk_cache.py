@@ -31,7 +31,7 @@ logger = logging.getLogger("loaderkit")
 _PAGE_BYTES = 64 << 10
 _HEAD = struct.Struct("<8s32sQ")  # magic, digest, number of bytes; then the checksums of the pages and of all that
 _MAGIC = b"LKpiece1"
-_FIRST_ENTRY = 1 << 10  # the first byte of `lock` that stands for entries
+_FIRST_ENTRY = 1 << 10  # the first byte of `lock` that is used for entries
 _SUSPENDED_S = 30.0
 _TOUCH_NS = 10**9
 

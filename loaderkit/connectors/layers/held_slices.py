@@ -1,4 +1,4 @@
-"""Slices of objects in memory, from the plan until their last needed byte is read."""
+"""Slices of objects in memory, from the time they are planned until their last needed byte is read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HeldSlice:
 
 
 class SliceDropped(Exception):  # noqa: N818 - not an error: the reader reads directly
-    """A slice will not be fetched."""
+    """Raised for a slice that will not be fetched."""
 
 
 class HeldSlices:
@@ -58,7 +58,7 @@ class HeldSlices:
         return held
 
     def find(self, key: str, start: int, num_bytes: int, etag: str | None) -> HeldSlice | None:
-        """The slice that has these bytes; of several (of two epochs) the one needed first."""
+        """The slice that has these bytes; if several have them (for two epochs), the one needed first."""
         same_key = self._by_key.get(key)
         if same_key is None:
             return None
@@ -72,7 +72,7 @@ class HeldSlices:
         return min(fitting, key=_first_of, default=None)
 
     def resize(self, memory_bytes: int) -> None:
-        """Set how many bytes may be held; those that are stay."""
+        """Set how many bytes may be held; bytes that are held stay."""
         self._memory_bytes = memory_bytes
 
     def has_room(self, num_bytes: int) -> bool:
@@ -86,7 +86,7 @@ class HeldSlices:
         self._in_order.append(held)
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Memory for a slice; reused if some of about that size is spare."""
+        """Memory for a slice; reused if there is free memory of about that size."""
         for _ in range(len(self._spare)):
             try:
                 spare = self._spare.popleft()

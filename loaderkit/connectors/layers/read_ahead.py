@@ -33,7 +33,8 @@ _LARGE_BYTES = 256 << 10
 
 
 class ReadAheadConnector(ConnectorLayer):
-    """`inner`, read ahead along `slices`, which gives the slices needed from (epoch, position) on, by first need.
+    """`inner`, read ahead along `slices`. This function gives the slices needed from (epoch, position) on, in the order
+    of first need.
 
     At most `memory_bytes` are held or being fetched; a slice of more than half of that is not read ahead. The
     `num_requests` threads start with the first read. Any number of threads may read.
@@ -89,12 +90,12 @@ class ReadAheadConnector(ConnectorLayer):
             self.inner.read_into(key, start, buffer, etag=etag)
 
     def writes(self) -> Writes | None:
-        """The writing side of `inner`; what was read ahead of an object is forgotten when it is written."""
+        """The writing side of `inner`; bytes of an object that were read ahead are forgotten when the object is written."""
         inner = super().writes()
         return inner and _ForgettingWrites(inner, self._forget)
 
     def counters(self) -> dict[str, float]:
-        """The counters of `inner`, and those of reading ahead."""
+        """The counters of `inner`, and the counters of reading ahead."""
         counts = super().counters()
         with self._lock:
             self._count_waits(0)
@@ -117,7 +118,7 @@ class ReadAheadConnector(ConnectorLayer):
             self._changed.notify_all()
 
     def resize(self, *, memory_bytes: int, num_requests: int) -> None:
-        """Set how much is held and how many requests are under way at once; what is held or under way stays."""
+        """Set how many bytes are held and how many requests run at once; bytes that are held and requests that run stay."""
         with self._lock:
             self._most_bytes = memory_bytes // 2
             self._held.resize(memory_bytes)
@@ -172,8 +173,8 @@ class ReadAheadConnector(ConnectorLayer):
             return held
 
     def _wait(self, event: threading.Event) -> None:
-        """Wait for the fetching threads. The worker stays in its stage, so its clock counts the wait as that of any read;
-        `ahead_wait_s` says how much of that time it is."""
+        """Wait for the fetching threads. The worker stays in its stage, so its clock counts the wait as part of the
+        read; `ahead_wait_s` says how long such waits took."""
         with self._lock:
             self._count_waits(1)
         try:
@@ -183,7 +184,7 @@ class ReadAheadConnector(ConnectorLayer):
                 self._count_waits(-1)
 
     def _count_waits(self, num_more: int) -> None:
-        """Count the waits up to now, those that have not ended as well. `num_more` readers begin to wait. Under the lock."""
+        """Count the waits up to now, also waits that have not ended. `num_more` readers begin to wait. Under the lock."""
         now = time.perf_counter()
         self._wait_s += self._num_waiting * (now - self._counted_s)
         self._num_waiting, self._counted_s = self._num_waiting + num_more, now
@@ -347,7 +348,7 @@ class ReadAheadConnector(ConnectorLayer):
 
 
 class _ForgettingWrites(WritesLayer):
-    """`inner`; `forget` is called after each change with a prefix of the keys that changed."""
+    """`inner`; after each change `forget` is called with a prefix of the changed keys."""
 
     def __init__(self, inner: Writes, forget: Callable[[str], None]) -> None:
         super().__init__(inner)

@@ -41,8 +41,8 @@ _LISTING_PATIENCE = 30  # timeouts; fsspec lists all pages in one call
 class RetryConnector(ConnectorLayer):
     """`inner`, retried after each `TemporaryError`.
 
-    `timeout_s` bounds one attempt; None: no bound. With a bound there are no faster reads, as each read needs a thread. Faster
-    reads do not pass through `read_into`, so a subclass that overrides it overrides `bulk`, too.
+    `timeout_s` bounds one attempt; None means no bound. With a bound there are no faster reads, as each read needs a
+    thread. Faster reads do not pass through `read_into`, so a subclass that overrides it overrides `bulk`, too.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class RetryConnector(ConnectorLayer):
         return errors
 
     def writes(self) -> Writes | None:
-        """The writing side of `inner`, retried; each call is atomic or can be repeated. `timeout_s` does not bound it: a write
-        that was abandoned would go on to read the caller's memory."""
+        """The writing side of `inner`, retried; each call is atomic or can be repeated. `timeout_s` does not bound it:
+        an abandoned write would continue to read the caller's memory."""
         inner = super().writes()
         return inner and _RetryWrites(inner, self._retries)
 

@@ -148,7 +148,7 @@ class S3Connector(BulkConnector):
             try:
                 self._read_checked(key, start, buffer, etag, begin_s)
                 break
-            except ChecksumError:  # damaged on the way or in the store; a retry tells
+            except ChecksumError:  # damaged on the way or in the store; a retry decides
                 self.num_checksum_failures += 1
                 if not attempts_left:
                     raise
@@ -231,7 +231,7 @@ class S3Connector(BulkConnector):
         self._requests.renewing(lambda: self._read_rest(key, parts, etag, begin_s, at_once))
 
     def _read_rest(self, key: str, parts: Sequence[_PartRead], etag: str | None, begin_s: float, at_once: int) -> None:
-        """Fetch the parts that are not complete, several at a time, each with its own retries."""
+        """Fetch the incomplete parts, several at a time, each with its own retries."""
         parts = [part for part in parts if not part.is_complete]
         for part, call in zip(parts, self._gets(key, parts), strict=True):
             part.call = call

@@ -212,7 +212,7 @@ class Requests:
             self._lock, self._client, self._pid = threading.Lock(), None, os.getpid()
 
     def _renew(self, client: object) -> bool:
-        """True if newer credentials than those of `client` are there; the current client then uses them."""
+        """True if there are newer credentials than `client` has; the current client then uses them."""
         with self._lock:
             if client is self._client and _credentials() not in (None, self._credentials):
                 self._make_client()

@@ -1,6 +1,6 @@
-"""The only module that imports botocore: what is written to a bucket, as s3torchconnector writes whole objects only.
+"""The only module that imports botocore. It writes to a bucket in parts, because s3torchconnector writes whole objects only.
 
-Its streams take an object's bytes in order, hold them in buffers of their own, and fail as a whole.
+The streams of s3torchconnector take an object's bytes in order, hold them in buffers of their own, and fail as a whole.
 """
 
 from __future__ import annotations

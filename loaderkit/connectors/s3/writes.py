@@ -3,7 +3,7 @@
     create ──> CreateMultipartUpload ──> write: UploadPart, retried ──> commit: CompleteMultipartUpload
                                                                     └─> abort: AbortMultipartUpload
 
-A part is copied before it is sent, as a request that hangs is abandoned and goes on to read its memory.
+A part is copied before it is sent, because a request that hangs is abandoned and still reads its memory.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class S3Writer:
             ) from None
 
     def abort(self) -> None:
-        """Abort the upload; see `ObjectWriter.abort`. Where the store cannot be reached its parts stay until `clear`."""
+        """Abort the upload; see `ObjectWriter.abort`. If the store cannot be reached, its parts stay until `clear`."""
         if self._info is not None:
             return
         try:
@@ -164,7 +164,7 @@ class _EmptyWriter:
 
 
 def _etag_of(etags: list[str]) -> str:
-    """The etag of an object whose parts have these; "" if they are no digests."""
+    """The etag of an object whose parts have these etags; "" if they are no digests."""
     try:
         digests = b"".join(bytes.fromhex(etag.strip('"')) for etag in etags)
     except ValueError:

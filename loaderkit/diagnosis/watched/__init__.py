@@ -1,1 +1,1 @@
-"""The verdict on a loop that loads by something else, from what can be seen of it from outside."""
+"""The verdict on a loop that loads without loaderkit, from what can be seen of it from outside."""

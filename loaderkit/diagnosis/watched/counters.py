@@ -1,4 +1,4 @@
-"""What is known of a watched loop besides what is counted of a loader, and what it may wait for."""
+"""What is known of a watched loop besides a loader's counters, and what it may wait for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ITERABLE = "iterable"
 
 @dataclass(frozen=True)
 class LoaderArguments:
-    """The arguments of a DataLoader that matter for its speed; None: not known."""
+    """The arguments of a DataLoader that matter for its speed; None for one that is not known."""
 
     num_workers: int
     batch_size: int | None = None
@@ -37,7 +37,7 @@ class LoaderArguments:
 
 @dataclass(frozen=True)
 class WatchedCounters:
-    """Counters of a watched loop. Times in seconds; those of workers are summed over them."""
+    """Counters of a watched loop. Times in seconds; times of workers are summed over them."""
 
     num_epochs: int = 0  # begun
     open_s: float = 0.0  # in iter(), of all epochs but the first
@@ -90,15 +90,15 @@ _NUMBERS = tuple(field.name for field in fields(WatchedCounters) if field.name !
 
 @dataclass
 class WatchedSnapshot(Snapshot):
-    """The counters of a watched loop at one moment, or their rise between two. Its stages are what can be told apart from
-    outside."""
+    """The counters of a watched loop at one moment, or their rise between two. Its stages are the parts of the work
+    that can be told apart from outside."""
 
-    arguments: LoaderArguments | None = None  # of the DataLoader; None: it is none, or has not begun
+    arguments: LoaderArguments | None = None  # of the DataLoader; None if it is none, or has not begun
     watched: WatchedCounters = field(default_factory=WatchedCounters)
     programs: tuple[tuple[str, float], ...] = ()  # other programs, and the CPU seconds that they used
     shared_free_share: float | None = None  # of /dev/shm, at this moment
     kind: str = ""  # the class of what is watched, with its package
-    lines: LineTimes | None = None  # which lines load; None: they are not sampled
+    lines: LineTimes | None = None  # which lines load; None if they are not sampled
 
     def since(self, earlier: Snapshot) -> Self:
         """The rise of the counters between `earlier` and this moment."""

@@ -1,4 +1,5 @@
-"""What the rules on a watched loop read: what it waited for longest, what a batch holds, what the kernel counts."""
+"""The figures of a watched loop that the rules read: what it waited for longest, what a batch holds, what the kernel
+counts."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class WatchedFacts:
 
     @property
     def use_in_waits(self) -> float:
-        """The share of the workers that worked while the loop waited."""
+        """The share of the workers that were working while the loop waited."""
         watched = self.watched
         return watched.wait_busy_s / watched.wait_slot_s if watched.wait_slot_s else 1.0
 
@@ -66,8 +67,8 @@ class WatchedFacts:
         return conclude(self.interval, self.cause, kind, "; ".join(filter(None, parts)), change, sure=sure)
 
     def line(self) -> CostlyLine | None:
-        """The line that makes loading slow, where one stands out; of a loop that makes its batches itself, the one in that part
-        for which it waits."""
+        """The line that makes loading slow, if one stands out. For a loop that makes its batches itself, the line in
+        the part for which it waits."""
         times, is_inline = self.stats.lines, not self.arguments.num_workers
         if times is None:
             return None
@@ -105,7 +106,8 @@ class WatchedFacts:
         return change
 
     def deeper(self, ahead: int) -> Remedy:
-        """`prefetch_factor` for as many batches as the loop takes while a late one is waited for, where memory has room."""
+        """A `prefetch_factor` for as many batches as the loop takes while it waits for a late one, if there is memory
+        for them."""
         watched, interval = self.watched, self.interval
         late_s = watched.late_s / max(1, sum(watched.gaps.values()))
         step_s = (interval.stats.wall_s - interval.waited_s) / max(1, self.stats.num_batches)
@@ -132,7 +134,7 @@ class BatchSize:
         self.array_share = watched.measured_array_bytes / max(1, watched.measured_bytes)
 
     def moving(self) -> tuple[str, str] | None:
-        """What makes it costly to pass from one process to another, and what to change; None: nothing but its bytes."""
+        """Why it is costly to pass the batch from one process to another, and what to change; None if only its bytes cost."""
         if self.array_share > _ARRAYS and self.size > SMALL_BYTES:
             return (
                 f"{100 * self.array_share:.0f} % of its bytes are NumPy arrays, which are pickled and sent through a pipe",

@@ -1,4 +1,5 @@
-"""Which lines of a script make its batches, as samples of them tell, and what can be done about the one that costs most."""
+"""Finds which lines of a script make its batches, from samples of them, and what can be done about the line that costs
+most."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class LineTimes(Part):
         return "the workers' time" if self.is_of_workers else "the time to make batches"
 
     def costliest(self, wanted: Callable[[CostlyLine], bool] = lambda line: True) -> CostlyLine | None:
-        """The longest one of those wanted; None where no line stands out, or there are too few samples to tell."""
+        """The longest of the wanted lines; None where no line stands out, or there are too few samples."""
         line = next(filter(wanted, self.lines), None)
         return (
             line if line is not None and line.percent >= _WORTH_TELLING and self.num_samples >= _LEAST_SAMPLES else None
@@ -67,7 +68,7 @@ class LineTimes(Part):
 
 
 def cheaper(line: CostlyLine, *, is_waiting: bool = False) -> str:
-    """What to do about a line, and what that would bring at most. `is_waiting`: no CPU is what it needs."""
+    """What to do about a line, and what that would bring at most. `is_waiting`: it waits for something other than a CPU."""
     share = min(0.99, line.percent / 100)
     times = f"{1 / (1 - share):.1f}" if share < 0.9 else "ten or more"
     how = "find out what it waits for" if is_waiting and line.group == OTHER else _CHEAPER[line.group]

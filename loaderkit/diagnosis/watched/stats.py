@@ -1,4 +1,4 @@
-"""What `watch(...).stats()` gives: the stats of a loader, and what is known of a DataLoader besides."""
+"""The result of `watch(...).stats()`: a loader's stats, and what is known of a DataLoader besides."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What changes while the engine runs: the number of workers, the size of a chunk, how many run at once."""
+"""What changes while the engine runs: the number of workers, the size of a chunk, and how many workers run at once."""

@@ -1,4 +1,4 @@
-"""How long a sample takes, and so how many of them make a chunk."""
+"""Measures how long a sample takes, and so decides how many samples make a chunk."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _LEAST_SHARE = 0.1  # of a chunk's time that is taken for its samples': what was
 class ChunkSizer:
     """How long one worker takes for a sample, as far as is known; written under the engine's lock, if it has one.
 
-    A chunk takes `fixed + length * each`, and its samples are to take `CHUNK_TARGET_S`, whatever it costs besides: were that
-    taken for its samples' time, chunks would be short, and cost the more for it.
+    A chunk takes `fixed + length * each`. The part for its samples is to take `CHUNK_TARGET_S`, whatever the fixed part
+    is: if that counted as the samples' time, chunks would be short, and the fixed part would be paid more often.
     """
 
     __slots__ = ("_fixed_share", "_length", "_num_landed", "_num_opened", "_took_s", "sample_s")
@@ -55,7 +55,7 @@ class ChunkSizer:
             share = min(max(0.0, fixed_s / self._took_s), 1.0) if self._took_s > 0 else 0.0
             self._fixed_share += _TRIAL_SMOOTHING * (share - self._fixed_share)
         self._num_landed += 1
-        weight = max(_SMOOTHING, 1 / self._num_landed)  # what one sample took that was made alone counts no more
+        weight = max(_SMOOTHING, 1 / self._num_landed)  # the sample that was made alone no longer counts
         sample_s = took_s / length
         self.sample_s = sample_s if self.sample_s is None else self.sample_s + weight * (sample_s - self.sample_s)
         self._took_s += weight * (took_s - self._took_s)
@@ -76,7 +76,7 @@ class ChunkSizer:
         return -(-batch_size // -(-batch_size // wanted))  # all alike: a short one is left over otherwise
 
     def next_chunk_size(self, batch_size: int, num_workers: int, num_open: int) -> int:
-        """The same for the batch that is opened now: it may be one on trial."""
+        """The same for the batch that is opened now, whose size may be a trial."""
         size = self.chunk_size(batch_size, num_workers, num_open)
         if not self._num_landed or self._took_s >= _MOST_TRIED_S:
             return size
@@ -86,7 +86,8 @@ class ChunkSizer:
 
 
 def trim(scratch: dict[str, Any], chunk_size: int) -> None:
-    """Free what longer chunks needed of a scratch, a sample; a chunk of `chunk_size` has used it."""
+    """Free the part of a scratch, in entries a sample, that only longer chunks needed; a chunk of `chunk_size` has used
+    it."""
     for pieces in scratch.values():
         if isinstance(pieces, list):
             del pieces[2 * chunk_size :]  # the next chunk may be one on trial

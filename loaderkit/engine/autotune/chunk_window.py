@@ -1,4 +1,4 @@
-"""What is measured of a pool's chunks: the time of each, the sums of a window, and how long workers overlapped."""
+"""Measures a pool's chunks: the time of each, the sums of a window, and how long workers overlapped."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ChunkWindow:
     """
 
     begin_s: float
-    longest_s: float = 0.0  # chunk, with those of the window that this one is compared with
+    longest_s: float = 0.0  # chunk, also in the window that this one is compared with
     first_s: float = 0.0  # when the first chunk was begun
     num_samples: int = 0
     seconds: float = 0.0
@@ -111,7 +111,7 @@ class ChunkWindow:
         return self.num_samples / self.undelayed_s if by_sums else median(self.undelayed_speeds)
 
     def cpu_share(self, by_sums: bool) -> float:
-        """The share of the time in which a worker could have had a CPU that it spent on one."""
+        """Of the time in which a worker could have had a CPU, the share that it spent on one."""
         return self.cpu_s / self.undelayed_s if by_sums else median(self.cpu_shares)
 
     def sample_stages_s(self) -> list[float]:
@@ -127,8 +127,8 @@ class ChunkWindow:
 class Overlap:
     """How long two workers or more have been inside a chunk at once, and what they got done in that time.
 
-    This is not the sum of what each does at its own speed: where they share a lock, one may take it many times while another
-    waits.
+    This is not the sum of what each worker does at its own speed: where workers share a lock, one may take it many
+    times while another waits.
     """
 
     num_inside: int = 0

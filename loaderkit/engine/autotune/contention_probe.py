@@ -1,4 +1,5 @@
-"""Whether a pool does better with one worker than with all of them, and the gate that lets only one take chunks.
+"""Finds out whether a pool does better with one worker than with all of them, and has the gate that lets only one take
+chunks.
 
 Python code holds the GIL: two threads in it are slower than one, because they hand the GIL back and forth. Whether code holds
 the GIL cannot be seen from outside, but measured: where workers that overlap spend much of their time off the CPU, one of
@@ -64,8 +65,8 @@ class SoloGate:
         self._is_closed = False
 
     def wait(self, worker_clock: WorkerClock, idle: int, pass_on: Callable[[], None] = lambda: None) -> None:
-        """Return when this worker may take a chunk; its time until then counts as `idle`. `pass_on` wakes another worker that
-        waits for work, since this one may have been woken in its place."""
+        """Return when this worker may take a chunk; its time until then counts as `idle`. `pass_on` wakes another
+        worker that waits for work, because this one may have been woken instead."""
         if not self.is_solo:
             return
         with self._change:
@@ -117,7 +118,7 @@ class ContentionProbe:
         delay_clock: Clock = native.delayed,
         is_gil_taken: Callable[[], bool] = gil_is_taken,
     ) -> None:
-        """`stages`: the names of all there are, as the worker clocks number them."""
+        """`stages`: the names of all stages, as the worker clocks number them."""
         self._stages = stages
         self._gate = gate
         self._clock = clock
@@ -141,7 +142,7 @@ class ContentionProbe:
         return self._result._replace(gil_taken=self._gil.taken_share)
 
     def begin(self, worker_clock: WorkerClock) -> ProbedChunk | None:
-        """A worker begins with a chunk. None: it is short, and not measured."""
+        """A worker begins with a chunk. Returns None if the chunk is short, and so not measured."""
         is_measured = self._num_left <= NUM_CHUNKS
         if not is_measured and not self._is_long:
             return None
@@ -198,7 +199,8 @@ class ContentionProbe:
         return self._baseline.by_sums if self._gate.is_solo and self._baseline is not None else not self._is_long
 
     def _is_hopeless(self, now: float) -> bool:
-        """True if one alone, on trial, is plainly slower: where many workers wait for a store, its chunks cost much."""
+        """True if one worker alone, on trial, is plainly slower. Where many workers wait for a store, more chunks with
+        one worker would cost much."""
         baseline, window = self._baseline, self._window
         if not self._gate.is_solo or baseline is None or len(window) < _LEAST_ALONE:
             return False

@@ -1,4 +1,4 @@
-"""How often a worker that wakes up finds the GIL held by another thread."""
+"""Measures how often a worker that wakes up finds the GIL held by another thread."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 @dataclass
 class TunedSetting:
-    """One number that the tuner changes: the workers that `stages` share, the batches ahead, or the processes.
-    It is a multiple of `unit`, the number of processes, each of which has as many."""
+    """One number that the tuner changes: the workers that `stages` share, the batches ahead, or the processes. It is a
+    multiple of `unit`, the number of processes, as each of them has equally many."""
 
     name: str
     stages: tuple[str, ...]
@@ -38,17 +38,17 @@ class TunedSetting:
 
 @dataclass
 class Decision:
-    """A change that was tried, why, and what came of it."""
+    """A change that was tried, the reason for it, and its result."""
 
     at_s: float  # since the first wait for a batch
     knob: str
     before: int
     after: int
     reason: str
-    kept: bool | None = None  # None: not known yet
+    kept: bool | None = None  # None if not known yet
     effect: str = ""
     stages: list[str] = field(default_factory=list)  # whose workers they are; empty for batches and processes
-    gain: float | None = None  # in throughput, as a share; None: not known yet
+    gain: float | None = None  # in throughput, as a share; None if not known yet
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))

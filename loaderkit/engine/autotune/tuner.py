@@ -5,12 +5,12 @@
                                                       between: leave it
     the next window decides: a change that paid is kept, else it is rolled back and not tried again for a while
 
-Processes are added where those that there are keep a CPU busy each, as code does that holds the GIL, and CPUs are free; they
-are given back where what they do fits into fewer.
+Processes are added where each of the present ones keeps a CPU busy, as code does that holds the GIL, and CPUs are free.
+Processes are removed where fewer can do the work.
 
-This is hill climbing on measured throughput, in steps of a ladder, as autotuners of this kind do. Unlike them it climbs where
-the stall accounts say, it climbs down as well, and a gain must exceed the noise of its own windows. The tuner has no thread
-and no clock: `monitor.py` calls it, tests call it with made-up accounts.
+This is hill climbing on measured throughput, in steps of a ladder, as autotuners of this kind do. Unlike them it climbs
+where the stall accounts show a stall, it also climbs down, and a gain must exceed the noise of its own windows. The
+tuner has no thread and no clock: `monitor.py` calls it, tests call it with made-up accounts.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class _RestingChange:
 
 @dataclass
 class Tuner:
-    """Changes `settings`. `landing`: the stage whose samples count as done. `num_cpus`: the CPUs the workers may fill, within
-    the cgroup's quota. `most_processes`: how many there may be now, of how many there are; each brings `cpus_each` of
-    its own, where those are not of this machine."""
+    """Changes `settings`. `landing`: the stage whose samples count as done. `num_cpus`: the CPUs the workers may fill,
+    within the cgroup's quota. `most_processes`: how many processes there may be now, given how many there are.
+    `cpus_each`: the CPUs that each process brings, where processes are on other machines."""
 
     settings: list[TunedSetting]
     landing: str
@@ -101,7 +101,8 @@ class Tuner:
         self._num_odd = 0  # windows in a row whose rate was far from that
 
     def forget(self, stages: Sequence[str]) -> None:
-        """Leave the workers of these stages, or without stages the depth, alone from now on: the user has set them."""
+        """From now on do not change the workers of these stages, or the depth if there are no stages: the user has set
+        them."""
         self.settings = [
             setting
             for setting in self.settings
@@ -181,8 +182,8 @@ class Tuner:
         return is_restarting or now.num_restarts != before.num_restarts
 
     def _has_changed(self) -> bool:
-        """True if the rate has been another one since a moment of this window, by far more than it varies else: the loop needs
-        more or less than it did, and a window that saw both would take long and tell of neither."""
+        """True if the rate has changed, at some moment of this window, by far more than it usually varies: the loop
+        needs more or less than it did. A window across the change would take long, and describe neither rate."""
         num, whole = len(self._rates), sum(self._rates)
         spread = sum((rate - whole / num) ** 2 for rate in self._rates)
         earlier = 0.0
@@ -258,7 +259,7 @@ class Tuner:
         return None
 
     def _bound(self, processes: TunedSetting, now: Snapshot) -> None:
-        """Set how many processes there may be: as many as there is room for, and memory and batches to share out."""
+        """Set how many processes there may be: as many as there is room for, with enough memory and batches to divide."""
         most = self.most_processes(processes.value)
         if batch_bytes := now.memory.get("batch_bytes", 0):
             most = min(most, now.memory["budget_bytes"] // (BATCHES_EACH * batch_bytes))
@@ -327,13 +328,13 @@ class Tuner:
     def _add_process(
         self, processes: TunedSetting | None, window: TunerWindow, now: Snapshot, waits: str
     ) -> Move | None:
-        """One more, as there are other locks than the GIL."""
+        """Add one process only, as there are other locks than the GIL."""
         if processes is None:
             return None
         return self._try(processes, processes.rung(1), window, now, f"{waits}; more workers did not help")
 
     def _take_workers(self, window: TunerWindow, now: Snapshot, waits: str) -> Move | None:
-        """Fewer; but where every worker has a CPU and computes, fewer compute less."""
+        """Take workers away; but not where every worker has a CPU and computes, as fewer would compute less."""
         setting = self._awaited(window)
         if setting is None or not self._may(setting, up=False):
             return None
@@ -353,7 +354,7 @@ class Tuner:
         return None
 
     def _give_processes_back(self, window: TunerWindow, now: Snapshot) -> Move | None:
-        """Fewer processes, where the CPUs that they use do not need as many."""
+        """Use fewer processes, if the CPUs that they use do not need as many."""
         processes = self._processes
         if processes is None or not self._may(processes, up=False):
             return None

@@ -1,4 +1,4 @@
-"""What the tuner judges by: rates and shares of one window of time."""
+"""The figures by which the tuner judges: rates and shares of one window of time."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Facts of a running pipeline: its counters, waits and workers, and what the machine gives."""
+"""The measured facts of a running pipeline: its counters, waits and workers, and what the machine gives."""

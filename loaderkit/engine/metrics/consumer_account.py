@@ -1,4 +1,4 @@
-"""What the consumer of an executor has waited for and was given."""
+"""Counts what the consumer of an executor has waited for, and what it was given."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class ConsumerAccount:
         self.num_batches = self.num_samples = self.num_dropped = 0
         self.by_source = SourceCounts()
         self.next_position: tuple[int, int] | None = None
-        """(epoch, position) where the next batch begins, for sure: behind the last one that was given, or where a seek ended.
-        None while one is taken: unless it is given, as after Ctrl-C, it is to be made again."""
+        """(epoch, position) where the next batch surely begins: behind the last one that was given, or where a seek
+        ended. None while a batch is taken: if that is not given, as after Ctrl-C, it has to be made again."""
 
     def take(self, wait: Callable[[], Given], causes_of: Callable[[Given, float, float], dict[str, float]]) -> Given:
         """What `wait` returns, counted. `causes_of(given, begin_s, end_s)` are the seconds of that wait by cause."""
@@ -80,11 +80,11 @@ class ConsumerAccount:
         return given
 
     def begin(self, now: float | None) -> None:
-        """A wait begins; None: there is none, or one ended that does not count."""
+        """A wait begins; with None there is no wait, or one ended that does not count."""
         self._waits = (self._waits[0], now)
 
     def end(self, causes: Mapping[str, float]) -> None:
-        """The wait has ended in a batch: its seconds by cause."""
+        """The wait has ended with a batch; `causes` are its seconds by cause."""
         ended, self.last_wait = dict(self._waits[0]), causes
         for cause, seconds in causes.items():
             ended[cause] = ended.get(cause, 0.0) + seconds

@@ -10,11 +10,12 @@ _HELD = 2 / 3
 
 
 class ContentionResult(NamedTuple):
-    """How one worker alone compares with all workers of a pool. None: not measured."""
+    """How one worker alone compares with all workers of a pool. A value is None if it was not measured."""
 
     alone_share: float | None = None
-    """The throughput of one worker alone, as a share of that of all. About 1 / `num_inside`: each works at its own pace.
-    About 1: all need something that only one can use at a time. None: there was no reason to compare."""
+    """The throughput of one worker alone, as a share of the throughput of all. About 1 / `num_inside`: each works at
+    its own pace. About 1: all need something that only one can use at a time. None if there was no reason to
+    compare."""
     waiting_share: float | None = None
     """Of the time in which workers side by side could have had a CPU, the share in which they waited for something else."""
     gil_taken: float | None = None
@@ -28,13 +29,13 @@ class ContentionResult(NamedTuple):
 
     @property
     def holds_gil(self) -> bool | None:
-        """True if a worker keeps others from the GIL; None: not known."""
+        """True if a worker keeps others from the GIL; None if that is not known."""
         return None if self.gil_taken is None else self.gil_taken > _HELD
 
 
 class StageLoad(Protocol):
-    """Of one stage's workers, in s: `delayed_s` of `busy_s` ready to run, and no CPU was free. `waits`: they may wait for
-    something other than the GIL while another worker holds it."""
+    """The load of one stage's workers, in s. Of `busy_s` they were ready to run for `delayed_s` while no CPU was free.
+    `waits`: they may wait for something other than the GIL while another worker holds it."""
 
     name: str
     waits: bool
@@ -49,7 +50,7 @@ def charged_to_holders(
     """The loop's waits by stage, with what a chunk waited for a CPU or for the GIL charged to the stages that used them, in
     proportion to their CPU time. The sum stays.
 
-    Such a chunk may stand in any stage: in a cheap one the loop would wait all the same for the expensive one.
+    Such a chunk may be in any stage. If it is in a cheap stage, the loop really waits for the expensive one.
     """
     charged = dict(waits_s)
     used_s = {row.name: row.cpu_s for row in stages if row.cpu_s > 0}

@@ -1,4 +1,4 @@
-"""Durations in buckets: any percentile within 10 %, in bounded memory."""
+"""Counts durations in buckets, which give any percentile within 10 %, in bounded memory."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ _SECONDS = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}  # the counters of
 
 @dataclass(frozen=True)
 class HostStats:
-    """Counters since the process began; `idle_s` and `others_s` since the loop's first wait. Memory is that of this moment.
+    """Counters since the process began; `idle_s` and `others_s` since the loop's first wait. Memory is as of this moment.
 
-    None where the kernel does not tell: throttling outside of a cgroup with a quota, bytes without /proc/self/io, the CPUs'
-    times with a quota.
+    A counter is None where the kernel does not give it: throttling outside of a cgroup with a quota, bytes without
+    /proc/self/io, the CPUs' times with a quota.
     """
 
     rss_bytes: int
@@ -91,8 +91,8 @@ def _difference(later: Number | None, earlier: Number | None) -> Number | None:
 
 
 def merged_hosts(hosts: Sequence[HostStats]) -> HostStats:
-    """The counters of several processes, summed. Throttling is that of the cgroup they share: it is not summed. What the CPUs
-    did is not known from them."""
+    """The counters of several processes, summed. Throttling is counted for the cgroup they share, so it is not summed.
+    What the CPUs did cannot be known from them."""
     throttled = [host.throttled_s for host in hosts if host.throttled_s is not None]
     return HostStats(
         rss_bytes=sum(host.rss_bytes for host in hosts),
@@ -121,7 +121,7 @@ def host_stats() -> HostStats:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     io = numbers_of(content("/proc/self/io"))
     status = numbers_of(content("/proc/self/status").replace(b" kB", b""))
-    # In a process that was just started, the peak of `getrusage` begins as that of its parent.
+    # In a process that was just started, the peak of `getrusage` begins with its parent's peak.
     peak_kib = status.get(b"VmHWM", usage.ru_maxrss)
     return HostStats(
         rss_bytes=status.get(b"VmRSS", peak_kib) * 1024,
@@ -138,7 +138,7 @@ def host_stats() -> HostStats:
 
 def _native_s() -> float:
     """CPU time so far of the threads that Python did not start; 10 us each."""
-    # In a fork Python takes the main thread for the one of its parent, whose number it had.
+    # In a fork, Python still has the number of the parent's main thread for the main thread.
     started = {str(os.getpid()), *(str(thread.native_id) for thread in threading.enumerate())}
     total_ns = 0
     try:

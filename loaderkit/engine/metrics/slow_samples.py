@@ -1,4 +1,4 @@
-"""The samples that took longest, by stage, so that a report can name them.
+"""Keeps the samples that took longest, by stage, so that a report can name them.
 
 A stage that works sample by sample says which sample of a chunk took longest (`Chunk.slowest`); for any other stage the chunk
 counts as a whole, by its time per sample. The check costs 0.2 us a chunk and stage; keeping a sample costs microseconds, which

@@ -51,7 +51,7 @@ class StageStats:
     in_turn: bool = False  # one worker at a time runs it, in each process
     content: str = ""  # what it acts on, where stages of its kind may act on different things
     alone: bool = (
-        False  # in each process one thread at a time runs it, or other rows that are `alone`: undeclared user code
+        False  # in each process one thread at a time runs any of the rows that are `alone`: undeclared user code
     )
 
     @classmethod
@@ -131,9 +131,9 @@ class Snapshot:
     num_dropped: int = 0  # samples of those batches that `filter` left out; not in num_samples
     lateness: Histogram = field(default_factory=Histogram)  # of a thread that wakes up and needs the GIL and a CPU
     trials: dict[str, ContentionResult] = field(default_factory=dict)
-    """By the first stage of a pool: how one worker alone compares with all."""
+    """How one worker alone compares with all, by the first stage of a pool."""
     slowest: dict[str, tuple[Slow, ...]] = field(default_factory=dict)
-    """By stage: the samples that took longest in the whole run; with `since`, those of them within the interval."""
+    """The samples that took longest in the whole run, by stage; after `since`, those within the interval."""
     store: dict[str, float] = field(default_factory=dict)  # the connectors' counters; those not in _LEVELS only grow
     copies: dict[str, float] = field(default_factory=dict)  # to a GPU: see `transfer` in docs/reference.md
     by_source: SourceCounts = field(default_factory=SourceCounts)  # what those batches hold of each mixed source
@@ -146,8 +146,9 @@ class Snapshot:
 
     @property
     def stall_s(self) -> dict[str, float]:
-        """Seconds that the loop waited, by what it waited for: `waits_s`, with waits for the GIL or a CPU charged to the stages
-        that had them, and waits for batches that are complete to the stages of workers that are always busy."""
+        """Seconds that the loop waited, by what it waited for: `waits_s`, with waits for the GIL or a CPU charged to
+        the stages that held these, and waits for complete batches charged to the stages of workers that are always
+        busy."""
         if self.tuning.executor == "inline":  # one thread: no other holds the GIL or a CPU
             return dict(self.waits_s)
         rows = {row.name: row for row in self.stages}
@@ -181,7 +182,7 @@ class Snapshot:
 
     @property
     def full_turn(self) -> str | None:
-        """A stage that one worker at a time runs, and one does all the time: no more could be done of any stage's items."""
+        """A stage that one worker at a time runs, and in which one is all the time, so that no stage could do more items."""
         return next((row.name for row in self.stages if self.turn_share(row.name) >= ALWAYS), None)
 
     @classmethod
@@ -333,7 +334,7 @@ class Snapshot:
 
 
 def _rise(earlier: Mapping[str, float], later: Mapping[str, float]) -> dict[str, float]:
-    """The rise of every cause's stall: none below 0, and they sum to the rise of the total.
+    """The rise of every cause's stall: no rise is below 0, and they sum to the rise of the total.
 
     An open wait is charged to the cause that holds it now. When it ends, another chunk may have come last, and its seconds
     move to another cause. The cause that shrank counts as 0, and the others are scaled to the total.
@@ -351,8 +352,8 @@ def _shares(store: dict[str, float]) -> dict[str, float]:
 
 
 def merged(snapshots: Sequence[AnySnapshot]) -> AnySnapshot:
-    """The counters of engines that run the same stages in parallel, as those of one engine: sums where a sum makes sense,
-    otherwise the first engine's value."""
+    """The counters of engines that run the same stages in parallel, as the counters of one engine: sums where a sum
+    makes sense, otherwise the first engine's value."""
     first = snapshots[0]
     if len(snapshots) == 1:
         return first
@@ -394,7 +395,8 @@ def merged(snapshots: Sequence[AnySnapshot]) -> AnySnapshot:
 
 
 def as_past(snapshot: AnySnapshot) -> AnySnapshot:
-    """The counters of a process that has ended, to be merged into those of the process in its place: without its state."""
+    """The counters of a process that has ended, to be merged into the counters of the process in its place: without its
+    state."""
     memory = {name: value if name in ("slab_bytes", "batch_bytes") else 0 for name, value in snapshot.memory.items()}
     return replace(
         snapshot,

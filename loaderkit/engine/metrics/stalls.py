@@ -29,7 +29,8 @@ _ARRIVED = -1_000_000  # ends the marks; no number of a queue
 
 
 class ChunkPath(NamedTuple):
-    """When a batch was opened, which state its last chunk entered when, and when the batch was complete (in s)."""
+    """The path of a batch: when it was opened, when its last chunk entered which state, and when the batch was complete
+    (in s)."""
 
     opened_s: float
     marks: list[tuple[float, int]]
@@ -45,9 +46,9 @@ class WaitFacts(NamedTuple):
 
 
 class WaitSegment(NamedTuple):
-    """A part of a batch's path, [since_s, until_s): spent on `cause`, or, where that is None, in a queue for a pool.
+    """A part of a batch's path, [since_s, until_s): spent on `cause` or, if that is None, in a queue for a pool.
 
-    `work` is then what the pool's workers executed meanwhile, (stage, since_s, until_s) each.
+    In a queue, `work` is what the pool's workers executed meanwhile, (stage, since_s, until_s) each.
     """
 
     since_s: float

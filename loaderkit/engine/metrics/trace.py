@@ -1,7 +1,8 @@
-"""A trace of every worker's states, with the chunk in work, and of the loop's waits: bounded, and off unless requested.
+"""A trace of every worker's states, with the chunk it works on, and of the loop's waits. It is bounded, and off unless
+requested.
 
 A change of state costs one more comparison while it is off, and less than a microsecond while it is on. The last entries
-of each worker are kept. Times are those of `time.perf_counter`, which is one clock for all processes of a machine.
+of each worker are kept. Times are read from `time.perf_counter`, which is one clock for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 WHOLE = -1
-"""Stands for the slots of an item that is a whole batch."""
+"""Used as the slots of an item that is a whole batch."""
 
 _NUM_ENTRIES = 2**17  # of all workers of an engine: about 25 MB
 _LEAST_ENTRIES = 2**10  # of one worker
@@ -22,7 +23,7 @@ Item = tuple[int, int, int, int]
 """(epoch, global position behind its batch, first slot, slot behind the last one): a chunk, or with WHOLE a batch."""
 
 Entry = tuple[float, int, "Item | None"]
-"""(start in s, state of the worker, the item in work)."""
+"""(start in s, state of the worker, the item it works on)."""
 
 
 class Handoff(NamedTuple):
@@ -37,7 +38,7 @@ class Handoff(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """The states of one worker, in order. The last entry lasts until `until_s`. `names` are those of its states."""
+    """The states of one worker, in order. The last entry lasts until `until_s`. `names` are the names of its states."""
 
     pid: int
     name: str

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PoolTuning:
-    """Stages that share workers, those of all processes together."""
+    """Stages that share workers, and how many workers these are in all processes together."""
 
     stages: tuple[str, ...]
     workers: int
@@ -23,7 +23,7 @@ class PoolTuning:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The settings of a loader at one moment; none is set for an engine that no loader runs."""
+    """The settings of a loader at one moment. No field is set for an engine that no loader runs."""
 
     executor: str | None = None
     batches: int | None = None  # read ahead
@@ -34,11 +34,11 @@ class Tuning:
     processes: int | None = None  # that load
     cpus: int | None = None  # that this process may use
     pools: tuple[PoolTuning, ...] = ()
-    auto: tuple[str, ...] | None = None  # the settings that are measured; None: there is no tuner
+    auto: tuple[str, ...] | None = None  # the settings that are tuned; None without a tuner
     settled: bool = False
     decisions: Sequence[Mapping[str, Any]] = ()
     pids: tuple[int, ...] | None = None
-    nodes: tuple[str, ...] | None = None  # of a cluster: that of each process, as far as it has one
+    nodes: tuple[str, ...] | None = None  # of a cluster: the node of each process, if known
     reader: int | None = None  # of ranks that share one, the rank that reads
     peers: tuple[int, ...] = ()  # the other ranks of those
 
@@ -53,7 +53,7 @@ class Tuning:
         return sum(pool.workers for pool in self.pools)
 
     def pool_of(self, stage: str) -> PoolTuning | None:
-        """The pool that runs a stage; of a mixture, `read` stands for `read.web` and all others."""
+        """The pool that runs a stage; in a mixture, `read` means `read.web` and all others."""
         return next(
             (pool for pool in self.pools for name in pool.stages if stage in (name, name.partition(".")[0])), None
         )

@@ -14,7 +14,8 @@ from loaderkit.engine.metrics.slow_samples import SlowItems
 Clock = Callable[[], float]
 
 MOMENT_S = 50e-6
-"""A hand-off, not a wait. A shorter interval counts as computing unasked, since reading the CPU clock is a system call."""
+"""A shorter interval is a hand-off, not a wait. It counts as computing without a check, since reading the CPU clock is
+a system call."""
 
 
 class WorkerStates:

@@ -1,1 +1,1 @@
-"""The executor in other processes of this machine, over shared memory."""
+"""The executor that makes batches in other processes of this machine, and sends them over shared memory."""

@@ -27,8 +27,9 @@ MakeEngine = Callable[[Allocator, Shard], ThreadEngine]
 class BatchSender(BatchServer):
     """Sends batches from the thread that calls `run`.
 
-    `spec` holds (a function that makes the engine from an allocator and a shard, the shard, the trainer's number of
-    torch threads). The arena is free from `begin` on; batches start at (`epoch`, `position`), after `generation` seeks.
+    `spec` is (a function that makes the engine from an allocator and a shard, the shard, the trainer's number of torch
+    threads). The arena is free from its byte `begin` on; batches start at (`epoch`, `position`), after `generation`
+    seeks.
     """
 
     def __init__(

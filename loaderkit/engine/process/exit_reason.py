@@ -1,4 +1,4 @@
-"""What is known of a worker process that has ended: how, the likely cause, and what to do."""
+"""Why a worker process has ended: how it ended, the likely cause, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which batches in shared memory the trainer's process still references."""
+"""Knows which batches in shared memory the trainer's process still references."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ class Lease:
     __slots__ = ("__array_interface__", "__del__", "__weakref__")
 
     def __init__(self, token: Any, returned: SimpleQueue[Any], interface: dict[str, Any]) -> None:
-        """The lease puts `token` into `returned` when it ends; one of the two keeps the memory. `interface` is the
-        `__array_interface__` of the slab, made once, since NumPy takes longer for it than a lease does; it may be replaced."""
+        """The lease puts `token` into `returned` when it ends; one of these two objects keeps the memory alive.
+        `interface` is the `__array_interface__` of the slab, made once, since NumPy takes longer for it than a lease
+        does; it may be replaced."""
         # SimpleQueue.put is reentrant: this may run inside any allocation of any thread, even inside another put.
         self.__del__ = partial(returned.put, token)
         self.__array_interface__ = interface
 
 
 class LeaseTable:
-    """Lends the arena's memory, batch by batch, and notes when a batch is no longer referenced.
+    """Gives out the arena's memory, batch by batch, and notes when a batch is no longer referenced.
 
     A batch may outlive the process that made it and the loader: after `close` its memory is given back to the system as soon
     as it ends.
@@ -84,7 +85,7 @@ class LeaseTable:
         return ended
 
     def close(self) -> None:
-        """Free all memory but that of batches that are still referenced; the other process has ended."""
+        """Free all memory except the memory of batches that are still referenced; the other process has ended."""
         for number, lease_ref in list(self._leases.items()):
             if (lease := lease_ref()) is not None:
                 lease.__del__ = partial(self._end, number)  # the queue has no reader any more

@@ -40,8 +40,8 @@ class PackedValue(NamedTuple):
 def post(value: Any, arena: SharedArena, allocator: Allocator) -> tuple[PackedValue, list[Block]]:
     """Pack a value into the arena: buffers that lie there are named by their span, the others are copied into one block.
 
-    Returns the packed value and the blocks borrowed for it, to be given back when the other side has released it. Raises the
-    errors of pickle, and OSError when shared memory is short.
+    Returns the packed value and the blocks allocated for it, to be given back when the other side has released it.
+    Raises the errors of pickle, and OSError when shared memory is short.
     """
 
     def locate(buffer: memoryview) -> tuple[Block, Block] | None:

@@ -59,7 +59,7 @@ class Receiver:
             self._connection.tell("released", ended[first : first + _MOST_NUMBERS])
 
     def report(self) -> HangReport | None:
-        """None: this process runs no stages."""
+        """Gives None, because this process runs no stages."""
         return None
 
     def close(self, join_s: float) -> None:

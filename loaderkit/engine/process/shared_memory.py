@@ -110,8 +110,8 @@ class SharedArena:
         return self.memory[block.start : block.end]
 
     def commit(self, start: int, end: int, limit: int | None = None) -> None:
-        """Give [start, end), which must end before `limit`, memory; its lack would show as SIGBUS at the first access. Raises
-        OSError."""
+        """Give [start, end), which must end before `limit`, memory; without memory the first access would end in
+        SIGBUS. Raises OSError."""
         try:
             if end > (len(self.memory) if limit is None else limit):
                 raise MemoryError
@@ -133,7 +133,7 @@ class SharedArena:
                 return
 
     def discard_all_but(self, kept: list[Block]) -> None:
-        """Give all pages back to the system but those of these blocks."""
+        """Give all pages back to the system, except the pages of these blocks."""
         end = 0
         for block in sorted(kept):
             self.discard(end, block.start)
@@ -197,7 +197,7 @@ class Allocator:
         return self.take(size)
 
     def spare(self, block: Block) -> None:
-        """Give a borrowed block back. The last few keep their pages: fresh pages cost more than the copy into them."""
+        """Give a block back. The last few blocks keep their pages: fresh pages cost more than the copy into them."""
         self._spare.append(block)
         if len(self._spare) > _MAX_SPARE:
             self.free(self._spare.popleft())
@@ -210,7 +210,7 @@ class Allocator:
 
     @property
     def sample_arena(self) -> SharedArena | None:
-        """The arena, for samples behind its middle; None if pages are pinned, which they are by the block."""
+        """The arena, for samples behind its middle; None if pages are pinned, because pages are pinned by the block."""
         return None if self._keep_pages else self._arena
 
     @property

@@ -46,8 +46,8 @@ try:
 except BaseException as error:
     os.write(numbers[1], pickle.dumps(f"{type(error).__name__}: {error}"[:1000]))
     raise"""
-"""The interpreter's -c program. Its arguments are those of `main`, and the span of the arena that holds the rest, which may be
-too long for a command line. An error at the start is sent as text."""
+"""The interpreter's -c program. Its arguments are the arguments of `main`, and the span of the arena that holds the
+rest, which may be too long for a command line. An error at the start is sent as text."""
 
 
 def main(numbers: Sequence[int], preload: str) -> NoReturn:

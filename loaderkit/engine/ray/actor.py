@@ -39,7 +39,7 @@ class LoadingActor:
     """Hosts an engine. Its methods are called by the trainer's `ActorProcess` only."""
 
     def __init__(self, version: str) -> None:
-        """`version` is the trainer's of loaderkit: what is sent fits no other. Raises RuntimeError."""
+        """`version` is the trainer's version of loaderkit: messages fit no other. Raises RuntimeError."""
         if version != __version__:
             raise RuntimeError(f"loaderkit {__version__} is there, and the program has {version}")
         self._server: ActorServer | None = None
@@ -91,9 +91,10 @@ class LoadingActor:
     def next(
         self, number: int, generation: int, num_taken: int, num_told: int
     ) -> messages.PackedBatch | error_transport.PackedError | None:
-        """The next finished batch after `generation` seeks, once it is finished; None if there were more. A PackedError is what
-        has stopped the engine. `number` is the number of calls before this one; `num_taken` more batches of after `generation`
-        seeks have been taken since, which counts behind the first `num_told` commands."""
+        """The next finished batch after `generation` seeks, once it is finished; None if there were more seeks. A
+        PackedError is the error that has stopped the engine. `number` is the number of calls before this one;
+        `num_taken` more batches of after `generation` seeks have been taken since, which counts behind the first
+        `num_told` commands."""
         self._has_begun.wait()
         if num_taken and self._server is not None:
             with self._turns:
@@ -184,8 +185,8 @@ class LoadingActor:
 
 
 MOST_CALLS = 16
-"""The calls for batches that may be outstanding: with more the last ones would begin late, and what they say was taken would be
-known late, for which the actor may wait."""
+"""The calls for batches that may be outstanding. With more the last ones would begin late, so the batches that they
+report as taken would be known late, and the actor may wait for that."""
 
 GROUPS = {"start": 1, "batches": MOST_CALLS, "control": 1, "life": 1, "logs": 1}
 """The groups of calls, and the threads of each."""

@@ -1,4 +1,4 @@
-"""What is known of an actor that has ended: how, the likely cause, and what to do."""
+"""Why an actor has ended: how it ended, the likely cause, and what to do."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _CODE_OF_LOSS = "connection error code 2"  # the process was there, and is not a
 
 
 def actor_death(who: str, error: BaseException | None, *, is_early: bool) -> Death:
-    """How an actor ended, by the `error` that Ray raised for a call to it; None: it does not answer. `is_early`: it had not
-    begun to make batches."""
+    """How an actor ended, by the `error` that Ray raised for a call to it, or None if it does not answer. `is_early`:
+    it had not begun to make batches."""
     may_pass = True
     text = str(error)
     if isinstance(error, exceptions.OutOfMemoryError) or "memory" in _first_line(text).lower():

@@ -1,4 +1,4 @@
-"""The batches of an actor, in order: calls that are outstanding, and a thread that fetches what they return.
+"""Receives the batches of an actor, in order: it keeps calls for batches outstanding, and a thread fetches what they return.
 
     taken() ──next──> actor ──batch──> object store ──fetch──> queue ──> take()
 
@@ -43,7 +43,7 @@ _Arrived = ReceivedBatch | BaseException
 
 
 class ActorInbox:
-    """An `Inbox`. All methods belong to the consumer's thread, or to that which takes batches for it, but for `close`."""
+    """An `Inbox`. All methods but `close` belong to the consumer's thread, or to the thread that takes batches for it."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class ActorInbox:
         why_not_placed: Callable[[], str],
         relay_logs: Callable[[], None],
     ) -> None:
-        """`num_batches` is the actor's share of those read ahead. `why_not_placed` explains why it has no node yet;
-        `relay_logs` logs what it has logged, if that is anything."""
+        """`num_batches` is the actor's share of the batches read ahead. `why_not_placed` explains why it has no node
+        yet; `relay_logs` logs what it has logged, if that is anything."""
         self._connection = connection
         self._actor = actor
         self._memory = memory
@@ -101,14 +101,15 @@ class ActorInbox:
                 self._num_untold = 0
 
     def tell(self, name: str, *arguments: Any) -> None:
-        """Send a command; from any thread. A call for a batch never overtakes it: one that says what was taken makes room for a
-        batch, and that must not be one behind a border of which the actor does not know yet."""
+        """Send a command; from any thread. A call for a batch never overtakes it. A call that reports a taken batch
+        makes room for another one, and before the actor knows of `redeal`, that could be a batch that is no longer its
+        own."""
         with self._asking:
             self._connection.do(self._actor.tell.remote, name, *arguments)
             self._num_told += 1
 
     def seek(self, generation: int) -> None:
-        """Ask for batches of after a seek. What the actor still makes of earlier ones is dropped."""
+        """Ask for batches from after a seek. Batches from before it that the actor still makes are dropped."""
         with self._asking:
             self._generation = generation
             self._num_outstanding = self._num_untold = 0
@@ -227,8 +228,9 @@ class ActorInbox:
             self.offset_s, self.hello = ahead_s, hello
 
     def _begin(self, begun: Any) -> ConfigError | None:
-        """Let the engine run; the error, if the actor could not read what it was sent. Nothing is made before it is known here
-        that there is an engine: an actor that dies of its first batch would be taken for one that could not begin."""
+        """Let the engine run; the error, if the actor could not read what it was sent. No batch is made before it is
+        known here that there is an engine: else an actor that dies of its first batch would be taken for one that could
+        not begin."""
         try:
             self._get(begun)
         except RayTaskError as error:

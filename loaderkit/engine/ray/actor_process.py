@@ -46,7 +46,7 @@ class ActorProcess:
     def __init__(
         self, settings: RaySettings, connection: Connection, engine: SharedEngine, spec: WorkerSpec, shard: Shard
     ) -> None:
-        """`engine` is that of all actors of the loader."""
+        """`engine` is shared by all actors of the loader."""
         self._settings = settings
         self._connection = connection
         self._engine = engine

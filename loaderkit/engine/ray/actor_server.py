@@ -84,7 +84,7 @@ class ActorServer(BatchServer):
 
 def _opened(packed: PackedEngine) -> MakeEngine:
     try:
-        # Copies: a data set may write to its arrays, and the store's memory is that of all actors of the node.
+        # Copies: a data set may write to its arrays, and all actors of the node share the store's memory.
         buffers = [
             buffer if is_constant else buffer.copy()
             for buffer, is_constant in zip(packed.buffers, packed.is_constant, strict=True)

@@ -1,4 +1,4 @@
-"""Times of another machine as times of this one.
+"""Converts times of another machine to times of this one.
 
 `time.perf_counter` counts from a machine's boot. Two processes of one boot read the same clock; of another machine the
 difference is measured by a round trip, to within half of it.
@@ -28,7 +28,7 @@ def measure(ask: Callable[[], float], clock: Callable[[], float]) -> tuple[float
 
 
 def batch_here(batch: Delivered, offset_s: float) -> Delivered:
-    """A batch with its times on this machine's clock, from which that of its maker is `offset_s` ahead."""
+    """A batch with its times on this machine's clock. The clock of the batch's maker is `offset_s` ahead of it."""
     if not offset_s:
         return batch
     segments = [

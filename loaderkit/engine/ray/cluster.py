@@ -178,8 +178,8 @@ def _is_same(address: str, other: str) -> bool:
 
 
 def num_that_fit(settings: RaySettings) -> int:
-    """How many more actors the cluster's nodes have free resources for; 0 while this process is not connected. What is free on
-    several nodes makes no place together."""
+    """How many more actors the cluster's nodes have free resources for; 0 while this process is not connected. Free
+    resources on several nodes do not add up to one place."""
     cluster: Any = ray  # these functions have no types
     if not cluster.is_initialized():
         return 0
@@ -190,7 +190,8 @@ def num_that_fit(settings: RaySettings) -> int:
 
 
 def _free_by_node() -> dict[str, dict[str, float]]:
-    """What is free on each node that is alive. Ray's own, for its libraries: its public sum does not say where."""
+    """What is free on each node that is alive. This uses a function that Ray has for its own libraries: the public sum
+    does not say where."""
     free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
     return free
 

@@ -1,7 +1,8 @@
-"""A loader's calls of Ray, which end with the connection that they belong to.
+"""A loader's calls of Ray, none of which outlives the connection to the cluster.
 
-Where there is no connection most of Ray's functions begin one, or a whole cluster, by themselves: after `ray.shutdown()`, and
-while the program ends, any thread that still asks for something would. So all calls for a loader go through its `Connection`.
+Without a connection most of Ray's functions start one, or a whole cluster, by themselves. After `ray.shutdown()`, and
+while the program ends, any thread that still asks for something would do that. So all calls for a loader go through its
+`Connection`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Connection:
 
     def open(self) -> None:
         """Connect this process, unless it is connected. Raises ConfigError if there is no cluster, and ClosedError if the
-        connection has ended since the first call: batches and actors belong to that one."""
+        connection has ended since the first call: batches and actors belong to that connection."""
         with self._opening:
             if self._opened is None:
                 connect(self._address)

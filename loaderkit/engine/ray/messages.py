@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 class PackedEngine(NamedTuple):
-    """What all actors of a loader get: the packed function that makes an engine. `is_constant` says of each buffer that it may
-    not be written to in the trainer either."""
+    """What all actors of a loader get: the packed function that makes an engine. `is_constant` says of each buffer
+    whether the trainer may not write to it either."""
 
     stream: np.ndarray[Any, Any]
     buffers: list[np.ndarray[Any, Any]]

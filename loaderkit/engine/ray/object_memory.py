@@ -1,8 +1,8 @@
-"""Memory of Ray's object store that a batch lies in, as memory that its user may write to.
+"""Makes writable arrays over the memory of Ray's object store in which a batch lies.
 
-Ray gives read-only views, as an object may have several readers. A batch has one: it is made again from its position where it
-is lost, never read twice. So it may be changed in place, and no copy is made. The view keeps the store's buffer, and with it
-the memory, for as long as a tensor refers to it.
+Ray gives read-only views, as an object may have several readers. A batch has one reader: a batch that is lost is made
+again from its position, and never read twice. So it may be changed in place, and no copy is made. The view keeps the
+store's buffer, and with it the memory, for as long as a tensor refers to it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class ObjectMemory:
         return view
 
     def _is_writable(self, start: int, end: int) -> bool:
-        """True if the process may write to [start, end): the object store maps its memory so, which is looked up once."""
+        """True if the process may write to [start, end): whether the object store maps its memory writable is looked up
+        once."""
         if not self._covers(start, end):
             self._writable = _writable_ranges()
         return self._covers(start, end)

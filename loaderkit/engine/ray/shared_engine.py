@@ -1,4 +1,4 @@
-"""What all actors of a loader are given: the function that makes an engine, packed once, with the data set in it."""
+"""The function that makes an engine, with the data set in it: packed once, and given to all actors of a loader."""
 
 from __future__ import annotations
 

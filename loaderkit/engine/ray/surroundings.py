@@ -1,4 +1,4 @@
-"""What a process on another machine needs of the trainer's surroundings: modules, folder, credentials."""
+"""What a process on another machine needs of the trainer's environment: modules, folder, credentials."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Surroundings:
 
     @classmethod
     def here(cls) -> Surroundings:
-        """Those of this process: variables that stores and this package read, `sys.path`, `sys.argv` and the current folder."""
+        """The surroundings of this process: variables that stores and this package read, `sys.path`, `sys.argv` and the
+        current folder."""
         environment = {
             name: value for name, value in os.environ.items() if name.startswith(_PREFIXES) or name in _NAMES
         }
@@ -52,7 +53,7 @@ class Surroundings:
         return cls(environment, path, tuple(map(str, sys.argv)), os.getcwd())
 
     def enter(self) -> None:
-        """Make them those of this process; of its own `sys.path` what the trainer's lacks stays, behind it."""
+        """Apply them to this process. Entries of its own `sys.path` that the trainer's lacks stay, at the end."""
         os.environ.update(self.environment)
         own = [folder for folder in sys.path if folder not in self.path]
         sys.path[:] = [*self.path, *own]

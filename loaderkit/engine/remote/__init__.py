@@ -1,1 +1,2 @@
-"""The engine in several other processes, wherever they run: batches are dealt out by arithmetic, the dead are replaced."""
+"""The engine in several other processes, wherever they run. Which process makes which batch is arithmetic; processes
+that die are replaced."""

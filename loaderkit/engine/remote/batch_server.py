@@ -66,7 +66,7 @@ class BatchServer:
                     return self._generation, work_item
 
     def delivered(self, work_item: WorkItem) -> Delivered:
-        """What the trainer gets of a batch; it is not needed any more but for its result."""
+        """What the trainer gets of a batch, of which only the result is needed from then on."""
         assert work_item.last_chunk is not None
         path = stalls.ChunkPath(work_item.opened_s, work_item.last_chunk.marks, work_item.done_s)
         # The trainer's wait for this batch began after the previous one at the earliest.
@@ -120,7 +120,7 @@ class BatchServer:
         return self._generation
 
     def hold(self) -> None:
-        """Make no batch until `seat`."""
+        """Make no batch until `seat` is called."""
         self._engine.scheduler.hold()
 
     def seat(self, generation: int, epoch: int, position: int, shard: Shard) -> int:
@@ -132,7 +132,8 @@ class BatchServer:
             return self._num_underway
 
     def redeal(self, epoch: int, position: int, shard: Shard | None) -> None:
-        """Make the batches of another shard from a position on that is ahead of all that were begun; None: no more."""
+        """Make the batches of another shard, or none if it is None, from a position on that is ahead of all batches
+        that were begun."""
         with self._lock:
             self._engine.scheduler.redeal((epoch, position), shard)
 

@@ -1,4 +1,4 @@
-"""What the engine over several processes needs of one of them, wherever it runs."""
+"""What the engine over several processes needs of each process, wherever it runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Inbox(Protocol):
 
 
 class RunningProcess(Protocol):
-    """One process from before its start to its end. `tell` and `ask` may be called from any thread."""
+    """One process, from before its start to its end. `tell` and `ask` may be called from any thread."""
 
     def start(self, next_position: tuple[int, int], generation: int, orders: Sequence[tuple[Any, ...]]) -> None:
         """Start it and send its spec; it imports modules meanwhile. `generation` is the number of seeks so far; `orders` are
@@ -105,13 +105,13 @@ class RunningProcess(Protocol):
         """How it has ended by itself."""
 
     def begin_closing(self, join_s: float) -> None:
-        """Tell it to end within `join_s`, without waiting for it."""
+        """Tell the process to end within `join_s`, without waiting for its end."""
 
     def close(self, join_s: float) -> None:
         """Wait for its end, and end it by force after `join_s`; delivered batches stay valid."""
 
     def release(self) -> None:
-        """Free what it leaves but for batches that are referenced; it is closed, and so is its inbox."""
+        """Free what it leaves, except batches that are referenced; it is closed, and so is its inbox."""
 
 
 MakeProcess = Callable[[WorkerSpec, Shard], RunningProcess]

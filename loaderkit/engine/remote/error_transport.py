@@ -32,8 +32,8 @@ def pack_error(error: BaseException, depth: int = 0) -> PackedError:
 
 
 class _Remade:
-    """Pickles an exception without a call of its `__init__`, which may take other arguments than `args`, and without attributes
-    that cannot be pickled."""
+    """Pickles an exception without calling its `__init__`, which may take arguments other than `args`, and without
+    attributes that cannot be pickled."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

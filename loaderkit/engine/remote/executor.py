@@ -6,12 +6,13 @@
 
 No thread of this process works on batches, except for stages that must run here: those on CUDA tensors.
 
-A worker that dies is replaced inside `next()`: which batches are its own is arithmetic, so another process makes them again
-from its first unfinished one on. Until it has made all that the dead one may have had in work it makes one at a time, so that
-if it dies as well, it is known of which batch.
+A worker that dies is replaced inside `next()`. Which batches are its own is arithmetic, so another process makes them
+again from the first unfinished one on. It makes one batch at a time until it has passed all that the dead worker may
+have been working on: if it dies as well, the batch that caused it is known.
 
-The number of processes changes as it runs: those that join start first, and from a border on, behind all that any of them may
-have begun, batches are dealt to another number of them. Those that leave end once their last batch is taken.
+The number of processes can change while they run. Processes that join are started first. From a position on, the
+border, which is behind all batches that any process may have begun, batches are dealt to the new number of processes.
+Processes that leave end once their last batch is taken.
 """
 
 from __future__ import annotations
@@ -168,13 +169,13 @@ class RemoteEngine:
         return causes_of(batch, begin_s, end_s, self._restarting, is_after_restart=is_after_restart)
 
     def has_begun(self) -> bool:
-        """True once all processes answer, where the consumer asks for nothing yet: what they have made is dropped, and a seek
-        has to follow. Raises EOFError if one has ended, and the error that ended it."""
+        """True once all processes answer, for a consumer that asks for nothing yet: batches that they have made are
+        dropped, and a seek has to follow. Raises EOFError if one has ended, and the error that ended it."""
         have_begun = [process.begins(self._generation + 1) for process in self.processes]  # each is asked
         return all(have_begun)
 
     def try_next(self) -> Delivered:
-        """The next batch, which counts nowhere; a seek has to follow."""
+        """The next batch, which is not counted anywhere; a seek has to follow."""
         batch = self._take(self.processes[self._dealing.turn])
         self._dealing.delivered(batch.epoch, batch.end)
         return batch
@@ -227,8 +228,8 @@ class RemoteEngine:
                 self._replace(process)
 
     def _replace(self, process: RemoteProcess) -> None:
-        """Start another process in the place of one that has died, if that may be; else note why not as its failure. Nothing
-        happens while what it has finished still goes through the trainer's stages."""
+        """Start another process in place of one that has died, if that is allowed; else note why not as its failure.
+        Nothing happens while its finished batches still go through the trainer's stages."""
         begin = time.perf_counter()
         with self._closing, self._sizes.lock:
             self.lifetime.check_awaited()
@@ -263,14 +264,14 @@ class RemoteEngine:
         self.lifetime.check_awaited()
 
     def _orders(self, process: RemoteProcess) -> list[tuple[Any, ...]]:
-        """What a process has to be told that begins now."""
+        """The commands for a process that begins now."""
         orders = [self._sizes.order_for(process)]
         return [*orders, ("record",)] if self._is_recorded else orders
 
     # ------------------------------------------------------------------------------------- another number of processes
 
     def set_processes(self, num: int, refused: Callable[[str], None] = lambda reason: None) -> None:
-        """See `Executor`; those that are to come start now, and the consumer gives them turns. From any thread."""
+        """See `Executor`. New processes start now, and the consumer lets them make batches. From any thread."""
         self.lifetime.check_usable()
         with self._closing, self._sizes.lock:
             self.lifetime.check_usable()
@@ -290,7 +291,8 @@ class RemoteEngine:
                     process.tell(*order)
 
     def _redeal(self) -> None:
-        """Deal to as many processes as are wanted from a border on, once those that are to join are ready to begin there."""
+        """Once the processes that are to join are ready, set a border, from which on batches are dealt to the wanted
+        number of processes."""
         table, dealing = self._table, self._dealing
         table.reap()
         num_before = dealing.num_processes
@@ -323,8 +325,9 @@ class RemoteEngine:
         logger.info("%d processes load instead of %d, from %s on", num_after, num_before, border)
 
     def _seat_held(self) -> None:
-        """Let those that have joined begin, as soon as the others hold no more than their new share: so all together hold no
-        more than before. They know their share then: more than that may not be begun ahead of the next border."""
+        """Let processes that have joined begin, as soon as the others hold no more batches than their new share, so
+        that all together hold no more than before. They know their share by then: before the next border they may not
+        begin more than that."""
         table, dealing = self._table, self._dealing
         if table.held and dealing.num_left <= dealing.num_processes * self._sizes.num_of_each(dealing.num_behind):
             assert dealing.border is not None
@@ -333,12 +336,12 @@ class RemoteEngine:
             table.held = ()
 
     def _shard_behind(self, process: RemoteProcess) -> Shard | None:
-        """Its shard behind the border; None if it leaves there."""
+        """The shard of a process behind the border, or None if it leaves there."""
         num = self._dealing.num_behind
         return Shard(process.number, num) if process.number < num else None
 
     def _fit_to_deal(self) -> None:
-        """Let those leave that have no turn any more, and share out what all have to the others."""
+        """Let processes leave that make no more batches, and divide the sizes among the others."""
         num = self._dealing.num_processes
         if len(self.processes) > num:
             self._table.retire(num, may_ask=True, is_recorded=self._is_recorded)
@@ -350,7 +353,8 @@ class RemoteEngine:
 
     @property
     def processes(self) -> tuple[RemoteProcess, ...]:
-        """Those with turns, by number; while a border is ahead, those that have some on either side of it."""
+        """The processes that make batches, by number; while a border is ahead, also those that make some only before or
+        only behind it."""
         return self._table.seated
 
     @property
@@ -399,7 +403,7 @@ class RemoteEngine:
             process.record()
 
     def recorded(self) -> Trace:
-        """The trace since `record`; ends it. What a process did that has died is missing."""
+        """The trace since `record`; ends it. It lacks processes that have died."""
         self._is_recorded = False
         return Trace(self._table.lanes() if self._may_ask else [], self.account.recorded())
 

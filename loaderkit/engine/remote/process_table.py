@@ -1,4 +1,4 @@
-"""The processes of an engine: those that have turns, those that get ready to have some, and those that have had theirs.
+"""The processes of an engine: those that make batches, those that are getting ready to, and those that are done.
 
 set_processes(more) ──> warming: started, and held ──awake──> seated: have turns, from a border on
 set_processes(fewer) ──> seated: none behind a border ──last batch taken──> leaving ──ended──> their counters stay
@@ -20,23 +20,23 @@ from loaderkit.engine.remote.wait_causes import wakeup_as_network
 from loaderkit.sampling.dealing import Place
 from loaderkit.sampling.shard import Shard
 
-_WARM_S = 180.0  # in which one that is to join is ready
-_LEAVE_S = 10.0  # in which one that is not needed any more ends by itself
-_NO_GENERATION = -1  # of batches that one has begun before it was told to wait: they are dropped
+_WARM_S = 180.0  # within which a process that is to join is ready
+_LEAVE_S = 10.0  # within which a process that is no longer needed ends by itself
+_NO_GENERATION = -1  # of batches that a process began before it was told to wait: they are dropped
 
 
 class ProcessTable:
-    """All methods belong to the consumer's thread, but for `warm`, which is called under the engine's locks, and those of any
-    thread."""
+    """The processes of one engine. All methods belong to the consumer's thread, except `warm`, which is called under
+    the engine's locks, and the methods for any thread."""
 
     def __init__(self, spec: WorkerSpec, make: MakeProcess, num_processes: int) -> None:
         self._spec = spec
         self._make = make
-        # Those with turns, and the counters of those that had some: one value, for readers in other threads.
+        # The processes that make batches, and the counters of those that did: one value, for readers in other threads.
         self._account: tuple[tuple[RemoteProcess, ...], Snapshot | None] = ((), None)
         self.seat([self._new(Shard(number, num_processes)) for number in range(num_processes)])
         self.warming: tuple[RemoteProcess, ...] = ()
-        self.held: tuple[RemoteProcess, ...] = ()  # that have turns behind a border, and may not begin yet
+        self.held: tuple[RemoteProcess, ...] = ()  # they make batches behind a border, and may not begin yet
         self._warming_since_s = 0.0
         self._leaving: tuple[RemoteProcess, ...] = ()
         self._past_lanes: list[Lane] = []
@@ -46,19 +46,20 @@ class ProcessTable:
 
     @property
     def seated(self) -> tuple[RemoteProcess, ...]:
-        """Those with turns, by number; while a border is ahead, those that have some on either side of it."""
+        """The processes that make batches, by number; while a border is ahead, also those that make some only before or
+        only behind it."""
         return self._account[0]
 
     def seat(self, processes: Sequence[RemoteProcess]) -> None:
-        """Give turns to these, behind those that have some."""
+        """Add processes that make batches, after those that do already."""
         seated, past = self._account
         self._account = (*seated, *processes), past
 
     # ------------------------------------------------------------------------------------------------------- growing
 
     def warm(self, shards: Sequence[Shard], place: Place, order: Callable[[RemoteProcess], tuple[Any, ...]]) -> None:
-        """Start processes that are to join; they import what they need, and make no batch. `place`: any, `order`: what else one
-        is told. Raises WorkerDiedError, ConfigError; none of these is left then."""
+        """Start processes that are to join; they import what they need, and make no batch. `place` may be any, `order`
+        gives a command for each process. Raises WorkerDiedError, ConfigError; then none of these processes is left."""
         self._warming_since_s = time.monotonic()
         started: list[RemoteProcess] = []
         try:
@@ -72,8 +73,8 @@ class ProcessTable:
         self.warming = (*self.warming, *started)
 
     def joining(self, num: int) -> tuple[list[RemoteProcess] | None, str]:
-        """Up to `num` that can join, and why there are fewer, if there are; None while some are still starting. If one has
-        ended, or they take too long, it is done without."""
+        """Up to `num` that can join, and why there are fewer, if there are; None while some are still starting. If one
+        has ended, or they take too long, the others join without it."""
         if num <= 0:
             return [], ""
         ready, reason = self.ready()
@@ -84,7 +85,7 @@ class ProcessTable:
         return ready, reason or f"{num - len(ready)} of {num} more processes were not ready in {_WARM_S:.0f} s"
 
     def ready(self) -> tuple[list[RemoteProcess], str]:
-        """Those of them that can begin, and why one cannot, if one has ended."""
+        """The started processes that can begin, and, if one has ended, why it cannot."""
         ready, reason = [], ""
         for process in self.warming:
             try:
@@ -98,7 +99,7 @@ class ProcessTable:
         return ready, reason
 
     def take_warm(self, joining: Sequence[RemoteProcess]) -> None:
-        """Let these have turns, once they may begin, and the others end."""
+        """Let these processes make batches, once they may begin, and the others end."""
         self.seat(joining)
         self.held = tuple(joining)
         dropped = [process for process in self.warming if process not in joining]
@@ -110,7 +111,7 @@ class ProcessTable:
     # ------------------------------------------------------------------------------------------------------ shrinking
 
     def retire(self, first: int, *, may_ask: bool, is_recorded: bool) -> None:
-        """Let those of number `first` and more leave: nothing of theirs is awaited any more."""
+        """Let the processes with numbers from `first` on leave: no batch of theirs is awaited any more."""
         seated, past = self._account
         kept, surplus = seated[:first], seated[first:]
         now = time.perf_counter()
@@ -137,7 +138,7 @@ class ProcessTable:
     def stats(
         self, awaited: RemoteProcess | None, waiting_since_s: float | None, at_s: float, *, may_ask: bool
     ) -> Snapshot:
-        """The counters of all of them up to `at_s`. If the consumer waits, it does for `awaited`."""
+        """The counters of all of them up to `at_s`. If the consumer waits, it waits for `awaited`."""
         seated, past = self._account
         parts = [
             process.stats(waiting_since_s if process is awaited else None, at_s, may_ask=may_ask) for process in seated

@@ -1,4 +1,4 @@
-"""One of the processes that make batches, from the trainer's side; and the next one, when it has died.
+"""One of the processes that make batches, from the trainer's side, and the process that replaces it if it dies.
 
 running process ──> inbox ──> (trainer stages, with a GPU) ──> take()
   ^                                                              │
@@ -32,7 +32,7 @@ logger = logging.getLogger("loaderkit")
 
 
 class _Counters:
-    """The last answer of a process, and the counters of those whose place it has taken."""
+    """The last answer of a process, and the counters of the processes that it has replaced."""
 
     def __init__(self, latest: Snapshot, past: Snapshot | None = None) -> None:
         self.latest = latest
@@ -43,8 +43,8 @@ class _Counters:
 
 
 class RemoteProcess:
-    """A process that makes batches, from before its start until its end, and those that take its place. All methods belong to
-    the consumer's thread, but for `tell`, `order`, `stats`, `begin_closing` and `close`."""
+    """A process that makes batches, from before its start until its end, and those that replace it. All methods belong
+    to the consumer's thread, except `tell`, `order`, `stats`, `begin_closing` and `close`."""
 
     def __init__(self, spec: WorkerSpec, make: MakeProcess, shard: Shard) -> None:
         self._spec = spec
@@ -128,7 +128,8 @@ class RemoteProcess:
         return refused
 
     def _started_for(self, order: tuple[Any, ...]) -> RunningProcess | None:
-        """The process to send a command to; None: the command is queued behind earlier ones until the process is started."""
+        """The process to send a command to; None if it is not started yet: the command is queued behind earlier ones
+        until then."""
         with self._telling:
             if not self._has_told_early:
                 self._early.append(order)
@@ -166,7 +167,7 @@ class RemoteProcess:
         return inbox.take(generation, timeout_s)
 
     def skim(self, generation: int) -> None:
-        """Drop batches sent before the last seek, so that the process continues before its next batch is due."""
+        """Drop batches sent before the last seek, so that the process can continue before its next batch is awaited."""
         self._finished.clear()
         with suppress(EOFError):
             self._skimmed = self._take(generation, 0.0)
@@ -197,8 +198,8 @@ class RemoteProcess:
         return is_awake
 
     def begins(self, generation: int) -> bool:
-        """True once it answers; batches of before `generation` are dropped. Raises EOFError if it has ended, and the error that
-        ended it."""
+        """True once it answers; batches from before `generation` are dropped. Raises EOFError if it has ended, and the
+        error that ended it."""
         if self.running is None or not self.running.is_awake:
             return False
         self._skimmed = self._take(generation, 0.0)
@@ -206,12 +207,12 @@ class RemoteProcess:
 
     @property
     def num_finished(self) -> int:
-        """The batches of one that has died which are not taken yet."""
+        """The number of batches that a dead process has finished, and that are not taken yet."""
         return len(self._finished)
 
     def drain(self, generation: int) -> int | None:
-        """Receive what a process that has ended had finished, and return how many batches that are; None if it still goes
-        through the trainer's stages."""
+        """Receive the batches that a process had finished before it ended, and return their number; None if some still
+        go through the trainer's stages."""
         try:
             while (finished := self._take(generation, 0.0)) is not None:
                 self._finished.append(finished)
@@ -222,7 +223,8 @@ class RemoteProcess:
         return None
 
     def release(self) -> None:
-        """Free what a process that has ended leaves, but for batches that are referenced. Commands are queued until `start`."""
+        """Free what a process that has ended leaves, except batches that are referenced. Commands are queued until
+        `start`."""
         with self._telling:
             self._has_told_early = False
         if self._spec.ledger is not None and self.node is not None:
@@ -266,7 +268,7 @@ class RemoteProcess:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time as it was last told, without that of processes whose place it has taken."""
+        """CPU time as last reported, without the processes that it has replaced."""
         return self._counters.latest.host.cpu_s
 
     @property
@@ -282,7 +284,7 @@ class RemoteProcess:
     # ---------------------------------------------------------------------------------------------------- ending
 
     def begin_closing(self, join_s: float) -> None:
-        """Tell the process to end, without waiting for it."""
+        """Tell the process to end, without waiting for its end."""
         if self.running is not None:
             self.running.begin_closing(join_s)
 

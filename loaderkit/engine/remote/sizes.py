@@ -1,4 +1,4 @@
-"""The sizes that all processes of an engine have together, and what each is told of them."""
+"""The sizes that all processes of an engine have together, and the part of them that each process is told."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SharedSizes:
     def __init__(self, spec: WorkerSpec, num_processes: int) -> None:
         self._spec = spec
         self.lock = threading.RLock()
-        self.num_sharing = num_processes  # with a border ahead, those on the side where there are more
+        self.num_sharing = num_processes  # with a border ahead, the larger of the numbers before and behind it
         self._workers = {row.name: num_processes * row.workers for row in spec.rows}
         self._depth = (spec.num_batches, spec.memory_bytes)
         self._deepest = spec.num_batches  # since the last seek
@@ -57,7 +57,7 @@ class SharedSizes:
                 raise refused
 
     def _sizes_of(self, process: RemoteProcess, name: str, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The same, but no more than one batch for a process that is cautious."""
+        """The same sizes, but only one batch for a process that is cautious."""
         if name != "set_depth" or not process.num_cautious or sizes[0] is None:
             return sizes
         return (self.num_sharing, *sizes[1:])
@@ -75,12 +75,12 @@ class SharedSizes:
         return Shard(num_processes - 1, num_processes).num_batches(self._depth[0])
 
     def be_cautious(self, process: RemoteProcess, num_finished: int) -> None:
-        """Let a process that takes a dead one's place make one batch at a time, until those are taken that may have been in
-        work when that one died."""
+        """Let a process that replaces a dead one make one batch at a time, until all batches are taken that may have
+        been in work when that one died."""
         process.num_cautious = num_finished + Shard(process.number, self.num_sharing).num_batches(self._depth[0])
 
     def count_taken(self, process: RemoteProcess) -> None:
-        """Let a process read ahead once it has made all that may have ended the one before it."""
+        """Let a process read ahead once it has made all batches that may have ended the process before it."""
         if not process.num_cautious:
             return
         process.num_cautious -= 1
@@ -91,13 +91,13 @@ class SharedSizes:
                 logger.warning("%s reads no more than a batch ahead: %s", process.name, refused)
 
     def order_for(self, process: RemoteProcess) -> tuple[Any, ...]:
-        """What a process has to be told of the present sizes."""
+        """The command that tells a process its part of the present sizes."""
         num_batches = self.num_sharing if process.num_cautious else self._depth[0]
         workers = {pool[0]: self._workers[pool[0]] for pool in self._spec.pools}
         return ("share", Shard(process.number, self.num_sharing), num_batches, self._depth[1], workers)
 
     def share_out(self, processes: Sequence[RemoteProcess], num_sharing: int) -> None:
-        """Share the sizes out to another number of processes."""
+        """Divide the sizes among another number of processes."""
         with self.lock:
             if num_sharing != self.num_sharing:
                 for name in self._spec.scaled_stages:

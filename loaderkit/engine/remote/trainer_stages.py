@@ -1,7 +1,7 @@
 """Batch stages that must run in the trainer's process, on batches of a worker process: from a `transfer` to CUDA on.
 
 A CUDA context belongs to the trainer's process, so one thread of it receives the batches, runs those stages and queues the
-results. The worker process bounds how far is read ahead: batches leave its budget when the consumer has taken them.
+results. The worker process limits how far ahead it reads: a batch leaves its budget when the consumer has taken it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TrainerStages:
         )
 
     def rows(self, now: float) -> list[StageStats]:
-        """The thread's time by stage, with that of threads before it."""
+        """The thread's time by stage, and the time of earlier threads."""
         rows = [StageStats(stage.name, 1, kind=stage.kind, waits=stage.waits) for stage in self._stages]
         worker_clock, past = self._account
         if worker_clock is not None:

@@ -1,4 +1,4 @@
-"""What the loop waited for, when a batch of another process has come."""
+"""Finds what the loop waited for, when a batch of another process has come."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from loaderkit.engine.remote.delivery import Delivered
 def causes_of(
     batch: Delivered, begin: float, end: float, restarting: Sequence[tuple[float, float]], *, is_after_restart: bool
 ) -> dict[str, float]:
-    """Seconds by cause of the wait [begin, end) for `batch`, which was made by a process that has just taken another one's
-    place, or not. `restarting`: the parts of the wait in which processes were replaced."""
+    """Seconds by cause of the wait [begin, end) for `batch`, which may have been made by a process that has just
+    replaced another one. `restarting`: the parts of the wait in which processes were replaced."""
     first_s = batch.segments[0].since_s if batch.segments else batch.done_s
     segments = [
         stalls.WaitSegment(begin, first_s, stalls.START),
@@ -36,7 +36,7 @@ def start_as_restart(causes: Mapping[str, float]) -> dict[str, float]:
 
 
 def wakeup_as_network(causes: Mapping[str, float]) -> dict[str, float]:
-    """The causes of a wait for a batch that may be finished on another node, as that node tells them."""
+    """The causes that another node gives for a wait: its `wakeup` is `network` here, as the batch may be finished there."""
     return _renamed(causes, stalls.WAKEUP, stalls.NETWORK)
 
 

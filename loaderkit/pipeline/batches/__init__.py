@@ -1,1 +1,1 @@
-"""Batches in the making: which samples each one takes, their memory, and the dict that the user gets."""
+"""Makes batches: which samples each one takes, their memory, and the dict that the user gets."""

@@ -118,9 +118,10 @@ class BatchAssembler:
             batch["__wrapped__"] = Slots(marks, marks.shape, "bool").tensor
 
     def _kept_slots(self, work_item: BatchWork) -> NDArray[np.int64] | None:
-        """The slots to deliver, neither dropped nor bad; None: all, since bad samples were replaced. Raises `StageError`."""
+        """The slots to deliver, neither dropped nor bad; None for all, since bad samples were replaced. Raises
+        `StageError`."""
         failures, num_slots, policy = work_item.failures, len(work_item), self._shape.policy
-        failures.sort(key=lambda failure: (failure.slot, failure.position))  # those of one slot stay in their order
+        failures.sort(key=lambda failure: (failure.slot, failure.position))  # of one slot, in their order
         if failures and policy == "raise":
             raise failures[0].error
         bad = {failure.slot for failure in failures if failure.slot >= 0} if policy == "skip" else set()
@@ -167,8 +168,8 @@ def _stack_rows(rows: list[GpuDecoded]) -> torch.Tensor:
 
 
 def _bounds_of(starts: list[NDArray[np.int32]], length: int, slots: NDArray[np.int64] | None) -> torch.Tensor:
-    """The begins of the parts of sequences laid end to end, and the end of the last: int32 [parts + 1]. `slots`: those of the
-    sequences, if some are left out."""
+    """The starts of the parts of sequences laid end to end, and the end of the last part: int32 [parts + 1]. `slots`:
+    the slots of these sequences, if some are left out."""
     if slots is not None:
         before = (slots - np.arange(len(slots))) * length  # the length of those left out
         starts = [begins - num for begins, num in zip(starts, before.astype(np.int32), strict=True)]

@@ -1,4 +1,5 @@
-"""What the slots of a batch hold, samples or packed sequences: the chunks of work on them, and their counts by source."""
+"""What the slots of a batch hold, samples or packed sequences: makes the chunks of work on them, and counts them by
+source."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from loaderkit.sources.mixture import MixtureSource
 
 
 class Contents(NamedTuple):
-    """How the slots of a batch are filled. `make_single` makes the chunk of one sample of the source. Of several sources
-    `count_sources` counts what is of each, and `sources_of` gives that of every slot, if a slot has one. `aligned` moves the
-    bounds of chunks to where a batch, with these indices, may be cut."""
+    """How the slots of a batch are filled. `make_single` makes the chunk of one sample of the source. With several
+    sources, `count_sources` counts what is of each, and `sources_of` gives every slot's source, if a slot has one.
+    `aligned` moves the bounds of chunks to where a batch, with these indices, may be cut."""
 
     make_chunk: MakeChunk
     make_single: MakeChunk

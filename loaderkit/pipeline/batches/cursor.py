@@ -26,7 +26,7 @@ class _ComputedBatches(NamedTuple):
 
 
 class BatchCursor:
-    """Gives the batches of one rank; with several worker processes, those of `shard`."""
+    """Gives the batches of one rank; if several worker processes share them, those of `shard`."""
 
     def __init__(
         self,
@@ -37,10 +37,10 @@ class BatchCursor:
         shard: Shard = WHOLE,
         on_seek: Callable[[int, int, Shard], None] | None = None,
     ) -> None:
-        """`on_seek` is called with (epoch, position, shard) whenever the next batch does not follow the last one, or is dealt
-        otherwise."""
+        """`on_seek` is called with (epoch, position, shard) whenever the next batch does not follow the last one, or
+        the shard changes."""
         self._order = order.for_thread()
-        self._schedule = self._of_all = schedule  # that of the current epoch, and of any
+        self._schedule = self._of_all = schedule  # the schedule of the current epoch, and of any epoch
         self._num_epochs = num_epochs
         self._shard = shard
         self._on_seek = on_seek
@@ -57,25 +57,26 @@ class BatchCursor:
 
     @property
     def first_step(self) -> int:
-        """The step of the next batch, if it is of the epoch that the last `seek` was to."""
+        """The step of the next batch, if that is in the epoch of the last `seek`."""
         return self._step
 
     def begins_at(self, epoch: int, position: int, shard: Shard | None = None) -> tuple[int, int] | None:
-        """The `next_position` after `seek` with the same arguments; None if it cannot be told, as batches were dealt otherwise
-        since the last one."""
+        """The `next_position` after `seek` with the same arguments; None if it cannot be known, as the shard has
+        changed since the last one."""
         if self._is_redealt or shard not in (None, self._shard):
             return None
         return self._of_all.next_position_after(epoch, position, self._shard.number)
 
     def seek(self, epoch: int, position: int, shard: Shard | None = None) -> None:
-        """Continue at global `position` of `epoch`, with the batches of `shard` (None: as before), counted from there."""
+        """Continue at global `position` of `epoch`, with the batches of `shard` (None keeps the shard), counted from
+        there."""
         self._shard, self._is_redealt, self._last = shard or self._shard, False, None
         self._borders.clear()
         self._go_to(epoch, position)
 
     def redeal(self, border: tuple[int, int], shard: Shard | None) -> None:
-        """From the batch at `border`, an (epoch, position), on make those of `shard`, counted from there; None: make no more.
-        Raises ValueError if a batch behind it was given already."""
+        """From the batch at `border`, an (epoch, position), on make the batches of `shard`, counted from there, or no
+        more if it is None. Raises ValueError if a batch behind `border` was given already."""
         if self._last is not None and self._last >= border:
             raise ValueError(f"the batch at {self._last} was begun already, and the border is {border}")
         self._borders.append((border, shard))

@@ -1,5 +1,5 @@
-"""What a batch holds: from the first sample that can be read, and of untyped data from some others as well; of a mixture from
-those of every source, which must agree."""
+"""Finds out what a batch holds: from the first sample that can be read, and for untyped data from some others as well;
+for a mixture from samples of every source, which must agree."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def specs_of_first(
 ) -> Mapping[str, FieldSpec]:
     """The fields of a batch, from the first readable sample of the canonical order after `run` has taken it through the stages.
 
-    Not from the first sample of the epoch, so that the fields do not depend on where training resumed. Where that leaves types
-    open, some others are looked at, always the same ones. `stream`: a pass from
-    the first item on, of a source that can only be iterated over. Raises `StageError` if `num_tries` are bad before that, or
-    none is kept of the first and of as many as can be tried all over the source.
+    The first sample of the epoch is not used, so that the fields do not depend on where training resumed. Where the one
+    sample leaves types open, some others are used as well, always the same ones. `stream`: a pass from the first item
+    on, of a source that can only be iterated over. Raises `StageError` if `num_tries` samples are bad before that, or
+    if filters keep none of the first samples and of as many others as can be tried all over the source.
     """
     errors: list[StageError] = []
     num_dropped = 0
@@ -84,8 +84,8 @@ def _other_examples(
     *,
     first: int,
 ) -> Examples:
-    """Samples that say with `sample`, at `index`, what type untyped fields have; none if it leaves no type open. Bad ones among
-    them are left out here: the batches that they are in report them."""
+    """Samples that say with `sample`, at `index`, what type untyped fields have; none if `sample` leaves no type open.
+    Bad samples are left out here: the batches that they are in report them."""
     is_undecided_one = any(map(is_undecided, sample.values()))
     if not is_undecided_one and (source.is_typed or not any(map(is_untyped, sample.values()))):
         return []
@@ -102,7 +102,7 @@ def _other_examples(
 
 
 def _around(place: int, num_samples: int, num: int) -> list[int]:
-    """`num` other places, if there are as many: the next ones, and some from all over the source."""
+    """`num` other places, if there are so many: the next ones, and some from all over the source."""
     spread = Bijection(num_samples, 0)(np.arange(min(num_samples, num))).tolist()
     near = range(place + 1, min(place + 1 + (num + 1) // 2, num_samples))
     return [other for other in dict.fromkeys([*near, *spread]) if other != place][:num]
@@ -118,7 +118,7 @@ def _singles(indices: Iterable[int], stream: Pass | None, make_chunk: MakeChunk 
 
 
 def _next_of_stream(run: StageRuns, stream: Pass, indices: range) -> Iterator[SampleChunk]:
-    """The next items, one by one, up to the end or an error of the stream, which the batch that it is in raises again."""
+    """The next items, one by one, up to the end or an error of the stream; the batch with the error raises it again."""
     try:
         for chunk in run_samples(run, _singles(indices, stream)):
             if stream.num_items is not None:
@@ -129,7 +129,7 @@ def _next_of_stream(run: StageRuns, stream: Pass, indices: range) -> Iterator[Sa
 
 
 def _candidates(num_samples: int) -> Iterator[int]:
-    """The first samples, then some from all over the source: what is sorted may begin with many that `filter` drops."""
+    """The first samples, then some from all over the source: sorted data may begin with many samples that `filter` drops."""
     yield from range(min(num_samples, _NUM_FIRST))
     if num_samples > _NUM_FIRST:
         yield from Bijection(num_samples, 0)(np.arange(min(num_samples, _NUM_ELSEWHERE))).tolist()

@@ -1,4 +1,5 @@
-"""The memory of the batches that are read ahead: the number that fits, their slabs, and large samples outside of them."""
+"""The memory of the batches that are read ahead: how many fit, their slabs, and memory for large samples outside of the
+slabs."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class BatchMemory:
         self._num_tokens = num_tokens
         self._slabs: SlabPool | None = None
         self._samples: SampleMemory | None = None
-        self.take_bytes: TakeBytes | None = None  # memory of a large sample; None: all samples are of one shape
+        self.take_bytes: TakeBytes | None = None  # memory of a large sample; None if all have one shape
         self._batch_bytes = 0  # of the largest batch yet; at first by the first sample's size
 
     def prepare(self, specs: Mapping[str, FieldSpec]) -> None:
@@ -70,12 +71,13 @@ class BatchMemory:
         return self._room_for(self._num_batches, self.num_bytes)
 
     def note_batch(self, loose_bytes: int) -> None:
-        """Note the bytes of a batch outside its slab: if none was as large, fewer may be open. From any thread."""
+        """Note the bytes of a batch outside its slab: if none was as large before, fewer batches may be open. From any
+        thread."""
         assert self._slabs is not None
         self._batch_bytes = max(self._batch_bytes, self._slabs.layout.num_bytes + loose_bytes)
 
     def close(self) -> None:
-        """Free what is not in use, and the rest when it is used no longer."""
+        """Free the memory that is not in use, and the rest when it is no longer used."""
         if self._samples is not None:
             self._samples.close()
 
@@ -85,12 +87,12 @@ class BatchMemory:
         return self._slabs.take()
 
     def share(self, shard: Shard) -> None:
-        """Note how many processes there are from now on: of the machine's memory each may take that part."""
+        """Note how many processes there are from now on: each may take an equal part of the machine's memory."""
         self._shard = shard
 
     def set_depth(self, num_batches: int | None, num_bytes: int | None) -> None:
-        """Set how far to read ahead; None: unchanged. Raises ConfigError if that memory holds not even one batch, or if the
-        machine has less."""
+        """Set how far to read ahead; None leaves a value unchanged. Raises ConfigError if that memory holds not even
+        one batch, or if the machine has less."""
         if num_bytes is not None:
             self._check_bound(num_bytes)
         num_batches, num_bytes = num_batches or self._num_batches, num_bytes or self.num_bytes

@@ -17,7 +17,7 @@ from loaderkit.samples.slots import TakeBytes, new_tensor
 @dataclass(frozen=True)
 class Padding:
     """How fields are padded: by one value, or each by its own; at the right or the left of the first dimension, whose size
-    becomes a multiple of `multiple`. `masks`: name -> the field that it is of; None: of all that are padded."""
+    becomes a multiple of `multiple`. `masks`: name -> the field that the mask is for; None for all that are padded."""
 
     value: float | Mapping[str, float] = 0
     side: Literal["right", "left"] = "right"
@@ -48,8 +48,8 @@ class Padding:
         return padded, sizes[:, 0] if first.ndim == 1 else sizes
 
     def masks_of(self, batch: Mapping[str, torch.Tensor], padded: Sequence[str]) -> dict[str, torch.Tensor]:
-        """The masks of a batch with these `padded` fields: int64 [B, largest]. Raises StageError if one is to be of fields that
-        differ in length, or have none."""
+        """The masks of a batch with these `padded` fields: int64 [B, largest]. Raises StageError if the fields of a
+        mask differ in length, or have no length."""
         made = {}
         for mask, field_name in self.masks.items():
             names = padded if field_name is None else [field_name]
@@ -82,7 +82,7 @@ def _lengths(name: str, sizes: torch.Tensor) -> torch.Tensor:
 
 @lru_cache
 def _check_value(name: str, value: float, dtype: torch.dtype) -> None:
-    """Raise ConfigError if tensors of this type would hold another value, as those of whole numbers do of 0.5."""
+    """Raise ConfigError if tensors of this dtype cannot hold the value, as integers cannot hold 0.5."""
     held = torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype).item()
     is_held = isinf(held) == isinf(value) if dtype.is_floating_point else held == value
     if not (is_held or dtype.is_complex):

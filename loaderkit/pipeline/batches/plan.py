@@ -46,11 +46,11 @@ class BatchPlan:
         aligned: Callable[[list[int], NDArray[np.int64]], list[int]] | None = None,
         batch_size: int,
     ) -> None:
-        """`find_specs` gives the fields of a batch: see `specs_of_first`; `preparing` tells where that is. `whole_chunks`: a
-        batch is one chunk. `begin_pass` begins to read, from (epoch, position, step) on, a source whose items come in order
-        only. `make_single` makes the chunk of one sample of the source. `sources_of` gives the mixed source of every sample: a
-        chunk is to have few. `aligned` moves the bounds of chunks to where a batch may be cut. `batch_size`: the samples of a
-        batch, about the mean of unequal ones."""
+        """`find_specs` gives the fields of a batch: see `specs_of_first`; `preparing` says how far that has come.
+        `whole_chunks`: a batch is one chunk. `begin_pass` begins to read, from (epoch, position, step) on, a source
+        whose items come in order only. `make_single` makes the chunk of one sample of the source. `sources_of` gives
+        the mixed source of every sample: a chunk is to have few. `aligned` moves the bounds of chunks to where a batch
+        may be cut. `batch_size`: the samples of a batch, about the mean of unequal ones."""
         self._cursor = cursor
         self.memory = memory
         self._assembler = assembler
@@ -65,13 +65,13 @@ class BatchPlan:
         self._aligned = aligned
         self._batch_size = batch_size
         self._begin = (0, 0)  # where the cursor was put last
-        self._pass: Pass | None = None  # that of the newest batch
+        self._pass: Pass | None = None  # the pass of the newest batch
         self._previewed: Pass | None = None  # that whose first items have shown what a batch holds
         self.is_prepared = False
         self.specs: Mapping[str, FieldSpec] = {}
         self._images: tuple[str, ...] = ()
         self._loose: tuple[str, ...] = ()  # fields that lie in no slab
-        self._ragged: tuple[str, ...] = ()  # those of them with tensors that differ in shape
+        self._ragged: tuple[str, ...] = ()  # of these, the fields with tensors that differ in shape
 
     @property
     def batch_size(self) -> int:
@@ -175,7 +175,8 @@ class BatchPlan:
         self.memory.close()
 
     def _pass_of(self, work_item: BatchWork, begin_pass: Callable[[int, int, int], Pass]) -> Pass:
-        """The pass that a batch is of: that of the batch before it, the previewed one if it begins there, or a new one."""
+        """The pass that a batch belongs to: the pass of the batch before it, the previewed one if it begins there, or a
+        new one."""
         if self._pass is not None and self._pass.begin[0] == work_item.epoch:
             return self._pass
         begin = (*(self._begin if work_item.epoch == self._begin[0] else (work_item.epoch, 0)), work_item.step)
@@ -193,7 +194,7 @@ class BatchPlan:
 
 
 def _cut_to_end(work_item: BatchWork, stream: Pass) -> bool:
-    """Cut a batch to what there is before the end of the source; False if that is no batch."""
+    """Cut a batch to the samples before the end of the source; False if these make no batch."""
     num_left = stream.num_left(work_item.indices.tolist(), work_item.begin, work_item.end)
     if num_left == 0:
         work_item.is_empty = work_item.is_end = True

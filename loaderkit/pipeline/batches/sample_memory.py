@@ -1,4 +1,4 @@
-"""The memory of large samples that differ in shape: parts of one range of addresses, leased as slabs are.
+"""The memory of large samples that differ in shape: parts of one range of addresses, leased in the way of slabs.
 
 A part is the first free one that is long enough, and free neighbours are joined, so memory is used again by samples of any
 size. Sizes rounded up to classes would need twice as much: each class keeps what it once needed.
@@ -61,7 +61,7 @@ class AddressRanges:
         return [(max(begin, low), min(end, high)) for low, high in self if low < end and begin < high]
 
     def without(self, others: AddressRanges) -> AddressRanges:
-        """The ranges without those of `others`."""
+        """The ranges without `others`."""
         left = AddressRanges(self._bounds.copy())
         for begin, end in others:
             left.remove(begin, end)
@@ -89,7 +89,7 @@ class PrivateArena:
 
 
 class SampleMemory:
-    """Lends memory for samples, from any thread; leases may end anywhere."""
+    """Gives out memory for samples, from any thread; leases may end anywhere."""
 
     def __init__(self, shared: SharedArena | None = None) -> None:
         """`shared`: where to lie, behind its middle."""
@@ -98,14 +98,14 @@ class SampleMemory:
         begin, end = 0 if shared is None else shared.middle, len(self._arena.memory)
         self._size = end - begin
         self._free = AddressRanges([begin, end])
-        self._bare = AddressRanges([begin, end])  # those of the free ones that have no memory
+        self._bare = AddressRanges([begin, end])  # the free ranges that have no memory
         self._most_live = 0.0  # bytes in use, lately
         self._ended: SimpleQueue[tuple[int, int, Bytes]] = SimpleQueue()
         self._leases: dict[int, tuple[int, ref[Lease]]] = {}  # begin -> end, lease
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Bytes:
-        """`num_bytes` of memory, uninitialised, lent as long as an array or tensor over it lives."""
+        """`num_bytes` of memory, uninitialised, kept as long as an array or tensor over it lives."""
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock, suppress(OSError):  # where even the system's memory is short, `np.empty` says so
             self._collect()
@@ -139,7 +139,8 @@ class SampleMemory:
             self._free.add(begin, end)
 
     def _give_back(self) -> None:
-        """Give back to the system what is free beyond need, the last addresses first: the first ones are used most."""
+        """Give memory that is not needed back to the system, the last addresses first, because the first ones are used
+        most."""
         live = self._size - self._free.length
         self._most_live = max(live, _FORGET * self._most_live)
         surplus = self._size - self._bare.length - int(_MOST_SPARE * self._most_live)
@@ -154,7 +155,8 @@ class SampleMemory:
                 return
 
     def close(self) -> None:
-        """Leave no memory but what is still seen, and that until it is not. Shared memory is left to the other process."""
+        """Free all memory that is not in use, and the rest once it is no longer in use. Shared memory is left to the
+        other process."""
         if self._is_shared:
             return
         with self._lock:

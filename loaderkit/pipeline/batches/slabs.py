@@ -52,8 +52,8 @@ class SlabLayout:
 
 
 class Slab(NamedTuple):
-    """The memory of one batch, and its fields: (name, `__array_interface__`, shape, dtype). For a dtype that
-    NumPy lacks the interface is that of bytes."""
+    """The memory of one batch, and its fields: (name, `__array_interface__`, shape, dtype). For a dtype that NumPy
+    lacks, the interface describes bytes."""
 
     memory: Bytes
     fields: list[tuple[str, dict[str, Any], tuple[int, ...], str]]

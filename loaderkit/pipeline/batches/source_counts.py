@@ -1,4 +1,4 @@
-"""Counts by source what a batch of a mixture holds: once a batch, where it is assembled."""
+"""Counts, by source, what a batch of a mixture holds. This is done once for each batch, where it is assembled."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from loaderkit.sources.mixture import MixtureSource
 
 Int64 = NDArray[np.int64]
 CountBySource = Callable[[BatchWork, Int64 | None], Int64 | None]
-"""Notes the counts of a batch, whose slots of the second argument the loop gets, None for all; returns the source of each of
-these, if each has one."""
+"""Notes the counts of a batch. The second argument gives the slots that the loop gets, or None for all; returns the
+source of each of these slots, if each has one."""
 
 
 class SourceCounter:
-    """Counts samples, of several sources."""
+    """Counts the samples of each of several sources."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class SourceCounter:
 
 
 class DocumentCounter:
-    """Counts the documents and tokens of packed sequences, which may have some of several sources. A document that is cut
-    counts where it begins."""
+    """Counts the documents and tokens of packed sequences; a sequence may have some of several sources. A document that
+    is cut counts where it begins."""
 
     def __init__(self, source: MixtureSource, packing: PackedOrder, *, skips: bool) -> None:
         """`skips` as above."""
@@ -75,7 +75,8 @@ class DocumentCounter:
         self._skips = skips
 
     def count(self, work_item: BatchWork, kept: Int64 | None) -> None:
-        """See `CountBySource`. A sequence in whose slot another one stands counts as one of its first bad document's source."""
+        """See `CountBySource`. A sequence that was replaced by another one counts for the source of its first bad
+        document."""
         pieces = self._packing.pieces(work_item.epoch, work_item.indices)
         numbers, begins = self._source.numbers_of(pieces.samples), pieces.firsts == 0
         failures, num_sources = work_item.failures, len(self._source.parts)
@@ -99,5 +100,5 @@ class DocumentCounter:
 
 
 def _sums(numbers: Int64, num_sources: int, weights: Int64 | None = None) -> tuple[int, ...]:
-    """By source how often it occurs, or the sum of the `weights` where it does."""
+    """For each source, how often it occurs, or the sum of its `weights`."""
     return tuple(np.bincount(numbers, weights, num_sources).astype(np.int64).tolist())

@@ -1,4 +1,4 @@
-"""A pipeline described in Python, one method a stage; every method returns a new description.
+"""Describes a pipeline in Python, one method for each stage; every method returns a new description.
 
 Pipeline.files("data/train", label="parent").shuffle(seed=0).read().decode().resize(224).batch(64)
 """
@@ -49,8 +49,8 @@ class Pipeline(KindMethods):
         repeat: Sequence[str] = (),
         changes: Sequence[tuple[int, Mapping[str, float]]] = (),
     ) -> Pipeline:
-        """Several sources as one, by name: what `Pipeline.files(...)` and the like begin, with their stages, which are then for
-        that source alone, and without `read`.
+        """Several sources as one, by name. Each is a pipeline begun by `Pipeline.files(...)` or the like, without
+        `read`; its stages are for that source alone.
 
         `weights` are the shares of samples or of tokens, equal by default, and `changes` other ones from positions of the epoch
         on, counted in samples. An epoch `stop`s when the first source is used up, or all are, or never. A source is used up
@@ -119,7 +119,8 @@ class Pipeline(KindMethods):
     ) -> Pipeline:
         """The order: global (or True), block (with `block`, `window`, `lanes`), or none (or False), as for validation.
 
-        `weights`: by class, or class -> weight: samples are drawn with replacement, every class as often as its weight says.
+        `weights`: by class, or class -> weight: samples are drawn with replacement, and every class as often as its
+        weight says.
         """
         given = {"block": block, "window": window, "lanes": lanes}
         cut = {name: value for name, value in given.items() if value is not None}
@@ -127,7 +128,7 @@ class Pipeline(KindMethods):
         return self._with_section("order", shuffle=mode, seed=seed, **({"block": cut} if cut else {}), **drawn)
 
     def epochs(self, num_epochs: int | None) -> Pipeline:
-        """Stop after `num_epochs` epochs; None: never."""
+        """Stop after `num_epochs` epochs; None means never."""
         return self._with_section("order", epochs=num_epochs)
 
     def output(self, *fields: str | Sequence[str] | None) -> Pipeline:
@@ -136,7 +137,7 @@ class Pipeline(KindMethods):
         return self._with(**plain({"output": names}))
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Pipeline:
-        """The same with single values replaced by dotted key ("stages.batch.size")."""
+        """The same pipeline with single values replaced by dotted key ("stages.batch.size")."""
         return Pipeline.of(parse(self._raw(), overrides=overrides, expand=False))
 
     def _raw(self) -> dict[str, Any]:
@@ -155,7 +156,7 @@ class Pipeline(KindMethods):
 def to_config(
     pipeline: str | Path | Mapping[str, Any] | Pipeline, overrides: Mapping[str, Any] | None = None
 ) -> PipelineConfig:
-    """The frozen, validated description of any of the ways to describe a pipeline. Raises ConfigError."""
+    """The frozen, validated description of a pipeline that is given in any of the possible ways. Raises ConfigError."""
     if isinstance(pipeline, Pipeline):
         return pipeline.with_overrides(overrides).config if overrides else pipeline.config
     if isinstance(pipeline, Mapping):

@@ -1,4 +1,4 @@
-"""What a pipeline uses that loaderkit does not bring, for `check`, `explain` and worker processes."""
+"""The kinds that a pipeline uses and loaderkit does not bring, for `check`, `explain` and worker processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Kinds(NamedTuple):
         return {name: entry.item for name, entry in {**self.sources, **self.stages}.items()}
 
     def adopt(self) -> None:
-        """Know them in this process. Raises ConfigError for one whose package is not installed here."""
+        """Register them in this process. Raises ConfigError for a kind whose package is not installed here."""
         SOURCES.adopt(self.sources)
         STAGES.adopt(self.stages)
         for extension in self.of_packages:
@@ -47,8 +47,9 @@ class Kinds(NamedTuple):
 
 
 def used_extensions(config: PipelineConfig, *, all_claims: bool = False) -> list[Extension]:
-    """What the pipeline uses that is not of loaderkit; a connector only if `build` was not given another one for its scheme.
-    Raises ConfigError; with `all_claims` also if a package claims a name of ours that the pipeline uses."""
+    """The kinds that the pipeline uses and loaderkit does not bring; connectors only if `build` was not given another
+    one for their scheme. Raises ConfigError; with `all_claims` also if a package claims a name of ours that the
+    pipeline uses."""
     used: dict[Extension, None] = {}
     for registry, name in _names(config):
         if all_claims and registry.is_ours(name):
@@ -59,7 +60,7 @@ def used_extensions(config: PipelineConfig, *, all_claims: bool = False) -> list
 
 
 def kinds_for_workers(config: PipelineConfig) -> Kinds | None:
-    """What worker processes have to know; None: what the pipeline uses is all of loaderkit."""
+    """What worker processes have to know; None if the pipeline uses only kinds of loaderkit."""
     used = [extension for extension in used_extensions(config) if extension.what != CONNECTORS.noun]
     if not used:
         return None

@@ -54,7 +54,8 @@ class KindMethods(metaclass=_SourceNames):
 
 
 def _no_kind(owner: type, name: str) -> AttributeError:
-    """Says none that are near: copy, pickle, inspect and test runners ask for such names, and a list of all takes 40 ms."""
+    """The error for an unknown name. It lists no similar names: copy, pickle, inspect and test runners ask for such
+    names, and a list of all takes 40 ms."""
     return AttributeError(f"type object {owner.__name__!r} has no attribute {name!r}")
 
 
@@ -63,7 +64,7 @@ def _public(cls: type) -> list[str]:
 
 
 def source_method(kind: str, args: type[Model]) -> Any:
-    """The class method that begins a pipeline. What the source cannot do without may be given by position."""
+    """The class method that begins a pipeline. Arguments that the source requires may be given by position."""
     needed = [key for key, field in args.model_fields.items() if field.is_required()]
     return classmethod(
         _method(kind, args, needed, lambda cls, given: cls({"source": {"kind": kind, **given}, "stages": []}))
@@ -85,7 +86,7 @@ def section_method(key: str, args: type[Model]) -> Callable[..., Any]:
 def _method(
     name: str, args: type[Model], positional: list[str], use: Callable[[Any, dict[str, Any]], Any]
 ) -> Callable[..., Any]:
-    """A method that passes its arguments on: they are checked together with all else in the description."""
+    """A method that passes its arguments on: they are checked together with the rest of the description."""
 
     def method(owner: Any, /, *values: Any, **arguments: Any) -> Any:
         if len(values) > len(positional):

@@ -513,9 +513,9 @@ class KindMethods:
         will show.
 
         What `boxes` and `keypoints` name, in pixels of the decoded image, follows it through every stage that moves its pixels, and
-        becomes float32. Boxes are clipped to the image (`sanitize_boxes` drops those of which nothing is left), keypoints (x, y)
-        are not. What `instance_masks` names becomes bool [N, H, W], a mask for each box: of the nearest pixels, as masks are, and 0
-        where a stage adds pixels. A `call` behind `decode` may make these fields, too.
+        becomes float32. Boxes are clipped to the image (`sanitize_boxes` drops boxes of which nothing is left), keypoints
+        (x, y) are not. What `instance_masks` names becomes bool [N, H, W], a mask for each box: of the nearest pixels, as
+        masks are, and 0 where a stage adds pixels. A `call` behind `decode` may make these fields, too.
 
         Which format an image has is told by its bytes, not by its name, and only `formats` are opened: nothing that starts a
         program, as PostScript does, or reads another file. Of several pictures in a file (GIF, TIFF, MPO, animations) the first
@@ -851,8 +851,8 @@ class KindMethods:
     ) -> Self:
         """Call a user's function with the sample, or behind `batch` with the batch: a dict, field -> value.
 
-        It changes the dict in place, or returns a dict that is merged into it: fields it names are set, the others stay as they
-        are. `del sample["field"]` drops a field; not to return it does not.
+        It changes the dict in place, or returns a dict that is merged into it: fields it names are set, the others stay as
+        they are. `del sample["field"]` drops a field; leaving it out of the returned dict does not.
 
         function: "package.module:function", or in Python the function itself; of a class with `__call__`
             one object is made in each process, and called
@@ -883,8 +883,8 @@ class KindMethods:
         """Drop the samples for which a user's function returns False.
 
         It gets a sample as `call` does, and returns True to keep it, or False. It must change no value in place, such as the pixels
-        of an image, since it is given the values themselves: `call` is for that. Batches are shorter by what is dropped. A dropped
-        sample is no bad one; a sample for which the function fails is.
+        of an image, since it is given the values themselves: `call` is for that. A batch is shorter by the samples that are
+        dropped. A dropped sample does not count as bad; a sample for which the function fails does.
 
         function: "package.module:function", or in Python the function itself; of a class with `__call__`
             one object is made in each process, and called
@@ -1058,7 +1058,8 @@ class KindMethods:
         name: str | None = None,
         workers: int | Literal["auto"] = "auto",
     ) -> Self:
-        """Turn uint8 images into floats: (x / 255 - mean) / std per channel; those of `decode: {depth: 16}` by x / 65535.
+        """Turn uint8 images into floats: (x / 255 - mean) / std per channel; images of `decode: {depth: 16}` are divided by
+        65535.
 
         mean: one number a channel, one for all, or imagenet
         std: one number a channel, one for all, or imagenet
@@ -1144,8 +1145,8 @@ class KindMethods:
         """
 
     def ranks(self, *, share: Literal["read", "broadcast"] = "read") -> Self:
-        """How ranks of a mesh that need the same batches get them: those behind tensor, pipeline and context parallelism. Without
-        such ranks it is of no effect.
+        """How ranks of a mesh that need the same batches get them: those behind tensor, pipeline and context parallelism.
+        Without such ranks it has no effect.
 
         share: each reads for itself; broadcast: the first of them reads, and passes batches on to the
             others

@@ -74,7 +74,8 @@ class MixArgs(Model):
 
 @dataclass(frozen=True)
 class MixedSourceConfig:
-    """One of the sources of a mixture: its own arguments, those of its kind, and the stages before the common ones."""
+    """One of the sources of a mixture: the arguments of its place in the mixture, those of its kind, and its stages
+    before the common ones."""
 
     mixed: MixedArgs
     kind: str
@@ -87,7 +88,7 @@ class MixedSourceConfig:
 
 
 class MixtureArgs(SourceArgs):
-    """What takes the place of a source's arguments. Made with `mixture_args`, of parts that were checked."""
+    """Takes the place of a source's arguments in a mixture. Made by `mixture_args`, from parts that were checked."""
 
     sources: tuple[Any, ...] = ()  # of MixedSourceConfig
     mix: MixArgs = MixArgs()
@@ -112,7 +113,7 @@ class MixtureArgs(SourceArgs):
         return [WeightChange(0, tuple(float(member.mixed.weight) for member in self.members)), *later]
 
     def num_passes(self, member: MixedSourceConfig) -> int | None:
-        """The passes after which a source is used up; None: it never is."""
+        """The passes after which a source is used up; None if it never is."""
         if self.mix.stop == "never" or member.mixed.repeat:
             return None
         return member.mixed.epochs or 1
@@ -124,7 +125,7 @@ def mixture_args(members: tuple[MixedSourceConfig, ...], mix: MixArgs) -> Mixtur
 
 
 def _fields(args: Any) -> Mapping[str, str] | None:
-    """What the description tells of the fields; None where sources differ, or stages of their own may change them."""
+    """What the description says of the fields; None where sources differ, or where their own stages may change the fields."""
     known = [None if member.stages else SOURCES[member.kind].fields(member.args) for member in args.members]
     return known[0] if all(fields == known[0] for fields in known) else None
 

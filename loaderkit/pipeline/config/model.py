@@ -35,7 +35,7 @@ class BlockArgs(Model):
 
 
 def _shuffle_mode(value: Any) -> Any:
-    """True stands for global, False for none."""
+    """True means global, False means none."""
     return {True: "global", False: "none"}[value] if isinstance(value, bool) else value
 
 
@@ -177,8 +177,8 @@ class ErrorsArgs(Model):
 
 
 class RanksArgs(Model):
-    """How ranks of a mesh that need the same batches get them: those behind tensor, pipeline and context parallelism. Without
-    such ranks it is of no effect."""
+    """How ranks of a mesh that need the same batches get them: those behind tensor, pipeline and context parallelism.
+    Without such ranks it has no effect."""
 
     share: Literal["read", "broadcast"] = Field(
         "read",
@@ -260,7 +260,7 @@ class PipelineConfig:
 
     @property
     def batch_size(self) -> int | None:
-        """The samples of a batch, or sequences of `pack`; None: it has as many as its `tokens` allow."""
+        """The samples of a batch, or sequences of `pack`; None if it has as many as its `tokens` allow."""
         if self.batch.tokens is None:
             return self.batch.size
         lengths = [stage.args.length for stage in self.stages if isinstance(stage.args, PackArgs)]
@@ -268,7 +268,7 @@ class PipelineConfig:
 
     @property
     def executor_with_workers(self) -> Literal["thread", "process"]:
-        """What may take the place of `executor: inline` or auto: a function with `seeded` cannot run in threads."""
+        """The executor that may replace `executor: inline` or auto: a function with `seeded` cannot run in threads."""
         return "process" if any(getattr(stage.args, "seeded", False) for stage in self.all_stages) else "thread"
 
     @property

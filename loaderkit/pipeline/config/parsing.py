@@ -1,4 +1,4 @@
-"""From YAML or a dict to a `PipelineConfig`.
+"""Makes a `PipelineConfig` from YAML or a dict.
 
     YAML text ─> nodes with lines ─> ${VAR} ─> overrides ─> models ─> structure ─> PipelineConfig
 

@@ -1,4 +1,4 @@
-"""The sources of a config: `source`, or `sources` and `mix`; and a section as its model."""
+"""Parses the sources of a config, `source`, or `sources` and `mix`; and a section as its model."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ def _kind_of(raw: dict[str, Any], path: KeyPath, problems: Problems) -> SourceKi
 
 
 def _check_scheme(url: str, path: KeyPath, problems: Problems) -> None:
-    """Add an error for a URL whose connector is a package's that cannot be used. Nothing is said of an unknown scheme: `build`
-    may be given its connector."""
+    """Add an error for a URL whose connector comes from a package that cannot be used. An unknown scheme is no error
+    here: `build` may be given its connector."""
     scheme = scheme_of(url)
     if CONNECTORS.is_ours(scheme) or scheme not in CONNECTORS:
         return

@@ -1,4 +1,4 @@
-"""The stages of a config: from the raw list to `StageConfig`s, and their names."""
+"""Parses the stages of a config: from the raw list to `StageConfig`s, and their names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def stage_arguments(stages: Any, name: str) -> dict[str, Any] | None:
 
 
 def parse_stages(raw: Any, where: KeyPath, problems: Problems, base: Path) -> tuple[StageConfig, ...]:
-    """The stages at the key `where`: the common ones, or those of one source. Paths below `base` become absolute."""
+    """The stages at the key `where`: the common ones, or one source's own. Paths below `base` become absolute."""
     if not isinstance(raw, list) or not raw:
         if where == ("stages",):
             said = "is missing" if raw is None else "is empty" if raw == [] else f"is {raw!r}"
@@ -77,7 +77,7 @@ def parse_stages(raw: Any, where: KeyPath, problems: Problems, base: Path) -> tu
 
 
 def _paths_in(args: StageArgs, names: Iterable[str], base: Path) -> dict[str, str]:
-    """The arguments that name a file or folder which is there, as absolute paths; others may be names of something else."""
+    """The arguments that name an existing file or folder, as absolute paths; others may be names of something else."""
     given = {name: getattr(args, name) for name in names}
     absolute = {
         name: os.path.normpath(base.absolute() / os.path.expanduser(value))
@@ -88,7 +88,7 @@ def _paths_in(args: StageArgs, names: Iterable[str], base: Path) -> dict[str, st
 
 
 def _kind_and_arguments(item: Any, path: KeyPath, problems: Problems) -> tuple[str, dict[str, Any] | None] | None:
-    """The kind of a stage and its arguments (None: wrong ones); None if the kind is not known."""
+    """The kind of a stage and its arguments (None if they are wrong); None if the kind is not known."""
     if isinstance(item, dict) and len(item) == 1:
         kind, arguments = next(iter(item.items()))
     else:

@@ -21,7 +21,7 @@ def check_structure(
     prefetch: PrefetchArgs | None,
     problems: Problems,
 ) -> None:
-    """Add errors for stages that are missing, misplaced, fed with what they cannot take, or not for this executor."""
+    """Add errors for stages that are missing, misplaced, get input that they cannot take, or cannot run in this executor."""
     if not stages:
         return
     if not isinstance(source, MixtureArgs):
@@ -39,7 +39,8 @@ def check_structure(
 
 
 def _check_own(member: MixedSourceConfig, path: KeyPath, problems: Problems) -> bool:
-    """A source's own stages are sample stages, and run in the workers of `read`; False if one is none."""
+    """Check that a source's own stages are sample stages and run in the workers of `read`; False if one is no sample
+    stage."""
     are_sample_stages = True
     for number, stage in enumerate(member.stages):
         where = (*path, number)
@@ -130,7 +131,8 @@ def _check_order(order: OrderArgs, source_kind: SourceKind, problems: Problems) 
 
 
 def _check_of_stream(number: int, stage: StageConfig, add_error: AddError) -> None:
-    """Of an iterable its length and those of its items show only when it is read."""
+    """Check stages that need to know lengths: an iterable's length, and its items' lengths, are known only when it is
+    read."""
     if STAGES[stage.kind].packs:
         add_error(
             number,
@@ -204,7 +206,7 @@ def _check_places(kinds: list[str], add_error: AddError) -> None:
 
 
 def _check_restore(kinds: list[str], add_error: AddError) -> None:
-    """A checkpoint's pipeline has only `read` and `transfer`."""
+    """Check that a checkpoint's pipeline has only `read` and `transfer`."""
     for number, kind in enumerate(kinds):
         if not STAGES[kind].takes_tensors:
             add_error(
@@ -218,7 +220,7 @@ def _check_restore(kinds: list[str], add_error: AddError) -> None:
 def _check_fields(
     source_kind: SourceKind, source: SourceArgs, stages: tuple[StageConfig, ...], add_error: AddError
 ) -> None:
-    """Image stages need images, as far as the description tells what the fields are."""
+    """Check that image stages get images, as far as the description says what the fields are."""
     fields = source_kind.fields(source)
     is_encoded = source_kind.encoded == "all"
     for number, stage in enumerate(stages):
@@ -240,7 +242,7 @@ def _check_fields(
 
 
 def _with_arrays(fields: Mapping[str, str], decode: StageArgs) -> Mapping[str, str]:
-    """What the fields are, where `decode` may make images of arrays."""
+    """The contents of the fields, where `decode` may make images of arrays."""
     masks = getattr(decode, "masks", None) or ()
     is_any = getattr(decode, "takes_arrays", False)
     return {

@@ -1,1 +1,1 @@
-"""What the loop gets: the iterator and its batches by number; and what is noted of batches as they are delivered."""
+"""Delivers batches to the loop: the iterator, batches by number, and what is recorded of batches as they are delivered."""

@@ -36,8 +36,8 @@ class BadSamples:
     """Counts and records the bad samples of delivered batches only, so that read-ahead does not change the result."""
 
     def __init__(self, errors: ErrorsArgs, source: Source | None = None) -> None:
-        """`source` names mixed sources, and tells which passes are over one sample. Raises ConfigError if the quarantine file
-        cannot be written."""
+        """`source` names mixed sources, and knows which indices are passes over the same sample. Raises ConfigError if
+        the quarantine file cannot be written."""
         self._errors = errors
         self._source = source
         self._epoch = -1
@@ -192,7 +192,7 @@ def retry_quarantined(
 ) -> Iterator[tuple[Quarantined, StageError | None]]:
     """Run every sample through the stages before `batch`, with the random numbers of the epoch in which it was bad.
 
-    `indices` are those of the samples that the source still has. Yields each with its error, None if it is good now.
+    `indices` are the indices of the samples that the source still has. Yields each with its error, or None if it is good now.
     """
     errors = execution.config.errors.model_copy(update={"on_bad_sample": "raise", "quarantine": None})
     execution = replace(execution, config=replace(execution.config, errors=errors))

@@ -1,4 +1,5 @@
-"""The iterator over an epoch, and its batches by their numbers, as other libraries ask a DataLoader for its parts."""
+"""The iterator over an epoch, and its batches by number, in the form in which other libraries expect the parts of a
+DataLoader."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class BatchesByNumber:
         return self._num_samples()
 
     def __getitems__(self, number: int) -> Any:
-        """The batch with this number. Numbers in a row are of one iteration; any other one begins the next epoch there."""
+        """The batch with this number. Consecutive numbers belong to one iteration; any other number begins the next
+        epoch at that batch."""
         if number != self._number:
             self._rest, self._number = self._rest_from(number), number
         self._number += 1
@@ -34,7 +36,7 @@ class BatchesByNumber:
 
 
 class BatchNumbers:
-    """`loader.batch_sampler`: the numbers of an epoch's batches, and where other loops tell the loader its epoch."""
+    """`loader.batch_sampler`: the numbers of an epoch's batches; through it other loops tell the loader its epoch."""
 
     def __init__(self, num_batches: Callable[[], int], set_epoch: Callable[[int], None]) -> None:
         """`num_batches` raises TypeError if their number is not known before the end."""
@@ -43,7 +45,7 @@ class BatchNumbers:
 
     @property
     def sampler(self) -> BatchNumbers:
-        """This one: Lightning looks there for `set_epoch`."""
+        """This object itself: Lightning looks there for `set_epoch`."""
         return self
 
     def __len__(self) -> int:
@@ -57,7 +59,7 @@ class BatchNumbers:
 
 
 class NextCall:
-    """Whether `next` of a loader runs: two threads in it at once would get some batches twice."""
+    """Knows whether `next` of a loader is running: with two threads in it at once, some batches would come twice."""
 
     is_running = False
 
@@ -77,7 +79,7 @@ class EpochIterator(Iterator[Any]):
         self._next_of = next_of
         self._num_to_come = num_to_come
         self._check_length = check_length
-        self._num_left: int | None = None  # None: it has not begun
+        self._num_left: int | None = None  # None if it has not begun
 
     def __len__(self) -> int:
         """The number of batches left, also of a resumed epoch."""
@@ -90,7 +92,8 @@ class EpochIterator(Iterator[Any]):
                 "this loader is being asked for a batch already, by another thread or by code that makes that batch: one "
                 "thread at a time iterates over a loader, and hands the batches on to the others (by a queue.Queue, say)"
             )
-        # Threads are switched, and KeyboardInterrupt is raised, at calls: none stands between the look and `finally`.
+        # Threads are switched, and KeyboardInterrupt is raised, only at calls: there is none between the check and
+        # `finally`.
         try:
             self._next_call.is_running = True
             batch, self._num_left = self._next_of(self._num_left)
@@ -103,10 +106,10 @@ class EpochIterator(Iterator[Any]):
 
 
 class DataLoaderParts(ABC):
-    """What other loops ask a DataLoader for, as a loader has it. `sampler` and `prefetch_factor` are None."""
+    """What other loops ask a DataLoader for, as far as a loader has it. `sampler` and `prefetch_factor` are None."""
 
     sampler: None = None  # there is none to replace: the loader has its order and its ranks
-    prefetch_factor: None = None  # that of a DataLoader without processes, as the one over `dataset` is
+    prefetch_factor: None = None  # as a DataLoader without processes has it, such as the one over `dataset`
 
     @property
     @abstractmethod
@@ -137,7 +140,7 @@ class DataLoaderParts(ABC):
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples of a whole batch on this rank; with `batch: {tokens: N}` None, as of a `batch_sampler`."""
+        """The number of samples of a whole batch on this rank; None with `batch: {tokens: N}`, as for a `batch_sampler`."""
         return self.config.batch_size
 
     @property
@@ -153,7 +156,8 @@ class DataLoaderParts(ABC):
 
     @property
     def drop_last(self) -> NoReturn:
-        """There is none, so that `accelerate.data_loader.prepare_data_loader`, which would shard the batches again, ends."""
+        """Raises AttributeError on purpose, so that `accelerate.data_loader.prepare_data_loader`, which would shard the
+        batches again, ends."""
         raise AttributeError(
             "a Loader has no drop_last, which prepare_data_loader asks for: its batches are this rank's already, and would be "
             "sharded twice. Iterate over the loader itself (`Accelerator.prepare` returns it as it is), and let "

@@ -1,5 +1,5 @@
-"""Epochs of which it shows at their end how many batches they have: a warning where `filter` left nothing of a batch, an error
-where there is none, and what is said to those who count on a number."""
+"""Epochs whose number of batches is known only at their end. Warns where `filter` left nothing of a batch, raises an
+error where there is no batch, and has the messages for those who rely on a number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("loaderkit")
 
 
 class EmptyBatches:
-    """What a loader says of empty batches, and of its length."""
+    """What a loader says of empty batches and of its length."""
 
     def __init__(self, config: PipelineConfig, schedule: BatchSampler) -> None:
         self._filters = config.filters
@@ -46,7 +46,7 @@ class EmptyBatches:
             )
 
     def check_number(self, number: int) -> None:
-        """Raise ConfigError if `number` batches of an epoch, which a loop has had, do not tell where it stopped."""
+        """Raise ConfigError if `number` batches of an epoch, which a loop has had, do not determine where it stopped."""
         if number and self._are_skipped:
             raise ConfigError(
                 f"where a loop stopped after {number} batches is not known, as {self._filters} may have skipped some: continue "
@@ -59,7 +59,7 @@ class EmptyBatches:
         return f"{most}{schedule.num_batches()} " if schedule.knows_length else ""
 
     def note_state(self, caller: FrameType) -> None:
-        """Log, once, if a state within an epoch is asked for by who has a batch that it has not trained yet."""
+        """Log, once, if a state within an epoch is asked for by a loop that has a batch on which it has not trained yet."""
         is_ahead = self._are_skipped or not self._schedule.knows_length
         if is_ahead and not self._has_noted and caller.f_globals.get("__name__", "").startswith(_READS_AHEAD):
             self._has_noted = True

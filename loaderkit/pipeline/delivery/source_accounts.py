@@ -1,4 +1,5 @@
-"""Where each of several sources is, for `loader.stats()`: what its weights come to, its passes, its bad samples."""
+"""How far each of several sources is, for `loader.stats()`: the shares that its weights have given it, its passes, its
+bad samples."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from loaderkit.pipeline.execution_plan import ExecutionPlan
 
 @dataclass(slots=True)
 class _DeliveredRange:
-    """The positions [begin, end) of an epoch that were delivered last, and what the weights of those before come to. Its
-    `end` alone changes."""
+    """The positions [begin, end) of an epoch that were delivered last. `due` is how many samples of each source the
+    weights give before them. Only `end` changes."""
 
     run: int
     epoch: int
@@ -75,7 +76,7 @@ class SourceAccounts:
         )
 
     def _due(self, course: _DeliveredRange) -> tuple[float, ...]:
-        """What the weights come to over all positions that were delivered."""
+        """How many samples of each source the weights give over all positions that were delivered."""
         due = list(course.due)
         begin, end = (self._order.num_before(course.epoch, position)[1] for position in (course.begin, course.end))
         for segment in self._mixed.course(course.epoch, end):

@@ -1,1 +1,1 @@
-"""Who makes the batches of a plan: threads, processes or actors; how they are made, tuned, replaced and ended."""
+"""What makes the batches of a plan, threads, processes or actors: how they are started, tuned, replaced and ended."""

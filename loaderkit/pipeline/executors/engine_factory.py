@@ -1,4 +1,4 @@
-"""From an `ExecutionPlan` to the executor that its config asks for."""
+"""Makes the executor that the config of an `ExecutionPlan` asks for."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class ExecutorLifecycle:
         self._move: ProcessMove | None = None  # from threads, if that may come
         self._has_decided = False  # whether it may, and where to
         self._sent: SentObjects | None = None  # to processes that the loop was moved to
-        self._recordings: list[Trace] | None = None  # of executors that have ended; None: nothing is recorded
+        self._recordings: list[Trace] | None = None  # of executors that have ended; None if nothing is recorded
 
     def at(self, here: tuple[int, int]) -> Executor:
         """The executor, with the batch at `here`, an (epoch, position), next; a new one at first and after an error."""
@@ -78,7 +78,8 @@ class ExecutorLifecycle:
             try:
                 executor.seek(*here)
             except BaseException:
-                # After Ctrl-C half of its processes may have been told, and it may take itself as there.
+                # After Ctrl-C only half of its processes may have been told to seek, and the executor may believe it is
+                # there.
                 self.stop(join_s=1.0)
                 raise
             account.next_position = here
@@ -109,7 +110,7 @@ class ExecutorLifecycle:
             self.monitor.start()
 
     def _moved(self, executor: Executor, move: ProcessMove, position: tuple[int, int]) -> Executor:
-        """What goes on at `position`: worker processes in the place of the threads, once they are ready."""
+        """What continues at `position`: worker processes in place of the threads, once they are ready."""
         moved = move.look(self.settings, lambda: executor.stats(self.settings.tuning, self.run), position)
         if move.is_over:
             self._move, self._has_decided = None, True
@@ -180,7 +181,7 @@ class ExecutorLifecycle:
         return self._series.to_list()
 
     def watch(self, steps: LoopLog | None) -> None:
-        """Log the loop's steps to `steps`; None: stop."""
+        """Log the loop's steps to `steps`, or stop logging with None."""
         if steps is not None and self.steps is not None:
             raise RuntimeError("this loader is being profiled already: end that block first")
         self.steps = steps
@@ -198,7 +199,8 @@ class ExecutorLifecycle:
 
 
 def open_metrics(plan: ExecutionPlan, tuning: Tuning) -> Export | None:
-    """The loader's place where `metrics` says; None: it says nothing. Raises ConfigError, MissingExtraError."""
+    """The loader's place at the endpoint that `metrics` names; None if it names none. Raises ConfigError,
+    MissingExtraError."""
     config = plan.config
     if config.metrics.prometheus is None:
         return None

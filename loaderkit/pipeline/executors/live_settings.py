@@ -78,9 +78,9 @@ class LiveSettings:
         self._engine = None
 
     def set(self, stage: str | None, workers: int | None, batches: int | None, memory: int | str | None) -> None:
-        """Set values for the user; the tuner changes them no more. Raises ConfigError for an unknown stage, for one that this
-        executor cannot resize, where the system has no more threads, and for memory that holds not even one batch, if the
-        size of a batch is known."""
+        """Set values for the user; the tuner no longer changes them. Raises ConfigError for an unknown stage, for a
+        stage that this executor cannot resize, where the system has no more threads, and for memory that holds not even
+        one batch, if the size of a batch is known."""
         if (stage is None) != (workers is None):
             raise ConfigError("resize: give a stage together with its workers")
         if workers is not None:
@@ -170,7 +170,8 @@ class LiveSettings:
             # The engine has ended meanwhile, after an error: the next one gets the change.
 
     def _set_processes(self, num: int) -> None:
-        """Set the number of processes, and with it what they share: each has as many workers, and batches ahead of its own."""
+        """Set the number of processes, and with it the totals: each process has equally many workers, and batches ahead
+        of its own."""
         assert self._tuner is not None
         self._apply(lambda engine: engine.set_processes(num, self._note_refusal))
         if each := self._tuner.cpus_each:
@@ -258,14 +259,14 @@ def make_tuner(config: PipelineConfig, tuning: Tuning) -> Tuner | None:
 
 
 def is_tuned(config: PipelineConfig, pool: PoolTuning) -> bool:
-    """True if the tuner sets the workers of a pool: their number is given neither in all nor for one of its stages."""
+    """True if the tuner sets the workers of a pool: neither their total nor the number for one of its stages is given."""
     fixed = {stage.name for stage in config.stages if stage.args.workers != "auto"}
     is_free = fixed.isdisjoint(name.partition(".")[0] for name in pool.stages)
     return config.prefetch.concurrency == "auto" and is_free and not pool.is_trainers
 
 
 def _most_processes(prefetch: PrefetchArgs) -> Callable[[int], int]:
-    """How many processes there may be at a moment, where there are so many."""
+    """A function that says, given the present number of processes, how many there may be now."""
     if prefetch.executor != "ray":
         most = prefetch.max_processes or num_cpus_of_rank()
         return lambda num: most

@@ -3,8 +3,9 @@
     threads, one item of that code at a time ──lost as much time as a start takes──> processes start beside them
                                                                     ──all are awake──> they go on where the loop is
 
-A batch is what its position says, so it does not show in them who has made it. What was read ahead is dropped. What the loop
-changes in its objects between two epochs is seen, as by the workers of a DataLoader: other processes start then.
+A batch depends only on its position, so it is the same whichever process has made it. What was read ahead is dropped.
+If the loop changes its objects between two epochs, the change is seen, as by the workers of a DataLoader: new processes
+start then.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ logger = logging.getLogger("loaderkit")
 
 
 class Moved(NamedTuple):
-    """What takes the place of a loader's plan, settings and executor."""
+    """The plan, settings and executor that a loader has after the move, in place of its own."""
 
     plan: ExecutionPlan
     settings: LiveSettings
@@ -54,7 +55,7 @@ class Moved(NamedTuple):
 
 
 class SentObjects:
-    """What the user's objects were when processes got them, for an epoch."""
+    """The state of the user's objects when processes got them, for an epoch."""
 
     def __init__(self, config: PipelineConfig, epoch: int) -> None:
         """Raises the errors of pickle."""
@@ -68,11 +69,11 @@ class SentObjects:
         return [] if self._packed is None else sorted(self._packed.generators)
 
     def have_changed(self, epoch: int) -> bool:
-        """True if they are others now, in another epoch; what they are in it is noted."""
+        """True if the objects have changed, in another epoch; their present state is noted."""
         if epoch == self._epoch:
             return False
         before, self._epoch = self._packed, epoch
-        with suppress(Exception):  # they cannot be sent any more: those that were go on
+        with suppress(Exception):  # they cannot be sent any more: processes keep what they have
             self._packed = sent_objects(self._config, _MOST_BYTES)
         return self._packed != before
 
@@ -97,7 +98,7 @@ class ProcessMove:
         self.is_over = False  # nothing will move
 
     def look(self, settings: LiveSettings, read: Callable[[], Snapshot], position: tuple[int, int]) -> Moved | None:
-        """What is to go on at `position`, once it is ready. `read` gives the counters of the threads, with `settings`."""
+        """What is to continue at `position`, once it is ready. `read` gives the counters of the threads, with `settings`."""
         if self.started is not None:
             return self._when_awake(self.started, position)
         now_s = time.perf_counter()
@@ -127,7 +128,7 @@ class ProcessMove:
         return self._lost_s >= _PRICE_S
 
     def _are_the_limit(self, passed: Snapshot) -> bool:
-        """True if one thread was in user code nearly all the time, and what several processes could do is plainly more."""
+        """True if one thread was in user code nearly all the time, and several processes could do plainly more."""
         mine = [row for row in passed.stages if row.name in self._names]
         busy_s = sum(row.busy_s for row in mine)
         # Of other stages what they compute: where user code holds the GIL they are busy waiting for it.
@@ -150,7 +151,7 @@ class ProcessMove:
         )
 
     def _start(self, position: tuple[int, int]) -> None:
-        """Start the processes, or say why that code stays here."""
+        """Start the processes, or log why that code stays here."""
         names, num = ", ".join(self._names), self._num_processes
         what = (
             f"{names}: user code that is not declared `thread_safe` runs one item at a time, and the loop waits for it"
@@ -251,8 +252,9 @@ class ProcessMove:
             )
 
     def _found_otherwise(self, engine: RemoteEngine, position: tuple[int, int]) -> str:
-        """What the processes make otherwise than the threads did, although they make the same twice: what this process has
-        changed in its modules is not there. What draws at random is made otherwise each time."""
+        """What the processes make differently from the threads, though they make it the same twice: they lack what this
+        process has changed in its modules. Code that draws at random makes something else each time, and does not
+        count."""
         made = []
         for _ in range(2):
             engine.seek(*position)

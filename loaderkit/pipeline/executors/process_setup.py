@@ -1,4 +1,4 @@
-"""`executor: process` and `ray`: the spec that other processes get, and the check that it can be pickled."""
+"""Makes the spec that other processes get, for `executor: process` and `ray`, and checks that it can be pickled."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def make_remote_engine(plan: ExecutionPlan) -> RemoteEngine:
 
 
 def _scaled_stages(plan: ExecutionPlan) -> frozenset[str]:
-    """The stages of which each process has as many workers, whatever their number: it brings the CPUs for them."""
+    """The stages for which each process has the same number of workers, however many processes there are, because each
+    brings the CPUs for them."""
     if plan.config.prefetch.executor != "ray":
         return frozenset()
     pools = plan.for_workers.compiled.described_pools(1)
@@ -66,7 +67,7 @@ def _scaled_stages(plan: ExecutionPlan) -> frozenset[str]:
 
 
 def _actor_maker(settings: RayArgs) -> tuple[MakeProcess, Callable[[], None]]:
-    """What makes an actor that is not started, and what frees the memory that all of these share."""
+    """A function that makes an actor that is not started, and a function that frees the memory that all actors share."""
     try:
         # Late: only here it is asked for, and it takes 0.3 s.
         from loaderkit.engine.ray.actor_process import ActorProcess

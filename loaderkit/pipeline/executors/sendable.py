@@ -1,4 +1,4 @@
-"""Which objects of a pipeline go to worker processes, and whether they can."""
+"""Finds which objects of a pipeline go to worker processes, and whether they can be sent."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def check_sendable(config: PipelineConfig, connectors: Sequence[Connector | None
 
 
 def sent_objects(config: PipelineConfig, most: int) -> Packed | None:
-    """What the user's objects come to now when they are sent; None: more than `most` bytes. Raises the errors of pickle."""
+    """The user's objects as they would be sent now; None if they have more than `most` bytes. Raises the errors of pickle."""
     return measured([_objects(config), named_in_main(config)], most)
 
 
 def _objects(config: PipelineConfig) -> dict[str, Any]:
-    """What the user gave as objects, or by name, by the place in the config."""
+    """The user's objects, given directly or by name, by their place in the config."""
     named = {f"sources.{one.name}": (SOURCES[one.kind], one.args) for one in config.members}
     named = named or {"source": (config.kind, config.source)}
     found = {

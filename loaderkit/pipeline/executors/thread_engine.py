@@ -1,4 +1,5 @@
-"""From an `ExecutionPlan` to an engine of threads, in this process or in a worker process, and to the batches that it makes."""
+"""Makes an engine of threads from an `ExecutionPlan`, in this process or in a worker process, and the batches' plan for
+it."""
 
 from __future__ import annotations
 

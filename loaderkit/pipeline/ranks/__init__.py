@@ -1,1 +1,1 @@
-"""Which share of the samples a rank gets, and how ranks that need the same batches share one reader."""
+"""Decides which share of the samples a rank gets, and lets ranks that need the same batches share one reader."""

@@ -1,6 +1,6 @@
-"""Batches as messages between ranks: a head of fixed size, which holds a short body, and the memory of large tensors.
+"""Sends batches as messages between ranks: a head of fixed size, which holds a short body, and the memory of large tensors.
 
-The bytes are those of a pickle, as in torch's `broadcast_object_list`: the ranks of a job trust one another. Bytes from data
+The bytes are a pickle, as in torch's `broadcast_object_list`: the ranks of a job trust one another. Bytes from data
 are never unpickled.
 """
 
@@ -29,8 +29,8 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Passed(NamedTuple):
-    """A batch, or what came in its place. `generation` is the number of seeks before it, `begin` the (epoch, position) where it
-    begins."""
+    """A batch, or the error in its place. `generation` is the number of seeks before it, `begin` the (epoch, position)
+    where it begins."""
 
     generation: int
     begin: tuple[int, int]
@@ -40,7 +40,7 @@ class Passed(NamedTuple):
 
 
 def send(channel: PeerChannel, passed: Passed) -> Passed:
-    """Pass a batch on to the other ranks; it, or an error in its place, where it cannot be. Raises PeerError."""
+    """Pass a batch on to the other ranks. Returns it, or, if it cannot be sent, an error in its place. Raises PeerError."""
     try:
         parts = _packed(passed)
     except Exception as error:
@@ -53,7 +53,7 @@ def send(channel: PeerChannel, passed: Passed) -> Passed:
 
 
 def receive(channel: PeerChannel, make: Callable[[int], torch.Tensor], began: Callable[[], None]) -> Passed:
-    """The next batch, once it has been passed on; `make` gives the memory of a large tensor of so many bytes. `began` is
+    """The next batch, once it has been passed on; `make(num_bytes)` gives the memory of a large tensor. `began` is
     called when it begins to arrive. Raises PeerError."""
     head = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
     channel.receive([head])

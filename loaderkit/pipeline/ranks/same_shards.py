@@ -18,7 +18,8 @@ def check_same_shards(plan: OpenedPipeline) -> None:
     listings are kept: a copy on one node may be damaged and whole on others, or was listed on another day. Nothing is compared
     without a process group.
 
-    No rank waits: the first one leaves a word in the store of torch.distributed, with which all others compare theirs.
+    No rank waits: the first one writes its fingerprint to the store of torch.distributed, and all others compare theirs
+    with it.
     """
     sources = (plan.config.source, *(one.args for one in plan.config.members))
     may_differ = plan.config.errors.on_bad_shard != "raise" or any(map(_is_kept, sources))
@@ -51,5 +52,5 @@ def _is_kept(args: object) -> bool:
 
 
 def _parts(fingerprint: dict[str, str]) -> list[tuple[str, str]]:
-    """Those that tell which samples there are."""
+    """The parts of the fingerprint that say which samples there are."""
     return sorted((name, value) for name, value in fingerprint.items() if name in _OF_DATA)

@@ -1,4 +1,4 @@
-"""Whether one rank reads for several, and whether the stages of a pipeline let it."""
+"""Checks whether one rank reads for several, and whether the stages of a pipeline allow it."""
 
 from __future__ import annotations
 

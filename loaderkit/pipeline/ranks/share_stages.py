@@ -1,4 +1,4 @@
-"""What the thread that passes batches on does, as stages of the stats: passing on, and the stages behind it."""
+"""The work of the thread that passes batches on, as stages in the stats: passing on, and the stages behind it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class ShareStages:
         return now
 
     def run(self, passed: Passed) -> tuple[Delivered, list[WaitSegment]]:
-        """Run the later stages on a batch, in place; the batch with its error, or theirs, and when each ran."""
+        """Run the later stages on a batch, in place; returns the batch with its own error, or a stage's, and when each
+        stage ran."""
         batch, worker_clock = passed.batch, self._running
         assert batch is not None
         error, segments = batch.error, []

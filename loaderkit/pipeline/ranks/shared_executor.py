@@ -1,4 +1,4 @@
-"""`ranks: {share: broadcast}`: an executor of which the first of the ranks that need the same batches has the workers.
+"""`ranks: {share: broadcast}`: an executor for ranks that need the same batches. Only the first of these ranks has workers.
 
     its executor ──batches──> a thread ──> two ready ones ──> next() ──> the training loop
                                  └─gloo─> a thread ──> two ready ones ──> next() ──> the loop of another rank
@@ -47,7 +47,8 @@ logger = logging.getLogger("loaderkit")
 
 
 class SharedExecutor:
-    """An `Executor`. `inner` makes the batches on the rank that reads; None: another rank passes them on to this one."""
+    """An `Executor`. `inner` makes the batches on the rank that reads; it is None on a rank to which another one passes
+    them on."""
 
     def __init__(
         self,
@@ -64,7 +65,8 @@ class SharedExecutor:
         pinned_for: torch.device | None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """What `about` gives has to be the same on all ranks. `pinned_for`: the CUDA device to which what arrives is copied."""
+        """The result of `about` has to be the same on all ranks. `pinned_for`: the CUDA device to which arriving
+        batches are copied."""
         self._inner = inner
         self._channel = channel
         self._stages = stages
@@ -204,7 +206,7 @@ class SharedExecutor:
     def _await_room(self, generation: int, here: tuple[int, int] | None) -> tuple[int, tuple[int, int]] | None:
         """The (generation, begin) of the loop, once there is room for a batch of it; None when the loader is closed.
 
-        `here` is where the thread is in `generation`; None: that is over, and only a seek can go on.
+        `here` is where the thread is in `generation`; None if that is over, so that only a seek can continue.
         """
         self._stages.enter_blocked()
         with self._changed:
@@ -217,7 +219,7 @@ class SharedExecutor:
     def _pass_one(
         self, generation: int, here: tuple[int, int] | None, wanted: int, begin: tuple[int, int]
     ) -> tuple[int, tuple[int, int] | None]:
-        """Pass one batch on; returns (generation, position behind it), or None for that where nothing follows."""
+        """Pass one batch on; returns (generation, position behind it), with None as the position if nothing follows."""
         if wanted > generation:
             generation, here = wanted, begin
             if self._inner is not None:
@@ -255,7 +257,7 @@ class SharedExecutor:
                 self._changed.notify_all()
 
     def _read(self, generation: int, here: tuple[int, int]) -> tuple[Passed, Mapping[str, float]]:
-        """The next batch of this rank's own executor. Its error, if that stops, is told to the other ranks."""
+        """The next batch of this rank's own executor. If the executor stops with an error, the other ranks are told."""
         assert self._inner is not None
         self._doing = "reads"
         self._reads_since_s = self._clock()
@@ -276,7 +278,7 @@ class SharedExecutor:
         return Passed(generation, here, passing.delivered(self._inner, delivery)), causes
 
     def _receive(self, generation: int) -> tuple[Passed, Mapping[str, float]]:
-        """The next batch of the reading rank; those of before a seek of this rank are dropped."""
+        """The next batch of the reading rank; batches from before a seek of this rank are dropped."""
         self._doing = f"waits for rank {self._channel.reader}, which reads"
         for _ in range(_MAX_STALE):
             passed = passing.receive(self._channel, self._new_memory, self._stages.enter)

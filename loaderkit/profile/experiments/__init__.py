@@ -1,1 +1,1 @@
-"""Runs the loader on purpose, to find out what a measurement alone does not say."""
+"""Experiments: run the loader on purpose to find out what a measurement alone does not show."""

@@ -1,7 +1,8 @@
-"""Tests a verdict: the blamed stage is slowed down, and throughput must fall as far as that stage is the limit.
+"""Tests a verdict: the stage that it names is slowed down, and throughput must fall as far as that stage is the limit.
 
-This is the virtual speed-up of Coz (Curtsinger and Berger, SOSP 2015) turned around: what a faster stage would gain is read
-from what a slower one loses. `stages/slowed.py` slows the stage in the manner in which it is said to limit.
+This is the virtual speed-up of Coz (Curtsinger and Berger, SOSP 2015) turned around: what a faster stage would gain is
+read from what a slower one loses. `stages/slowed.py` slows the stage in the way in which the verdict says that it
+limits.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ _MANNERS: Mapping[str, Manner] = {
 def plan_check(
     verdict: VerdictPart, stages: Sequence[StageRow], inline_s: float | None = None
 ) -> tuple[Slowdown, float] | None:
-    """The slowdown, and the percentage by which a sample takes longer if the verdict is right. None where no stage is blamed:
-    memory, depth, start, wakeup. `inline_s`: the wall time, where the loop's thread does all the work itself."""
+    """The slowdown, and the percentage by which a sample takes longer if the verdict is right. None where the verdict
+    names no stage: memory, depth, start, wakeup. `inline_s`: the wall time, if the loop's thread does all the work
+    itself."""
     if verdict.stage is None and verdict.kind == "training":
         busiest = max((row for row in stages if row.num_items), key=lambda row: row.busy_s, default=None)
         return None if busiest is None else (Slowdown(busiest.name, _SHARE, "wait"), 0.0)
@@ -58,7 +60,8 @@ def _share_of(row: StageRow, manner: Manner, stages: Sequence[StageRow]) -> floa
 
 
 def check_verdict(make: Make, step: Step, report: Report, *, seconds: float) -> CausalCheck | None:
-    """Run the pipeline with and without the slowdown, interleaved, for about `seconds`; None where no stage is blamed."""
+    """Run the pipeline with and without the slowdown, interleaved, for about `seconds`; None where the verdict names no
+    stage."""
     stages = report.stages
     inline_s = report.wall_s if report.tuning.get("executor") == "inline" else None
     planned = plan_check(report.verdict, stages, inline_s)

@@ -1,11 +1,12 @@
 """Decides whether a variant is better than another, from pairs of neighbouring windows.
 
-Speed and waiting both are evidence, but speed has to gain: where workers take the GIL from a training step, less waiting is
-only a longer step. Evidence is who wins a pair: a window that other programs disturb counts as one pair, however far off it is.
+Both speed and waiting are evidence, but there must be a gain in speed: where workers take the GIL from a training step,
+less waiting only means a longer step. Evidence counts which variant wins a pair: a window that other programs disturb
+counts as one pair, however far off it is.
 
 The rule, looked at after every pair: `evidence_of` the pairs won, 0.6 of it from speed and 0.4 from waiting, has to reach
 1 / `most_wrong`. If neither is better, each of the two is a martingale that begins at 1, so their mean is one, too, however
-they hang together: it ever gets there in at most the share `most_wrong` of all experiments (Ville, 1939).
+they depend on each other: it ever gets there in at most the share `most_wrong` of all experiments (Ville, 1939).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class PairedGains(NamedTuple):
         return cls(speed, [other.stalled - one.stalled for one, other in pairs])
 
     def outcome(self, most_wrong: float = MOST_WRONG) -> Outcome:
-        """`sure` of a variant that is no better in at most the share `most_wrong` of all experiments."""
+        """The outcome. A variant that is no better is called `sure` in at most the share `most_wrong` of all experiments."""
         likely = [median(one) >= GAIN and num_won(one) >= _LIKELY * len(one) for one in self]
         if not likely[0]:
             return "no better"

@@ -1,10 +1,12 @@
-"""Measures how far training is from never waiting: the consumer alone, the pipeline alone with warm data, and with cold.
+"""Measures how far training is from never waiting: the speed of the consumer alone, and of the pipeline alone with warm
+and with cold data.
 
-The first batches of an epoch are read again and again for the warm rate. For the cold one their files are put out of the page
-cache before every pass. They are samples like any others, as the order is shuffled; where it is not, they are the first ones.
+For the warm rate, the first batches of an epoch are read again and again. For the cold rate, their files are put out of
+the page cache before every pass. As the order is shuffled, they are samples like any others; without shuffling they are
+the first ones.
 
-A rate that varies by more than half is measured for longer, as is one below that of the loop that has just run, since the loop
-cannot be faster than its pipeline alone. If that does not help, it is unknown.
+A rate that varies by more than half is measured for longer, as is one below the rate of the loop that has just run,
+since the loop cannot be faster than its pipeline alone. If that does not help, it is unknown.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ def files_of(source: Source, connector: Connector | None, indices: Iterable[int]
 def measure_headroom(
     make: Make, step: Step | None, subset: Subset, *, cold: bool, seconds: float, least_per_s: float = 0.0
 ) -> Headroom:
-    """The three rates, in about `seconds` each, or three times that where they vary. `step` None: there is no training step to
-    compare with. `least_per_s`: samples/s of the loop, which its pipeline alone has to reach."""
+    """The three rates, in about `seconds` each, or three times that where they vary. `step` is None without a training
+    step to compare with. `least_per_s`: samples/s of the loop, which its pipeline alone has to reach."""
     with make({}, None) as loader:
         ready = _pass(loader, subset, seconds, num_kept=4).batches  # in memory now, if they fit
         warm = _passes(loader, subset, seconds, is_cold=False, least_per_s=least_per_s)
@@ -94,9 +96,10 @@ def _passes(
 
 
 def _pass(loader: ExperimentLoader, subset: Subset, most_s: float, *, num_kept: int = 0) -> _Pass:
-    """Read the subset from its beginning. What has landed from the first batch on is counted, not what was handed over; and not
-    its end, where other samples are read as well. A subset that is read ahead as a whole may have landed with its first batch:
-    there all of it is counted, from the time it was asked for."""
+    """Read the subset from its beginning. It counts samples that have landed since the first batch, not samples that
+    were handed over. The end of the subset is not counted, as other samples are read then, too. If the subset is read
+    ahead as a whole, it may have landed with its first batch: then all of it is counted, from the time it was asked
+    for."""
     loader.set_epoch(1)
     loader.set_epoch(0)
     batches = endless(loader)  # an epoch may have a batch or two only
@@ -136,7 +139,7 @@ def _cold(loader: ExperimentLoader, subset: Subset, seconds: float) -> tuple[Rat
 
 
 def consumer_rate(step: Step, ready: Sequence[Any], seconds: float) -> Rate:
-    """The step alone, on batches that are there."""
+    """The speed of the step alone, on batches that are ready."""
     for batch in ready[:2]:
         step(_copied(batch))
     windows: list[RateWindow] = []
@@ -177,7 +180,7 @@ def _say_factor(factor: float, unsure: float, pipeline: str) -> str:
 
 
 def _why_unknown(rate: Rate, least_per_s: float = 0.0) -> str | None:
-    """The reason for which a rate is no figure; None: it is one."""
+    """The reason why a rate cannot be given, or None if it can."""
     if rate.interval_percent > _MOST_UNSURE:
         return f"it varied by more than half within {rate.seconds:.1f} s"
     if rate.samples_per_s < _NEARLY * least_per_s:

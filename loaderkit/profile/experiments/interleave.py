@@ -70,7 +70,7 @@ class RateWindow(NamedTuple):
 
 @dataclass
 class Variant:
-    """A loader whose windows alternate with those of others, and the step after each batch."""
+    """A loader whose windows alternate with other loaders' windows, and the step after each batch."""
 
     loader: ExperimentLoader
     step: Step

@@ -1,4 +1,4 @@
-"""Loops that a report or an experiment runs: endless batches, and a step after each."""
+"""The loops that a report or an experiment runs: endless batches, and a step after each."""
 
 from __future__ import annotations
 

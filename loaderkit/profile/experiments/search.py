@@ -46,7 +46,7 @@ Pair = tuple[Variant, Variant]
 
 
 class TuneTrial(Part):
-    """A change that was tried against the best so far, in interleaved windows."""
+    """A change that was compared with the best settings so far, in interleaved windows."""
 
     settings: dict[str, Any]
     speedup: float | None = Field(description="null: it could not run")
@@ -85,7 +85,7 @@ class Tuned(Part):
 def tune(
     make: Make, step: Step, config: PipelineConfig, *, seconds: float, say: Callable[[str], object] = lambda text: None
 ) -> Tuned:
-    """Search for about `seconds`; longer only where that is less than some thirty batches take."""
+    """Search for about `seconds`; longer only if that is less time than some thirty batches take."""
     begin_s = time.perf_counter()
     search = _Search(make, step, config)
     stats = search.run_tuner(seconds * _SEARCH)
@@ -170,7 +170,8 @@ class _Search:
         return looks[-1]
 
     def next_change(self, processes: int) -> Overrides | None:
-        """The next change of the best settings so far; None: all were tried. `processes`: how many may load."""
+        """The next change of the best settings so far, or None if all were tried. `processes`: how many processes may
+        load."""
         for change in self._changes(processes):
             new = {key: value for key, value in change.items() if self._value(key) != value}
             if new and new not in self._tried and not self._is_in_vain(new):
@@ -180,7 +181,7 @@ class _Search:
         return None
 
     def _is_in_vain(self, new: Overrides) -> bool:
-        """True for more workers or processes where one of them does all that can be done."""
+        """True for more workers or processes where a single one does all that is possible."""
         of_workers = [key for key in new if key.endswith((".concurrency", ".processes", ".workers"))]
         return self._is_in_turn and any(new[key] > self._size(key) for key in of_workers)
 
@@ -207,7 +208,7 @@ class _Search:
         return self._config.executor_with_workers if (key, value) == ("prefetch.executor", "auto") else value
 
     def _size(self, key: str) -> int:
-        """A value as it is, or where that is `auto` as the tuner found it."""
+        """The value, or, if that is `auto`, the tuner's value."""
         value = self._value(key)
         return int(self.sizes[key] if value == "auto" else value)
 
@@ -251,7 +252,7 @@ _HEAD = "# Tuned by `loaderkit tune`"
 
 
 def with_comment(text: str, tuned: Tuned, day: str) -> str:
-    """The text of a file with a comment above it that says what was found; an older such comment goes."""
+    """The text of a file with a comment above it that says what was found; an older comment of this kind is removed."""
     lines = text.splitlines(keepends=True)
     if lines and lines[0].startswith(_HEAD):
         del lines[0]

@@ -1,8 +1,9 @@
-"""Tries the settings of a verdict before a report writes them: in turns with the pipeline as it is, until it is clear.
+"""Tries the settings of a verdict before a report recommends them: in turns with the pipeline as it is, until the
+result is clear.
 
-The same trial tells workers that wait for answers from workers that wait for one another. Simulated with the first, more of
-them are so many times as fast (as far as CPUs, the step and memory allow). What brings less than half of that, for sure, is a
-lock, or a link that is full; what is faster, for sure, is neither.
+The same trial distinguishes workers that wait for answers from workers that wait for one another. A simulation of the
+first kind says how many times as fast more workers are (as far as CPUs, the step and memory allow). If the gain is
+surely less than half of that, the cause is a lock, or a full link; if there surely is a gain, it is neither.
 
     settings ──in turns with none──> faster, likely faster ──> written
                                      no faster, slower, failed ──> not suggested
@@ -41,20 +42,21 @@ _NUM_WINDOWS = 80  # in the time, draining not counted: many short ones, as one 
 _LIKELY_WRONG = 0.5  # of settings that are no faster, the share called likely faster: three won pairs are enough
 _APART = frozenset({"lock", "latency", "waiting"})  # kinds that a trial with more workers tells apart
 _WORTH = 1.2  # times as fast by simulation, from which on less than half of it can be told from nothing
-_FROM_MEMORY = 1.5  # times the speed of the run: another limit than that of the run
+_FROM_MEMORY = 1.5  # times the speed of the run: its limit is another one
 _SURE = 0.9  # confidence of what was tried
 _DOUBTED = 0.6  # times the confidence, where the trial speaks for another kind
 
 
 class PlannedTrial(NamedTuple):
-    """What to try, and from which speed-up on workers do not wait for one another; None: it cannot be told by this trial."""
+    """What to try, and the speed-up above which workers do not wait for one another; None if this trial cannot show it."""
 
     settings: list[Setting]
     apart: float | None
 
 
 def plan_trial(report: Report, config: PipelineConfig) -> PlannedTrial | None:
-    """The settings of the verdict; where it has none, more workers, if these tell what limits; None: nothing to try."""
+    """The settings of the verdict. If it has none, more workers, if these show what limits; None if there is nothing to
+    try."""
     verdict = report.verdict
     row = next((row for row in report.stages if row.name == verdict.stage), None)
     more = [] if row is None or not _kinds(verdict) & _APART else _more_workers(row, report, config)
@@ -81,7 +83,7 @@ def _kinds(verdict: VerdictPart) -> set[str | None]:
 
 
 def _of_a_rival(verdict: VerdictPart) -> list[Setting]:
-    """Where two kinds fit the figures: the settings of the one that has some."""
+    """If two kinds fit the figures: the settings of the one that has some."""
     if verdict.or_kind is None:
         return []
     return next(([*one.settings] for one in verdict.causes[:2] if one.stage == verdict.stage and one.settings), [])
@@ -107,8 +109,8 @@ def tried(
 ) -> Report:
     """The report after a trial of what its verdict says to set, or with the reason for which none was made.
 
-    It takes about `seconds` at most, and where batches are slow three rounds of windows, if these take no longer than twice
-    that. `at_any_length`: also if they do.
+    It takes about `seconds` at most, and, where batches are slow, three rounds of windows, if these take at most twice
+    that; with `at_any_length` also if they take longer.
     """
     planned = plan_trial(report, config)
     if planned is None:
@@ -120,7 +122,8 @@ def tried(
 
 
 def weighed(report: Report, trial: SettingsTrial) -> Report:
-    """The report after a trial, which reads again what the run has read: that tells nothing if it comes from memory by now."""
+    """The report after a trial. The trial reads the same data as the run did: if that comes from memory by now, the
+    trial says nothing."""
     run_per_s = steady_rate(report)
     if trial.before is None or trial.before.samples_per_s <= _FROM_MEMORY * run_per_s:
         return with_trial(report, trial)
@@ -141,7 +144,7 @@ def untried(report: Report, why: str, *, is_simulated: bool = True) -> Report:
 
 
 def _why_not(report: Report, most_s: float) -> str | None:
-    """The reason for which settings cannot be tried beside the pipeline as it is; None: they can."""
+    """The reason why settings cannot be tried beside the pipeline as it is, or None if they can."""
     if report.world_size > 1:
         return f"rank {report.rank} is one of {report.world_size}, and the others do not run in turns with it"
     if report.tuning.get("executor") == "ray":
@@ -233,12 +236,12 @@ def outcome_of(gains: PairedGains) -> TrialOutcome:
 
 
 def _is_clear(gains: PairedGains, planned: PlannedTrial) -> bool:
-    """True if more pairs would hardly change what is made of them."""
+    """True if more pairs would hardly change the conclusion."""
     return gains.is_clear() or (_is_short(gains, planned))
 
 
 def _is_short(gains: PairedGains, planned: PlannedTrial) -> bool:
-    """True if workers, for sure, bring less than half of what they would at their own pace."""
+    """True if, for sure, more workers bring less than half of what workers at their own pace would bring."""
     return planned.apart is not None and gains.falls_short_of(planned.apart)
 
 
@@ -271,14 +274,15 @@ def with_trial(report: Report, trial: SettingsTrial) -> Report:
 
 
 def _is_apart(verdict: VerdictPart, trial: SettingsTrial) -> bool:
-    """True of more workers, where these tell what limits: computing, or the GIL, is neither of what they tell apart."""
+    """True if this was a trial of more workers, and can show what limits. It cannot where that may be computing or the
+    GIL, which such a trial does not tell apart."""
     may_be = _kinds(verdict) - {None}
     is_told = bool(may_be & _APART) and may_be <= _APART | {"bandwidth"}
     return is_told and any(map(_is_of_workers, trial.settings)) and trial.before is not None
 
 
 def _told(verdict: VerdictPart, trial: SettingsTrial, row: StageRow | None) -> str | None:
-    """The kind of limit that a trial of more workers shows; None: it was none, or tells nothing."""
+    """The kind of limit that a trial of more workers shows; None if it was no such trial, or shows nothing."""
     if row is None or not _is_apart(verdict, trial):
         return None
     if trial.is_held_up == trial.is_suggested:
@@ -325,7 +329,7 @@ def _change(verdict: VerdictPart, trial: SettingsTrial, kind: str, stage_kind: s
 
 
 def _causes(verdict: VerdictPart, trial: SettingsTrial, changes: dict[str, Any], *, is_told: bool) -> list[Cause]:
-    """The causes after a trial: the first one is that of the verdict; its rival is gone if the trial has told them apart."""
+    """The causes after a trial: the first one is the verdict's; its rival is gone if the trial has decided between them."""
     causes = []
     for number, cause in enumerate(verdict.causes):
         if number == 0:

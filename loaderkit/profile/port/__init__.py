@@ -1,4 +1,5 @@
-"""A script's DataLoader as a pipeline of loaderkit: recognised by classes and their attributes, and checked by its samples.
+"""Turns a script's DataLoader into a pipeline of loaderkit. Objects are recognised by their classes and attributes, and
+the result is checked by comparing samples.
 
 Public: `loaderkit port script.py`, `loaderkit watch --compare script.py`.
 """

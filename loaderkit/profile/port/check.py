@@ -1,4 +1,4 @@
-"""Compares a pipeline's samples with those of the script's data set: what was read from attributes is then known to be so."""
+"""Compares a pipeline's samples with the samples of the script's data set, which confirms what was read from attributes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class _DiffersError(Exception):
 
 
 def check_samples(ported: PortedPipeline, build: Build) -> tuple[PortedPipeline, SampleCheck | None]:
-    """The same with its `output` known, and what was compared; or without a pipeline, and with what differs in `unported`."""
+    """The same port with its `output` filled in, and the comparison's result. If samples differ, it has no pipeline,
+    and the difference is in `unported`."""
     try:
         num_listed, notes = _check_listing(ported)
         ported = replace(ported, notes=(*ported.notes, *notes))
@@ -46,7 +47,7 @@ def check_samples(ported: PortedPipeline, build: Build) -> tuple[PortedPipeline,
 
 
 def _check_listing(ported: PortedPipeline) -> tuple[int, tuple[str, ...]]:
-    """All paths and classes of files, and what there is to note of their order. Raises _DiffersError, LoaderkitError."""
+    """Compare all paths and classes of files, and note how their order differs. Raises _DiffersError, LoaderkitError."""
     assert ported.source is not None
     wanted = ported.source.samples
     if not wanted:
@@ -78,7 +79,7 @@ class _Comparison:
     is_random: bool = False
 
     def compare(self, wanted: Any, batch: Mapping[str, Any], again: Callable[[], Any]) -> None:
-        """A batch of the script's, and one of the pipeline's. `again` makes the first one anew."""
+        """A batch of the script's, and one of the pipeline's. `again` makes the script's batch again."""
         for name, values in _named(wanted, self.ported).items():
             if name not in batch:
                 raise _DiffersError(f"the script's batches have a field {name!r}, and loaderkit's {', '.join(batch)}")

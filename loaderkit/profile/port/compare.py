@@ -1,5 +1,5 @@
-"""A watched DataLoader as a pipeline in its report: ported when it is first iterated over, checked and run when the script is
-over.
+"""Shows a watched DataLoader as a pipeline in its report. It is ported when it is first iterated over, and checked and
+run when the script is over.
 
 port ── the script runs ──> report: check samples ──> write the pipeline ──> run it with the script's step
 """
@@ -32,7 +32,7 @@ class ScriptComparison:
     build: Build
 
     def port(self, loader: Any) -> PortedPipeline:
-        """What a DataLoader comes to, without touching its samples."""
+        """The pipeline of a DataLoader, made without touching its samples."""
         try:
             return port_loader(loader, self.script.removesuffix(".py"))
         except Exception as error:  # the script is to run on
@@ -97,7 +97,7 @@ class ScriptComparison:
 
 
 def _before(report: Report) -> dict[str, float]:
-    """The script's own speed, without its start, and how much of the time it waits; of one batch nothing is known."""
+    """The script's own speed, without its start, and how much of the time it waits; from a single batch nothing is known."""
     if report.num_batches < 2:
         return {}
     start_s = report.stall.by_stage.get(START, 0.0)

@@ -1,4 +1,4 @@
-"""Data sets of known kinds, and any that a module holds, as `source`.
+"""Turns data sets into a `source`: those of known classes, and any other that a module holds.
 
 Each kind is recognised by the class whose `__getitem__` runs, so that a subclass with one of its own is another kind.
 """
@@ -29,7 +29,8 @@ _SIGNS = "*?[{"
 
 @dataclass(frozen=True)
 class PortedSource:
-    """A data set as `source`. `fields`: names for the items of a tuple; None: keys or numbers, as the items themselves tell."""
+    """A data set as `source`. `fields`: names for the items of a tuple; None means keys or numbers, as the items
+    themselves have."""
 
     source: Mapping[str, Any]
     fields: tuple[str, ...] | None = None

@@ -1,4 +1,4 @@
-"""Runs a script up to its first pass over a DataLoader, which is ported where it stands, and ends it there."""
+"""Runs a script up to its first pass over a DataLoader, ports that DataLoader, and ends the script there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A DataLoader as a pipeline: its data set, transforms, order and batches.
+"""Turns a DataLoader into a pipeline: its data set, transforms, order and batches.
 
 DataLoader ──dataset──> source, stages     ──sampler, batch_size, drop_last──> order, batch
     └── what has no counterpart: `Unported`, and then there is no pipeline at all
@@ -30,7 +30,8 @@ _SAMPLERS = (
 
 @dataclass(frozen=True)
 class PortedPipeline:
-    """What a DataLoader comes to. `pipeline` is the mapping of a pipeline's YAML; None: something has no counterpart."""
+    """The result of porting a DataLoader. `pipeline` is the mapping of a pipeline's YAML, or None if something has no
+    counterpart."""
 
     pipeline: dict[str, Any] | None
     source: PortedSource | None = None
@@ -58,7 +59,7 @@ class _Failures:
 
     @contextmanager
     def noted(self, part: str, subject: Any) -> Iterator[None]:
-        """Note what is raised for `part`, which is of `subject`."""
+        """Note the errors raised for `part` of `subject`."""
         try:
             yield
         except ExceptionGroup as group:

@@ -28,17 +28,17 @@ _SIDE = 96  # of matrices whose product takes 50 us: as long as an operation of 
 
 
 class ScriptStep(NamedTuple):
-    """A step of the script: how long it takes, and of how many CPUs meanwhile."""
+    """A step of the script: how long it takes, and how many CPUs it uses meanwhile."""
 
     seconds: float
     cpus: float
 
 
 def step_of(report: Report, cpu_s: float, delayed_share: float) -> ScriptStep | None:
-    """The mean step of a watched loop; None: there was none between two batches.
+    """The mean step of a watched loop; None if there was no step between two batches.
 
-    `cpu_s`: CPU time of the process in all steps. `delayed_share`: of the steps' time, that in which their thread was ready to
-    run and the workers had the CPUs.
+    `cpu_s`: CPU time of the process in all steps. `delayed_share`: the share of the steps' time in which their thread
+    was ready to run while the workers had the CPUs.
     """
     steps = [step.compute_s for step in report.steps.steps]
     most_s = _OUTLIER * (report.steps.compute_p50_s or math.inf)
@@ -52,8 +52,8 @@ def step_of(report: Report, cpu_s: float, delayed_share: float) -> ScriptStep | 
 
 
 def run_with_step(ported: PortedPipeline, step: ScriptStep | None, build: Build) -> tuple[Rate, float]:
-    """The pipeline's speed in a loop with that step (None: alone), and how much of the time it waits, in percent. Raises
-    LoaderkitError."""
+    """The pipeline's speed in a loop with that step (None for the pipeline alone), and how much of the time it waits,
+    in percent. Raises LoaderkitError."""
     imitation, close = _imitation(step or ScriptStep(0.0, 0.0))
     try:
         with build(ported.here(), overrides={"order.epochs": None}) as loader:
@@ -89,8 +89,8 @@ def _window(batches: Iterator[Any], step: Step) -> RateWindow:
 
 
 def _imitation(step: ScriptStep) -> tuple[Step, Callable[[], object]]:
-    """A step that uses as many CPUs for as long: by products of small matrices, which hold the GIL as little as a model's
-    operations do. And what ends its threads."""
+    """A step that uses the same number of CPUs for the same time, by products of small matrices, which hold the GIL as
+    little as a model's operations do; and a function that ends its threads."""
     if step.cpus < _IDLE:
         return lambda batch: time.sleep(step.seconds), lambda: None
     num_threads = max(1, math.ceil(step.cpus - 0.25))

@@ -1,4 +1,4 @@
-"""What a report says of a DataLoader as a pipeline of loaderkit: plain values, as in report_parts.py."""
+"""The parts of a report that show a DataLoader as a pipeline of loaderkit: plain values, as in report_parts.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loaderkit.profile.report_parts import Rate
 
 
 class Unported(Part):
-    """Something that a DataLoader does and no pipeline of loaderkit does the same."""
+    """Something that a DataLoader does and that no pipeline of loaderkit can do the same way."""
 
     part: str = Field(description="data set, transform, collate_fn, sampler, samples, or the DataLoader itself")
     what: str = Field(description="its class, or a function's name, with the module unless it is the script")
@@ -23,7 +23,7 @@ class Unported(Part):
 
 
 class SampleCheck(Part):
-    """The pipeline's samples beside those of the script's data set."""
+    """The result of comparing the pipeline's samples with the samples of the script's data set."""
 
     num_samples: int = Field(description="that were compared")
     num_listed: int = Field(description="of files: paths and classes that were compared, all there are; else 0")
@@ -34,7 +34,7 @@ class SampleCheck(Part):
 
 
 class PortedLoader(Part):
-    """A watched DataLoader as a pipeline of loaderkit, and how fast that is with the script's own step."""
+    """A watched DataLoader as a pipeline of loaderkit, and how fast the pipeline is with the script's own step."""
 
     path: str | None = Field(description="of the pipeline's YAML; null: none was written")
     pipeline: dict[str, Any] | None = Field(None, description="what is in it; null: something has no counterpart")

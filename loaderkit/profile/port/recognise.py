@@ -1,4 +1,5 @@
-"""What an object is and where it was written, by its class's module and name: nothing is imported, no text is run as code."""
+"""Recognises an object, and where it was written, by its class's module and name: nothing is imported, and no text is
+run as code."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ def class_of(value: Any) -> str:
 
 
 def is_of_torchvision(value: Any, place: str) -> str | None:
-    """The name of an object's class if that is torchvision's own, below `torchvision.PLACE`; of a subclass None."""
+    """The name of an object's class if that is torchvision's own, below `torchvision.PLACE`; None for a subclass."""
     kind = type(value)
     return kind.__name__ if f"{kind.__module__}.".startswith(f"torchvision.{place}.") else None
 
 
 def name_of_function(function: Any) -> str:
-    """As in "torch.utils.data._utils.collate.default_collate"; of an object the name of its class."""
+    """As in "torch.utils.data._utils.collate.default_collate"; for an object, the name of its class."""
     if hasattr(function, "__qualname__"):
         return f"{getattr(function, '__module__', '')}.{function.__qualname__}"
     return class_of(function)

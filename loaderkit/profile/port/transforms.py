@@ -1,9 +1,9 @@
-"""torchvision's transforms, v1 and v2, as stages.
+"""Turns torchvision's transforms, v1 and v2, into stages.
 
 Compose([Resize, ..., ToTensor, Normalize]) ──one after another──> Ported: sample stages, and the arguments of `normalize`
 
-loaderkit's pictures are uint8 until `normalize`, behind `batch`. So what a transform does is followed through four forms: a
-picture of Pillow's, levels (a uint8 tensor), numbers from 0 to 1, and these normalised.
+loaderkit's pictures are uint8 until `normalize`, which comes after `batch`. So what a transform does is followed
+through four forms: a picture of Pillow's, levels (a uint8 tensor), numbers from 0 to 1, and these normalised.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Ported:
 
     @property
     def normalize(self) -> dict[str, Any] | None:
-        """The arguments of `normalize`; None: pictures stay uint8."""
+        """The arguments of `normalize`, or None if pictures stay uint8."""
         if self.form not in ("unit", "normalised"):
             return None
         dtype = {} if self.dtype == torch.float32 else {"dtype": str(self.dtype).removeprefix("torch.")}
@@ -132,7 +132,7 @@ def _to_dtype(transform: Any, ported: Ported) -> None:
 
 
 def _image_dtype(transform: Any) -> torch.dtype | None:
-    """Of pictures: in v2 it may be told apart by class."""
+    """The dtype of pictures, which in v2 may be given for each class."""
     dtype = transform.dtype
     if not isinstance(dtype, Mapping):
         return dtype  # type: ignore[no-any-return]
@@ -373,7 +373,7 @@ def _port_pillows(function: Any, ported: Ported) -> None:
 
 
 def _pillows(function: Any) -> tuple[str | None, dict[str, Any]]:
-    """The name and arguments of a call of Pillow's; None: it is none."""
+    """The name and arguments of a call of Pillow's, or None if it is no such call."""
     if isinstance(function, methodcaller):
         made, given = cast("tuple[Any, tuple[Any, ...]]", function.__reduce__())
         is_named = isinstance(made, partial)
@@ -383,7 +383,7 @@ def _pillows(function: Any) -> tuple[str | None, dict[str, Any]]:
         name, positional, named = name_of_function(function.func), [*function.args], function.keywords
         if (
             not name.startswith("PIL.Image.Image.") or positional
-        ):  # what is given by position would stand for the picture
+        ):  # an argument given by position would be taken for the picture
             return None, {}
         name = name.rpartition(".")[2]
     else:

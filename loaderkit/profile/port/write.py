@@ -1,4 +1,4 @@
-"""Writes a ported pipeline: its YAML, and beside it the tensors that are in no file."""
+"""Writes a ported pipeline: its YAML and, beside it, the tensors that are in no file yet."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _WIDTH = 110
 
 
 def write_pipeline(ported: PortedPipeline, path: Path, made_by: str) -> list[Path]:
-    """Write the file at `path`, which the caller has found to be free, and `PATH-tensors.pt`; all that was written.
-    Raises OSError, ConfigError."""
+    """Write the file at `path`, which the caller has found to be free, and `PATH-tensors.pt`; returns all paths that
+    were written. Raises OSError, ConfigError."""
     assert ported.pipeline is not None
     assert ported.source is not None
     written, pipeline = [path], ported.pipeline

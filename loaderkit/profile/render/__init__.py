@@ -1,1 +1,1 @@
-"""One report as text, as HTML, as a trace."""
+"""Renders one report: as text, as HTML, as a trace."""

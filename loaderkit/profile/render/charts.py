@@ -1,7 +1,7 @@
 """The report's charts as Vega-Lite descriptions: plain values, drawn as SVG by the JavaScript that the page carries.
 
 Colours are of middle lightness, readable on light and on dark; texts and lines take the page's colour.
-Names from the data are values, never field names or expressions: whatever they hold, they are shown as they are.
+Names from the data are values, never field names or expressions, so they are shown as they are, whatever they hold.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def charts(report: Report) -> dict[str, Spec]:
 
 
 def legend(spec: Spec) -> list[tuple[str, str]]:
-    """(what, colour) of a chart's colours: for the page, which can break it into lines where a chart cannot."""
+    """(meaning, colour) of a chart's colours, for the page, which can break the legend into lines where a chart cannot."""
     scale = spec.get("encoding", {}).get("color", {}).get("scale", {"domain": [], "range": []})
     return list(zip(scale["domain"], scale["range"], strict=True))
 
@@ -242,7 +242,7 @@ def _what_if(changes: Sequence[WhatIf], now_per_s: float) -> Spec | None:
             "change": change.name, "predicted": change.samples_per_s, "stall": change.stall_percent, "limit": change.limit,
         }  # fmt: skip
         if (measured := change.measured) is not None:
-            # The speed-up was measured against the pipeline at that time, whose rate may differ from that of the loop.
+            # The speed-up was measured against the pipeline at that time, whose rate may differ from the loop's.
             rate = measured.samples_per_s if measured.speedup is None else measured.speedup * now_per_s
             half = rate * measured.interval_percent / 100
             row |= {"measured": rate, "low": max(0.0, rate - half), "high": rate + half}

@@ -1,4 +1,4 @@
-"""The report as one HTML file, which asks no network for anything: its charts' JavaScript (Vega-Lite) is inside of it.
+"""The report as one HTML file that loads nothing over the network: the JavaScript for its charts (Vega-Lite) is inside it.
 
 report ──charts──> Vega-Lite descriptions ─┐
    └──────────────> report.html.j2 ────────┴──> one page; names of samples are data in it, and never markup
@@ -30,8 +30,8 @@ def why_no_html() -> str | None:
 
 
 def to_html(report: Report, ranks: Merged | None = None) -> str:
-    """The page; with `ranks` of the whole job, of which `report` is one. Raises ConfigError where `loaderkit[profile]` is not
-    installed."""
+    """The page. With `ranks` it is on the whole job; `report` is one of its ranks. Raises ConfigError where
+    `loaderkit[profile]` is not installed."""
     jinja2, _ = _libraries()
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("loaderkit.profile", ""), autoescape=True, undefined=jinja2.StrictUndefined,

@@ -1,4 +1,4 @@
-"""Which lines of a watched script make its batches, in a terminal."""
+"""Shows in a terminal which lines of a watched script make its batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST, _LEAST_PERCENT = 5, 2.0
 
 
 def lines_section(times: LineTimes | None) -> Iterator[RenderableType]:
-    """The longest ones; all are in the JSON and on the page. Nothing where none was sampled."""
+    """The longest lines; all of them are in the JSON and on the page. Empty if none was sampled."""
     if times is None:
         return
     shown = [line for line in times.lines[:_MOST] if line.percent >= _LEAST_PERCENT]

@@ -1,4 +1,5 @@
-"""The paragraph that a report could be forwarded with: what was waited for, how sure that is, what was tried, what it costs."""
+"""Summarises a report in one paragraph, to be forwarded: what was waited for, how sure that is, what was tried, what it
+costs."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _LITTLE = 0.05  # CPUs that are not worth telling
 
 
 def paragraph(verdict: VerdictPart, stall: StallPart, wall_s: float, samples_per_s: float, batch_bytes: int) -> str:
-    """Plain sentences, of what a report has in figures. `batch_bytes`: the memory of one batch; 0: not known."""
+    """Plain sentences, of what a report has in figures. `batch_bytes`: the memory of one batch, or 0 if not known."""
     sentences = [_waited(verdict, stall, wall_s, samples_per_s), _sure(verdict)]
     if verdict.kind != "training":
         sentences += [_tried(verdict), _cost(verdict, batch_bytes)]
@@ -95,7 +96,7 @@ def _by_what_they_are(settings: Sequence[Setting], batch_bytes: int) -> list[str
 
 
 def _more(before: Any, value: Any) -> int:
-    """By how much a number grows; from nothing or `auto` all of it."""
+    """By how much a number grows; the whole number if it was nothing or `auto` before."""
     if not isinstance(value, int):
         return 0
     return value - before if isinstance(before, int) else value

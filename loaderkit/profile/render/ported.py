@@ -1,4 +1,4 @@
-"""A watched DataLoader as a pipeline of loaderkit, in a terminal."""
+"""Shows a watched DataLoader as a pipeline of loaderkit, in a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ported_section(ported: PortedLoader | None) -> Iterator[RenderableType]:
 
 
 def say_ported(ported: PortedLoader) -> list[tuple[str, str | None]]:
-    """(name, text) of what is known; None: it is not."""
+    """(name, text) of what is known, or None if it is not known."""
     before, after = ported.before, ported.after
     return [
         ("now", None if before is None else _say_speed(before, ported.before_stall_percent)),

@@ -1,4 +1,4 @@
-"""What saving checkpoints took, for a terminal: the loop's pauses, and what went on behind it."""
+"""Shows in a terminal what saving checkpoints took: the loop's pauses, and the work behind the loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MUCH = 5.0  # percent of the loop's time
 
 
 def saving_advice(report: Report) -> str | None:
-    """What saving cost the loop and what to change, where it was 5 % of its time or more; None: less."""
+    """What saving cost the loop and what to change, if it was 5 % of its time or more; None if it was less."""
     steps = report.steps
     waited, staged = (100 * part_s / report.wall_s for part_s in (steps.save_waiting_s, steps.save_staging_s))
     if waited + staged < _MUCH:

@@ -25,7 +25,7 @@ class PlainConsole(Console):
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """Here rather than below, so that a table's columns have room for it."""
+        """Texts are escaped here already, so that a table's columns have room for the result."""
         return super().render_str(printable(text), **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -148,7 +148,7 @@ def tuning_table(stats: Mapping[str, Any]) -> Table:
 
 
 def reading(stats: Mapping[str, Any]) -> str:
-    """The verdict in one line: what is the limit, how sure that is, what says so, and what to change."""
+    """The verdict in one line: what is the limit, how sure that is, the evidence, and what to change."""
     if not stats["num_batches"]:
         return "No batch was delivered, so there is nothing to read from the accounts."
     verdict = stats["verdict"]

@@ -1,4 +1,4 @@
-"""The sums of one watched loop: its waits by cause, its batches, what its workers had to do. The loop's thread writes them."""
+"""The sums of one watched loop: its waits by cause, its batches, and its workers' load. The loop's thread writes them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Accounts:
         self.is_on_gpu = False  # the last batch whose bytes were counted
 
     def counters(self) -> WatchedCounters:
-        """The sums of now; those of processes are left at 0."""
+        """The present sums; the sums of processes are left at 0."""
         return WatchedCounters(
             num_epochs=self._num_epochs,
             open_s=self._open_s,
@@ -89,8 +89,8 @@ class Accounts:
         all_done: bool,
     ) -> None:
         """A batch came after `seconds`. Of these the loop's thread was on a CPU for `cpu_s`, and for `delayed_s` ready to run
-        while no CPU was free (None: that was not read). `all_done`: when it was asked for, workers had finished all that they
-        had been asked for."""
+        while no CPU was free (None if that was not read). `all_done`: when the loop asked for it, the workers had
+        finished all batches that they had been asked for."""
         cpu_s, before = min(cpu_s, seconds), None if self.num_batches else self.waits_s.copy()
         self._own_cpu_s += cpu_s
         if arguments is None or not arguments.num_workers:
@@ -113,7 +113,7 @@ class Accounts:
         self.num_batches += 1
 
     def holds(self, batch: Any, batch_size: int | None) -> None:
-        """Count what is in the batch: of most batches their samples alone, as bytes take longer to count."""
+        """Count what is in the batch. For most batches only the samples are counted, as counting bytes takes longer."""
         if self._num_measured >= _NUM_MEASURED and self.num_batches % 16:
             self.num_samples += num_samples_of(batch, batch_size)
             self.num_bytes += round(self._measured_bytes / self._num_measured)
@@ -144,8 +144,8 @@ class Accounts:
         self.waits_s[cause] = self.waits_s.get(cause, 0.0) + seconds
 
     def _delayed(self, seconds: float, delayed_s: float | None) -> float:
-        """Of `seconds` in which the loop's thread was not on a CPU, those for which it was ready to run: as they were read, or
-        in proportion to those that were."""
+        """Of `seconds` in which the loop's thread was not on a CPU, the part in which it was ready to run: as it was
+        read, or in proportion to what was read."""
         if delayed_s is None:
             return seconds * self._read_delayed_s / self._read_s if self._read_s else 0.0
         delayed_s = min(seconds, delayed_s)

@@ -1,4 +1,4 @@
-"""How much a batch holds, whatever made it."""
+"""Measures how much a batch holds, whatever made the batch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Size(NamedTuple):
 
 
 def num_samples_of(batch: Any, batch_size: int | None = None, depth: int = _DEPTH) -> int:
-    """The length of the first field; of a list of samples its own, which is one of dicts or tuples, or of `batch_size` tensors
-    that cannot be fields. What has no length is one sample."""
+    """The length of the first field. For a list of samples (dicts, tuples, or `batch_size` tensors that cannot be
+    fields) the length of the list. A value without a length is one sample."""
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         return batch.shape[0] if len(batch.shape) else 1
     if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):

@@ -1,4 +1,4 @@
-"""What an iterator of torch's DataLoader lets one see: its arguments, its processes, and how many of them have work.
+"""What can be seen of an iterator of torch's DataLoader: its arguments, its processes, and how many of them have work.
 
 The one module that reads torch's own attributes. What another release calls differently is not seen, and the report leaves it
 out.
@@ -22,7 +22,7 @@ _MOST_OBJECTS = 400
 
 
 class LoaderAccount(Protocol):
-    """What a view adds to."""
+    """The account to which a view adds."""
 
     def worked(self, seconds: float, num_workers: int, busy: float, *, is_wait: bool, is_asking: bool) -> None:
         """Of `num_workers` workers, `busy` had batches to make for so long."""
@@ -59,9 +59,9 @@ class LoaderView:
 
 
 class InlineView(LoaderView):
-    """Without workers: `collate_fn`, which the iterator calls for every batch, is timed.
+    """A DataLoader without workers: `collate_fn`, which the iterator calls for every batch, is timed.
 
-    The iterator refers to it, and not the other way round: it goes as early as ever.
+    The iterator refers to the view, and the view does not refer to the iterator, which is freed as early as ever.
     """
 
     def __init__(self, iterator: Any, clock: Callable[[], float]) -> None:
@@ -89,7 +89,7 @@ class InlineView(LoaderView):
 
 
 class WorkersView(LoaderView):
-    """With workers: how many of them have batches to make, from moment to moment."""
+    """A DataLoader with workers: counts how many of them have batches to make, from moment to moment."""
 
     def __init__(self, iterator: Any, now_s: float) -> None:
         super().__init__(iterator)

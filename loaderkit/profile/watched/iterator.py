@@ -24,7 +24,7 @@ def open_watched(recorder: Recorder, open_inner: Callable[[], Any]) -> WatchedIt
 
 
 class WatchedIterator:
-    """The iterator that the loop gets, which gives what another one gives. All other attributes are those of that one."""
+    """The iterator that the loop gets. It gives the items of another iterator, and has all other attributes of that one."""
 
     __slots__ = ("__weakref__", "_inner", "_is_first", "_is_over", "_next_delay_s", "_recorder", "_view")
 

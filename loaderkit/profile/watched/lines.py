@@ -1,4 +1,4 @@
-"""What was sampled of one DataLoader, put together by line: see sampling.py."""
+"""Puts together, by line, what was sampled of one DataLoader: see sampling.py."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _BY_TEXT = {
     TRANSFORM: r"\b(resize\w*|\w*crop\w*|flip\w*|transforms?|normali[sz]e\w*|rotate\w*|pad|interpolate|warp\w*|cvtColor"
     r"|augment\w*|convert|permute|transpose|astype|clip)\(",
 }
-"""Functions in C have no frame, so that the line that calls them has to tell."""
+"""Functions in C have no frame, so the line that calls them has to say which one runs."""
 _PACKAGES = re.compile(r".*[/\\](?:site-packages|dist-packages|python3\.\d+)[/\\]")
 
 
 class LoaderLines:
-    """The lines of one DataLoader. `sampler` is that of this process, in which there may be several loaders."""
+    """The lines of one DataLoader. `sampler` is this process's sampler, which several loaders may share."""
 
     def __init__(self, sampler: Callable[[], Sampler], roots: Iterable[str]) -> None:
         self._sampler_of, self._roots = sampler, [*roots]

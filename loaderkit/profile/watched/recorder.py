@@ -3,9 +3,10 @@
     iter() ──> opened ──> [asked ──> came ──> gave]... ──> asked ──> ended   in the loop's own thread; no other thread
                              └── every quarter of a second or less often ──> look: /proc of the workers, a point of the series
 
-A wait is charged to the loop's own thread as far as that was on a CPU (`handover`); if all batches that had been asked for were
-finished, to `wakeup` as far as no CPU was free, and to `handover` or `pin_memory`; else to `dataset`. Looking takes half a
-percent of the time at most. What the loop does after the last batch that it takes is not in `wall_s`: it may be a validation.
+A wait is charged to `handover` as far as the loop's own thread was on a CPU. For the rest: if all batches that had been
+asked for were finished, it is charged to `wakeup` as far as no CPU was free, and else to `handover` or `pin_memory`; if
+they were not, to `dataset`. Looking takes half a percent of the time at most. The time after the last batch that the
+loop takes is not in `wall_s`: it may be a validation.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class Recorder:
     # ------------------------------------------------------------------------------------------------ what it comes to
 
     def watch(self, log: StepLog | None) -> None:
-        """Write steps to `log` from now on; None: to none."""
+        """Write steps to `log` from now on, or to no log if it is None."""
         self.log = log
 
     def stats(self, since: WatchedStats | None = None) -> WatchedStats:

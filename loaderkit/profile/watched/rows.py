@@ -1,4 +1,4 @@
-"""The rows of stages: what can be told apart from outside of the work that makes batches."""
+"""The rows of stages: the parts of the work on batches that can be told apart from outside."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def rows_of(
     workers: ProcessCounters,
     waits_s: dict[str, float],
 ) -> list[StageStats]:
-    """The rows, and in `waits_s` the waits moved to where they belong: to `collate`, and to the change of epochs."""
+    """The rows; in `waits_s` waits are moved to the causes to which they belong: to `collate`, and to the change of
+    epochs."""
     if arguments is None:
         _charge_changes(ITERABLE, counters, waits_s, accounts.num_batches)
         return [_row(accounts, ITERABLE, waits_s, counters.own_cpu_s, counters.own_delayed_s)]
@@ -61,7 +62,7 @@ def _inline_rows(accounts: Accounts, counters: WatchedCounters, waits_s: dict[st
     collate_cpu_s = min(accounts.collate_cpu_s, counters.own_cpu_s, collate_s)
     if collate_s:
         waits_s[DATASET], waits_s[COLLATE] = whole_s - collate_s, collate_s
-    # What was not on a CPU was late in the same proportion.
+    # Time that was not on a CPU was late in the same proportion.
     late = counters.own_delayed_s / max(whole_s - counters.own_cpu_s, 1e-9)
     dataset_cpu_s = counters.own_cpu_s - collate_cpu_s
     return [
@@ -83,8 +84,9 @@ def _row(
 
 
 def _charge_changes(stage: str, counters: WatchedCounters, waits_s: dict[str, float], num_batches: int) -> None:
-    """Charge the waits for first batches of epochs to the change of epochs, but for what is usual: what a batch takes of
-    workers that are always busy, or the mean wait for another batch. That would be waited for in mid-epoch, too."""
+    """Charge the waits for first batches of epochs to the change of epochs, except for the usual wait: the time of a
+    batch where workers are always busy, or the mean wait for another batch. The loop would wait for that in mid-epoch,
+    too."""
     waited_s, num_firsts = waits_s.get(stage, 0.0), counters.num_epochs - 1
     if counters.first_s <= 0 or num_firsts < 1:
         return

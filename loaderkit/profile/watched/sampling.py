@@ -3,7 +3,7 @@
     a thread wakes every 10 to 100 ms ──> the main thread's frames, innermost first, up to torch's fetcher ──> seconds by line
         in a worker: every 0.25 s, then ever more seldom, and at its end ──> a file in memory that the loop's process reads
 
-Only time below torch's fetcher counts: what a worker does otherwise is waiting for work. The interval grows where a sample
+Only time below torch's fetcher counts: outside of it a worker waits for work. The interval grows where a sample
 costs more than usual, so that all samples take 0.3 % of a CPU. No variable of a frame is read.
 """
 
@@ -56,12 +56,12 @@ _FETCH, _OF_TORCH = "torch/utils/data/_utils/fetch.py", "/torch/utils/data/"
 
 
 class CodePlace(NamedTuple):
-    """Where loading is: the user's own line, and what lies around it."""
+    """The place in the code where loading is: the user's own line, and the lines around it."""
 
     file: str  # of the deepest frame that is no library's; of the data set's own, where all are
     line: int
     function: str
-    group: str | None  # what libraries do for that line; None: none is known, or it does without
+    group: str | None  # what libraries do for that line; None if not known, or without
     inside_file: str  # of the innermost frame of a library below that line; "": there is none
     inside: str  # its function
     fetch_file: str
@@ -114,8 +114,9 @@ class Sampler:
         """Called every now and then by the thread that samples."""
 
     def sample(self) -> None:
-        """Charge the time since the last sample to where the main thread is. What it did meanwhile may be something else: that
-        evens out, as it cannot know when a sample comes. A call that holds the GIL delays the sample, and so gets its time."""
+        """Charge the time since the last sample to where the main thread is. It may have done something else meanwhile,
+        but that evens out, because the time of a sample is independent of the work. A call that holds the GIL delays
+        the sample, and so gets its time."""
         now_s, rows = self._clock(), self.rows
         place = place_of(sys._current_frames().get(self._main))
         if place is not None and (place in rows or len(rows) < _MOST_LINES):
@@ -139,7 +140,7 @@ class Sampler:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the script's own threads
         jitter = random.Random(os.urandom(8))  # noqa: S311  # not the script's generator
         begin_s, interval_s, mean_s, before_s = time.thread_time(), _LEAST_S, 0.0, 0.0
-        # Its number is that of the process. The native_id of a thread is that of the parent in a child of os.fork.
+        # The main thread has the number of the process. In a child of os.fork, `native_id` still is the parent's.
         with open(f"/proc/self/task/{os.getpid()}/stat", "rb") as stat:
             while not self.is_over:
                 sleep_s = interval_s * jitter.uniform(0.5, 1.5)
@@ -157,7 +158,7 @@ class Sampler:
 
 
 def place_of(frame: FrameType | None) -> CodePlace | None:
-    """Where a thread is that loads; None: it does not. Takes 3 to 10 us."""
+    """Where a thread that loads is, or None if it does not load. Takes 3 to 10 us."""
     own: FrameType | None = None
     outermost: FrameType | None = None
     inside, group = ("", ""), None
@@ -182,7 +183,7 @@ def place_of(frame: FrameType | None) -> CodePlace | None:
 
 
 def _line_of(frame: FrameType) -> int:
-    """Its line; of an instruction that has none (f_lineno is None then) the function's first."""
+    """The line of a frame; for an instruction without one (f_lineno is None then), the function's first line."""
     return frame.f_lineno or frame.f_code.co_firstlineno
 
 
@@ -213,7 +214,8 @@ def _kind_of(file: str, name: str) -> _Kind:
 
 
 class WorkerLines:
-    """A file in memory to which worker processes append what they have sampled. It has no name, and goes with this process."""
+    """A file in memory to which worker processes append what they have sampled. It has no name, and is gone when this
+    process ends."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("loaderkit-lines")

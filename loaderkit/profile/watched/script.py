@@ -39,7 +39,7 @@ _ARGUMENTS = ("num_workers", "batch_size", "prefetch_factor", "persistent_worker
 
 @dataclass
 class _Watching:
-    """A DataLoader, or one after another that are the same but for being made anew."""
+    """A DataLoader, or several in a row that are the same one made again."""
 
     recorder: Recorder
     profile: Profile
@@ -67,11 +67,11 @@ class ScriptLoop(NamedTuple):
 
     report: Report
     noted: Any  # what `note` gave of the DataLoader when it was first iterated over
-    step_cpu: StepCpu | None  # of its steps; None: there was no `note`
+    step_cpu: StepCpu | None  # of its steps; None if there was no `note`
 
 
 class _Identity:
-    """Which object it was, without keeping it."""
+    """Remembers which object it was, without keeping the object alive."""
 
     def __init__(self, value: Any) -> None:
         self._id, self._ref, self._kind = id(value), None, _kind_of(value)
@@ -84,8 +84,8 @@ class _Identity:
         return self._id == id(value) and self._kind == _kind_of(value)  # else its place in memory is another one's now
 
     def may_be_gone(self, value: Any) -> bool:
-        """True if it is gone, so that `value` may be it, made anew. Of a list or the like that cannot be known: then one of the
-        same length may be."""
+        """True if the object is gone, so that `value` may be the same one made again. For a list or the like that
+        cannot be known, so it is assumed of a list of the same length."""
         return self._kind == _kind_of(value) if self._ref is None else self._ref() is None
 
 
@@ -148,7 +148,8 @@ class ScriptLoaders:
         return found
 
     def _earlier(self, loader: Any, key: tuple[Any, ...]) -> _Watching | None:
-        """That of which this one is made anew, for another epoch: over the same data set, or one that is made anew as well."""
+        """The earlier DataLoader that this one replaces in another epoch: it was over the same data set, or over one
+        that was made again as well."""
         gone = [one for one in self._watching if one.key == key and one.loader() is None]
         for one in gone:
             if one.dataset.is_of(loader.dataset):
@@ -213,8 +214,8 @@ def on_iteration(iterate: Iterate) -> Callable[[], None]:
 
 
 def script_lines(frame: Any) -> list[tuple[str, int]]:
-    """Files and lines of the frames that are no library's, innermost first: where the script iterates, and where it calls that.
-    Without one, those of the outermost."""
+    """Files and lines of the frames that belong to no library, innermost first: where the script iterates, and where
+    that is called. If there is none, the file and line of the outermost frame."""
     found, outermost = [], ("", 0)
     while frame is not None:
         outermost = (frame.f_code.co_filename, frame.f_lineno)

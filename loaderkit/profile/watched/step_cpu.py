@@ -1,4 +1,5 @@
-"""What CPUs the steps of a watched loop use: to imitate them beside another loader. Takes 1 us a step, and 20 us each 5 ms."""
+"""Measures how many CPUs the steps of a watched loop use, so that they can be imitated beside another loader. Takes 1
+us a step, and 20 us each 5 ms."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class StepCpu:
 
     @property
     def delayed_share(self) -> float:
-        """Of the steps' time, that in which their thread was ready to run and had no CPU."""
+        """The share of the steps' time in which their thread was ready to run and had no CPU."""
         return self._delayed_s / self._read_s if self._read_s else 0.0
 
     def begin(self) -> None:

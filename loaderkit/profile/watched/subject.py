@@ -1,4 +1,4 @@
-"""A watched loop as a report sees it."""
+"""A watched loop as the subject of a report."""
 
 from __future__ import annotations
 

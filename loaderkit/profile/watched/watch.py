@@ -1,4 +1,4 @@
-"""`loaderkit.watch`: the same batches from the same iterable, and an account of what the loop waits for."""
+"""`loaderkit.watch`: gives the same batches as an iterable, and accounts for what the loop waits for."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Batch = TypeVar("Batch")
 class Watched(Generic[Batch]):
     """An iterable that gives the batches of another one, and keeps accounts of the loop that takes them.
 
-    All other attributes are those of what is watched, for `isinstance`, too. One thread iterates.
+    All other attributes are taken from what is watched, also for `isinstance`. One thread iterates.
     """
 
-    if not TYPE_CHECKING:  # all but the class itself is that of what is watched
+    if not TYPE_CHECKING:  # all but the class itself comes from what is watched
 
         @property
         def __class__(self) -> type:
@@ -96,7 +96,7 @@ class _WithItems(_SizedWatched[Batch]):
 
 
 class _WithNext(Watched[Batch]):
-    """What is an iterator itself goes on where it is."""
+    """For an iterable that is an iterator itself: it continues where it is."""
 
     def __next__(self) -> Batch:
         if self._loaderkit_iterator is None:
@@ -115,9 +115,9 @@ def watch(iterable: Iterable[Batch], *, name: str | None = None) -> Watched[Batc
     print(report)
 
     `iterable`: a DataLoader, or whatever a loop takes its batches from. No thread is added and no batch copied: it takes some
-    microseconds a batch. `stats()`, `profile()` and `close()` are those of a `Loader`, with what cannot be seen from
-    outside left out; everything else is that of `iterable`. `name`: of the reports. A `Loader`, which has all of this, is
-    returned as it is.
+    microseconds a batch. `stats()`, `profile()` and `close()` are as on a `Loader`, without what cannot be seen from
+    outside; all other attributes come from `iterable`. `name` is the reports' name. A `Loader`, which has all of this,
+    is returned as it is.
     """
     if issubclass(type(iterable), DataLoaderParts):  # a `Loader`; `isinstance` takes what is watched for one, too
         return cast("Watched[Batch]", iterable)
@@ -137,6 +137,6 @@ def watch(iterable: Iterable[Batch], *, name: str | None = None) -> Watched[Batc
 
 
 def name_of(iterable: Any) -> str:
-    """What a report calls it: its class, and that of its data set."""
+    """The name in a report: the class, and the class of the data set."""
     own, dataset = iterable.__class__.__name__, getattr(iterable, "dataset", None)
     return own if dataset is None else f"{own} of {dataset.__class__.__name__}"

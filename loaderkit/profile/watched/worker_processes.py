@@ -1,4 +1,4 @@
-"""The counters of the processes that load for a DataLoader, over all epochs."""
+"""Counts what the processes that load for a DataLoader use, over all epochs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NEW_S = 1.0  # a process that began no longer ago was begun for this epoch
 
 
 class WorkerProcesses:
-    """The counters of the processes that load: those of now, and those that have ended."""
+    """The counters of the processes that load: of the present ones, and of those that have ended."""
 
     def __init__(self) -> None:
         self._ended = ProcessCounters()

@@ -1,4 +1,4 @@
-"""What the simulation says of given changes, and of the settings that a verdict asks for."""
+"""Simulates given changes, and the settings that a verdict asks for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KnownRun(NamedTuple):
     model: PipelineModel
     measured: float  # samples/s
     simulated: float
-    varied: float | None  # how its speed varied, as a share; None: too few steps to tell
+    varied: float | None  # how its speed varied, as a share; None with too few steps
 
     @classmethod
     def of(cls, report: Report) -> KnownRun | None:
@@ -111,7 +111,7 @@ def _with_workers(model: PipelineModel, stage: str, more: int) -> PipelineModel 
 
 
 def _with_processes(model: PipelineModel, processes: int, report: Report) -> PipelineModel:
-    """With another number of processes. What one worker of each process does at a time is done in each of them."""
+    """With another number of processes. Work that one worker of each process does at a time is then done in every process."""
     changed = replace(model, processes=processes)
     is_locked = report.verdict.kind == "lock" and model.serial_stage == report.verdict.stage
     if not is_locked:
@@ -134,7 +134,8 @@ def _with_processes(model: PipelineModel, processes: int, report: Report) -> Pip
 
 
 def _varied(report: Report) -> float | None:
-    """How the run's own speed varied: half the width of the 95 % interval of its steps' mean, as a share. None: too few."""
+    """How the run's own speed varied: half the width of the 95 % interval of its steps' mean, as a share. None with too
+    few steps."""
     times = [step.compute_s + step.stall_s for step in steady(report.steps.steps)]
     means = [[fmean(one) for one in windows(times, number)] for number in NUM_WINDOWS]
     if len(means[-1]) < 2:
@@ -144,8 +145,8 @@ def _varied(report: Report) -> float | None:
 
 
 def _off(predicted: float, simulated: float, measured: float, compute_s: float) -> float:
-    """What is not known of a prediction because the model is off for the pipeline as it is, as a share. The prediction takes it
-    to be off by a factor of the speed. This compares it with a factor of the waiting."""
+    """The uncertainty of a prediction, as a share, because the model is off for the pipeline as it is. The prediction
+    assumes that it is off by a factor of the speed; this compares that with a factor of the waiting."""
 
     def wait_s(rate: float) -> float:
         return max(1.0 / rate - compute_s, _LEAST_WAIT / measured)

@@ -1,4 +1,4 @@
-"""The changes that a what-if table shows: what each does to the model, and how it is set, if it is a setting."""
+"""The changes that a what-if table shows: what each changes in the model, and the setting for it, if there is one."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _executors(model: PipelineModel, config: PipelineConfig, batch_bytes: int) -
 
 
 def _machine(model: PipelineModel) -> Iterator[Change]:
-    """More CPUs, where it is these that more workers would lack: a call that sleeps needs the workers only."""
+    """More CPUs, if more workers would lack them: a call that sleeps needs only the workers."""
     pools = tuple(replace(pool, workers=2 * pool.workers) for pool in model.pools)
     more_workers = replace(model, pools=pools)
     more_cpus = replace(more_workers, cpus=2 * model.cpus)
@@ -134,7 +134,8 @@ def _machine(model: PipelineModel) -> Iterator[Change]:
 
 
 def _nodes(model: PipelineModel, report: Report) -> Iterator[Change]:
-    """More nodes with as many workers as those there are, until the loop, taking its batches or the network is the limit."""
+    """More nodes with as many workers as the present nodes have, until the loop, the taking of batches or the network
+    is the limit."""
     if report.tuning.get("executor") != "ray":
         return
     rows = [row for row in report.nodes if row.num_workers]
@@ -180,7 +181,7 @@ def _iterable(model: PipelineModel, report: Report) -> Iterator[Change]:
 
 
 def _cheaper(model: PipelineModel, report: Report) -> Iterator[Change]:
-    """The stage that is blamed, where what it costs is its own and not a store's."""
+    """The stage that the verdict names, if its cost is its own and not a store's."""
     blamed = next((row for row in report.stages if row.name == report.verdict.stage), None)
     if blamed is None or blamed.in_turn or blamed.num_bytes or blamed.kind in ("transfer", "share", "decode"):
         return

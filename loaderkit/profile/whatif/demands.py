@@ -1,4 +1,5 @@
-"""The measured demand of a sample: seconds of each stage's worker, of a CPU, of the GIL, of what one worker uses at a time.
+"""The measured demands of a sample: seconds of each stage's workers, of a CPU, of the GIL, and of what one worker uses
+at a time.
 
 The service demand of operational analysis (Denning and Buzen, "The operational analysis of queueing network models", ACM
 Computing Surveys 10(3), 1978): demand D = busy time B / completions C, over an interval, without assumptions on distributions.
@@ -23,7 +24,7 @@ _SHORT = 0.2  # of the busy time, ready to run while no CPU was free: then CPUs 
 
 @dataclass(frozen=True)
 class Demand:
-    """Of one stage, in s a sample: on a CPU, and waiting for something other than a CPU or the GIL."""
+    """The demand of one stage, in s a sample: on a CPU, and waiting for something other than a CPU or the GIL."""
 
     name: str
     kind: str
@@ -84,7 +85,7 @@ class PipelineModel:
 
     @property
     def samples_ahead(self) -> float:
-        """In work at most: what is wanted ahead, or what memory holds."""
+        """The samples that are in work at most: as many as are wanted ahead, or as memory holds."""
         return self.batch * min(self.batches_ahead, self.batches_in_memory)
 
     @property
@@ -109,7 +110,7 @@ def model_of(report: Report) -> PipelineModel | None:
     for row in rows:
         of_batch = "batch" in [one.kind for own in demands.values() for one in own]
         cpu_s, wait_s = row.cpu_s / row.num_items, row.io_s / row.num_items
-        if verdict.kind == "gil":  # who is late has the GIL, and keeps all others from it
+        if verdict.kind == "gil":  # a worker that is late has the GIL, and keeps all others from it
             cpu_s += late_s(row) / row.num_items
         else:
             wait_s += late_s(row) / row.num_items
@@ -150,8 +151,8 @@ def model_of(report: Report) -> PipelineModel | None:
 
 
 def _network_s(report: Report) -> float:
-    """The time in which the way from other nodes was in use, by all samples: taken as if it could carry no more meanwhile. So
-    a bound from below of what it can carry."""
+    """The time in which the network from other nodes was in use, divided by all samples. It is taken as if the network
+    could carry no more in that time, which gives a lower bound of what it can carry."""
     others = [row for row in report.nodes if not row.is_trainers]
     known = [field.name for field in fields(NodeStats)]
     nodes = Nodes(tuple(NodeStats(**{name: getattr(row, name) for name in known}) for row in others))
@@ -192,7 +193,8 @@ def chunk_length(wanted: float, batch: int, workers: int, num_open: int) -> int:
 
 
 def _solo(row: StageRow, report: Report) -> float:
-    """By what its other workers were idle: the contention probe lets one work alone. Not known where the tuner resizes."""
+    """The share of the time in which one worker ran alone, as the contention probe lets it, from the idle time of the
+    others. Not known where the tuner resizes."""
     if row.workers < 2 or report.tuning.get("auto"):
         return 0.0
     return min(1.0, row.idle_s / ((row.workers - 1) * report.wall_s))
@@ -217,7 +219,8 @@ def _others_cpus(report: Report) -> float:
 
 
 def _late_s(report: Report) -> Callable[[StageRow], float]:
-    """Seconds for which workers of a stage were late: ready to run while no CPU was free, beyond what comes of sharing CPUs."""
+    """Seconds for which workers of a stage were late: ready to run while no CPU was free, beyond the effect of sharing
+    CPUs."""
     share = max(0.0, (_running(report) + _others_cpus(report)) / _cpus(report) - 1.0)
     return lambda row: max(0.0, row.delayed_s - share * row.cpu_s)
 

@@ -1,4 +1,4 @@
-"""What a model's pipeline gives: simulated, and in proportion to what was measured of the pipeline as it is."""
+"""Predicts what a model's pipeline gives: by simulation, in proportion to what was measured of the pipeline as it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOTICED = 0.05
 
 
 class Prediction(NamedTuple):
-    """samples/s, what limits, and how much of the time the loop waits, in percent."""
+    """The prediction: samples/s, what limits, and how much of the time the loop waits, in percent."""
 
     samples_per_s: float
     limit: str
@@ -24,8 +24,8 @@ class Prediction(NamedTuple):
 
 
 def rate_of(model: PipelineModel) -> float:
-    """samples/s; where nothing is read ahead, work and steps just add up. The way between nodes, and taking batches from
-    there, are not simulated: they bound what is."""
+    """samples/s; where nothing is read ahead, work and steps just add up. The network between nodes, and the taking of
+    batches from there, are not simulated: they bound the simulated rate."""
     upper = bounds(model)
     if model.is_inline:
         return upper["inline"]
@@ -42,8 +42,8 @@ def _simulated_rate(model: PipelineModel) -> float:
 
 
 def predict(model: PipelineModel, scale: float = 1.0) -> Prediction:
-    """What a model gives, times `scale`: what the pipeline as it is was measured to give, by what its model gives. What the
-    model leaves out is left out of both."""
+    """The rate of a model, times `scale`: the measured rate of the pipeline as it is, divided by the rate of its model.
+    So what the model leaves out counts in both alike."""
     upper, rate = bounds(model), rate_of(model)
     limit = min(upper, key=upper.__getitem__)
     if rate < _NEAR * upper[limit]:

@@ -1,4 +1,4 @@
-"""A pipeline simulated with the times that were measured, not with their means: where they vary, batches ahead pay.
+"""Simulates a pipeline with the times that were measured, not with their means: where times vary, batches ahead pay.
 
 The engine's own scheduler deals out chunks, keeps order and budget, and sets the length of chunks; only time is simulated.
 CPUs and the GIL are shared evenly by those that want them (processor sharing), waits overlap, and what one worker uses at a
@@ -28,7 +28,7 @@ _WARM = 8  # the first eighth of the batches does not count
 
 
 def most_ahead(batch: float) -> int:
-    """More batches ahead cannot be told apart in a run."""
+    """The most batches ahead to simulate: more of them make no difference in a run."""
     return max(_NUM_BATCHES, int(_NUM_SAMPLES / max(batch, 1.0)))
 
 
@@ -77,7 +77,8 @@ class _Task:
 
 
 class _Processors:
-    """CPUs shared evenly by the threads that can run, ours and those of other programs; of each GIL's threads one can."""
+    """CPUs shared evenly by the threads that can run, ours and other programs'. Of the threads under one GIL only one
+    can run."""
 
     def __init__(self, cpus: float, others: float, num_gils: int) -> None:
         self._cpus, self._others = cpus, others
@@ -114,7 +115,8 @@ class _Processors:
 
 
 class Simulation:
-    """One run of a model. Of `num_batches` the `num_counted` first ones count, which leave others to begin."""
+    """One run of a model. Of `num_batches` only the first `num_counted` count, so that later batches are already begun
+    when these end."""
 
     def __init__(self, model: PipelineModel, seed: int = 0) -> None:
         self._model = model
@@ -127,7 +129,8 @@ class Simulation:
         # Whole rounds: processes that work at one pace deliver in bursts, one round of turns at a time.
         while (num_counted - 1 - num_counted // _WARM) % num:
             num_counted += 1
-        # Behind those that count there are as many as are ahead: else they would come out of a stock that is never replaced.
+        # Behind the batches that count there are as many as are read ahead: else these would come from a stock that is
+        # never refilled.
         ahead = min(model.batches_ahead, model.batches_in_memory, num_counted)
         self.num_batches = num_counted + num * max(1, int(ahead) // num)
         self.num_counted = num_counted
@@ -170,7 +173,8 @@ class Simulation:
         self.taken_s: list[float] = []
 
     def _chunk(self, room: int) -> int:
-        """As long as they were, but for other workers and batches ahead; 0: by the scheduler, from the beginning."""
+        """The length of chunks: as they were, adapted to other numbers of workers and batches ahead; 0 lets the
+        scheduler decide from the beginning."""
         chunk = self._model.chunk
         return chunk_length(chunk, self._batch, sum(self._workers), room) if chunk else 0
 
@@ -275,7 +279,8 @@ class Simulation:
         self._deal_out(process, pool)
 
     def _deal_out(self, process: int, at_hand: int = -1) -> None:
-        """Give work to workers that are free, until there is none of either. One of pool `at_hand` need not be woken up."""
+        """Give work to free workers, until there is no work or no free worker. A worker of pool `at_hand` need not be
+        woken up."""
         free, buffers, scheduler = self._free[process], self._buffers[process], self._schedulers[process]
         for pool in range(len(free) - 1, 0, -1):
             buffer, held = buffers[pool], self._held[process][pool]

@@ -1,7 +1,8 @@
-"""What to set where a stage's times vary: the smallest change that, by simulation, brings nearly all that can be had.
+"""Suggests what to set where a stage's times vary: the smallest change that, by simulation, brings nearly all of the
+possible gain.
 
 Whether batches ahead, workers or both help depends on how long the slow items are, how close together they come, and how many
-samples the engine makes at a time. No rule of thumb has all of that in it.
+samples the engine makes at a time. No rule of thumb covers all of that.
 """
 
 from __future__ import annotations

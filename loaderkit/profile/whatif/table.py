@@ -1,4 +1,4 @@
-"""What each change would bring, from the model; and what it does bring, where it can be tried here."""
+"""Makes the table of what each change would bring by the model, and what it does bring where it can be tried here."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def _values(row: WhatIf) -> dict[str, object]:
 
 
 def _advised(known: KnownRun, report: Report, config: PipelineConfig) -> WhatIf | None:
-    """The row of the verdict's settings, with what a trial of them found; None: there are none, or the model lacks one."""
+    """The row of the verdict's settings, with what a trial of them found; None if there are none, or if the model lacks
+    one of them."""
     trial = report.verdict.tried
     settings = report.verdict.settings if trial is None else trial.settings
     changed = changed_by(known.model, settings, report) if settings else None

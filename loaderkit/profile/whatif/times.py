@@ -1,4 +1,4 @@
-"""How a stage's times vary: those that are usual, and the slow ones, which come alone, in runs or all at once in a pause."""
+"""How a stage's times vary: the usual times, and the slow ones, which come alone, in runs, or all at once in a pause."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Times:
 
 
 def times_of(row: StageRow, wait_each_s: float, wall_s: float, stride: int) -> Times:
-    """From the accounts of a stage that waits `wait_each_s` a sample; every `stride`th position of an epoch is its own."""
+    """The times of a stage that waits `wait_each_s` a sample, from its accounts; it has every `stride`th position of an
+    epoch."""
     counts = sum(count for _, count in row.services)
     if not counts or not row.busy_s:
         return Times()
@@ -74,7 +75,7 @@ def times_of(row: StageRow, wait_each_s: float, wall_s: float, stride: int) -> T
 
 
 def _least_slow_s(row: StageRow) -> float:
-    """What is longer is slow: more than twice the median, and not just by the little that a busy machine adds."""
+    """The time above which a sample is slow: more than twice the median, and by more than a busy machine adds."""
     usual_s = row.p50_s or 0.0
     over = [(seconds - usual_s, count) for seconds, count in row.services if seconds > _SLOW * usual_s]
     if not over:
@@ -84,7 +85,7 @@ def _least_slow_s(row: StageRow) -> float:
 
 
 def _relative(gaps: list[float]) -> tuple[float, ...]:
-    """Gaps in their mean; where few were seen, those of chance."""
+    """Gaps, in units of their mean; if few were seen, gaps drawn by chance."""
     gaps = [gap for gap in gaps if gap > 0]
     if len(gaps) < 3:
         return tuple(-math.log(1 - (n + 0.5) / 32) for n in range(32))
@@ -92,7 +93,7 @@ def _relative(gaps: list[float]) -> tuple[float, ...]:
 
 
 def _runs(slow: Sequence[SlowTime], row: StageRow, stride: int) -> list[list[SlowTime]]:
-    """The slow chunks in their order, those together that are closer than what is in work at a time."""
+    """The slow chunks in their order; chunks that are closer together than the samples in work at a time make one run."""
     window = 2 * row.workers * median(one.chunk for one in slow) * stride
     ordered = sorted(slow, key=lambda one: (one.epoch, one.position))
     runs = [[ordered[0]]]
@@ -119,8 +120,9 @@ USUAL = Times()
 
 
 class Draws:
-    """What a stage takes for each sample of a simulated run, and when it stands still. Deterministic by `rng`, also where a
-    run has more samples: the first ones are the same. `means_s`: what the `num_counted` first ones take on a CPU, and wait."""
+    """The times of a stage for each sample of a simulated run, and when it stands still. Deterministic by `rng`; a
+    longer run begins with the same samples. `means_s`: the means of the first `num_counted` ones, on a CPU and
+    waiting."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Columns of Arrow as fields of samples, and the reader of sources whose samples are rows of such columns.
+"""Columns of Arrow as fields of samples, and the reader of sources whose samples are rows of these columns.
 
 types.py      which field a type of Arrow's becomes
 choice.py     which columns become fields, and that files agree in them

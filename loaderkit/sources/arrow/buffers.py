@@ -1,6 +1,6 @@
-"""What lies in the buffers of Arrow's arrays, as NumPy arrays over the same memory.
+"""The contents of the buffers of Arrow's arrays, as NumPy arrays over the same memory.
 
-The arrays of a file's record batches say themselves where their items begin, so that is compared with what there is.
+In a file, the arrays of record batches say themselves where their items begin, so this is compared with the actual sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def plain(pa: Any, array: Any) -> Any:
 
 
 def node_of(pa: Any, array: Any) -> Node:
-    """Numbers, or lists of them. Raises ValueError for offsets that are none."""
+    """Numbers, or lists of them. Raises ValueError for invalid offsets."""
     array, types = plain(pa, array), pa.types
     if types.is_fixed_size_list(array.type):
         size = array.type.list_size
@@ -71,7 +71,7 @@ def _decimals(array: Any, kind: ColumnType) -> NumberNode:
 
 
 def bytes_of(pa: Any, array: Any) -> BytesColumn:
-    """Bytes or encoded texts, of a `plain` array. Raises ValueError for offsets that are none."""
+    """Bytes or encoded texts, of a `plain` array. Raises ValueError for invalid offsets."""
     _, *parts = array.buffers()
     begin, end = array.offset, array.offset + len(array)
     data = memoryview(parts[-1] if parts[-1] is not None else b"").cast("B")
@@ -93,7 +93,7 @@ def _checked(bounds: NDArray[np.int64], num: int) -> NDArray[np.int64]:
 
 
 def there(array: Any) -> NDArray[np.bool_] | None:
-    """True for what is not null; None: all is there."""
+    """True for items that are not null; None if no item is null."""
     return _bits(array.buffers()[0], array.offset, len(array)) if array.null_count else None
 
 

@@ -1,4 +1,4 @@
-"""Which columns become fields, and that all files of a source agree in them."""
+"""Chooses which columns become fields, and checks that all files of a source agree in them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_names(columns: Sequence[str] | None, fields: Mapping[str, str] | None)
 
 
 def wanted_columns(columns: Sequence[str] | None, fields: Mapping[str, str] | None) -> list[str] | None:
-    """The columns that the arguments ask for; None: all."""
+    """The columns that the arguments ask for, or None for all."""
     if columns is not None:
         return list(columns)
     return None if fields is None else list(fields.values())
@@ -33,7 +33,8 @@ def wanted_columns(columns: Sequence[str] | None, fields: Mapping[str, str] | No
 def choose(
     there: Mapping[str, ColumnType], wanted: Sequence[str] | None, key: str, where: str
 ) -> dict[str, ColumnType]:
-    """Those of the columns that are `there` that become fields; `key` is the argument that names them. Raises ConfigError."""
+    """The columns, of those that are `there`, that become fields; `key` is the argument that names them. Raises
+    ConfigError."""
     usable = [name for name, kind in there.items() if kind.content]
     listed = ", ".join(usable)
     names = list(there) if wanted is None else wanted

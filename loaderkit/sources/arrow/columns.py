@@ -20,14 +20,14 @@ NULL = "is null"
 
 
 class Node(Protocol):
-    """Numbers or lists of them, one after another."""
+    """A node of the tree: numbers, or lists of nodes, one after another."""
 
     def array(self, low: int, high: int) -> NDArray[Any]:
-        """Those from `low` to `high` as one array [high - low, ...]. Raises ValueError for a null among them, and for lists
-        of different lengths."""
+        """The items from `low` to `high` as one array [high - low, ...]. Raises ValueError for a null among them, and
+        for lists of different lengths."""
 
     def valid(self) -> _Valid:
-        """True for those that are not null and have no null in them: bool [n]; None: all."""
+        """True for items that are not null and have no null in them: bool [n]; None if that is all of them."""
 
     @property
     def num_bytes(self) -> int:
@@ -35,7 +35,7 @@ class Node(Protocol):
 
     @property
     def or_else(self) -> str:
-        """What else than a null the numbers that are not there may be."""
+        """What else, besides nulls, the missing numbers may be, in words."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class FixedColumn:
 
 
 def _without_nulls(node: Node) -> Node:
-    """The same with something in the place of nulls."""
+    """The same array, with other values in place of nulls."""
     if isinstance(node, FixedListNode):
         return FixedListNode(node.num, node.size, _without_nulls(node.items), None)
     assert isinstance(node, NumberNode)
@@ -158,7 +158,7 @@ class ListColumn:
         self.num_bytes = node.num_bytes  # with `is_there`
 
     def lengths(self) -> NDArray[np.int64] | None:
-        """Of the list in every row; None if one is null, or has nulls in it."""
+        """The length of the list in every row; None if a list is null, or has nulls in it."""
         node = self._node
         if not isinstance(node, ListNode) or node.items.valid() is not None or self._is_there is not None:
             return None
@@ -301,7 +301,7 @@ class _JoinedBytes(BytesColumn):
 
 
 def join(columns: Sequence[Column]) -> Column:
-    """One column of several of one kind: of bytes that stay where they are, or of numbers, which are copied."""
+    """Joins columns of one kind: bytes stay where they are, numbers are copied."""
     if len(columns) == 1:
         return columns[0]
     first = columns[0]

@@ -1,5 +1,5 @@
-"""Decimals as numbers, where they lose nothing: float64 for up to 15 digits, which it gives back as they were; int64 for whole
-ones. Any other is no sample, rather than another number."""
+"""Decimals as numbers, where nothing is lost: float64 for up to 15 digits, from which the decimal can be restored, and
+int64 for whole numbers. Any other decimal makes its sample bad, rather than giving another number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INT64 = np.iinfo(np.int64)
 
 def decimal_numbers(words: NDArray[Any], scale: int) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
     """The numbers of decimals whose digits are whole numbers in two's complement, [n, words] with the lowest word first; with a
-    `scale` above 0 as float64, else as int64. And True for those that are held, bool [n]; None: all."""
+    `scale` above 0 as float64, else as int64. And True for decimals that are represented, bool [n], or None if all are."""
     lowest = words[:, 0].astype(np.int64)
     fits = (words[:, 1:] == (words[:, :1] >> (8 * words.itemsize - 1))).all(axis=1)
     is_held = fits if scale == 0 else fits & (lowest > -_EXACT) & (lowest < _EXACT)

@@ -1,5 +1,5 @@
-"""The messages of an Arrow file (IPC: streams, as `datasets.save_to_disk` writes them, and files), of which only the metadata
-is read.
+"""Reads the messages of an Arrow file (IPC: streams, as `datasets.save_to_disk` writes them, and files); of the file
+only the messages' metadata is read.
 
 Arrow finds the buffers itself: it is given memory as large as the file, of which only the metadata of the messages is filled
 in. It copies no buffer, so the address of one says where in the file it lies; the pages in between are never touched.
@@ -74,7 +74,7 @@ class ArrowMessages:
         return self.pa.ipc.read_message(reader), reader.tell()
 
     def holds(self, array: Any) -> bool:
-        """True if all buffers of an array lie in the file, as those that are compressed do not."""
+        """True if all buffers of an array lie in the file, which compressed ones do not."""
         first, end = self._buffer.address, self._buffer.address + self._info.size
         return all(
             first <= buffer.address and buffer.address + buffer.size <= end for buffer in array.buffers() if buffer

@@ -1,4 +1,4 @@
-"""Columns of lists of texts, pictures or structs, and of structs: values of Python.
+"""Columns of structs, and of lists of texts, pictures or structs, as values of Python.
 
 A struct is a dict, a list a list, a picture its bytes; numbers and texts are Python's, and a null inside is None. So a chat is
 a list of {role: ..., content: ...}.
@@ -77,7 +77,7 @@ def values_of(pa: Any, array: Any) -> list[Any]:
 
 
 def _without_views(pa: Any, kind: Any) -> Any:
-    """A type with large texts and bytes in the place of views. What has none is as it was."""
+    """The type with large texts and bytes in place of views; a type without views is unchanged."""
     types = pa.types
     if types.is_string_view(kind) or types.is_binary_view(kind):
         return pa.large_string() if types.is_string_view(kind) else pa.large_binary()

@@ -1,4 +1,4 @@
-"""The reader of rows: the row groups of a chunk's samples, each decoded once and held, and their rows taken from them.
+"""The reader of rows: decodes each row group of a chunk's samples once, holds it, and takes the rows from it.
 
 chunk ──locate──> row groups and rows ──> HeldGroups.get ──> a column's values of all rows at once ──> columns, or samples
 
@@ -31,7 +31,7 @@ _PYTHONS = frozenset({"int64", "float64", "bool"})  # Python has these types
 
 
 class Rows(RowGroups, Protocol):
-    """What the reader asks of the source."""
+    """What the reader asks of its source."""
 
     @property
     def fields(self) -> Mapping[str, str]:
@@ -40,7 +40,8 @@ class Rows(RowGroups, Protocol):
     def __len__(self) -> int: ...
 
     def group_reader(self, connector: Connector) -> Callable[[int], RowGroup]:
-        """What reads and decodes a row group; from any thread. It raises FormatError, and what the connector raises."""
+        """A function that reads and decodes a row group; from any thread. It raises FormatError, and what the connector
+        raises."""
 
 
 class RowReader(Reader):
@@ -148,7 +149,7 @@ class RowReader(Reader):
 
 
 def _by_group(groups: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
-    """(row group, the places where it stands) of the groups in an array."""
+    """(row group, its places in the array) of the groups in an array."""
     order = np.argsort(groups, kind="stable")
     firsts = np.flatnonzero(np.diff(groups[order], prepend=-1))
     return [(int(groups[places[0]]), places) for places in np.split(order, firsts[1:])]

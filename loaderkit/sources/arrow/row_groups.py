@@ -14,16 +14,16 @@ def _all_is_well() -> None:
 
 
 class StoredBytes(NamedTuple):
-    """The bytes of one field of a row, a view of its row group's memory, and the extension of the file they come from; "": not
-    known."""
+    """The bytes of one field of a row, a view of its row group's memory, and the extension of the file they come from,
+    or "" if that is not known."""
 
     data: memoryview
     extension: str
 
 
 class Taken(NamedTuple):
-    """One field of some rows: an array [rows, ...], or a list. `bad` says, by index among these rows, what is wrong with a row:
-    its place in `values` means nothing then."""
+    """One field of some rows: an array [rows, ...], or a list. `bad` says, by index among these rows, what is wrong
+    with a row; the row's place in `values` then means nothing."""
 
     values: NDArray[Any] | list[Any]
     bad: dict[int, str]
@@ -41,8 +41,8 @@ class Column(Protocol):
 
 
 class RowGroup(NamedTuple):
-    """A decoded row group: its fields, the memory it takes, and the bytes that were read for it. `check`, called before rows
-    are taken, raises if what it lies in is no longer there, as where a file is mapped."""
+    """A decoded row group: its fields, the memory it takes, and the bytes that were read for it. `check`, called before
+    rows are taken, raises if its memory is no longer valid, as may happen where a file is mapped."""
 
     columns: Mapping[str, Column]
     memory_bytes: int

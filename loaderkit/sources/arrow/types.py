@@ -1,4 +1,4 @@
-"""Which field a column of Arrow's becomes, by its type."""
+"""Decides which field a column of Arrow's becomes, by its type."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def import_pyarrow(kind: str) -> Any:
 
 
 def arrow_errors() -> tuple[type[Exception], ...]:
-    """What damaged bytes make pyarrow raise, or the code around it."""
+    """The errors that damaged bytes make pyarrow raise, or the code around it."""
     import pyarrow as pa
 
     return (pa.ArrowException, OSError, ValueError, TypeError, KeyError, IndexError, OverflowError, MemoryError)

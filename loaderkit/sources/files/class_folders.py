@@ -1,4 +1,4 @@
-"""Classes by folders: which folder of a key is the class, and what is odd about a set of such folders."""
+"""Classes by folders: decides which folder of a key is the class, and what looks wrong in a set of such folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_SIBLINGS, _MOST_NAMED = 16, 5
 
 
 class ClassFolders:
-    """Numbers the folders of files, `top` (the first of a key) or the last one; those `given` have their numbers.
+    """Numbers the folders of files, `top` (the first of a key) or the last one; the classes `given` keep their numbers.
 
     The same last folder under several parents would make one class of all of them. That is an error, unless the classes are
     given.
@@ -57,7 +57,7 @@ class ClassFolders:
 
 
 def oddities(root: str, classes: Sequence[str]) -> Iterator[str]:
-    """What may surprise of the classes that were found below `root`, in sentences."""
+    """What looks odd in the classes that were found below `root`, in sentences."""
     if all(name.isdecimal() for name in classes) and sorted(classes, key=int) != list(classes):
         by_number = ", ".join(f"{name!r} is class {number}" for number, name in enumerate(classes[:3]))
         yield f"the folders are numbers that are sorted as text ({by_number}): `classes` says another order"
@@ -72,7 +72,8 @@ def oddities(root: str, classes: Sequence[str]) -> Iterator[str]:
 
 
 def shifted(root: str, classes: Sequence[str]) -> str | None:
-    """What to say if class folders beside `root`, as those of validation, give the same classes other numbers; else None."""
+    """What to say if class folders beside `root`, such as a validation set's, give the same classes other numbers; else
+    None."""
     folder = _local(root)
     if folder is None:
         return None

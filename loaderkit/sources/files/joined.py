@@ -1,4 +1,4 @@
-"""Samples of several files: those whose wildcards in the patterns of `fields` stand for the same text belong together."""
+"""Joins several files to a sample: files belong together if the wildcards in the patterns of `fields` match the same text."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def join_files(
 ) -> dict[str, Listing]:
     """The files of every field (name -> pattern), sample by sample in the order of the first field's files.
 
-    Those of the first field are all listed, also beyond `limit`. A missing file of an `optional` field is none of the bytes of
-    the first field's. Raises `SourceError` that counts and names the files without a partner, and what listing raises.
+    The files of the first field are all listed, also beyond `limit`. In place of a missing file of an `optional` field
+    is the first field's file, with a size of 0. Raises `SourceError` that counts and names the files without a partner,
+    and what listing raises.
     """
     patterns = {field: Patterns(pattern) for field, pattern in fields.items()}
     first, *others = (_Files(connector, field, patterns) for field in fields)

@@ -66,16 +66,17 @@ class LabelTableArgs(Model):
 
 
 class Labels(NamedTuple):
-    """Of the files that have one: `rows` are their places among the keys that were given, in order: int64 [n]."""
+    """The labels of the files that have one: `rows` are these files' places among the given keys, in order: int64 [n]."""
 
     rows: NDArray[np.int64]
     values: NDArray[Any]  # int64 or float64 [n]
-    classes: list[str] | None  # the texts that the values number; None: they are numbers in the table
+    classes: list[str] | None  # the texts that the values number; None if the table has numbers
     left_out: tuple[str, ...]  # a sentence each
 
 
 class LabelTable:
-    """The rows of a table: file -> label. Raises SourceError that names the table, and the row, for what it cannot be."""
+    """The rows of a table: file -> label. Raises SourceError, with the name of the table and the row, for a table that
+    cannot be used."""
 
     def __init__(self, connector: Connector, args: LabelTableArgs) -> None:
         self._args, self._where = args, connector.describe(args.file)
@@ -98,7 +99,8 @@ class LabelTable:
             raise SourceError(f"{self._where} has no rows")
 
     def match(self, keys: StringTable, classes: Mapping[str, int] | None, describe: Callable[[str], str]) -> Labels:
-        """The labels of files. `classes`: the numbers of texts, else all of the table, sorted, are numbered from 0."""
+        """The labels of files. `classes` gives the numbers of texts; without it all texts of the table, sorted, are
+        numbered from 0."""
         form, numbers = self._numbers(keys, describe)
         alone = self._unmatched(keys, numbers, form)
         if alone and (self._args.unmatched == "raise" or not numbers):
@@ -237,7 +239,7 @@ class LabelTable:
         return found
 
     def _values(self, classes: Mapping[str, int] | None) -> tuple[dict[str, Any], list[str] | None]:
-        """Of every row, also of one without a file, so that a class keeps its number whatever files there are."""
+        """The values of all rows, also of rows without a file, so that a class keeps its number whatever files there are."""
         values = self._labels.values()
         if classes is not None:
             unknown = next((value for value in values if str(value) not in classes), None)

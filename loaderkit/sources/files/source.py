@@ -128,7 +128,7 @@ class FilesArgs(StoreArgs):
 
     @property
     def _cut(self) -> int:
-        """Where in `url` its glob begins; its length if it has none, or is the name of a folder."""
+        """Where the glob in `url` begins; the length of `url` if it has no glob, or is the name of a folder."""
         is_local = "://" not in self.url
         found = (_GLOB if is_local else _GLOB_OF_STORES).search(self.url)
         if found is None or (is_local and os.path.isdir(self.url)):
@@ -147,7 +147,7 @@ class FilesArgs(StoreArgs):
 
     @property
     def patterns(self) -> str | tuple[str, ...] | None:
-        """Which files below `root`; None: the usual ones."""
+        """Which files below `root`, or None for the usual ones."""
         return self.include or self.glob
 
     @property
@@ -161,11 +161,11 @@ class FilesSource(RangeSource):
     """The files of `connector` that match, in the order of the UTF-8 bytes of their keys.
 
     A key is the path relative to `url` with its extension. With `label: parent`, `classes` are the sorted names of all
-    folders that hold a matching file, also of those beyond `limit`, so that a class keeps its number; or those given, by
-    number (folders of one number joined by "/"). With patterns in `fields` all this is of the first field's files, and the
-    others are their partners. `left_out` counts, by extension, the images that `include` does not match; without `include`
-    the files beside the images. Raises `SourceError` if nothing matches, a file fits no field, has no partner or its folder is
-    no class, and what listing raises.
+    folders that hold a matching file, also of files beyond `limit`, so that a class keeps its number; or the given
+    classes, by number (folders with the same number are joined by "/"). With patterns in `fields` all this is about the
+    first field's files, and the others are their partners. `left_out` counts, by extension, the images that `include`
+    does not match; without `include` the files beside the images. Raises `SourceError` if nothing matches, a file fits
+    no field, has no partner or its folder is no class, and what listing raises.
     """
 
     def __init__(self, connector: Connector, args: FilesArgs) -> None:
@@ -260,7 +260,7 @@ class FilesSource(RangeSource):
 
     @staticmethod
     def _names_of(numbers: Mapping[str, int]) -> list[str]:
-        """The names of classes by their numbers; those of one number joined by "/"."""
+        """The names of classes by their numbers; names with the same number are joined by "/"."""
         names = [""] * (1 + max(numbers.values()))
         for name, number in sorted(numbers.items()):
             names[number] = f"{names[number]}/{name}" if names[number] else name
@@ -279,7 +279,7 @@ class FilesSource(RangeSource):
         self.labels = labels.astype(np.int32)
 
     def oddities(self) -> list[str]:
-        """What may surprise of the classes, and what has no label, for `loaderkit check`."""
+        """What looks odd in the classes, and which files have no label, for `loaderkit check`."""
         if self.classes is None or self._args.classes is not None or self._args.labels is not None:
             return list(self._odd_labels)
         return list(oddities(self._args.root, self.classes))
@@ -368,7 +368,8 @@ class FilesSource(RangeSource):
         return digest.hexdigest()
 
     def _chosen(self, files: Iterable[ObjectInfo], folder_ids: array[int]) -> Iterator[ObjectInfo]:
-        """The files that are samples; records the folder of every matching file, and those of samples in `folder_ids`."""
+        """The files that are samples. Records the folder of every matching file, and the folders of samples in
+        `folder_ids`."""
         num_chosen = 0
         table = None if self._args.labels is None else self._args.labels.file
         for info in files:
@@ -397,7 +398,7 @@ class FilesSource(RangeSource):
                 yield info
 
     def _extensions_of(self, field: str, partners: Listing) -> dict[tuple[str, str], None]:
-        """The extensions of a field's files; that of missing ones is noted."""
+        """The extensions of a field's files; the extension that missing files would have is noted."""
         pairs = zip(partners.keys, self._listing.keys, strict=True)
         extensions = dict.fromkeys(self._field_of(key)[1] for key, first in pairs if key != first)
         if field in self._args.optional:

@@ -1,1 +1,1 @@
-"""What the bytes of data files mean."""
+"""The formats of data files."""

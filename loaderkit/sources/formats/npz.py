@@ -87,10 +87,10 @@ def _member_of(info: zipfile.ZipInfo, read: Read, size: int) -> NpzMember:
 
 
 def unpack_member(member: NpzMember, data: memoryview) -> memoryview:
-    """The bytes of a member's `.npy` file, from those of the archive: a view unless it is compressed. Raises FormatError, to
-    which the caller adds the array's name.
+    """The bytes of a member's `.npy` file, from the archive's bytes: a view unless it is compressed. Raises
+    FormatError, to which the caller adds the array's name.
 
-    The CRC of a compressed member is checked, as it costs less than unpacking; that of a stored one is not checked.
+    The CRC of a compressed member is checked, as it costs less than unpacking; the CRC of a stored member is not checked.
     """
     stored = data[member.start : member.start + member.num_stored]
     if not member.is_packed:

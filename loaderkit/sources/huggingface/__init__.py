@@ -1,4 +1,4 @@
-"""`kind: huggingface`: what Hugging Face's datasets have on disk, without that package.
+"""`kind: huggingface`: reads what Hugging Face's datasets have on disk, without that package.
 
 args.py     the arguments, and where the cache of datasets is
 located.py  the files of a split, of a saved data set or of a cached one, by their JSON files

@@ -32,7 +32,8 @@ Int64 = NDArray[np.int64]
 
 
 class BatchTable(NamedTuple):
-    """The message with the schema, and of every record batch its first byte, its bytes and its rows: int64 [batches]."""
+    """The message with the schema, and for every record batch its first byte, its number of bytes and of rows: int64
+    [batches]."""
 
     schema: bytes
     starts: Int64
@@ -124,7 +125,7 @@ def _schema(pa: Any, schema: bytes) -> Any:
 
 
 def _refused(pa: Any, kind: Any) -> str:
-    """Why a type is not read from bytes that may be damaged; "" if it is."""
+    """Why a type is not read from bytes that may be damaged; "" if it is read."""
     kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
     name = str(kind)
     if pa.types.is_dictionary(kind) or "view" in name.partition("<")[0] or pa.types.is_run_end_encoded(kind):
@@ -133,7 +134,7 @@ def _refused(pa: Any, kind: Any) -> str:
 
 
 class RecordBatches(Protocol):
-    """What is asked of the source."""
+    """What the reader asks of its source."""
 
     @property
     def fields(self) -> Mapping[str, str]:
@@ -187,7 +188,8 @@ class BatchReader:
         return data
 
     def _mapping(self, info: ObjectInfo) -> tuple[memoryview, Callable[[], None]]:
-        """The bytes of a file, and what raises if it has changed, the same for all of its record batches."""
+        """The mapped bytes of a file, and a function that raises if the file has changed; the same for all of its
+        record batches."""
         assert self._map is not None
         with self._lock:
             if info.key not in self._mapped:

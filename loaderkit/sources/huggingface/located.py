@@ -1,4 +1,4 @@
-"""The files of one split, as datasets lay them out.
+"""Locates the files of one split, in the layouts that datasets use.
 
     save_to_disk    [dataset_dict.json, train/] state.json, dataset_info.json, data-00000-of-00002.arrow, ...
     the cache       plain_text/0.0.0/<hash>/ dataset_info.json, imdb-train.arrow or imdb-train-00000-of-00002.arrow, ...
@@ -22,8 +22,8 @@ _STATE, _DICT, _INFO = "state.json", "dataset_dict.json", "dataset_info.json"
 
 
 class Located(NamedTuple):
-    """The data files in their order, those of a mapping of indices, the names of classes by column, the columns of the saved
-    format (None: all), and how many rows there are to be (None: not known)."""
+    """The data files in their order, the files of a mapping of indices, the names of classes by column, the columns of
+    the saved format (None means all), and the expected number of rows (None if that is not known)."""
 
     files: list[ObjectInfo]
     indices: list[ObjectInfo]

@@ -102,8 +102,8 @@ class HuggingfaceSource(Source):
     def _joined(self, num_rows: Int64, memory: int) -> Int64:
         """The first record batch of every run that is held as one group, and last their number: int64 [groups + 1].
 
-        Runs of one file of about 65,536 rows, if all of them can be held and joining copies no arrays: from a group a chunk's
-        rows are taken at once.
+        Runs of one file of about 65,536 rows, if all of them can be held and joining copies no arrays: all rows of a
+        chunk are taken from a group at once.
         """
         kinds = self.types.values()
         are_small = all(kind.content in _JOINED or (kind.content == "number" and not kind.shape) for kind in kinds)
@@ -156,7 +156,7 @@ class HuggingfaceSource(Source):
         return self._num
 
     def _rows(self, indices: Int64) -> Int64:
-        """The rows that samples are, among those of all files."""
+        """The numbers of the samples' rows, among the rows of all files."""
         return indices if self._indices is None else self._indices[indices]
 
     def locate(self, indices: Int64) -> tuple[Int64, Int64]:
@@ -204,7 +204,7 @@ class HuggingfaceSource(Source):
         return [ByteRange(info.key, start, length, info.etag) for start, length in pairs]
 
     def group_reader(self, connector: Connector) -> Callable[[int], RowGroup]:
-        """What maps or reads a record batch, and decodes it."""
+        """A function that maps or reads a record batch, and decodes it."""
         return BatchReader(self, connector).read
 
     def ranges(self, index: int) -> list[FieldRange]:

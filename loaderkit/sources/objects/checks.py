@@ -1,5 +1,5 @@
-"""Can the order of a Python object's items be relied on, and an iterable's state? What it says of itself, and what `loaderkit
-check` finds out from the first items."""
+"""Checks whether the order of a Python object's items can be relied on, and an iterable's state: by what the object
+says of itself, and by the first items, for `loaderkit check`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def num_ranks_of(iterable: Any) -> int:
 
 
 def is_unseeded(iterable: Any) -> bool:
-    """True if its order comes from a generator without a seed, so that another process has another one: a DataLoader's that
-    draws from the global generator (torch's samplers that draw have a `generator`), or that of a data set of `datasets`."""
+    """True if its order comes from a generator without a seed, so that another process has another order. Such are a
+    DataLoader that draws from the global generator (torch's samplers that draw have a `generator`), and a data set of
+    `datasets` that shuffles without a seed."""
     parts = (iterable, getattr(iterable, "dataset", None))
     return getattr(getattr(iterable, "sampler", None), "generator", True) is None or any(
         _is_made_up(generator) for part in parts for generator in _generators(getattr(part, "_ex_iterable", None))
@@ -50,7 +51,7 @@ def is_unseeded(iterable: Any) -> bool:
 
 
 def _generators(part: Any) -> Iterator[np.random.Generator]:
-    """Those by which the parts of a streaming data set of `datasets` shuffle, or choose among others."""
+    """The generators by which the parts of a streaming data set of `datasets` shuffle, or choose among others."""
     if part is None:
         return
     if isinstance(generator := getattr(part, "generator", None), np.random.Generator):
@@ -112,9 +113,9 @@ def _packed(iterator: Iterator[Any], num: int = _NUM_ITEMS) -> list[bytes] | Non
 
 
 def seen_alike(opened: Any, args: DatasetArgs, *, is_iterable: bool) -> bool:
-    """False if another process is known to see other first items than those of `opened`, or another number of them: then every
-    rank would. True also for what differs each time it is looked at, for an object that has no name, and where nothing can be
-    found out, as where memory may not do for a second data set like this one."""
+    """False if another process is known to see other first items than `opened` gives here, or another number of items:
+    then every rank would. True also for items that differ each time they are looked at, for an object that has no name,
+    and where nothing can be found out, as where memory may not suffice for a second copy of this data set."""
     free_bytes, _ = free_memory()
     if not isinstance(args.object, str) or (free_bytes is not None and free_bytes < _peak_bytes()):
         return True

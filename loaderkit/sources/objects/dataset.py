@@ -1,7 +1,7 @@
 """`kind: dataset`: any Python object with `__len__` and `__getitem__`, such as a map-style torch Dataset.
 
-An item that is a mapping is the sample; a tuple's items are named by `fields`, or "0", "1", ... A list stands for a tuple if
-`fields` names several, or if there is a tensor in it. Anything else is the one field of `fields`, or "0".
+An item that is a mapping is the sample; a tuple's items are named by `fields`, or "0", "1", ... A list counts as a
+tuple if `fields` names several, or if there is a tensor in it. Anything else is the one field of `fields`, or "0".
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class DatasetSource(ItemSource):
             items = ending_forks(self._get_many)(indices)
             return items if isinstance(items, list) and len(items) == len(indices) else None
         except USER_ERRORS:
-            return None  # one item is bad; taken one by one they tell which
+            return None  # one item is bad; taking them one by one shows which
 
     def sample(self, item: Any) -> Sample:
         sample = self._whole(item)
@@ -119,7 +119,7 @@ class DatasetSource(ItemSource):
         return {self._single: items} if is_single and self._single is not None else None
 
     def _stands_for_tuple(self, item: Any) -> bool:
-        """True for a list whose items are fields, not one value."""
+        """True for a list whose items are fields, and which is not one value."""
         if not isinstance(item, list):
             return False
         return (self._fields is not None and len(self._fields) > 1) or any(

@@ -3,7 +3,7 @@
     iterable ──next, in order, one thread at a time──> Pass ──items of this rank and process──> `read`
 
 How many items there are shows when it ends, unless `length` says so. Every rank and every loading process iterates over all of
-it and keeps its share: item i is that of position i in the order, as with any other source.
+it and keeps its share: item i is at position i in the order, as with any other source.
 
 Each pass iterates over an object of its own, a copy or one that a function has made, so no pass sees what another has read.
 """
@@ -108,7 +108,7 @@ class IterableSource(DatasetSource):
         self._last_made: Callable[[], Any] = lambda: None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What a function makes is made anew in each process, as it may hold open files."""
+        """An iterable that a function makes is made again in each process, as it may hold open files."""
         return IterableSource, (self._args, self.saved)
 
     @property
@@ -191,7 +191,7 @@ class IterableSource(DatasetSource):
 
 
 def _made(args: IterableArgs) -> Any:
-    """What the function makes, or a copy of the object given: it may remember where it is, and share parts that do."""
+    """What the function makes, or a copy of the given object, which may remember where it is, or share parts that do."""
     made = open_object(args, ("__iter__",))
     if made is not (import_named(args.object) if isinstance(args.object, str) else args.object):
         return made
@@ -215,7 +215,7 @@ def _copy_of(made: Any) -> Any:
 
 
 def _reference(made: Any) -> Callable[[], Any]:
-    """A reference that does not keep alive what may hold threads, files or processes."""
+    """A reference that does not keep the object alive, as it may hold threads, files or processes."""
     try:
         return weakref.ref(made)
     except TypeError:  # built in, such as a list
@@ -223,7 +223,7 @@ def _reference(made: Any) -> Callable[[], Any]:
 
 
 class Pass:
-    """One reading of the iterable, from a position of an epoch on. All methods may be called by any thread."""
+    """One pass over the iterable, from a position of an epoch on. All methods may be called by any thread."""
 
     def __init__(
         self,
@@ -235,8 +235,8 @@ class Pass:
         schedule: BatchSampler,
         shard: Shard,
     ) -> None:
-        """It keeps what the batches of one rank and process hold: of those from `position` on number `first_step`, and every
-        one that comes `shard.of` after it."""
+        """It keeps the items of one rank's and process's batches: of the batches from `position` on number
+        `first_step`, and every `shard.of`th one after it."""
         self.begin = (epoch, position, first_step)
         self._source = source
         self._epoch = epoch
@@ -290,9 +290,9 @@ class Pass:
             self._let_go()
 
     def num_left(self, indices: list[int], begin: int, end: int) -> int:
-        """How many samples a batch of `indices` has that stands for positions [begin, end) of all ranks.
+        """The number of samples in a batch of `indices` that covers positions [begin, end) of all ranks.
 
-        A last one that not every rank has a sample for is left out, so that all ranks have as many batches.
+        A last batch for which some rank has no sample is left out, so that all ranks have equally many batches.
         """
         if self.num_items is None or end <= self.num_items:
             return len(indices)
@@ -314,7 +314,7 @@ class Pass:
                 self._lock.release()
 
     def _read(self, up_to: int) -> Any:
-        """Read up to there, and return the last item. What was read before an error can be taken."""
+        """Read up to there, and return the last item. Items that were read before an error can still be taken."""
         item = None
         if self._error is None:
             self.reader = threading.get_ident()
@@ -361,8 +361,8 @@ class Pass:
             )
 
     def _compare_length(self) -> None:
-        """Behind the last batch: is `length` the number of items that there are? Raises SourceError if there are fewer; more
-        are said once, and not looked for where `limit` says that they are to be left out."""
+        """Behind the last batch: is `length` the number of items that there are? Raises SourceError if there are fewer.
+        If there are more, that is logged once; it is not checked where `limit` leaves them out."""
         source = self._source
         if source.length is None or source.max_items < source.length:
             return
@@ -395,7 +395,7 @@ class Pass:
         return rest == 0 and (step - 1 - self._first_step) % self._num_shards == 0
 
     def _start(self) -> Iterator[Any]:
-        """An iterator whose next item is that of `position`."""
+        """An iterator whose next item is the item at `position`."""
         saved, num = self._source.saved, 0
         self._iterable = iterable = self._source.new_iterable(self)
         if hasattr(iterable, "set_epoch"):
@@ -423,7 +423,7 @@ class Pass:
 
 
 class Preview:
-    """What `read` takes items from to show what a batch holds, before the first one is opened."""
+    """Gives items to `read` that show what a batch holds, before the first batch is opened."""
 
     def __init__(self, of: Pass) -> None:
         self._pass = of
@@ -435,7 +435,7 @@ class Preview:
 
 
 class _NextItems(ItemReader):
-    """Takes the next items of the pass that a batch is of."""
+    """Takes the next items of the pass that a batch belongs to."""
 
     in_turn = True
 

@@ -1,4 +1,4 @@
-"""Sources of Python objects, whose items are the samples, and the reader of these."""
+"""Sources of Python objects whose items are the samples, and the reader for them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ItemSource(Source):
 
 
 class ItemReader(Reader):
-    """Takes the items of a source. No bytes count as read."""
+    """Takes the items of a source. They count as no bytes read."""
 
     def __init__(self, source: ItemSource, context: ReadContext) -> None:
         self._source, self._failed, self._is_last = source, context.failed, context.is_last

@@ -1,4 +1,4 @@
-"""What pyarrow does for `kind: parquet`: it reads footers, and decodes the column chunks of a row group.
+"""The parts of `kind: parquet` that use pyarrow: it reads footers, and decodes the column chunks of a row group.
 
 It never opens a file: a footer and the bytes of column chunks come through the connector, by ranges, and pyarrow gets them as
 if from a file that has nothing else. It runs in the thread that calls, and starts none.
@@ -37,8 +37,8 @@ class Footer(NamedTuple):
 
 
 class ChunkTable(NamedTuple):
-    """The rows of each row group, and of some leaves [row groups, leaves] the first byte of the column chunk, its bytes in the
-    file, and about how many it has when it is decoded; int64."""
+    """The number of rows of each row group, and for some leaves the first byte of the column chunk, its bytes in the
+    file, and about how many bytes it has when decoded: int64 [row groups, leaves]."""
 
     num_rows: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -135,7 +135,8 @@ def _class_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
 
 
 class _ChunkFile:
-    """The file as pyarrow sees it: the bytes of the column chunks that were read; what else it asks for is read then."""
+    """The file as pyarrow sees it: the bytes of the column chunks that were read. Other bytes are read when it asks for
+    them."""
 
     closed = False
 
@@ -179,8 +180,8 @@ class _NoFile(_ChunkFile):
 
 
 def _refuse_bad_chunks(metadata: Any, leaves: Sequence[int]) -> None:
-    """Let pyarrow look at all column chunks where it catches what its own code throws. In `row_group.column` it does not (26),
-    and a damaged footer would end the process. All are looked at before the first is read."""
+    """Let pyarrow check all column chunks by a call that catches its C++ exceptions. `row_group.column` does not (26),
+    so a damaged footer would end the process. All are checked before the first is read."""
     pa, pq = _import()
     if not metadata.num_row_groups or not leaves:
         return

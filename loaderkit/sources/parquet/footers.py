@@ -17,11 +17,12 @@ _DIGEST_BYTES = 16
 
 
 def load_footer(connector: Connector, info: ObjectInfo, cache_dir: Path | None, *, checks_begin: bool = False) -> bytes:
-    """The footer of a file, with its length and the magic bytes behind it. `checks_begin`: the file has to begin as one, too,
-    which takes a read more.
+    """The footer of a file, with its length and the magic bytes behind it. `checks_begin`: also check the file's first
+    bytes, which takes one more read.
 
-    That of an object in a remote store comes from `cache_dir` if a copy there has the object's size and etag; else a copy is
-    kept, and a failure to keep it is no error. Raises FormatError naming the file, and what the connector raises.
+    The footer of an object in a remote store comes from `cache_dir` if a copy there has the object's size and etag;
+    else a copy is kept, and a failure to keep it is no error. Raises FormatError naming the file, and what the
+    connector raises.
     """
     if checks_begin:
         _check_begin(connector, info)

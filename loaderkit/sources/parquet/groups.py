@@ -24,7 +24,7 @@ _NUM_FOOTERS = 32  # parsed ones that a reader keeps: up to hundreds of kB each
 
 
 class Groups(Protocol):
-    """What is asked of the source."""
+    """What the reader asks of its source."""
 
     @property
     def fields(self) -> Mapping[str, str]:

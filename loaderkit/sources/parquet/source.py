@@ -1,4 +1,4 @@
-"""`kind: parquet`: the rows of Parquet files, whose unit of reading is the row group.
+"""`kind: parquet`: the rows of Parquet files. What is read at a time is a row group.
 
 files (listing) -> their footers (a few at a time) -> arrays: rows and column chunks of all row groups
 sample -> row group (binary search) -> file, and row in the group; a group -> the byte ranges of the chosen columns
@@ -142,7 +142,8 @@ class ParquetSource(Source):
     `connector` reads below `args.root`; `load` returns the footer of one file, and is called from several threads. A key is
     the file's and the number of the row in it: "train-0.parquet/123". Raises `ConfigError` for a column that is not there or
     can be no field, `SourceError` if nothing matches, there is no row or files differ in their columns, `FormatError` for a
-    file that is damaged or none, and what `load` raises. With `found_bad` files that are damaged or missing are told to that.
+    file that is damaged or none, and what `load` raises. With `found_bad`, files that are damaged or missing are
+    reported to it.
     """
 
     def __init__(

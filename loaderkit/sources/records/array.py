@@ -83,7 +83,7 @@ class ArraySource(RecordSource):
     """The records of one object of `connector`, or the windows of them.
 
     Raises `FormatError` if the file is not what it should be, `ConfigError` if `args` do not fit it, `SourceError` if it is
-    empty, and what the connector raises. With `found_bad` a file that is cut is told to that, and its whole records stay.
+    empty, and what the connector raises. With `found_bad`, a file that is cut is reported to it, and its whole records stay.
     """
 
     def __init__(self, connector: Connector, args: ArrayArgs, found_bad: BadShards | None = None) -> None:
@@ -147,7 +147,7 @@ class ArraySource(RecordSource):
     # ------------------------------------------------------------------------------------------------- building
 
     def _of_npy(self) -> tuple[str, bool, tuple[int, ...], int]:
-        """Type, whether its bytes are swapped, a record's shape, and the offset of the first record."""
+        """The type, whether its bytes are swapped, a record's shape, and the offset of the first record."""
         try:
             read = partial(self._connector.read_into, self.file.key, etag=self.file.etag)
             header = read_npy_header(read, self.file.size)
@@ -217,7 +217,8 @@ class ArraySource(RecordSource):
         return num_records
 
     def _keep_whole_records(self, problem: str, num: int) -> None:
-        """Note that the file is cut behind `num` records. Raises FormatError if it is to be whole, or none is left."""
+        """Note that the file is cut behind `num` records. Raises FormatError if the file must be whole, or if no record
+        is left."""
         self._found_bad.leave_out(self.file.key, self._name, FormatError(f"{self._name}: {problem}"), num)
         if not num:
             self._found_bad.refuse_empty()

@@ -1,4 +1,4 @@
-"""Sources of records of one size in one object: a chunk is read by one call, straight into the slots if `batch` comes next.
+"""Sources of records of one size in one object. A chunk is read by one call, straight into the slots if `batch` comes next.
 
 source.starts(indices) ──> gather_into(…) ──> slots[lo:hi]                  read, batch: no Python per sample
                                           ──> memory of the chunk ──> a tensor per sample     with stages in between

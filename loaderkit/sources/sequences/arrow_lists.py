@@ -1,5 +1,5 @@
-"""Where the lists of numbers of one column lie in an Arrow file (`datasets.save_to_disk`, streams and files of IPC), so that a
-list is read as a range of bytes, and nothing else of the file.
+"""Finds where the lists of numbers of one column lie in an Arrow file (`datasets.save_to_disk`, streams and files of
+IPC), so that a list can be read as a range of bytes, and nothing else of the file.
 
 What is found is kept, as for files whose documents end with a token.
 """

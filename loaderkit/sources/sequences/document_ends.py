@@ -1,4 +1,5 @@
-"""Where documents end in a file of tokens: behind every token of one number. Found by one scan, whose result is kept."""
+"""Finds where documents end in a file of tokens: behind every token with a given number. One scan finds them, and its
+result is kept."""
 
 from __future__ import annotations
 
@@ -25,11 +26,12 @@ def load_document_ends(
     end: int,
     block_bytes: int = _BLOCK_BYTES,
 ) -> NDArray[np.int64]:
-    """The number of tokens up to the end of every document: int64 [documents], the last of them all tokens of the file.
+    """The number of tokens up to the end of every document: int64 [documents]. The last one is the number of tokens in
+    the file.
 
-    Documents end behind every token `end`, and at the end of the file. Taken from the copy in `cache_dir` (None: keep no
-    copies) if size and etag match, else found by reading the file once, `block_bytes` at a time; a failure to keep a copy is no
-    error. Raises what the connector raises.
+    Documents end behind every token `end`, and at the end of the file. Taken from the copy in `cache_dir` (None keeps
+    no copies) if size and etag match, else found by reading the file once, `block_bytes` at a time; a failure to keep a
+    copy is no error. Raises what the connector raises.
     """
     if cache_dir is None:
         return _scanned(connector, info, first_byte, dtype, end, block_bytes)

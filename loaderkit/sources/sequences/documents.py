@@ -1,4 +1,4 @@
-"""Where the documents of one file of tokens lie, whatever says so: an .idx beside it, the token that ends each, or its format.
+"""Finds where the documents of one file of tokens lie: by an .idx beside it, by the token that ends each, or by its format.
 
 Megatron's .bin ──> the .idx beside it ──┐
 .npy, raw       ──> where `end` stands ──┼──> (first byte, number of tokens) of every document
@@ -25,7 +25,7 @@ Form = Literal["megatron", "npy", "raw", "arrow"]
 
 
 class TokenFormat(NamedTuple):
-    """How files say where their documents end: `dtype` and `end` as the user gave them, `column` that of an Arrow file."""
+    """How files say where their documents end: `dtype` and `end` as the user gave them, `column` for an Arrow file."""
 
     form: Form
     dtype: str | None

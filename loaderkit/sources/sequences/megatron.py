@@ -22,7 +22,7 @@ _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16
 
 
 class Documents(NamedTuple):
-    """The type of the tokens, and of every document its first byte and its number of tokens: int64 [documents]."""
+    """The dtype of the tokens, and for every document its first byte and its number of tokens: int64 [documents]."""
 
     dtype: np.dtype[Any]
     starts: NDArray[np.int64]

@@ -1,4 +1,5 @@
-"""Sources of sequences of numbers in objects, and how these are read: whole, or as the pieces that `pack` puts together."""
+"""Sources of sequences of numbers in objects, and their readers: of whole sequences, or of the pieces that `pack` puts
+together."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Sequences(NamedTuple):
 
 
 class SequenceSource(RangeSource):
-    """A source whose samples are `Sequences` in some objects: each one range, and as long as it is."""
+    """A source whose samples are `Sequences` in some objects. Each sample is one range, and they differ in length."""
 
     sequences: Sequences
     files: tuple[ObjectInfo, ...]  # the objects that hold them, as they were when the source was opened
@@ -71,7 +72,8 @@ class SequenceSource(RangeSource):
         return Ranges(keys, starts.tolist(), lengths.tolist(), [*etags])
 
     def reader(self, context: ReadContext) -> Reader:
-        """A reader of pieces where `pack` follows; else a sample is {field: tensor}, or an array where only `batch` does."""
+        """A reader of pieces if `pack` follows. Otherwise a sample is {field: tensor}, or {field: array} if only
+        `batch` follows."""
         if context.packed_length is not None:
             return PieceReader(self, context, context.packed_length)
         value_of = partial(_numbers, self.sequences, as_arrays=context.is_last)
@@ -79,7 +81,7 @@ class SequenceSource(RangeSource):
 
 
 class PieceReader(Reader):
-    """Reads the pieces of packed sequences to where they belong in their slots, by one call if the connector can."""
+    """Reads the pieces of packed sequences to their places in the slots, by one call if the connector can."""
 
     def __init__(self, source: SequenceSource, context: ReadContext, length: int) -> None:
         self._source, self._failed, self._length = source, context.failed, length

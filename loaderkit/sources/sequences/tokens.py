@@ -113,7 +113,7 @@ class TokensArgs(StoreArgs):
 
     @property
     def written(self) -> tuple[str, ...] | None:
-        """The patterns of files below `root`; None: those that are usual."""
+        """The patterns of files below `root`, or None for the usual ones."""
         if self.names_files:
             begin = len(_common_folder(self._urls))
             return tuple(url[begin:] for url in self._urls)
@@ -121,7 +121,7 @@ class TokensArgs(StoreArgs):
 
     @property
     def extension(self) -> str | None:
-        """The one that all files have by what is written; None: only the listing tells."""
+        """The extension that all files have by the patterns; None if only the listing can tell."""
         return None if self.written is None else _one_extension(self.written)
 
 
@@ -130,7 +130,8 @@ def _is_pattern(name: str) -> bool:
 
 
 def _common_folder(urls: tuple[str, ...]) -> str:
-    """The longest folder, with a slash at its end, that all URLs begin with; nothing before a sign of a pattern is none."""
+    """The longest folder, with a slash at its end, that all URLs begin with; only the part before a sign of a pattern
+    counts."""
     folders = [re.split(r"[*?\[{]", url, maxsplit=1)[0].rpartition("/")[0].split("/") for url in urls]
     common = [parts[0] for parts in itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*folders, strict=False))]
     folder = "/".join(common)

@@ -21,7 +21,7 @@ def key_beside(key: str) -> str:
 
 
 def is_beside(key: str, keys: Container[str]) -> bool:
-    """True if `key` is that of the index of one of the files `keys`."""
+    """True if `key` is the index of one of the files `keys`."""
     return key.endswith(".offsets") and key.removesuffix(".offsets") in keys
 
 
@@ -49,8 +49,8 @@ def read_index(connector: Connector, info: ObjectInfo) -> Offsets | None:
 
 
 def beside_or_found(connector: Connector, info: ObjectInfo) -> Iterator[tuple[Int64s, Int64s]]:
-    """Where the lines of a file begin, and which are blank: by the index beside it, else by reading it. One that does not fit
-    is warned about. Raises as `find_lines`."""
+    """Where the lines of a file begin, and which are blank: by the index beside it, else by reading it. An index that
+    does not fit gives a warning. Raises the same errors as `find_lines`."""
     offsets = None
     try:
         offsets = read_index(connector, info)

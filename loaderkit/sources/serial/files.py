@@ -1,4 +1,4 @@
-"""The samples of several files, one behind another: what all kinds of such files share."""
+"""The samples of several files, one behind another: the part that all kinds of such files share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def names_files(url: str) -> bool:
 
 
 class SerialArgs(StoreArgs):
-    """What all kinds say about which files there are."""
+    """The arguments of all these kinds that say which files there are."""
 
     url: Annotated[
         str, Field(min_length=1, description="the folder of the files, or one file (also with globs and braces)")
@@ -72,18 +72,18 @@ class SerialArgs(StoreArgs):
 
     @property
     def patterns(self) -> Patterns:
-        """Those of the files below `root`."""
+        """The patterns of the files below `root`."""
         return Patterns(self.url[self.url.rfind("/") + 1 :] if self.names_files else self.include or self.usual)
 
 
 def list_files(
     connector: Connector, args: SerialArgs, is_index: Callable[[str, Container[str]], bool], found_bad: BadShards
 ) -> tuple[list[ObjectInfo], Counter[str]]:
-    """The files that are meant, without the indexes beside them, and by extension the number of files left out. `is_index`
-    tells an index by its key and those of all files.
+    """The files that are meant, without the indexes beside them, and by extension the number of files left out.
+    `is_index` recognises an index by its key and the keys of all files.
 
-    Warns of files beside those of the default `include` that have the same content by their names. Raises as `list_matching`
-    does, and SourceError for a file whose name says that it is compressed.
+    Warns of files that the default `include` leaves out, though their names say that they have the same content. Raises
+    as `list_matching` does, and SourceError for a file whose name says that it is compressed.
     """
     left_out: Counter[str] = Counter()
     alike: list[str] = []
@@ -113,7 +113,7 @@ def list_files(
 
 
 def _decompressed(key: str) -> str:
-    """What a file would be called if it were not compressed, in lower case."""
+    """The name that a file would have if it were not compressed, in lower case."""
     name = key.lower()
     for extension in _EXTENSIONS:
         name = name.removesuffix(extension)
@@ -151,11 +151,11 @@ class _File:
 
 
 class SerialFiles(SerialSource):
-    """The samples of all files: files by the UTF-8 bytes of their keys, samples by their places in them.
+    """The samples of all files: files by the UTF-8 bytes of their keys, samples in the order of the file.
 
     The index of a file takes 8 bytes a sample, which are mapped from disk, not held in memory. A key is the file's key, ":" and
-    the number of the line or record. Files that are damaged or missing are told to `found_bad`. Raises SourceError if there is
-    no sample, and what `load` raises.
+    the number of the line or record. Files that are damaged or missing are reported to `found_bad`. Raises SourceError
+    if there is no sample, and what `load` raises.
     """
 
     first_number = 0  # of the items of a file, in keys
@@ -211,8 +211,8 @@ class SerialFiles(SerialSource):
         return int(self._firsts[-1])
 
     def _places(self, indices: Int64s) -> tuple[list[int], Int64s, Int64s]:
-        """The number of each sample's file, of the item in it, and of the item at which the sample ends: blank ones behind it
-        are read with it, which shows that they are still blank."""
+        """The number of each sample's file, of the item in it, and of the item at which the sample ends: blank items
+        behind it are read with it, to check that they are still blank."""
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"samples {indices.min()} to {indices.max()} of {len(self)}")
         numbers = np.searchsorted(self._firsts, indices, "right") - 1

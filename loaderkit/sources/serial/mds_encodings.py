@@ -1,6 +1,6 @@
 """The values of MDS: how each encoding of a column stores one, after the format's description in mosaicml-streaming 0.13.
 
-Not read are `pkl`, which to read is to run, `pil` (raw pixels) and `str_decimal`.
+Not read are `pkl`, because reading it would run code, `pil` (raw pixels) and `str_decimal`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ _ARRAYS = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 3
 
 
 class Encoding(NamedTuple):
-    """How a column's values are stored: `decode` makes one of its bytes, of which there are `size`; None: any number."""
+    """How a column's values are stored: `decode` makes one of its bytes, of which there are `size`, or any number if
+    that is None."""
 
     decode: Callable[[memoryview], Any]
     size: int | None = None
 
 
 def encoding_of(text: str) -> Encoding | None:
-    """The encoding that an index calls so; None: no such."""
+    """The encoding with this name in an index, or None if there is none."""
     name, _, details = text.partition(":")
     if name == "ndarray":
         return _array_encoding(details)
@@ -82,7 +83,7 @@ def _array(dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, data: mem
 
 
 def _several(first: int, data: memoryview) -> list[bytes]:
-    """A list of pictures: behind `first` bytes their number, their sizes, and they."""
+    """A list of pictures: behind `first` bytes their number, their sizes, and the pictures."""
     (num,) = np.frombuffer(data[first : first + 4], "<u4").tolist()
     at = first + 4 + 4 * num
     items = []

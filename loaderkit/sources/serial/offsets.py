@@ -1,4 +1,4 @@
-"""Where the samples of a file begin: found by one pass over it, kept on this machine, and mapped.
+"""Finds where the samples of a file begin, by one pass over it; the result is kept on this machine, and mapped.
 
     header, 64 bytes | starts, int64 [items + 1] | blanks, int64 [blank items]
 
@@ -24,7 +24,7 @@ from loaderkit.errors import FormatError
 
 Int64s = NDArray[np.int64]
 Parts = Iterable[tuple[Int64s, Int64s]]
-"""Part by part: the starts that were found, and which items are blank, by number; the last start is the end of the file."""
+"""Part by part: the starts that were found, and the numbers of the blank items; the last start is the end of the file."""
 
 _HEADER = struct.Struct(
     "<8sq16s16sqq"
@@ -35,8 +35,9 @@ _CHECKED_AT_ONCE = 1 << 20
 
 
 class Offsets(NamedTuple):
-    """The items of one file: item i begins at `starts[i]` and ends where the next begins. `blanks` are the blank ones, by
-    number. `digest` differs, for all practical purposes, when any of them does. `path`: where it is mapped from."""
+    """The items of one file: item i begins at `starts[i]` and ends where the next begins. `blanks` are the numbers of
+    the blank items. `digest` differs, for all practical purposes, when any of them does. `path`: the file from which it
+    is mapped."""
 
     starts: Int64s
     blanks: Int64s
@@ -45,8 +46,8 @@ class Offsets(NamedTuple):
 
 
 def load_offsets(info: ObjectInfo, path: Path | None, find: Callable[[], Parts]) -> Offsets:
-    """The items of the file `info`: from the copy at `path` (None: keep none) if size and etag match, else by `find`, and kept.
-    A failure to keep it is no error. Raises what `find` raises."""
+    """The items of the file `info`: from the copy at `path` (None keeps no copy) if size and etag match, else by
+    `find`, and kept. A failure to keep it is no error. Raises what `find` raises."""
     if path is None:
         return _in_memory(info, find())
     offsets = _load_copy(path, info)
@@ -76,7 +77,7 @@ def pack(info: ObjectInfo, parts: Parts, tag: bytes, file: IO[bytes]) -> None:
 
 def unpack(file: IO[bytes], info: ObjectInfo, tag: bytes | None, path: Path | None = None) -> Offsets:
     """An index as `pack` writes it, mapped from `path` if it is large. Raises FormatError if it is damaged, or of another
-    version of the file (`tag` None: any of this size)."""
+    version of the file (if `tag` is None, any version of this size will do)."""
     num_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
     header = file.read(_HEADER.size)
@@ -114,14 +115,14 @@ def _check(offsets: Offsets, size: int) -> None:
 
 
 def _rises(numbers: Int64s) -> bool:
-    """Part by part, as all may be larger than memory."""
+    """Checked part by part, as all starts together may be larger than memory."""
     firsts = range(0, len(numbers), _CHECKED_AT_ONCE)
     parts = (numbers[first : first + _CHECKED_AT_ONCE + 1] for first in firsts)
     return all(bool(np.all(part[1:] > part[:-1])) for part in parts)
 
 
 def tag_of(info: ObjectInfo) -> bytes:
-    """That of a file as the store has it now."""
+    """The tag of a file as the store has it now."""
     return blake2b(info.etag.encode("utf-8", "surrogateescape"), digest_size=16).digest()
 
 

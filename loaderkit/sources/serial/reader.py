@@ -1,4 +1,4 @@
-"""Sources of samples of which each is one range that has to be parsed, and their reader."""
+"""Sources in which each sample is one range that has to be parsed, and the reader for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loaderkit.sources.ranges import RangeReader, RangeSource
 
 
 class SerialSource(RangeSource):
-    """A source whose samples lie one behind another in large objects: each is one range, of which `parse` makes the fields."""
+    """A source whose samples lie one behind another in large objects: each is one range, which `parse` turns into fields."""
 
     is_typed = False
     has_untyped_arrays = True

@@ -1,5 +1,5 @@
-"""Where the records of a TFRecord file begin, by the .idx of DALI's `tfrecord2idx` beside it or by their lengths, and what is
-checked of one.
+"""Finds where the records of a TFRecord file begin, by the .idx of DALI's `tfrecord2idx` beside it or by their lengths,
+and checks a record.
 
 The .idx is text: a line for each record, its first byte and its bytes, length and checksums included.
 """
@@ -32,7 +32,7 @@ def masked(crc: int) -> int:
 
 
 def check_record(data: memoryview, *, is_full: bool) -> memoryview:
-    """The data in a record with all that is around them. Raises FormatError for a wrong length or checksum."""
+    """The data of a record, given with its length and checksums. Raises FormatError for a wrong length or checksum."""
     if len(data) < _FRAME_BYTES:
         raise FormatError(f"it has {len(data)} bytes, and a record at least {_FRAME_BYTES}")
     size, crc = _HEAD.unpack_from(data)
@@ -47,8 +47,8 @@ def check_record(data: memoryview, *, is_full: bool) -> memoryview:
 
 
 def find_records(connector: Connector, info: ObjectInfo) -> Iterator[tuple[Int64s, Int64s]]:
-    """Where the records of a file begin, and its end: by the index beside it, else by their lengths. One that does not fit is
-    warned about. Raises FormatError for what are no whole records."""
+    """Where the records of a file begin, and its end: by the index beside it, else by their lengths. An index that does
+    not fit gives a warning. Raises FormatError if these are no whole records."""
     try:
         starts = read_idx(connector, info)
     except FormatError as error:

@@ -61,7 +61,7 @@ class TfrecordArgs(SerialArgs):
 
 
 class _Picked(NamedTuple):
-    """A field: the feature that it is, and whether that is always a list."""
+    """A field: the feature it is made of, and whether its value is always a list."""
 
     origin: FieldOrigin
     is_list: bool
@@ -91,7 +91,7 @@ class TfrecordSource(SerialFiles):
 
     def parse(self, index: int, data: memoryview) -> Sample:
         """The features of the record: bytes, a whole number or float32 where there is one value, a list of bytes or an array of
-        int64 or float32 where there are several; where there is none a list without items, which says no type."""
+        int64 or float32 where there are several; where there is none, an empty list, which says no type."""
         record = check_record(data, is_full=self._is_full)
         if self._bytes is not None:
             return {self._bytes: bytes(record)}

@@ -1,1 +1,1 @@
-"""`kind: tar`: the samples of tar archives, members that have a name in common."""
+"""`kind: tar`: the samples of tar archives. A sample is the members that have a name in common."""

@@ -21,7 +21,8 @@ _META = re.compile(r"__[^/]*__($|/)")
 
 
 class TarSamples(NamedTuple):
-    """The samples of one archive: members per sample, and of each member its index in the archive and its extension's id."""
+    """The samples of one archive: members per sample, and for each member its index in the archive and the id of its
+    extension."""
 
     keys: StringTable
     counts: NDArray[np.int64]
@@ -65,8 +66,8 @@ def before_damage(
 ) -> TarSamples:
     """Without the last sample, if it may have lost a member to the damage behind it.
 
-    The name of the damaged member tells, where it is known. Else the sample must have all fields of the one before it, or, as
-    the only one, those `wanted`.
+    The name of the damaged member decides, where it is known. Else the sample must have all fields of the one before
+    it, or, if it is the only one, the fields `wanted`.
     """
     if not len(samples.keys):
         return samples

@@ -36,9 +36,9 @@ from loaderkit.sources.ranges import RangeSource
 from loaderkit.sources.tar.samples import TarSamples, before_damage, group_members
 
 UNFINISHED = ".loaderkit-shards/plan.json"
-"""What lies beside shards while `loaderkit pack` has not written all of them."""
+"""The file that lies beside shards while `loaderkit pack` has not written all of them."""
 MANIFEST = "loaderkit-shards.json"
-"""What lies beside them when it has: their names and sizes, among others."""
+"""The file that lies beside them once it has: with their names and sizes, among others."""
 _NUM_THREADS = 4
 _NUM_REMOTE_THREADS = 32  # they wait for the store, not for a CPU
 
@@ -88,8 +88,8 @@ class TarSource(RangeSource):
     A key is the member's name up to the first dot of its base name. `num_ignored` counts the members that belong to no sample:
     hidden ones, and those without an extension. Raises `SourceError` if a named archive is missing, there is no sample, the
     members of a sample are not adjacent, or two members of a sample are the same field; and what `load` raises. With
-    `found_bad` archives that are missing or damaged are told to that instead; of one with an index up to the damage the samples
-    before it stay.
+    `found_bad`, archives that are missing or damaged are reported to it instead; if an archive has an index up to the
+    damage, the samples before it stay.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class TarSource(RangeSource):
         return cut_blocks(self._sample_sizes, block_bytes, self._shard_firsts)
 
     def packed(self) -> PackedSize:
-        """The members, also those of no field, and the bytes of those that are fields."""
+        """The number of members, also of members that are no field, and the bytes of the members that are fields."""
         num_bytes = int(self._sample_sizes.sum())
         return PackedSize(len(self._starts), num_bytes, num_bytes)
 
@@ -229,7 +229,8 @@ class TarSource(RangeSource):
     def _check_packs(self, patterns: Patterns, infos: list[ObjectInfo], listed: list[ObjectInfo] | None) -> None:
         """Compare the archives with the manifests of `loaderkit pack` in their folders; take the classes' names from these.
 
-        Raises SourceError for shards that are not all written, that are missing or of other sizes, or among which others are.
+        Raises SourceError for shards that are not all written, that are missing or have other sizes, and for other
+        archives among them.
         """
         beside = {info.key: info for info in listed or () if _is_of_pack(info.key)}
         folders = [_folder_of(key) for key in (patterns.prefix, *(patterns.names or ()))]
@@ -312,7 +313,7 @@ class TarSource(RangeSource):
                 yield from zip(batch, pool.map(tried, batch), strict=True)
 
     def _samples_of(self, info: ObjectInfo, index: TarIndex | LoaderkitError) -> TarSamples | None:
-        """The samples of an archive, up to its damage; None: it is left out."""
+        """The samples of an archive, up to its damage, or None if it is left out."""
         where = self._connector.describe(info.key)
         if isinstance(index, LoaderkitError):
             self._found_bad.leave_out(info.key, where, index)

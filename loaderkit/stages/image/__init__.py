@@ -1,1 +1,1 @@
-"""Stages on pictures, and their kernels."""
+"""Stages that act on pictures, and their kernels."""

@@ -1,4 +1,4 @@
-"""Do the images of a sample lie on one another: a mask on its picture, a depth map on its colours?
+"""Checks whether the images of a sample lie on one another, as a mask on its picture or a depth map on its colours.
 
 Pixels of one crop need images of one size. A resize, a flip or a rotation also keeps images of one shape together, such as a
 mask of half the size; not a mask that was drawn upright on a picture which lies on its side (EXIF).

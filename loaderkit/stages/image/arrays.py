@@ -1,4 +1,4 @@
-"""Pictures, masks and instance masks that are arrays: of `.npy` and `.npz` files, or of a data set."""
+"""Pictures, masks and instance masks that are given as arrays: in `.npy` and `.npz` files, or by a data set."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def picture_of(value: Any, num_channels: int, depth: Depth, *, is_named: bool) -
     """An array or tensor of uint8, or with `depth` 16 also of uint16, as a picture; None if it is none.
 
     [H, W, C] or [C, H, W]: the channels are the end that is `num_channels` long, and of a tensor the first one, if both are.
-    One that `is_named` as a picture may also be [H, W], if that is one channel. Raises ValueError for an array of which both
-    ends are so long, and for uint16 with `depth` 8.
+    One that `is_named` as a picture may also be [H, W], if that is one channel. Raises ValueError for an array both
+    ends of which have this length, and for uint16 with `depth` 8.
     """
     array = _array_of(value)
     if array is None or array.dtype not in (np.uint8, np.uint16):

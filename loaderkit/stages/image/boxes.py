@@ -1,4 +1,4 @@
-"""Boxes, keypoints and masks of instances: fields that follow their image through each stage that moves its pixels.
+"""Boxes, keypoints and masks of instances. These fields follow their image through each stage that moves its pixels.
 
 `decode` names them. The pixel in column x and row y covers [x, x + 1) x [y, y + 1) of the image's plane, in which boxes lie; a
 keypoint names a pixel, whose middle is half a pixel further.
@@ -25,7 +25,7 @@ from loaderkit.stages.values import describe, image_fields
 
 Coordinates = NDArray[np.float64]
 ALONE = "masks of instances"
-"""The field in which they are given to a stage's function."""
+"""The field in which masks of instances are given to a stage's function."""
 Size = tuple[int, int]
 """(height, width)."""
 
@@ -43,8 +43,8 @@ BoxFields = Annotated[Mapping[str, BoxFormat], BeforeValidator(_with_formats)]
 
 @dataclass(frozen=True)
 class Annotations:
-    """The fields of samples that are boxes, each with its format, those that are keypoints, and those that are masks of
-    instances."""
+    """The fields of samples that are boxes, each with its format, the fields that are keypoints, and the fields that
+    are masks of instances."""
 
     boxes: Mapping[str, BoxFormat]
     keypoints: tuple[str, ...]
@@ -59,7 +59,8 @@ class Annotations:
         return frozenset((*self.boxes, *self.keypoints, *self.instances))
 
     def convert(self, sample: Sample) -> None:
-        """Make tensors of those that the sample has, float32 and bool. Raises ValueError for one that is no such thing."""
+        """Make tensors, float32 and bool, of the annotations that the sample has. Raises ValueError for a value that is
+        no such thing."""
         self.convert_instances(sample)
         for name, box_format in self.boxes.items():
             if name in sample:
@@ -119,7 +120,7 @@ _TV_TENSORS = {
 
 
 def refuse_unnamed(value: Any) -> None:
-    """Raise ValueError for what torchvision's type says moves with an image, of a field that `decode` does not name."""
+    """Raise ValueError for a field that moves with an image by its torchvision type, but is not named in `decode`."""
     kind = type(value)
     if kind.__name__ in _TV_TENSORS and kind.__module__.startswith("torchvision."):
         spelt = _TV_TENSORS[kind.__name__]
@@ -208,7 +209,7 @@ def following(
     annotations: Annotations,
     run_on_masks: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """A stage's function of one sample, which also moves what is annotated as it moves the images' pixels. `run_on_masks` is
+    """A stage's function of one sample, which also moves annotations as it moves the images' pixels. `run_on_masks` is
     the same function for a sample that has the field `ALONE`."""
 
     def follow(sample: Sample, draws: NDArray[np.float64], scratch: dict[str, Any] | None = None) -> Any:
@@ -229,8 +230,8 @@ def following(
 def canvas_of(sample: Sample, fields: tuple[str, ...] | None = None) -> tuple[str, Size] | None:
     """The image that boxes lie in, and its size; None if `fields` name only others.
 
-    Masks count only where there is nothing else. Raises ValueError where several images leave open which it is, and where only
-    a table [N, M] of uint8 could be one.
+    Masks count only if there is no other image. Raises ValueError if several images are possible, or if only a table
+    [N, M] of uint8 could be the image.
     """
     shown = {
         name: value.frames[0] if type(value) is Clip else value

@@ -1,6 +1,6 @@
 """`color_jitter`, `random_grayscale`, `gaussian_blur`, `random_erasing`: stages that change levels, not places.
 
-Names, parameters, distributions and arithmetic (truncation to uint8 after every step of colour) are those of
+Names, parameters, distributions and arithmetic (truncation to uint8 after every step of colour) are the same as in
 torchvision.transforms.v2. A sample's images share all draws; masks are left alone.
 """
 
@@ -25,7 +25,7 @@ from loaderkit.stages.values import image_fields, to_tensor
 
 
 def _factor_range(value: Any) -> Any:
-    """One number x stands for [max(0, 1 - x), 1 + x]."""
+    """One number x means [max(0, 1 - x), 1 + x]."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if not value >= 0:
             raise ValueError(f"a number of at least 0, or [low, high], not {value!r}")
@@ -39,7 +39,7 @@ def _hue_range(value: Any) -> Any:
 
 
 def _sigma_range(value: Any) -> Any:
-    """One number x stands for [x, x]."""
+    """One number x means [x, x]."""
     return (value, value) if type(value) in (int, float) else value
 
 
@@ -241,7 +241,7 @@ def random_grayscale_steps(args: RandomGrayscaleArgs) -> ImageOps:
 
 
 def gaussian_blur(args: GaussianBlurArgs) -> Callable[..., None]:
-    """One draw: the standard deviation. Beyond its border the image is mirrored, and levels are rounded."""
+    """One draw: the standard deviation. Beyond its edges the image is mirrored, and levels are rounded."""
     from scipy.ndimage import gaussian_filter
 
     low, high = args.sigma

@@ -1,4 +1,4 @@
-"""`decode`: turn encoded bytes into images, numbers, text and arrays, by extension.
+"""`decode`: turns encoded bytes into images, numbers, text and arrays, by extension.
 
 JPEG is decoded by libjpeg-turbo, with Pillow's DCT and upsampling: before a crop only the crop's pixels (by `native/_jpeg`, if
 it was built), else all of them (by simplejpeg). What these refuse (CMYK, unusual markers), and every other format, goes
@@ -86,9 +86,9 @@ class DecodeArgs(StageArgs):
     will show.
 
     What `boxes` and `keypoints` name, in pixels of the decoded image, follows it through every stage that moves its pixels, and
-    becomes float32. Boxes are clipped to the image (`sanitize_boxes` drops those of which nothing is left), keypoints (x, y)
-    are not. What `instance_masks` names becomes bool [N, H, W], a mask for each box: of the nearest pixels, as masks are, and 0
-    where a stage adds pixels. A `call` behind `decode` may make these fields, too.
+    becomes float32. Boxes are clipped to the image (`sanitize_boxes` drops boxes of which nothing is left), keypoints
+    (x, y) are not. What `instance_masks` names becomes bool [N, H, W], a mask for each box: of the nearest pixels, as
+    masks are, and 0 where a stage adds pixels. A `call` behind `decode` may make these fields, too.
 
     Which format an image has is told by its bytes, not by its name, and only `formats` are opened: nothing that starts a
     program, as PostScript does, or reads another file. Of several pictures in a file (GIF, TIFF, MPO, animations) the first
@@ -173,7 +173,7 @@ class DecodeArgs(StageArgs):
 
     @property
     def takes_arrays(self) -> bool:
-        """True if arrays may be images, as these are not those of a JPEG: three channels of 8 bits."""
+        """True if arrays may be images, because images need not be like a JPEG's, with three channels of 8 bits."""
         return self.channels != 3 or self.depth == 16
 
 
@@ -209,9 +209,9 @@ class Decoder:
     """Decodes samples. With `scratch`, JPEGs are decoded into its memory, which the next sample with that scratch overwrites,
     and arrays are views of the bytes read; without, all values own their memory.
 
-    `needs(height, width, draws)` is the part that the next stage needs, from that stage's draws, of the fields `needed` (None:
-    all). The parts of a whole chunk are decoded together in `finish`: Python code between two decodes finds the CPU's caches
-    cold and takes twice as long.
+    `needs(height, width, draws)` is the part that the next stage needs, from that stage's draws, of the fields `needed`
+    (None means all). The parts of a whole chunk are decoded together in `finish`: Python code between two decodes finds
+    the CPU's caches cold and takes twice as long.
     """
 
     def __init__(self, args: DecodeArgs, needs: Needs | None = None, needed: tuple[str, ...] | None = None) -> None:
@@ -270,7 +270,7 @@ class Decoder:
         jobs: list[tuple[int, PartialImage]],
         failed: Callable[[SampleChunk, int, BaseException], None],
     ) -> None:
-        """Decode the partial images of a chunk: (row, image) of each, those of one sample consecutive."""
+        """Decode the partial images of a chunk: (row, image) of each, with the images of one sample next to each other."""
         longest_s, slowest = chunk.slowest or (0.0, 0)
         decoded = native.decode_pieces([partial for _, partial in jobs])
         before, seconds = -1, 0.0
@@ -307,7 +307,7 @@ class Decoder:
         return perf_counter() - begin_s
 
     def _value(self, value: Any, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:
-        """A field of a source of objects. Unless it is named, what is no image stays as it is."""
+        """A field of a source of objects. Unless the field is named, a value that is no image stays as it is."""
         if field in self._annotated and (field not in self._instances or not _is_encoded(value)):
             return value
         is_mask = field in self._masks

@@ -1,4 +1,4 @@
-"""The formats of pictures: JPEG's header, and decoding by Pillow, whose errors become ValueErrors that name the damage.
+"""Reads the formats of pictures: JPEG's header, and pixels by Pillow, whose errors become ValueErrors that name the damage.
 
 Only the formats of a closed list are opened, whatever a file's name: Pillow's PostScript reader starts Ghostscript.
 """

@@ -1,9 +1,9 @@
 """`resize`, crops, flips and `random_rotation`.
 
-Names, parameters and distributions are those of torchvision.transforms.v2. All image fields of a sample share one crop, one
-flip and one angle, so a mask stays on its image; masks are resized and rotated by nearest. Boxes and keypoints follow
-(`boxes.py`), by the stage's `ImageOps`. A resize is antialiased by default:
-the filter widens with the scale, as Pillow's does.
+Names, parameters and distributions are the same as in torchvision.transforms.v2. All image fields of a sample share one
+crop, one flip and one angle, so a mask stays on its image; masks are resized and rotated by nearest. Boxes and
+keypoints follow (`boxes.py`), by the stage's `ImageOps`. A resize is antialiased by default: the filter widens with the
+scale, as Pillow's does.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ def random_vertical_flip_steps(args: RandomVerticalFlipArgs) -> ImageOps:
 
 
 def random_rotation(args: RandomRotationArgs) -> SampleFunction:
-    """One draw: the angle. The pixels are Pillow's, as those of torchvision are for Pillow's images."""
+    """One draw: the angle. The pixels are the same as Pillow's, which torchvision uses for Pillow's images."""
 
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
         angle = _angle(args, draws)

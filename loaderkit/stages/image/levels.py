@@ -1,7 +1,7 @@
-"""The pixels of Pillow's pictures as RGB or as class numbers, of 8 bits or of 16.
+"""Turns the pixels of Pillow's pictures into RGB or class numbers, of 8 bits or of 16.
 
 Numbers of 16 bits become 8 by v >> 8, whatever the picture, and 8 bits become 16 by v * 257, so that 255 is 65,535. Class
-numbers stay as they are stored: Pillow spreads those of 2 and 4 bits over 0 to 255, which is undone.
+numbers stay as they are stored: Pillow spreads numbers of 2 and 4 bits over 0 to 255, which is undone.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ _SPREAD = {"2": 85, "4": 17}  # bits -> by how much Pillow multiplies
 
 
 class PixelFormat(NamedTuple):
-    """How a file has a picture that Pillow has not loaded yet: Pillow's raw mode ("L;2", "RGB;16B"; "" if it was made in
-    memory), and the largest level that a PPM names, else 0."""
+    """How a file stores a picture that Pillow has not loaded yet: Pillow's raw mode ("L;2", "RGB;16B"; "" if it was
+    made in memory), and the largest level that a PPM names, else 0."""
 
     raw: str = ""
     most: int = 0
 
     @classmethod
     def of(cls, image: Pillow.Image) -> PixelFormat:
-        """Of a picture that is opened. Raises ValueError for signed numbers, and for what Pillow would read wrongly."""
+        """The format of a picture that is opened. Raises ValueError for signed numbers, and for pictures that Pillow
+        would read wrongly."""
         if isinstance(image, TiffImagePlugin.TiffImageFile):
             _check_tiff(image)
         tiles: Any = getattr(image, "tile", None)
@@ -64,7 +65,7 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 def levels_of(image: Pillow.Image, kind: str, stored: PixelFormat, depth: Depth, num_channels: int = 3) -> NDArray[Any]:
-    """[H, W, C], uint8 or uint16: grey, RGB or RGBA, opaque where the picture says nothing of that. Raises ValueError for a
+    """[H, W, C], uint8 or uint16: grey, RGB or RGBA, opaque if the picture has no transparency. Raises ValueError for a
     picture without such levels."""
     if num_channels not in _MODES:
         raise ValueError(

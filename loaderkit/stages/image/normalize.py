@@ -43,7 +43,8 @@ PositiveChannels = Annotated[
 
 
 class NormalizeArgs(StageArgs):
-    """Turn uint8 images into floats: (x / 255 - mean) / std per channel; those of `decode: {depth: 16}` by x / 65535."""
+    """Turn uint8 images into floats: (x / 255 - mean) / std per channel; images of `decode: {depth: 16}` are divided by
+    65535."""
 
     mean: Channels = Field("imagenet", description="one number a channel, one for all, or imagenet")
     std: PositiveChannels = Field("imagenet", description="one number a channel, one for all, or imagenet")

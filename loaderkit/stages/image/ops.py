@@ -70,9 +70,9 @@ MOVES_PIXELS: frozenset[type[ImageOp]] = frozenset({Crop, Scale, Flip, VerticalF
 
 @dataclass(frozen=True)
 class ImageOps:
-    """`kinds` are the operations, `of(height, width, draws)` their parameters, one of each kind; it raises ValueError for an
-    image that the stage refuses. `is_inside`: crops never exceed the image. `is_shared`: a sample's images share one crop, so
-    they need one size. `uses_luma`, `turns_hue`: any operation does."""
+    """`kinds` are the operations; `of(height, width, draws)` gives their parameters, one of each kind, and raises
+    ValueError for an image that the stage refuses. `is_inside`: crops never exceed the image. `is_shared`: a sample's
+    images share one crop, so they need one size. `uses_luma`, `turns_hue`: any operation does."""
 
     kinds: tuple[type[ImageOp], ...]
     of: Callable[[int, int, NDArray[np.float64]], tuple[ImageOp, ...]]
@@ -91,7 +91,7 @@ class ImageOps:
 
 
 class DecodeNeed(NamedTuple):
-    """The part of an image that a stage needs: `box` (None: the whole), decoded at 1/`step`."""
+    """The part of an image that a stage needs: `box` (None means the whole image), decoded at 1/`step`."""
 
     box: Crop | None = None
     step: int = 1

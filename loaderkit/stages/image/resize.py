@@ -23,8 +23,8 @@ Box = tuple[int, int, int, int]
 Part = tuple[float, float, float, float]
 """(top, left, height, width) in pixels, also fractions."""
 ResampleJob = tuple[NDArray[np.uint8], NDArray[np.uint8], Part | None, bool]
-"""(target, pixels, part, antialias): resize a part of the pixels (None: all) into the target, uint8 [H, W, 3]; without
-`antialias` the filter does not widen when shrinking."""
+"""(target, pixels, part, antialias): resize a part of the pixels (None means all) into the target, uint8 [H, W, 3];
+without `antialias` the filter does not widen when shrinking."""
 
 
 def resized(
@@ -64,8 +64,8 @@ def resized(
 
 
 def cut(image: Image, box: Box | None) -> tuple[NDArray[Any], Part | None]:
-    """The pixels that cover a box (None: the whole image), and the box's part of them in a reduced image, where it may begin
-    between two pixels; None: all of them."""
+    """The pixels that cover a box (None means the whole image). In a reduced image the box may begin between two
+    pixels: then also its part of these pixels, or None if it is all of them."""
     if image.reduction == 1 and (box is None or box == image.box):
         return image.pixels, None  # the whole image, or a partial image of this box
     top, left, height, width = box or (0, 0, *image.size)

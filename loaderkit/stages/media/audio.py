@@ -1,6 +1,6 @@
-"""Windows of sounds: float32 [channels, samples], of which only the window and what it depends on is decoded.
+"""Reads windows of sounds: float32 [channels, samples]. Only the window and what it depends on is decoded.
 
-A window is laid on the grid of the samples that are delivered, and begins where resampling all of the file would have them:
+A window lies on the grid of the samples that are delivered, and begins where resampling the whole file would have them:
 the resampler starts at a multiple of the two rates' period.
 """
 
@@ -57,7 +57,8 @@ class AudioArgs(Model):
 
 
 class Sound(NamedTuple):
-    """A window: float32 [channels, samples], and how many of these are the file's; the rest is padding."""
+    """A window of a sound: float32 [channels, samples], and how many of these samples come from the file; the rest is
+    padding."""
 
     samples: Samples
     num_real: int
@@ -65,17 +66,17 @@ class Sound(NamedTuple):
 
 def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float | None = None) -> Sound:
     """A window of a sound, or of the sound of a video. `draw` from [0, 1) chooses a random start; with `begin_s` it starts at
-    that time of the file: zeros stand for what is before the first sample.
+    that time of the file: the time before the first sample is filled with zeros.
 
-    Without resampling and mixing the samples are those of soundfile: whole numbers by 2^(bits - 1). Raises FormatError for what
-    is damaged, cut or begins behind its end, and MissingExtraError.
+    Without resampling and mixing the samples are the same as soundfile's: whole numbers divided by 2^(bits - 1). Raises
+    FormatError for a file that is damaged or cut, and for a start behind its end; MissingExtraError.
     """
     name = container_of(data)
     with opened(data) as container:
         stream = stream_of(container, "audio")
         is_adpcm = stream.codec_context.codec.name.startswith("adpcm_")
         # MP3 and ADPCM have no times, only guesses; behind a seek, those in Ogg are of other packets; Matroska has no lengths
-        # of streams: all packets are counted. So are those of FLAC files in which FFmpeg finds no place.
+        # of streams: all packets are counted. So are the packets of FLAC files in which FFmpeg finds no place.
         is_counted = name in _COUNTED or is_adpcm or (name == "flac" and not _is_sought(data))
         listed = list(_packets(container, stream)) if is_counted else None
         blocks = _blocks(stream, _packets(container, stream) if listed is None else listed)
@@ -137,8 +138,8 @@ def _behind(packets: list[Any], position: int, rate: int, unit: Fraction) -> lis
 
 
 def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterator[_Block]:
-    """The frames of packets, one after the other: gaps in their times are none in the samples. What cannot be decoded before
-    `run_up_end` is passed over, since a decoder that starts in the middle may lack what was before.
+    """The frames of packets, one after the other: a gap in their times makes no gap in the samples. Packets before
+    `run_up_end` that cannot be decoded are skipped, since a decoder that starts in the middle may lack earlier packets.
 
     Raises FormatError for a change of rate, channels or kind of samples."""
     position, kind = None, None
@@ -157,7 +158,7 @@ def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterato
 
 
 def _frames(context: Any, packets: Iterable[Any], *, passes_over: bool) -> Iterator[Any]:
-    """`passes_over`: packets that cannot be decoded before one that can."""
+    """`passes_over`: skip packets that cannot be decoded before the first one that can."""
     av = import_av()
     for packet in chain(packets, (None,)):
         try:
@@ -172,13 +173,13 @@ def _frames(context: Any, packets: Iterable[Any], *, passes_over: bool) -> Itera
 
 
 def _in_time(frames: Iterator[Any]) -> Iterator[Any]:
-    """From the first frame on that ends where the next one begins. FFmpeg has too late a time for the first packet of a page of
-    Vorbis, if it is a long block behind a short one."""
+    """The frames, from the first one on that ends where the next one begins. FFmpeg gives too late a time to the first
+    packet of a page of Vorbis, if it is a long block behind a short one."""
     held: Any = None
     for frame in frames:
         if held is not None and held.pts is not None and frame.pts is not None:
             off = (frame.pts - held.pts) * frame.time_base - Fraction(held.samples, max(1, held.sample_rate))
-            if abs(off) > 2 * frame.time_base:  # that of Matroska is rounded
+            if abs(off) > 2 * frame.time_base:  # Matroska's time base is rounded
                 held = frame
                 continue
         if held is not None:
@@ -208,8 +209,8 @@ def _floats(array: NDArray[Any]) -> Samples:
 
 
 def _num_samples(stream: Any, listed: list[Any] | None, first: _Block, *, is_told: bool) -> int | None:
-    """The samples of a sound; None: not known. `is_told`: its duration is from its header, and no guess. Raises FormatError for
-    a file that has less."""
+    """The number of samples of a sound, or None if it is not known. `is_told`: its duration comes from its header, and
+    is no guess. Raises FormatError for a file that has less."""
     unit, rate = stream.time_base, first.rate
     told = None if stream.duration is None or not is_told else stream.duration * unit
     if listed is None:
@@ -246,7 +247,7 @@ def _is_sought(data: memoryview) -> bool:
 
 
 def _end(packets: Iterable[Any]) -> int:
-    """When the last of them ends; damaged ones may have no time."""
+    """When the last packet ends; damaged packets may have no time."""
     return max((packet.pts + (packet.duration or 0) for packet in packets if packet.pts is not None), default=0)
 
 
@@ -263,8 +264,9 @@ def _cut(held_s: float, told_s: float) -> FormatError:
 
 
 class _Window(NamedTuple):
-    """The samples [begin, begin + num) of the decoded file, begin a multiple of `down`; `rate` in, and `wanted` out of the
-    resampled ones from `skipped` on, behind so much `silence`. None: to the end."""
+    """The samples [begin, begin + num) of the decoded file, to its end if `num` is None. `begin` is a multiple of
+    `down`. `rate` is the file's; of the resampled samples, `wanted` are taken from number `skipped` on, behind
+    `silence` zeros."""
 
     rate: int
     begin: int
@@ -342,7 +344,7 @@ def _first(
 
 
 def mixed(samples: Samples, num_channels: int) -> Samples:
-    """[1, n], the mean of all channels, or [2, n]. Raises FormatError for more than two that are to be two."""
+    """[1, n], the mean of all channels, or [2, n]. Raises FormatError if more than two channels are to become two."""
     held = len(samples)
     if held == num_channels:
         return samples

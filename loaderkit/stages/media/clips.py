@@ -80,8 +80,8 @@ def _images_among(values: Iterable[Any]) -> list[Image]:
 def as_clip(value: Any) -> Clip | None:
     """A uint8 array or tensor [T, C, H, W] or [T, H, W, C], C = 1 or 3, as a clip; None if it is nothing of the kind.
 
-    If both ends of a frame are such, a tensor's channels come before its rows, as everywhere in torch, and for an array it
-    raises ValueError.
+    If both ends of a frame have such a length, a tensor's channels come before its rows, as everywhere in torch; an
+    array raises ValueError.
     """
     is_tensor = isinstance(value, torch.Tensor)
     if is_tensor and value.dtype == torch.uint8 and value.device.type == "cpu" and value.layout is torch.strided:

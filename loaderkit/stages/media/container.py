@@ -1,8 +1,8 @@
 """Opens the bytes of a video or a sound with FFmpeg, through PyAV.
 
-A file is told by its first bytes, and read by the one demuxer of its format: nothing is guessed. Those of `CONTAINERS` read
-their own bytes alone. FFmpeg's others (playlists, lists of files, subtitles, devices) open files and addresses that data name,
-and stay shut, as does every protocol.
+A file is recognised by its first bytes, and read by the one demuxer of its format: nothing is guessed. The demuxers in
+`CONTAINERS` read only their own bytes. FFmpeg's other demuxers (playlists, lists of files, subtitles, devices) open
+files and addresses that data name, so they are not used, and no protocol is.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BUFFER_BYTES = 1 << 18
 
 
 def container_of(data: memoryview) -> str | None:
-    """FFmpeg's name of the container that begins like this; None: none that is opened."""
+    """FFmpeg's name of the container that begins with these bytes, or None if no such container is opened."""
     head = bytes(data[:16])
     return next((name for name, pattern in CONTAINERS.items() if pattern.match(head)), None)
 
@@ -116,7 +116,7 @@ _ATTACHED = 0x400  # AV_DISPOSITION_ATTACHED_PIC
 
 
 def check_whole(data: memoryview, name: str) -> None:
-    """Raise FormatError for a file that is shorter than it says, which FFmpeg would read up to there."""
+    """Raise FormatError for a file that is shorter than it says, which FFmpeg would read as far as it goes."""
     num_bytes = _SIZES[name](data) if name in _SIZES else None
     if num_bytes is not None and num_bytes > data.nbytes:
         raise FormatError(f"{name}: it has {data.nbytes} bytes of {num_bytes} or more: it is cut")
@@ -155,7 +155,7 @@ def _element_bytes(data: memoryview) -> int | None:
 
 
 def _number(data: memoryview, position: int) -> tuple[int | None, int]:
-    """(value, bytes) of a number in EBML; None: a size that is not known."""
+    """(value, bytes) of a number in EBML; the value is None for an unknown size."""
     first = data[position] if position < data.nbytes else 0
     if not first:
         return 0, 1

@@ -1,4 +1,4 @@
-"""What `decode` makes of the bytes of a video or a sound."""
+"""The part of `decode` that reads videos and sounds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SOUNDS = frozenset({"wav", "flac", "ogg", "mp3"})
 
 
 class MediaDecoder:
-    """Reads clips, windows of sounds, or both of a video. All of a sample begin at the same draw, so a sound beside its video,
-    in a file of its own and as long, begins where the clip does."""
+    """Reads clips, windows of sounds, or both of a video. All of a sample begin at the same draw. So if a sound is in a
+    file of its own beside a video of the same length, it begins where the clip does."""
 
     def __init__(self, video: VideoArgs | None, audio: AudioArgs | None) -> None:
         self._video = video
@@ -29,8 +29,8 @@ class MediaDecoder:
             self.readers |= dict.fromkeys({*VIDEO_EXTENSIONS, "gif"}, self._clip)
 
     def reader_of(self, data: memoryview, *, is_named: bool) -> Callable[..., Any] | None:
-        """The reader of bytes without an extension, by how they begin; None for what is not decoded. MP3, which begins as much
-        else does, is known only in a field that is named."""
+        """The reader of bytes without an extension, by how they begin; None for what is not decoded. MP3, whose
+        beginning is like that of many formats, is recognised only in a field that is named."""
         name = container_of(data)
         if name is None or (name == "mp3" and not is_named and bytes(data[:3]) != b"ID3"):
             return None

@@ -1,8 +1,8 @@
-"""Clips of videos: some frames of a file, of which only those and what they depend on are decoded.
+"""Reads clips of videos: some frames of a file. Only these frames and the ones they depend on are decoded.
 
-All packets are taken out of the container, which costs about 2 us a frame and tells when each frame is shown. Then the decoder
-is given those from the last keyframe before the first wanted frame on, up to the last wanted one. Where packets do not tell
-which frames there are (some AVI), frames are counted by decoding them.
+All packets are taken out of the container, which costs about 2 us a frame and tells when each frame is shown. Then the
+decoder gets the packets from the last keyframe before the first wanted frame up to the last wanted frame. Where packets
+do not say which frames there are (some AVI), frames are counted by decoding them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def read_clip(data: memoryview, args: VideoArgs, draw: float) -> DecodedClip:
         if any(packet.is_corrupt for packet in packets):
             raise FormatError(f"a packet of its video is damaged or cut ({len(packets)} packets were read)")
         name = stream.codec_context.name
-        # In AVI, H.264's packets have made-up times, which are not those of the frames.
+        # In AVI, H.264's packets have made-up times, which differ from the frames' times.
         times = None if name in _REORDERS and container.format.name == "avi" else _times(packets, name)
         if times is not None:
             places = frame_places(len(times), args, draw)
@@ -115,8 +115,8 @@ def _check_size(context: Any, args: VideoArgs) -> None:
 
 
 def _times(packets: list[Any], codec: str) -> list[int] | None:
-    """When each frame is shown, in order; None where packets do not tell: a decoder leaves out some of those that are cut off
-    from the keyframe before them."""
+    """When each frame is shown, in order; None where packets do not say that, as a decoder leaves out some frames that
+    are cut off from their keyframe."""
     shown = [packet.pts for packet in packets if not packet.is_discard and not _is_hidden(packet, codec)]
     if None in shown or len({*shown}) < len(shown):
         return None
@@ -142,7 +142,7 @@ def _needed(packets: list[Any], time: int) -> list[Any]:
 
 
 def _decoded(stream: Any, packets: Iterable[Any], wanted: set[int] | None) -> Iterator[Any]:
-    """The frames of packets; of those that are not `wanted` (None: all are) some may be left out."""
+    """The frames of packets; frames that are not `wanted` (None means all are) may be left out."""
     context = stream.codec_context
     for packet in packets:
         if wanted is not None and context.name in _LEAVES_OUT:
@@ -152,7 +152,7 @@ def _decoded(stream: Any, packets: Iterable[Any], wanted: set[int] | None) -> It
 
 
 def _found(frames: Iterable[Any], wanted: set[int]) -> dict[int, Any]:
-    """Of decoded frames those at the times `wanted`, as RGB."""
+    """The decoded frames at the times `wanted`, as RGB."""
     found: dict[int, Any] = {}
     rgb = _Rgb()
     for frame in frames:
@@ -169,7 +169,7 @@ class _Frame(NamedTuple):
 
 
 class _Rgb:
-    """Frames as RGB, upright."""
+    """Converts frames to RGB, upright."""
 
     def __init__(self) -> None:
         self._reformatter = import_av().video.reformatter.VideoReformatter()

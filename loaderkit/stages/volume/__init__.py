@@ -1,1 +1,1 @@
-"""Volumes: crops and flips of arrays of any dimensions, and NIfTI."""
+"""Volumes: crops and flips of arrays with any number of dimensions, and NIfTI files."""

@@ -73,8 +73,9 @@ class RandomVolumeFlipArgs(StageArgs):
 def random_volume_crop(args: RandomVolumeCropArgs) -> Callable[..., None]:
     """Six draws: whether the foreground is wanted, which of its values, and the window's start along each dimension.
 
-    The window lies anywhere, each start as likely; around a value of the foreground anywhere that holds it. MLPerf's 3D U-Net
-    takes the foreground in four of ten crops. Directly behind `read`, a source may read the window alone: see `window_rule`.
+    Each start of the window is as likely; for a value of the foreground, each start with which the window has it.
+    MLPerf's 3D U-Net takes the foreground in four of ten crops. Directly behind `read`, a source may read the window
+    alone: see `window_rule`.
     """
     size, rule = args.size, window_rule(args)
 
@@ -104,7 +105,7 @@ def random_volume_crop(args: RandomVolumeCropArgs) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the window lies; see `WindowRule`. None: an array is smaller than it."""
+    """Finds where the window lies; see `WindowRule`. Returns None if an array is smaller than the window."""
 
     args: RandomVolumeCropArgs
 
@@ -129,7 +130,7 @@ def window_rule(args: RandomVolumeCropArgs) -> WindowRule:
 
 
 def _foreground(labels: Any, num_dims: int, draw: float) -> tuple[int, ...] | None:
-    """The place of a value that is not 0, each as likely; None: there is none."""
+    """The place of a value that is not 0, each as likely, or None if there is none."""
     values = labels.numpy() if isinstance(labels, torch.Tensor) else labels
     is_any = (values != 0).reshape(-1, *values.shape[-num_dims:]).any(0)
     places = np.flatnonzero(is_any)
@@ -139,7 +140,7 @@ def _foreground(labels: Any, num_dims: int, draw: float) -> tuple[int, ...] | No
 
 
 def _padded(array: Any, missing: list[int], fill: float) -> Any:
-    """`array` with `fill` on both sides of its last dimensions; of an odd number one more at the end."""
+    """`array` with `fill` on both sides of its last dimensions; if the number is odd, one more at the end."""
     around = [(0, 0)] * (array.ndim - len(missing)) + [(num // 2, num - num // 2) for num in missing]
     values = array.numpy() if isinstance(array, torch.Tensor) else array
     kind = values.dtype.kind

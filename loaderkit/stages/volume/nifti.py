@@ -1,4 +1,4 @@
-"""NIfTI (.nii, .nii.gz): the array of a scan, as nibabel reads it, from the bytes of the file."""
+"""NIfTI (.nii, .nii.gz): reads the array of a scan from the bytes of the file, with the result that nibabel gives."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _checked_size(dtype: np.dtype[Any], shape: tuple[int, ...], start: int) -> i
 
 
 def _unpacked(data: memoryview, num: int, *, checks_end: bool = False) -> bytes:
-    """The first `num` bytes of what a file holds, unpacked if it is packed; fewer where it ends. With `checks_end` the rest is
-    read as well, since only the end tells whether the bytes are right."""
+    """The first `num` bytes of a file's content, decompressed if it is compressed; fewer if the content is shorter.
+    With `checks_end` the rest is read as well, since only the end shows whether the bytes are right."""
     if data[:2] != _GZIP:
         return bytes(data[:num])
     parts, left, packed = [], num, bytes(data)

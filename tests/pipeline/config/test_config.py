@@ -34,6 +34,7 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
         "fields": None,
         "optional": (),
         "limit": None,
+        "listing": "fresh",
         "s3": {
             "region": None,
             "endpoint": None,

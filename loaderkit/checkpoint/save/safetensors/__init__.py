@@ -1,1 +1,2 @@
-"""Writes a state as safetensors files that Hugging Face's loaders read: which tensor goes where, brought from all ranks."""
+"""Writes a state as safetensors files that Hugging Face's loaders read: decides which tensor goes where, and collects
+it from all ranks."""

@@ -1,4 +1,4 @@
-"""The elements of a whole tensor, in C order, from chunks of it that lie in several places."""
+"""The elements of a whole tensor, in C order, from chunks of the tensor that lie in several places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports: copies of a state's tensors in fewer bits, made piece by piece as they are written, and the error of that.
+"""Exports: copies of a state's tensors in fewer bits, made piece by piece while they are written; and how much they lose.
 
 elements of the staged copy ──> cast, or int8 and a scale for each block of 256 ──> the file
                             └──> sums of squares of what is lost
@@ -52,7 +52,7 @@ class ExportRule(NamedTuple):
 
 
 def check_rule(rule: ExportRule, matching: Collection[str], names: Sequence[str]) -> None:
-    """Raise ConfigError if an export would be empty; `names` are those of all tensors."""
+    """Raise ConfigError if an export would be empty; `names` are the names of all tensors."""
     if not matching:
         listed = ", ".join(names[:5])
         raise ConfigError(
@@ -80,7 +80,7 @@ class Loss:
 
 
 class StoredTensor(Protocol):
-    """A tensor of an export, and dtype and shape of what it was made of."""
+    """A tensor of an export, and the dtype and shape of the tensor it was made of."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -93,7 +93,7 @@ class StoredTensor(Protocol):
 
 
 def report_of(stored: Iterable[StoredTensor], losses: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
-    """Size and error of an export: `losses` are the sums of squares by name. None: an error that is not finite."""
+    """Size and error of an export: `losses` are the sums of squares by name. The error is None if it is not finite."""
     num_bytes = source_bytes = 0
     for tensor in stored:
         num_bytes += tensor.num_bytes
@@ -123,13 +123,13 @@ def config_in(text: str, precision: str) -> str:
 
 
 def relative_error(sums: Sequence[tuple[float, float]]) -> float:
-    """The norm of all differences over that of all values; 0 for none."""
+    """The norm of all differences, divided by the norm of all values; 0 without values."""
     of_values, of_differences = (sum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0)
     return sqrt(of_differences / of_values) if of_values else sqrt(of_differences)
 
 
 class _Converted:
-    """The elements of `source`, of type `dtype`, as floats; of any range."""
+    """The elements of `source`, converted to floats of type `dtype`; any range of them."""
 
     def __init__(self, source: ElementSource, dtype: torch.dtype) -> None:
         self.device = source.device

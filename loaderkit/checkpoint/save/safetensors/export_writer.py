@@ -16,7 +16,8 @@ from loaderkit.errors import CheckpointError, ObjectNotFoundError
 
 
 class ExportWriter(StreamWriter):
-    """A StreamWriter that writes an export: an own format of safetensors, which `restore` refuses unless it is asked for."""
+    """A StreamWriter that writes an export. An export has its own variant of safetensors, which `restore` refuses
+    unless asked for it."""
 
     def __init__(self, url: str, rule: ExportRule, **settings: Any) -> None:
         super().__init__(url, format="safetensors", **settings)
@@ -30,7 +31,7 @@ class ExportWriter(StreamWriter):
         return {} if self._last is None else self._last.report
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Raises CheckpointError rather than put rounded numbers in the place of a checkpoint that is there."""
+        """Raises CheckpointError rather than replace an existing checkpoint by rounded numbers."""
         target = self._opened()
         with suppress(ObjectNotFoundError):
             if not read_state(read_object(target.connector, target.prefix + STATE)).export:

@@ -1,6 +1,8 @@
 """Which tensors go into which file, and which rank writes it; decided by the coordinator from the plans of all ranks.
 
-    plans of all ranks ──> tensors, each a list of chunks and the ranks that have them ──> parts of the state ──> files
+    A part of the state (what is under one key of it) has files of its own, with its own names. A tensor that one rank
+    has whole goes into a file of that rank. The others go, the largest first, to the rank that writes least so far: if
+    several ranks have the tensor whole, to one of these; the chunks of a sharded tensor are sent to that rank.
 
 A part of the state (what stands under one key of it) has files of its own, with its own names. A tensor that one rank has whole
 goes into a file of that rank; others, the largest first, where the least is written: one that several ranks have whole is then
@@ -26,16 +28,16 @@ from loaderkit.errors import CheckpointError, ConfigError
 from loaderkit.ranks.pieces import Address
 
 MAX_FILE_BYTES = 5 * 10**9
-"""Of tensors in one file, as Hugging Face's writers do; one tensor may have more."""
+"""Bytes of tensors in one file, as Hugging Face's writers limit them; a single tensor may have more."""
 MIN_FILE_BYTES = 64 * 2**20
-"""A part of the state with less for each rank has fewer files than there are ranks."""
+"""Bytes a rank: a part of the state with less for each rank has fewer files than there are ranks."""
 _BALANCE = 1.1  # most bytes of a file over their mean, for the sake of tensors that need not be sent
 _MAX_STEM = 80
 Shape = tuple[int, ...]
 
 
 class GivenBox(NamedTuple):
-    """A box of a tensor: number `number` of those that `rank` has to give."""
+    """A box of a tensor: the chunk with number `number` among the chunks that `rank` has to give."""
 
     offsets: Shape
     sizes: Shape
@@ -44,8 +46,8 @@ class GivenBox(NamedTuple):
 
 
 class LaidTensor(NamedTuple):
-    """A tensor: its name in the state and in the file, where its elements are, and the ranks that have all of them. `made_of`:
-    dtype and shape of those, if what is stored is made of them."""
+    """A tensor: its name in the state and in the file, where its elements are, and the ranks that have all of them.
+    `made_of`: the dtype and shape of these elements, if what is stored is made of them."""
 
     name: str
     key: str
@@ -61,7 +63,8 @@ class LaidTensor(NamedTuple):
 
 
 class LaidFile(NamedTuple):
-    """A file that rank `writer` writes: its tensors in order, and names (in the file) of others of them that are the same."""
+    """A file that rank `writer` writes: its tensors in order, and the names (in the file) of tensors that are the same
+    as one of them."""
 
     name: str
     writer: int
@@ -72,15 +75,15 @@ class LaidFile(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What a rank adds to its plan: where others get its chunks, if there are others; and for each tensor that it has elements
-    of a number, which tensors share whose elements are the same memory."""
+    """What a rank adds to its plan: the address where others get its chunks, if there are others; and for each of its
+    tensors a number, which is the same for tensors whose elements are the same memory."""
 
     address: Address | None
     memory: Mapping[str, int]
 
 
 class Layout(NamedTuple):
-    """All files; `given` are, by rank, the chunks it gives, (name, offsets), in the order of their numbers."""
+    """All files. `given` are, for each rank, the chunks that it gives, (name, offsets), in the order of their numbers."""
 
     files: tuple[LaidFile, ...]
     given: tuple[tuple[tuple[str, Shape], ...], ...]
@@ -104,10 +107,10 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 def lay_out(
     plans: Sequence[SavePlan], offers: Sequence[Offer], generation: int, rule: ExportRule | None = None
 ) -> Layout:
-    """The layout of what the ranks have planned, none of it twice, or of what `rule` makes of it; `generation` tells the files
-    from older ones beside them.
+    """The layout of what the ranks have planned, with nothing in it twice, or of what `rule` makes of it. `generation`
+    is part of the files' names, so that they differ from older files beside them.
 
-    Raises ConfigError for a type or name that safetensors has not, CheckpointError for a tensor that is not there whole.
+    Raises ConfigError for a type or name that safetensors has not, CheckpointError for a tensor of which a part is missing.
     """
     paths: dict[str, tuple[Any, ...]] = {}
     for plan in reversed(plans):
@@ -126,7 +129,7 @@ def lay_out(
         parts[own] = top
     found: dict[str, list[LaidFile]] = {}
     loads = [0] * len(plans)
-    # The largest part last: it levels what those have left that have fewer files than there are ranks.
+    # The largest part last: it evens out the parts that have fewer files than there are ranks.
     for part, listed in sorted(parts.items(), key=lambda item: sum(tensor.num_bytes for tensor in item[1])):
         prefix = "" if listed is top else f"{part}."
         made = _files_of(part, prefix, listed, same, loads=loads, generation=generation, rule=rule)
@@ -240,7 +243,8 @@ def _converted(tensors: Sequence[LaidTensor], rule: ExportRule) -> list[LaidTens
 
 
 def _given_by_holders(file: LaidFile, given: list[list[tuple[str, Shape]]]) -> LaidFile:
-    """The same file; what its writer has itself comes from there, and is added to the chunks it gives."""
+    """The same file, in which chunks that its writer has itself come from the writer; they are added to the chunks it
+    gives."""
     tensors = []
     for tensor in file.tensors:
         if file.writer in tensor.holders and tensor.chunks[0].rank != file.writer:

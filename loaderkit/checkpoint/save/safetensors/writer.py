@@ -52,7 +52,7 @@ _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _LOSSES = "loaderkit:losses/"  # begins the name of a rank's, among its values
 _IN_EXPORTS = ("loaderkit.step", MODEL_CONFIG)
 PART = "part of a checkpoint, which loaderkit-state.json describes"
-"""What the metadata of a file says under "loaderkit"."""
+"""The value of "loaderkit" in the metadata of a file."""
 
 SaveFiles = Callable[[Sequence[FilePlan]], list[SavedFile]]
 
@@ -80,8 +80,8 @@ def check_plain_values(values: Mapping[str, Any]) -> None:
 
 
 def model_config_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """What a state has under the manager's own key for the config.json beside model.safetensors: that of a model of
-    transformers, or of what is built like it."""
+    """What a state has, under the manager's own key, for the config.json beside model.safetensors: the config of a
+    model of transformers, or of a model built like one."""
     model = state.get("model")
     config = getattr(getattr(model, "module", model), "config", None)
     as_text = getattr(config, "to_json_string", None)
@@ -90,8 +90,8 @@ def model_config_of(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _memory_of(plan: SavePlan) -> dict[str, int]:
-    """Name -> a number, equal for tensors whose elements are the same memory, of those that have elements here; nothing unless
-    the plan says what is tied."""
+    """For each tensor with elements here: its name -> a number, equal for tensors whose elements are the same memory.
+    Empty unless the plan says what is tied."""
     if not isinstance(plan, DescribedPlan):
         return {}
     pairs = zip(plan.items, plan.tied, strict=True)
@@ -255,7 +255,7 @@ def _not_plain(name: str, value: Any) -> ConfigError:
 def _elements(
     tensor: LaidTensor, rank: int, given: Sequence[TensorBytes], client: PieceClient, losses: dict[str, Loss]
 ) -> ElementSource:
-    """The elements that are stored; `losses` collects what is lost of them."""
+    """The elements that are stored; `losses` collects how much they lose."""
     dtype, shape = tensor.made_of or (tensor.dtype, tensor.shape)
     num_bytes = [prod(chunk.sizes) * dtype.itemsize for chunk in tensor.chunks]
     sources: list[ElementSource] = [

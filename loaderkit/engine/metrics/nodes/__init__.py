@@ -1,1 +1,2 @@
-"""Where workers are on several nodes: what each of them did, and what the way from there to the trainer carried."""
+"""Counters for workers on several nodes: what the workers on each node did, and what the network from there to the
+trainer carried."""

@@ -1,4 +1,4 @@
-"""Charges waits for batches that are complete to the workers, where it is those that limit."""
+"""Charges waits for complete batches to the workers, if the workers are the limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BUSY = {NETWORK: 0.75, WAKEUP: 0.9}  # share of their time; workers that are bu
 
 
 class PoolTime(Protocol):
-    """Of one stage, in s of its pool's workers."""
+    """The times of one stage, in s of its pool's workers."""
 
     name: str
     busy_s: float
@@ -22,12 +22,12 @@ class PoolTime(Protocol):
 def charged_to_workers(
     waits_s: Mapping[str, float], pools: Sequence[Sequence[PoolTime]], cause: str
 ) -> dict[str, float]:
-    """The loop's waits by cause: what it waited for batches that were complete, on their way (`NETWORK`, that is not full) or
-    not taken yet (`WAKEUP`), is charged to the stages of the busiest pool, in proportion to their time, if its workers had none
-    to spare. The sum stays.
+    """The loop's waits by cause: its waits for batches that were complete, but on their way (`NETWORK`, if that is not
+    full) or not taken yet (`WAKEUP`), are charged to the stages of the busiest pool, in proportion to their time, if
+    its workers had no time to spare. The sum stays.
 
-    A batch has to come to the loop in any case. But where workers are always busy, the loop would wait for the next batch all
-    the same if its way took no time at all; a loop that is the limit itself leaves them without work.
+    Where workers are always busy, the loop would also wait if batches took no time on their way. Where the loop itself
+    is the limit, workers run out of work.
     """
     charged = dict(waits_s)
     use = {number: _use(pool) for number, pool in enumerate(pools)}

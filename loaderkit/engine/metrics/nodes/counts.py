@@ -1,4 +1,4 @@
-"""The counters of nodes, and of the way from them to the trainer's node."""
+"""The counters of nodes, and of the network from them to the trainer's node."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class NodeStats:
     name: str
     is_trainers: bool  # the training loop runs on it: its batches pass no network
     num_workers: int  # worker processes at this moment
-    cpus: float | None = None  # that it has for workers; None: not known
+    cpus: float | None = None  # that it has for workers; None if not known
     cpu_s: float = 0.0  # CPU time of its worker processes
     num_batches: int = 0  # that arrived from there
     num_bytes: int = 0  # of those
     way_s: float = 0.0  # from finished there to arrived at the trainer, summed over batches
     carrying_s: float = 0.0  # of the time, that in which at least one of its batches was on the way
-    latency_s: float | None = None  # the least round trip of a small message to it; None: none was timed
+    latency_s: float | None = None  # the least round trip of a small message to it; None if none was timed
     num_restarts: int = 0  # of worker processes that had died there
 
     def minus(self, earlier: NodeStats) -> NodeStats:
@@ -39,8 +39,8 @@ _COUNTERS = ("cpu_s", "num_batches", "num_bytes", "way_s", "carrying_s", "num_re
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes that workers are or were on, and the way from the others to the trainer's. Empty for executors that have one
-    node only."""
+    """The nodes that workers are or were on, and the network from the others to the trainer's node. Empty for executors
+    that have one node only."""
 
     rows: tuple[NodeStats, ...] = ()
     carrying_s: float = 0.0  # of the time, that in which at least one batch from any other node was on the way
@@ -68,7 +68,7 @@ class Nodes:
 
     @property
     def way_s(self) -> float:
-        """Seconds that such a batch took in the mean from finished there to arrived here; 0 if none came."""
+        """Seconds from the end of such a batch there to its arrival here, in the mean; 0 if none came."""
         return sum(row.way_s for row in self.others) / max(1, self.num_carried)
 
     @property
@@ -80,16 +80,16 @@ class Nodes:
 
     @property
     def bytes_per_s(self) -> float:
-        """What the way carried while batches were on it: at least what it can carry. 0 if none came."""
+        """What the network carried while batches were on it, which is at least what it can carry. 0 if none came."""
         return self.carried_bytes / self.carrying_s if self.carrying_s > 0 else 0.0
 
     @property
     def is_of_bytes(self) -> bool:
-        """True if a batch takes longer on its way than messages do: its bytes are what takes time."""
+        """True if a batch takes longer on its way than messages do, so that its bytes take the time."""
         return self.num_carried > 0 and self.way_s > _ROUND_TRIPS * self.latency_s
 
     def is_full(self, seconds: float) -> bool:
-        """True if the way carried batches for nearly all of `seconds`, and their bytes are what took time on it."""
+        """True if the network carried batches for nearly all of `seconds`, and their bytes took the time."""
         return self.is_of_bytes and self.carrying_s >= _FULL * seconds
 
     def to_dicts(self, wall_s: float) -> list[Mapping[str, Any]]:

@@ -1,4 +1,4 @@
-"""Counts what comes from which node, for an executor whose workers are on several."""
+"""Counts what comes from each node, for an executor whose workers are on several nodes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Cover:
 
 @dataclass
 class _Counts:
-    """Of one node."""
+    """The counts of one node."""
 
     cpus: float | None
     cover: Cover
@@ -55,8 +55,8 @@ class _Counts:
 
 
 class NodeLedger:
-    """The counters of an executor with workers on several nodes. `here` is the trainer's, which may have no worker; None
-    until it is known. For any thread."""
+    """The counters of an executor with workers on several nodes. `here` is the trainer's node, which may have no
+    worker; None until it is known. For any thread."""
 
     def __init__(self, here: str | None = None) -> None:
         self._here: str | None = None
@@ -73,7 +73,7 @@ class NodeLedger:
             self._of(node)
 
     def is_away(self, node: str | None) -> bool:
-        """True if what comes from `node` passes a network."""
+        """True if batches from `node` pass a network."""
         return node is not None and node != self._here
 
     def placed(self, node: str, cpus: float | None = None) -> None:

@@ -20,7 +20,8 @@ class Member(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """Where the members of an archive end too early: the error, and the name of the member that is cut; None: not known."""
+    """Where the members of an archive end too early: the error, and the name of the cut member, or None if that is not
+    known."""
 
     error: FormatError
     next_name: str | None
@@ -30,8 +31,8 @@ class TarIndex(Sequence[Member]):
     """The members of one archive in archive order: 16 bytes a member, and its name.
 
     `starts` (offsets in the archive) and `sizes` are int64 [number of members]. `packed_names` holds the names as bytes of the
-    archive (usually UTF-8), each ended by a NUL. `is_whole` is False after a warning about the archive. `damage` lies behind
-    the last of them; None: there is none.
+    archive (usually UTF-8), each ended by a NUL. `is_whole` is False after a warning about the archive. `damage` comes
+    after the last member; None if there is none.
     """
 
     def __init__(

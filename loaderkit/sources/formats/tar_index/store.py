@@ -29,10 +29,11 @@ def load_index(
     """The members of the archive `info`, from the cheapest source.
 
     First the `.idx` beside it, if it exists and fits the archive (a misfit is warned about); it lists only members of samples,
-    so a caller that needs every member passes `use_wds_index=False`. Then the copy in `cache_dir` (None: keep no copies), if
-    size and etag match. Else the headers are scanned and a copy is kept; a failure to keep it is no error. For a remote store
-    the `.idx` is copied as well, and copies come first, as a look beside each of thousands of shards takes requests. Raises
-    what `scan_tar` raises. With `up_to_damage` a damaged archive has an index as well, of which no copy is kept.
+    so a caller that needs every member passes `use_wds_index=False`. Then the copy in `cache_dir` (None keeps no
+    copies), if size and etag match. Else the headers are scanned and a copy is kept; a failure to keep it is no error.
+    For a remote store the `.idx` is copied as well, and copies come first, as a look beside each of thousands of shards
+    takes requests. Raises what `scan_tar` raises. With `up_to_damage` a damaged archive has an index as well, of which
+    no copy is kept.
     """
     if cache_dir is None:
         index = _beside(connector, info) if use_wds_index else None
@@ -100,7 +101,7 @@ def _misfit(connector: Connector, info: ObjectInfo, index: TarIndex) -> str | No
     scanner = TarScanner(_uncached(connector), info)
     last = len(index) - 1
     for number in sorted({0, last}) if len(index) else ():
-        # From the end of the member before: extended headers may stand between the two.
+        # From the end of the member before: extended headers may lie between the two.
         expected = index[number]
         for name, start, size in scanner.walk(_next_header(index, number - 1)):
             actual_name = name.decode("utf-8", "surrogateescape")

@@ -1,4 +1,4 @@
-"""What DALI says when it fails, and whether an image can have caused it."""
+"""Interprets DALI's errors: what DALI says when it fails, and whether an image can have caused it."""
 
 from __future__ import annotations
 

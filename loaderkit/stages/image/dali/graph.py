@@ -73,7 +73,8 @@ def import_dali() -> Any:
 
 
 def build_pipeline(dali: Any, graph: Graph) -> Any:
-    """The DALI pipeline of a graph. Its inputs are `encoded`, and for the operation n those of `inputs_of`, as `name-n`."""
+    """The DALI pipeline of a graph. Its inputs are `encoded` and, for operation n, the inputs in `inputs_of`, named
+    `name-n`."""
     fn, types = dali.fn, dali.types
 
     def source(name: str, dtype: Any, ndim: int) -> Any:

@@ -56,12 +56,13 @@ class _Job(NamedTuple):
 
 
 class Renderer:
-    """Runs a graph over chunks, for the images of `fields` (None: all) of at most `max_pixels`, as the stage `name`; without
-    `takes_jpegs` all images go to `decode`, which refuses them.
+    """Runs a graph over chunks, for the images of `fields` (None means all) of at most `max_pixels`, as the stage
+    `name`; without `takes_jpegs` all images go to `decode`, which refuses them.
 
     `draws(name, chunk)` returns a stage's uniform numbers, float64 [n, num_draws]. On the CPU `decode(chunk)` decodes the other
     images, `plain(chunk)` runs the stages between `decode` and `batch`, and `finish` those after it, on [n, C, H, W]; the
-    result of `finish` is new memory. `on_gpu_error`: where DALI fails whatever the images are, raise, or stay on the CPU.
+    result of `finish` is new memory. `on_gpu_error`: what to do if DALI fails whatever the images are: raise, or stay
+    on the CPU.
     """
 
     def __init__(
@@ -289,7 +290,8 @@ class Renderer:
         return tensor
 
     def _is_done(self, sample: Sample) -> bool:
-        """True if the CPU's stages would leave a sample as it is: to ask them costs 30 us, a third of what a sample costs."""
+        """True if the CPU's stages would leave a sample as it is: running them to find out costs 30 us, a third of a
+        sample's cost."""
         kinds = set(map(type, sample.values()))
         if self._fields is None:
             return GpuDecoded in kinds and kinds <= _LEFT_AS_THEY_ARE

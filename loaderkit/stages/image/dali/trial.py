@@ -1,5 +1,6 @@
-"""Whether a GPU's decoder survives the regions of JPEGs: nvImageCodec 0.9 fails on them on some GPUs, and on an H100 it ends
-the process (its issue 55; 0.8 does not). So they are tried in another process, once a GPU and version.
+"""Tests whether a GPU's decoder survives decoding regions of JPEGs. nvImageCodec 0.9 fails on them on some GPUs, and on
+an H100 it ends the process (its issue 55; 0.8 does not). So they are tried in another process, once for each GPU and
+version.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _MOST_LEVELS = 4.0  # of 255, on average: what another way to decode a crop may 
 
 
 def decodes_regions(device: int) -> bool:
-    """True if the CUDA device has decoded regions of JPEGs in a process of its own; else it is said why not."""
+    """True if the CUDA device has decoded regions of JPEGs in a process of its own; else a warning says why not."""
     path = path_in_cache(default_cache_dir(), "dali-regions", _machine(device), ".txt")
     with suppress(OSError):
         reason = path.read_bytes().decode(errors="replace")
